@@ -94,11 +94,11 @@ def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[f
 def _looks(client: Client, names: list[str]) -> tuple[float, float]:
     """Milliseconds of a look at streams that rest, and of planning a batch of those that have changed; the best of some."""
     planner = BatchPlanner(client, parse({"url": client.url, "subscribePattern": "stream:*"}, {}), cores=cores())
-    at = planner.starts("latest")
+    at = planner.starting_offsets("latest")
     idle_ms, changed_ms = [], []
     for _ in range(_LOOKS):
-        planner.advance(at, limit=None, target=None)
-        idle_ms.append(_timed_ms(lambda: planner.advance(at, limit=None, target=None))[0])  # noqa: B023
+        planner.plan_next(at, limit=None, target=None)
+        idle_ms.append(_timed_ms(lambda: planner.plan_next(at, limit=None, target=None))[0])  # noqa: B023
         fill(client, names[::_CHANGED], 1)
         took_ms, at = _timed_ms(lambda: _plan(planner, at))  # noqa: B023
         changed_ms.append(took_ms)
@@ -106,8 +106,8 @@ def _looks(client: Client, names: list[str]) -> tuple[float, float]:
 
 
 def _plan(planner: BatchPlanner, at: Offsets) -> Offsets:
-    end = planner.advance(at, limit=None, target=None).ends
-    planner.pieces(at, end)
+    end = planner.plan_next(at, limit=None, target=None).end
+    planner.plan_tasks(at, end)
     dump(end)
     return end
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.workers import fill, handler_of, raw_loop, server, wait_for, working
 from millstream import Message
-from millstream.worker.process.worker_process import collect_rarely
+from millstream.worker.process.worker_process import tune_gc
 
 
 def noop(message: Message) -> None:
@@ -25,7 +25,7 @@ async def noop_async(message: Message) -> None:
 def run(*, messages: int = 100_000, rounds: int = 4) -> dict[str, Any]:
     """Measure over `messages`."""
     rates = {"raw": 0.0, "plain": 0.0, "async": 0.0}
-    collect_rarely()
+    tune_gc()
     with server() as client:
         for _ in range(rounds):
             fill(client, messages)

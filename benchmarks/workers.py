@@ -56,7 +56,7 @@ def working(client: Client, handler: Handler) -> Iterator[ReadingLoop]:
 
 def wait_for(loop: ReadingLoop, messages: int) -> None:
     """Wait until so many messages are committed."""
-    while loop.report.committed < messages:
+    while loop.loop_metrics.committed < messages:
         time.sleep(0.002)
 
 

@@ -1,11 +1,11 @@
-"""Every departure of 2013 from New York, told aircraft by aircraft.
+"""Every departure of 2013 from New York, with the history of its aircraft.
 
     millstream run examples/airline.py:app
 
 It reads the flights that `millstream demo` publishes to the stream `flights`, in the order of their
-scheduled departure, and writes one entry per flight to the stream `departures`. What it says of a flight
-depends on what the aircraft did before: so messages of one aircraft are handled strictly in order, and
-`state` remembers what has to be known of it.
+scheduled departure, and writes one entry per flight to the stream `departures`. An entry depends on the
+aircraft's earlier flights, so the messages of one aircraft are handled strictly in order, and `state` keeps
+its totals.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ app = App("airline")
 
 @dataclass
 class Flight:
-    """One flight. A cancelled one has no delays, one that landed elsewhere has no delay at its arrival."""
+    """One flight. A cancelled flight has no delays; one that landed elsewhere has no arrival delay."""
 
-    row: int  # its place in the order of publication
+    row: int  # its position in the order of publication
     tailnum: str  # the aircraft
     carrier: str
     flight: int
@@ -39,10 +39,10 @@ class Flight:
 
 @app.handler("flights", key="tailnum", retry=Retry(attempts=4), into="departures")
 def departure(flight: Flight, state: State) -> dict[str, Any]:
-    """Say how this flight went, and how the aircraft has done so far."""
+    """Return the flight's delays, and the aircraft's totals so far."""
     number = state["number"] = state.get("number", 0) + 1
     cancellations = state.get("cancellations", 0)
-    told: dict[str, Any] = {
+    output: dict[str, Any] = {
         "row": flight.row,
         "tailnum": flight.tailnum,
         "number": number,
@@ -56,25 +56,25 @@ def departure(flight: Flight, state: State) -> dict[str, Any]:
     }
     delay, arr_delay = flight.dep_delay, flight.arr_delay
     if delay is None:
-        told["cancellations"] = state["cancellations"] = cancellations + 1
-        return told
+        output["cancellations"] = state["cancellations"] = cancellations + 1
+        return output
 
     departed = utc_minutes(flight.time_hour) + flight.minute + delay
-    before = state.get("departed")
+    last_departed = state.get("departed")
     total = state["total_delay"] = state.get("total_delay", 0) + delay
     worst = state["worst_delay"] = max(state.get("worst_delay", delay), delay)
-    told["dep_delay"] = delay
-    told["recovered"] = None if arr_delay is None else delay - arr_delay  # in the air; None is left out
-    told["hours_since"] = None if before is None else round((departed - before) / 60, 2)
-    told["late_again"] = delay >= LATE and state.get("arrived_late", False)
-    told["mean_delay"] = round(total / (number - cancellations), 2)
-    told["worst_delay"] = worst
+    output["dep_delay"] = delay
+    output["recovered"] = None if arr_delay is None else delay - arr_delay  # in the air; None is left out
+    output["hours_since"] = None if last_departed is None else round((departed - last_departed) / 60, 2)
+    output["late_again"] = delay >= LATE and state.get("arrived_late", False)
+    output["mean_delay"] = round(total / (number - cancellations), 2)
+    output["worst_delay"] = worst
     state["departed"] = departed
     state["arrived_late"] = arr_delay is not None and arr_delay >= LATE
-    return told
+    return output
 
 
 @cache
 def utc_minutes(time_hour: str) -> int:
-    """Minutes from 1970 to an hour in UTC: local time would be wrong where the clocks change."""
+    """Minutes from 1970 to an hour in UTC: local time would be wrong across clock changes."""
     return int(datetime.fromisoformat(time_hour).timestamp()) // 60

@@ -7,13 +7,13 @@ from millstream.redis_client.client import Client
 
 
 def process(message: Delivered) -> None:
-    """Do the work; whatever ends it before the message is acknowledged leaves the message pending."""
+    """Process a message; an exception or a crash before the acknowledgement leaves it pending."""
     sys.stdout.write(f"{message.id.decode()} {message.fields}\n")
     sys.stdout.flush()
 
 
 def main(url: str, myname: str, lost_after_ms: str = "60000") -> None:
-    """Process what was held before, then new messages, and those of consumers that never acknowledged."""
+    """Process messages that are still pending, then new ones, and idle ones claimed from other consumers."""
     client, policy = Client(url), ReadPolicy(adopt_after_ms=int(lost_after_ms))
     with Reader(client, group="mygroup", consumer=myname, streams=["mystream"], policy=policy) as reader:
         for batch in reader:

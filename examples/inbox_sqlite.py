@@ -16,7 +16,7 @@ SCHEMA = "CREATE TABLE IF NOT EXISTS accounts (account TEXT PRIMARY KEY, balance
 
 
 def connect() -> sqlite3.Connection:
-    """Open the database; the first one creates its tables."""
+    """Open the database, and create missing tables."""
     connection = sqlite3.connect(PLACE, timeout=60)
     connection.execute(SCHEMA)
     inbox.create_tables(connection)
@@ -25,7 +25,7 @@ def connect() -> sqlite3.Connection:
 
 @dataclass
 class Payment:
-    """One payment, as it stands in the stream."""
+    """One payment, an entry of the stream."""
 
     account: str
     cents: int
@@ -33,7 +33,7 @@ class Payment:
 
 @app.handler("payments", key="account")
 def book(payment: Payment, message: Message) -> None:
-    """Add a payment to its account's balance, once, wherever this process is killed."""
+    """Add a payment to its account's balance, once, even if this process is killed at any point."""
     if payment.cents == 0:
         raise Reject("a payment of nothing")
     with closing(connect()) as connection, inbox.once(connection, message) as fresh:

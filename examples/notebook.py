@@ -1,7 +1,7 @@
-"""Redis Streams in a notebook: history, filters that Redis is spared, a live query to look at.
+"""Redis Streams in a notebook: history, filters pushed down to Redis, and a live query.
 
-Cells are marked by `# %%`: VS Code, PyCharm and Spyder run them one by one, `jupytext --to ipynb` makes a notebook of them,
-and `python examples/notebook.py` runs them all. It starts a redis-server of its own, unless MILLSTREAM_URL says where one is.
+Cells start with `# %%`: VS Code, PyCharm and Spyder run them one by one, `jupytext --to ipynb` converts them to a
+notebook, and `python examples/notebook.py` runs them all. It starts a redis-server, unless MILLSTREAM_URL is set.
 """
 
 # %% A session, and some history to look at: two hours of temperatures, an entry a second
@@ -34,7 +34,7 @@ redis = Client(url)
 
 
 def measure(at: datetime) -> tuple[str | float, ...]:
-    """A measurement, as the command that adds it."""
+    """Return the command that adds a measurement."""
     room = random.choice(["kitchen", "cellar", "attic"])
     return (
         "XADD",
@@ -50,7 +50,7 @@ def measure(at: datetime) -> tuple[str | float, ...]:
 now = datetime.now(UTC).replace(microsecond=0)
 redis.pipeline([measure(now - timedelta(seconds=second)) for second in range(7_200, 0, -1)])
 
-# %% A batch read: typed columns, and of all the history only what the filter leaves is fetched from Redis
+# %% A batch read: typed columns; the filter is pushed down, so only matching history is fetched from Redis
 history = (
     spark.read.format("redis-streams")
     .option("url", url)
@@ -62,10 +62,10 @@ history = (
 last_minutes = history.where(F.col("_timestamp") >= now - timedelta(minutes=10))
 last_minutes.groupBy("room").agg(F.count("*").alias("values"), F.round(F.avg("celsius"), 2).alias("mean")).show()
 
-# %% The comparison has become a range of entry ids: all that is left of it in Spark's plan is `isnotnull`
+# %% The comparison has become a range of entry ids: only `isnotnull` of it is left in Spark's plan
 last_minutes.explain()
 
-# %% pandas, and whatever draws it
+# %% The same as a pandas DataFrame, for any plotting library
 frame = last_minutes.toPandas()
 print(frame.describe())
 
@@ -82,18 +82,18 @@ live = (
 rooms = live.groupBy("room").agg(F.count("*").alias("values"), F.max("celsius").alias("highest"))
 query = rooms.writeStream.queryName("rooms").format("memory").outputMode("complete").start()
 
-# %% Look at it as often as you like: `display(...)` instead of `.show()` redraws a cell's output in Jupyter
+# %% Query the result as often as you like; in Jupyter, `display(...)` instead of `.show()` redraws a cell's output
 for _ in range(3):
     redis.pipeline([measure(datetime.now(UTC)) for _ in range(20)])
-    query.processAllAvailable()  # for the example's sake; without it the table is as of the last batch
+    query.processAllAvailable()  # only for this example; without it the table shows the last batch
     spark.table("rooms").orderBy("room").show()
     time.sleep(0.5)
 
-# %% How it gets on: rows a second, and how far it is behind; `XINFO GROUPS temperatures` shows its group `notebook` as well
+# %% Progress: rows a second, and the lag; `XINFO GROUPS temperatures` shows the query's group `notebook` too
 if progress := query.lastProgress:
     print(f"batch {progress.batchId}: {progress.numInputRows} rows, {progress.processedRowsPerSecond:.0f} a second")
 
-# %% Stop: the query first, then what this notebook has started
+# %% Stop: the query first, then Spark and the server that this notebook started
 query.stop()
 redis.close()
 spark.stop()

@@ -37,7 +37,7 @@ class Payment:
 
 @app.handler("orders", key="customer", into="totals")
 def total(order: Order, state: State) -> dict[str, object]:
-    """The sum of each customer's orders, in order."""
+    """Sum up each customer's orders, in order."""
     if order.amount < 0:
         raise Reject("an order cannot be negative")
     state["sum"] = state.get("sum", 0) + order.amount
@@ -46,7 +46,7 @@ def total(order: Order, state: State) -> dict[str, object]:
 
 @app.stage(Rows("orders", Order), into="sales:minutes")
 def per_minute(orders: "DataFrame") -> "DataFrame":
-    """Orders and turnover of each minute, once it is over: event time, with two minutes for those that come late."""
+    """Orders and turnover per minute of event time, written once a watermark of two minutes has passed."""
     from pyspark.sql import functions as F
 
     minutes = orders.withWatermark("at", "2 minutes").groupBy(F.window("at", "1 minute"))
@@ -56,7 +56,7 @@ def per_minute(orders: "DataFrame") -> "DataFrame":
 
 @app.stage(Rows("orders", Order), Rows("payments", Payment), into="sales:paid")
 def paid(orders: "DataFrame", payments: "DataFrame") -> "DataFrame":
-    """Each order with its payment, if that comes within a day."""
+    """Join each order with its payment within a day."""
     from pyspark.sql import functions as F
 
     orders = orders.select("order", "customer", "amount", F.col("at").alias("ordered_at"))
@@ -73,7 +73,7 @@ def paid(orders: "DataFrame", payments: "DataFrame") -> "DataFrame":
 
 @app.stage(Rows(total, "customer string, sum double, at timestamp"))
 def archive(totals: "DataFrame") -> "DataStreamWriter":
-    """What the handler writes, in Parquet by day."""
+    """Write the handler's output as Parquet, by day."""
     from pyspark.sql import functions as F
 
     by_day = totals.withColumn("day", F.to_date("at"))

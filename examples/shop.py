@@ -9,7 +9,7 @@ app = App("shop")
 
 @dataclass
 class Order:
-    """One order, as it stands in the stream."""
+    """One order, an entry of the stream."""
 
     customer: str
     amount: float

@@ -1,12 +1,12 @@
 // A consumer in plain JavaScript, without packages: node consumer.js NAME REDIS_PORT MASTER_URL TOKEN STREAM GROUP [LOG]
-// It registers, reads what the master has given it, processes one message at a time, and says when each is done.
+// It registers, reads the messages that the master assigned to it, processes one at a time, and acknowledges each.
 const net = require("node:net"), http = require("node:http"), fs = require("node:fs");
 const [name, port, master, token, stream, group, log] = process.argv.slice(2);
 
 // Redis: commands go out as RESP arrays, and replies come back in order.
 const socket = net.connect(Number(port), "127.0.0.1"), waiting = [];
 let buffer = Buffer.alloc(0);
-function parse(at) { // the value that begins at `at`, and where the next one does; undefined while it is not all there
+function parse(at) { // returns the value at `at` and the start of the next one; undefined while it is incomplete
   const end = buffer.indexOf("\r\n", at);
   if (end < 0) return undefined;
   const head = buffer.toString("utf8", at + 1, end), kind = String.fromCharCode(buffer[at]);
@@ -35,22 +35,22 @@ const redis = (...words) => new Promise((resolve, reject) => {
   socket.write(`*${words.length}\r\n` + words.map((word) => `$${Buffer.byteLength(word)}\r\n${word}\r\n`).join(""));
 });
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-const tell = (path, body) => fetch(master + path, { method: "POST", body: JSON.stringify({ consumer: name, ...body }),
+const post = (path, body) => fetch(master + path, { method: "POST", body: JSON.stringify({ consumer: name, ...body }),
   headers: { "Content-Type": "application/json", Authorization: `Bearer ${token}` } });
-const note = (kind, id, key) => log && fs.appendFileSync(log,
+const record = (kind, id, key) => log && fs.appendFileSync(log,
   JSON.stringify({ kind, id, key, stream, worker: name, at: Number(process.hrtime.bigint()) / 1e6 }) + "\n");
 
 async function main(healthUrl) {
-  while (!(await tell("/api/consumers/register", { health_url: healthUrl }).then((reply) => reply.ok, () => false))) await sleep(200);
+  while (!(await post("/api/consumers/register", { health_url: healthUrl }).then((reply) => reply.ok, () => false))) await sleep(200);
   for (;;) {
     const read = await redis("XREADGROUP", "GROUP", group, name, "COUNT", "1", "STREAMS", stream, "0");
     for (const [id, pairs] of read ? read[0][1] : []) {
       const ticket = pairs[pairs.indexOf("ticket_id") + 1];
-      note("started", id, ticket);
+      record("started", id, ticket);
       await sleep(Number(process.env.WORK_MS || 5)); // the work
-      for (const kind of ["ended", "committed"]) note(kind, id, ticket);
+      for (const kind of ["ended", "committed"]) record(kind, id, ticket);
       await redis("XACK", stream, group, id);
-      await tell("/api/messages/acknowledge", { message_id: id }).catch(() => {}); // the master finds out by itself
+      await post("/api/messages/acknowledge", { message_id: id }).catch(() => {}); // the master also detects it by itself
     }
     if (!read || !read[0][1].length) await sleep(20);
   }

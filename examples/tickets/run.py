@@ -1,9 +1,9 @@
-"""Tickets: a business service, a master, and three consumers in two languages, one of which is killed in the middle.
+"""Tickets: a business service, a master, and three consumers in two languages, one of which is killed in mid-run.
 
     python examples/tickets/run.py [TICKETS] [MESSAGES_OF_EACH]
 
-It starts a redis-server of its own. The business service adds messages to `ticket_stream`; the master gives them to the
-consumers, one at a time of each ticket. At the end it prints who worked on each ticket, in which order, and a verdict.
+It starts a redis-server of its own. The business service adds messages to the ticket stream; the master assigns them to
+the consumers, one at a time for each ticket. At the end it prints which consumer processed each step, and a verdict.
 """
 
 import os
@@ -31,7 +31,7 @@ WITHIN_S = 600
 
 
 def main(tickets: int = 6, each: int = 10) -> int:
-    """Run the scenario; return 0 if every ticket was worked on in order."""
+    """Run the scenario; return 0 if the messages of every ticket were processed in order."""
     token = secrets.token_hex(16)
     started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server, Client(server.url) as client:
@@ -52,7 +52,7 @@ def main(tickets: int = 6, each: int = 10) -> int:
 
 
 def start_master(url: str, token: str, started: list[subprocess.Popen[bytes]]) -> str:
-    """Start a master that finds a dead consumer within three seconds; return where it listens."""
+    """Start a master that detects a dead consumer within three seconds; return its URL."""
     options = ("--port", "0", "--ping-interval-s", "0.5", "--ping-failures", "6", "--json")
     names = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "MILLSTREAM_MASTER_TOKEN": token}
     process = subprocess.Popen(
@@ -99,7 +99,7 @@ def wait_for_consumers(master: str, token: str, count: int) -> None:
 
 
 def publish(client: Client, tickets: int, each: int) -> list[Event]:
-    """Be the business service: add the messages of all tickets, mixed."""
+    """Act as the business service: add the messages of all tickets, interleaved."""
     published = []
     for number in range(each):
         for ticket in range(tickets):
@@ -110,7 +110,7 @@ def publish(client: Client, tickets: int, each: int) -> list[Event]:
 
 
 def kill_one(consumers: dict[str, subprocess.Popen[bytes]], logs: Path) -> str:
-    """Kill anna in the middle of a message."""
+    """Kill the consumer anna while it processes a message."""
     log = logs / "anna.jsonl"
     end = time.monotonic() + WITHIN_S
     while time.monotonic() < end:
@@ -119,7 +119,7 @@ def kill_one(consumers: dict[str, subprocess.Popen[bytes]], logs: Path) -> str:
             consumers["anna"].kill()
             return "anna"
         time.sleep(0.001)
-    raise SystemExit("anna got no messages")
+    raise SystemExit("consumer anna received no messages")
 
 
 def wait_until_done(client: Client, last: str) -> None:
@@ -127,15 +127,15 @@ def wait_until_done(client: Client, last: str) -> None:
     end = time.monotonic() + WITHIN_S
     while time.monotonic() < end:
         group = client.execute("XINFO", "GROUPS", STREAM)[0]
-        facts = dict(zip(group[::2], group[1::2], strict=True))
-        if not facts[b"pending"] and facts[b"last-delivered-id"] == last.encode():
+        info = dict(zip(group[::2], group[1::2], strict=True))
+        if not info[b"pending"] and info[b"last-delivered-id"] == last.encode():
             return
         time.sleep(0.05)
-    raise SystemExit("the messages were not all done in time")
+    raise SystemExit("not all messages were acknowledged in time")
 
 
 def show(published: list[Event], logs: Path, killed: str) -> int:
-    """Print who worked on each ticket, and the verdict."""
+    """Print which consumer processed each step, and the verdict."""
     names = {"anna": "A", "bert": "B", "carl": "C"}
     steps = {event.id: number for number, event in enumerate(published)}
     tickets = len({event.key for event in published})
@@ -146,16 +146,14 @@ def show(published: list[Event], logs: Path, killed: str) -> int:
                 mark = f"{letter}{steps[event.id] // tickets}" + ("?" if event.kind == "started" else "")
                 story[event.key.decode()].append((event.at or 0.0, mark))
     out = sys.stdout.write
-    out(
-        f"who did which step: A anna, B bert (Python), C carl (JavaScript); {killed} was killed; ? was begun and not ended\n"
-    )
+    out(f"steps by consumer: A anna, B bert (Python), C carl (JavaScript); {killed} was killed; ? not finished\n")
     for ticket, marks in sorted(story.items()):
         ordered = [mark for _, mark in sorted(marks)]
         done = set(ordered)
         shown = [mark for mark in ordered if not (mark.endswith("?") and mark[:-1] in done)]
         out(f"  {ticket}  {' '.join(shown)}\n")
     report = check([*published, *read_events(*logs.glob("*.jsonl"))])
-    # What was done and could not be acknowledged any more when its consumer was killed is done again, and rightly so.
+    # Duplicates are allowed: a message that the killed consumer processed but did not acknowledge is processed again.
     in_order = not (report.lost or report.out_of_order or report.overlapping)
     out(f"{report.summary()}\n{'in order' if in_order else 'NOT in order'}\n")
     return 0 if in_order else 1

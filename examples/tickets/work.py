@@ -1,6 +1,6 @@
 """The work of the Python consumers: `millstream consumer examples/tickets/work.py:work`.
 
-It notes what it does in a file, so that the order can be judged afterwards.
+It records its steps in a file, so that the order can be checked afterwards.
 """
 
 import os
@@ -13,9 +13,9 @@ recorder = Recorder(os.environ["TICKETS_LOG"])
 
 
 def work(message: Message) -> None:
-    """Work on one message of a ticket."""
+    """Process one message of a ticket."""
 
-    def note(kind: str) -> None:
+    def record(kind: str) -> None:
         recorder.record(
             Event(
                 kind=kind,  # type: ignore[arg-type] # one of three below
@@ -26,7 +26,7 @@ def work(message: Message) -> None:
             )
         )
 
-    note("started")
+    record("started")
     time.sleep(float(os.environ.get("WORK_MS", "5")) / 1000)
-    note("ended")
-    note("committed")
+    record("ended")
+    record("committed")

@@ -1,4 +1,4 @@
-"""An app: a named set of handlers and stages, and how to load it from a file or module."""
+"""App: a named set of handlers and stages, and its loading from a file or module."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class App:
-    """A named set of handlers that run on a worker or on Spark, unchanged, and of stages, which are PySpark's own.
+    """A named set of handlers, which run unchanged on workers and on Spark, and of stages, which are PySpark queries.
 
         app = App("airline")
 
@@ -33,19 +33,19 @@ class App:
     def __init__(self, name: str) -> None:
         self.name = check_identifier("app name", name)
         if name == MASTER:
-            raise ConfigError(f"the app name {MASTER!r} is taken by `millstream master`: give the app another")
+            raise ConfigError(f"the app name {MASTER!r} is reserved for `millstream master`: choose another")
         self.handlers: dict[str, Handler] = {}
         self.stages: dict[str, Stage] = {}
 
     def handler(self, *streams: str, **options: Any) -> Callable[[F], F]:
         """Register a function as the handler of `streams`. Options as in `millstream.handlers.handler.Handler`.
 
-        Its parameters are filled by their annotations: a typed model or Message (or lists of
-        them, for batches), and State if it has a key.
-        What it returns, one mapping or an iterable of them, goes to the stream `into`. Raises ConfigError.
+        Annotations decide what each parameter receives: a typed model or Message (or lists of them, for batches), and
+        State if the handler has a key. The result, one mapping or an iterable of them, goes to the stream `into`.
+        Raises ConfigError.
         """
         if len(streams) == 1 and callable(streams[0]):
-            raise ConfigError('write @app.handler("stream", key="field"): a handler needs the stream that it reads')
+            raise ConfigError('write @app.handler("stream", key="field"): a handler needs a stream to read')
 
         def register(function: F) -> F:
             compiled = compile_handler(self.name, function, streams, options)
@@ -56,12 +56,12 @@ class App:
         return register
 
     def stage(self, *inputs: "Rows | str | Callable[..., Any]", **options: Any) -> Callable[[F], F]:
-        """Register a function as a stage: a Spark query of its own, beside the handlers, that only Spark can run.
+        """Register a function as a stage: a Spark query of its own, which runs beside the handlers and only on Spark.
 
-        The function is given a streaming DataFrame for each of `inputs` (a stream's name stands for its `Rows`, a handler
-        for those of its output), and returns what they become: a DataFrame, whose rows go to the stream `into` exactly
-        once, or a DataStreamWriter, not started, that says where they go. `name` is that of the function if not given.
-        Import pyspark inside the function. Raises ConfigError.
+        The function receives a streaming DataFrame for each of `inputs` (a stream's name stands for its `Rows`, a
+        handler for the rows of its output stream). It returns a DataFrame, whose rows go to the stream `into` exactly
+        once, or an unstarted DataStreamWriter with a destination. `name` defaults to the function's. Import pyspark
+        inside the function. Raises ConfigError.
         """
         if (
             len(inputs) == 1
@@ -79,7 +79,7 @@ class App:
         return register
 
     def only(self, names: Collection[str]) -> "App":
-        """This app with no handlers and stages but those of `names`; all of them if it is empty. Raises ConfigError."""
+        """Return this app reduced to the handlers and stages in `names`; all of them if empty. Raises ConfigError."""
         known = [*self.handlers, *self.stages]
         for name in names:
             if name not in known:
@@ -97,97 +97,97 @@ class App:
 def load_app(target: str) -> App:
     """Load `module:attribute` or `path/to/file.py:attribute` (the attribute defaults to `app`).
 
-    The current folder, or the file's own, is put on the import path, of child processes too: they import the app as
-    a module, so a file must not be named like another module. Raises ConfigError with one line on what to change; an
-    error inside the app's own code is named with its file and line.
+    Adds the current folder, or the file's folder, to the import path, also for child processes: they import the app as
+    a module, so the file must not share another module's name. Raises ConfigError with one line on what to change; for
+    an error in the app's own code, the line names its file and line number.
     """
-    place, _, attribute = target.rpartition(":") if ":" in target else (target, "", "app")
+    location, _, attribute = target.rpartition(":") if ":" in target else (target, "", "app")
     attribute = attribute or "app"
-    module = _module(place, target)
+    module = _load_module(location, target)
     found = getattr(module, attribute, None)
     if isinstance(found, App):
         if not found.handlers and not found.stages:
-            raise ConfigError(f'app {found.name!r} in {place!r} has no handlers; add one with @app.handler("stream")')
+            raise ConfigError(
+                f'app {found.name!r} in {location!r} has no handlers; add one with @app.handler("stream")'
+            )
         return found
     apps = [name for name, value in vars(module).items() if isinstance(value, App)]
-    hint = f"it has {', '.join(apps)}: use {place}:{apps[0]}" if apps else 'define one with app = App("name")'
-    raise ConfigError(f"{place!r} has no App named {attribute!r}; {hint}")
+    hint = f"it has {', '.join(apps)}: use {location}:{apps[0]}" if apps else 'define one with app = App("name")'
+    raise ConfigError(f"{location!r} has no App named {attribute!r}; {hint}")
 
 
 def load_function(target: str) -> Callable[..., Any]:
     """Load the function `module:function` or `path/to/file.py:function`. Raises ConfigError as `load_app` does."""
-    place, _, attribute = target.rpartition(":")
-    if not place or not attribute:
-        raise ConfigError(f"{target!r} names no function; give module:function, or path/to/file.py:function")
-    found = getattr(_module(place, target), attribute, None)
+    location, _, attribute = target.rpartition(":")
+    if not location or not attribute:
+        raise ConfigError(f"{target!r} does not name a function; use module:function or path/to/file.py:function")
+    found = getattr(_load_module(location, target), attribute, None)
     if not callable(found):
-        raise ConfigError(f"{place!r} has no function {attribute!r}")
+        raise ConfigError(f"{location!r} has no function {attribute!r}")
     return cast(Callable[..., Any], found)
 
 
 def app_folder(target: str) -> Path:
-    """The folder that is put on the import path for the app `target`."""
-    place = _place(target)
-    return Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
+    """The folder that the app `target` adds to the import path."""
+    location = _location(target)
+    return Path(location).resolve().parent if location.endswith(".py") else Path.cwd()
 
 
 def add_to_path(path: str) -> None:
-    """Make what `path` is importable, here and in child processes: a module's file, a package's folder, or a zip.
+    """Make `path` importable, here and in child processes: a module's file, a package's folder, or a zip.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if it does not exist.
     """
     found = Path(path).resolve()
     if not (found.is_dir() or (found.is_file() and found.suffix in (".py", ".zip", ".egg"))):
-        raise ConfigError(f"{path!r} is no .py file, folder, .zip or .egg that is there")
-    _put_on_path(found if found.suffix in (".zip", ".egg") else found.parent)
+        raise ConfigError(f"{path!r} must be an existing .py file, folder, .zip or .egg")
+    _add_to_import_path(found if found.suffix in (".zip", ".egg") else found.parent)
 
 
-def _place(target: str) -> str:
+def _location(target: str) -> str:
     return target.rpartition(":")[0] if ":" in target else target
 
 
-def _module(place: str, target: str) -> Any:
-    folder, module_name = app_folder(target), place
-    if place.endswith(".py"):
-        path = Path(place).resolve()
+def _load_module(location: str, target: str) -> Any:
+    folder, module_name = app_folder(target), location
+    if location.endswith(".py"):
+        path = Path(location).resolve()
         if not path.is_file():
             raise ConfigError(
-                f"there is no file {place!r}; give the path of the app's file, like examples/airline.py:app"
+                f"file {location!r} does not exist; give the path of the app's file, like examples/airline.py:app"
             )
         _check_module_name(path)
         module_name = path.stem
     _check_neighbours(folder)
-    _put_on_path(folder)
+    _add_to_import_path(folder)
     return _import(module_name, target)
 
 
 def _check_module_name(path: Path) -> None:
-    """Raise ConfigError if the file's own name does not lead every process to this file."""
+    """Raise ConfigError if importing the file's name could load another module, in any process."""
     name = path.stem
     if "." in name or name.startswith("__"):
-        raise ConfigError(f"{path.name!r} cannot be imported by its name, which Spark's workers do; rename it")
+        raise ConfigError(f"{path.name!r} cannot be imported by its name, as Spark's workers must; rename it")
     if name in sys.stdlib_module_names:
-        raise ConfigError(
-            f"{path.name!r} would stand in for Python's own module {name!r} in Spark's workers; rename it"
-        )
+        raise ConfigError(f"{path.name!r} would shadow Python's own module {name!r} in Spark's workers; rename it")
     try:
         found = importlib.util.find_spec(name)
-    except ValueError:  # a module that was made by hand
+    except ValueError:  # a module without a spec, created by hand
         return
     if found is not None and found.origin is not None and Path(found.origin).resolve() != path:
-        raise ConfigError(f"{path.name!r} is named like the module {name!r} in {found.origin!r}; rename it")
+        raise ConfigError(f"{path.name!r} has the name of the module {name!r} in {found.origin!r}; rename it")
 
 
 def _check_neighbours(folder: Path) -> None:
-    """Raise ConfigError if a file beside the app would stand in for a module of Python's own, in every process."""
-    hiding = [path.name for path in folder.glob("*.py") if path.stem in sys.stdlib_module_names]
-    if hiding:
+    """Raise ConfigError if a file beside the app would shadow a standard module, in any process."""
+    shadowing = [path.name for path in folder.glob("*.py") if path.stem in sys.stdlib_module_names]
+    if shadowing:
         raise ConfigError(
-            f"{sorted(hiding)[0]!r}, beside the app, would stand in for Python's own module in Spark's workers; rename it"
+            f"{sorted(shadowing)[0]!r}, beside the app, would shadow Python's own module in Spark's workers; rename it"
         )
 
 
-def _put_on_path(folder: Path) -> None:
+def _add_to_import_path(folder: Path) -> None:
     text = str(folder)
     if text not in sys.path:
         sys.path.insert(0, text)
@@ -204,12 +204,12 @@ def _import(module_name: str, target: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name == module_name or module_name.startswith(f"{error.name}."):
             raise ConfigError(
-                f"there is no module {module_name!r} here; give module:app from its folder, or path/to/file.py:app"
+                f"module {module_name!r} not found; give module:app from its folder, or path/to/file.py:app"
             ) from error
         raise ConfigError(f"{target!r} needs the module {error.name!r}, which is not installed here") from error
-    except SyntaxError as error:  # its own place, not that of the import: of that file, or of one that it imports
-        place = f"{error.filename}, line {error.lineno}"
-        raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error.msg} ({place})") from error
+    except SyntaxError as error:  # the place of the syntax error, in this file or one that it imports
+        location = f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error.msg} ({location})") from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         traceback = error.__traceback__
         line = ""

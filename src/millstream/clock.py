@@ -1,4 +1,4 @@
-"""The one place where time comes from, so that tests can bring their own."""
+"""Clock: the only source of time and sleep, so that tests can replace it."""
 
 import time
 from typing import Protocol
@@ -8,10 +8,10 @@ class Clock(Protocol):
     """A monotonic clock that can also wait."""
 
     def monotonic_ms(self) -> float:
-        """Milliseconds since some fixed point; never goes back."""
+        """Milliseconds since an arbitrary fixed point; never decreases."""
 
     def sleep_ms(self, duration_ms: float) -> None:
-        """Wait for `duration_ms` milliseconds."""
+        """Sleep for `duration_ms` milliseconds."""
 
 
 class SystemClock:
@@ -22,7 +22,7 @@ class SystemClock:
         return time.monotonic() * 1000.0
 
     def sleep_ms(self, duration_ms: float) -> None:
-        """Wait with `time.sleep`."""
+        """Sleep with `time.sleep`."""
         time.sleep(duration_ms / 1000.0)
 
 

@@ -2,41 +2,41 @@
 
 MillstreamError
 ├── ConfigError            the app file, an option or a URL is wrong; the message says what to change
-├── ServerError            the embedded redis-server could not be started or stopped
-├── RedisError             what Redis answered, translated once, in `millstream.redis_client.client`
-│   ├── Unavailable        away, loading, failing over, out of memory: try again later
+├── ServerError            the embedded redis-server could not be started, reached or stopped
+├── RedisError             Redis refused a command or is unreachable (translated in `redis_client.error_translation`)
+│   ├── Unavailable        away, loading, failing over or busy: retry later
 │   │   ├── OutOfMemory    `maxmemory` is reached: nothing was written
-│   │   └── StreamFull     the stream has as many entries as its producer allows: nothing was written
-│   ├── NotReplicated      published, but not confirmed by the replicas that were asked for
-│   ├── AccessDenied       authentication or an ACL rule refuses it
-│   ├── WrongType          the key holds something else than the command needs
-│   ├── GroupMissing       the consumer group does not exist (NOGROUP)
-│   ├── Sealed             there are more partitions than this producer knows of: nothing was written
-│   └── CommandFailed      any other refusal
-│       └── ScriptMissing  the server does not have the script, and has to be sent its text
+│   │   └── StreamFull     the stream is at its producer's `max_length`: nothing was written
+│   ├── NotReplicated      published, but too few replicas confirmed it in time
+│   ├── AccessDenied       the credentials are wrong, or an ACL rule refuses the command or key
+│   ├── WrongType          the key holds another type than the command needs
+│   ├── GroupMissing       the consumer group or its stream does not exist (NOGROUP)
+│   ├── Sealed             the partition is closed: there are more partitions now; nothing was written
+│   └── CommandFailed      any other error reply
+│       └── ScriptMissing  the server lacks the script (NOSCRIPT): its text has to be sent
 ├── MessageError           one message cannot be processed; it becomes a dead letter
 │   ├── DecodeError        its fields do not fit the handler's model
 │   ├── MissingKey         it lacks the field that its handler is keyed by
-│   ├── OutputError        what the handler returned cannot be written
+│   ├── OutputError        the handler's output or state cannot be written
 │   └── Reject             the handler refuses it, without retries
-├── LeaseError             a stream of a balanced service is not ours to take, or not ours any more
-│   ├── StreamNotFound     nobody has announced it, or it is done
-│   ├── AlreadyOwned       another consumer has it
-│   ├── LeaseLost          this consumer has it no more
-│   └── NameHeld           another process has the consumer's name
+├── LeaseError             a stream of a balanced service cannot be leased, or its lease is gone
+│   ├── StreamNotFound     the stream is not announced, or done
+│   ├── AlreadyOwned       another live consumer holds the lease
+│   ├── LeaseLost          this consumer's lease has ended
+│   └── NameHeld           another live process holds the consumer's name
 ├── StaleOwner             a newer run has taken over; this one must stop
-├── Unfinished             a handler broke off work that is not its own; all of it is done again
-├── HandlerStuck           a handler went beyond its time limit and cannot be ended but with its process
-├── DataLoss               entries that should have been read are gone from the stream
-└── PipelineFailed         the pipeline stopped and cannot go on by itself
-    └── SessionEnded       ... in this Spark session: another one may
+├── Unfinished             work was left undone, by a handler's cancellation or a stop; it is repeated
+├── HandlerStuck           a handler exceeded its time limit and cannot be interrupted: end the process
+├── DataLoss               entries were gone from the stream before they were read
+└── PipelineFailed         the pipeline stopped and cannot recover by itself
+    └── SessionEnded       ... in this Spark session: run it again in a new one
 """
 
 from collections.abc import Sequence
 
 
 class MillstreamError(Exception):
-    """Root of every error that millstream raises on purpose."""
+    """Root of every error that millstream raises on purpose. Catch it to catch them all."""
 
 
 class ConfigError(MillstreamError):
@@ -44,29 +44,30 @@ class ConfigError(MillstreamError):
 
 
 class ServerError(MillstreamError):
-    """The embedded redis-server could not be started, reached or stopped."""
+    """The embedded redis-server could not be started, reached or stopped. The message names the cause."""
 
 
 class RedisError(MillstreamError):
-    """Redis refused a command or could not be reached."""
+    """Redis refused a command or could not be reached. Catch a subclass to act on the cause."""
 
 
 class Unavailable(RedisError):
-    """Redis is away, loading, failing over or busy. Whether the command ran is not known: try again later."""
+    """Redis is away, loading, failing over or busy. The command may or may not have run: retry later, idempotently."""
 
 
 class OutOfMemory(Unavailable):
-    """Redis has reached `maxmemory` and refused a write. Nothing was written: try again later."""
+    """Redis has reached `maxmemory` and refused a write. Nothing was written: free memory, or retry later."""
 
 
 class StreamFull(Unavailable):
-    """The stream has as many entries as the producer's `max_length` allows. Nothing was written: try again later."""
+    """The stream holds as many entries as the producer's `max_length` allows. Nothing was written: retry later."""
 
 
 class NotReplicated(RedisError):
-    """Entries are published, on the primary, but not confirmed by as many replicas as were asked for.
+    """The primary has the entries, but fewer replicas than requested confirmed them in time.
 
-    `ids` are the entries. Publishing them again would double them, unless with the same `dedupe_id`: that asks anew.
+    `ids` are the entries. Publishing them again duplicates them, except with the same `dedupe_id`: that only repeats
+    the check of the replicas.
     """
 
     def __init__(self, message: str, ids: Sequence[str] = ()) -> None:
@@ -75,58 +76,70 @@ class NotReplicated(RedisError):
 
 
 class AccessDenied(RedisError):
-    """Redis refused the credentials, or an ACL rule refuses the command or the key."""
+    """Redis refused the credentials, or an ACL rule refuses the command or the key: change the user or its rules."""
 
     @property
     def concerns_key(self) -> bool:
-        """True if keys are refused: the same command may be allowed on others."""
+        """True if the ACL refuses the key: the same command may be allowed on other keys."""
         return any(
             words in str(self) for words in ("no permissions to access", "No permissions to access", "can't access")
         )
 
 
 class WrongType(RedisError):
-    """The key holds another type than the command needs."""
+    """The key holds another type than the command needs: another program uses the name. Choose another name."""
 
 
 class GroupMissing(RedisError):
-    """The consumer group, or its stream, does not exist."""
+    """The consumer group, or its stream, does not exist: create it before reading."""
 
 
 class Sealed(RedisError):
-    """There are more partitions than the producer knows of: it must look again. Nothing was written."""
+    """The partition is closed: its stream has more partitions now than the producer knows of.
+
+    Nothing was written. Reload the partition map and publish again; `PartitionedProducer` does so by itself.
+    """
 
 
 class CommandFailed(RedisError):
-    """Redis refused the command for any other reason."""
+    """Redis refused the command for any other reason.
+
+    * `code`: the first word of the error reply, such as `BUSYGROUP`, or `STALE` of a script; "" if the reply has none
+    * `detail`: the rest of the error reply
+    """
+
+    def __init__(self, message: str, *, code: str = "", detail: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.detail = detail
 
 
 class ScriptMissing(CommandFailed):
-    """Redis was sent the hash of a script that it does not have: it has to be sent its text."""
+    """The server does not have the script with this hash (NOSCRIPT). The client sends the script's text and retries."""
 
 
 class MessageError(MillstreamError):
-    """One message cannot be processed. It becomes a dead letter with this text as its reason."""
+    """One message cannot be processed. It becomes a dead letter with this text as its error; other messages go on."""
 
 
 class DecodeError(MessageError):
-    """The fields of a message do not fit the handler's model, or the schema of rows."""
+    """The fields of a message do not fit the handler's model, or the schema of a DataFrame."""
 
 
 class MissingKey(MessageError):
-    """A message lacks the field that its handler is keyed by."""
+    """A message lacks the field that its handler is keyed by. `missing_key="unordered"` processes it without a key."""
 
 
 class OutputError(MessageError):
-    """What a handler returned, or kept in its state, cannot be written to Redis."""
+    """A handler's output or state, or a row of a sink, cannot be written to Redis. The message names the field."""
 
 
 class Reject(MessageError):
-    """Raise it in a handler to make the message a dead letter at once, without retries."""
+    """Raise it in a handler to dead-letter the message at once, without retries."""
 
 
 class LeaseError(MillstreamError):
-    """A stream of a balanced service cannot be taken or ended. `stream`: which; `consumer`: who stands in the way."""
+    """A stream of a balanced service cannot be leased or ended. `stream`: its name; `consumer`: the current owner."""
 
     def __init__(self, message: str, *, stream: str = "", consumer: str = "") -> None:
         super().__init__(message)
@@ -135,47 +148,47 @@ class LeaseError(MillstreamError):
 
 
 class StreamNotFound(LeaseError):
-    """Nobody has announced the stream, or no consumer has read that yet, or it is done."""
+    """The stream was not announced to the service, no consumer has read the announcement yet, or the stream is done."""
 
 
 class AlreadyOwned(LeaseError):
-    """Another consumer has the stream, and is alive."""
+    """Another live consumer holds the lease of the stream. Retry once it has released it."""
 
 
 class LeaseLost(LeaseError):
-    """This consumer's lease on the stream has ended: it was too late, or has given it back. Others may work on it."""
+    """This consumer's lease on the stream has ended: it expired or was released. Stop: another consumer may own it."""
 
 
 class NameHeld(LeaseError):
-    """Another living process has the consumer's name. Give each process its own."""
+    """Another live process holds the consumer's name. Give each process its own name."""
 
 
 class StaleOwner(MillstreamError):
-    """A newer run of the same handler has taken over. This one wrote nothing and must stop."""
+    """A newer run of the same handler, or a newer owner of the key, has taken over. Nothing was written: stop."""
 
 
 class Unfinished(MillstreamError):
-    """A handler broke off work that is not its own. Nothing of it was passed over: it is done again."""
+    """Work was left undone: a handler cancelled tasks that are not its own, or the run was stopped. It is repeated."""
 
 
 class HandlerStuck(MillstreamError):
-    """A handler went beyond its time limit and cannot be ended: end the process. Its failed attempt is noted."""
+    """A handler exceeded its time limit and cannot be interrupted: end the process. The failed attempt is recorded."""
 
 
 class DataLoss(MillstreamError):
-    """Entries that should have been read are gone from the stream (trimmed, deleted, or Redis lost them)."""
+    """Entries were gone from the stream before they were read: trimmed, deleted, or lost by Redis."""
 
 
 class PipelineFailed(MillstreamError):
-    """The pipeline stopped and cannot go on by itself. The message says what to do."""
+    """The pipeline stopped and cannot recover by itself. The message says what to do."""
 
 
 class SessionEnded(PipelineFailed):
-    """The Spark session that the pipeline ran on is over. It goes on in a new one."""
+    """The Spark session of the pipeline has ended. Run the pipeline again in a new session."""
 
 
 def text_of(error: BaseException) -> str:
-    """Return what a foreign error says, even if its class cannot say it."""
+    """Return the text of a foreign error, or a placeholder if its own `__str__` fails."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - the class is not ours; losing its text must not lose the message

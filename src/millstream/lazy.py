@@ -1,7 +1,7 @@
-"""Packages whose names are imported when they are first asked for, so that a light module comes without the heavy ones.
+"""Lazy imports: a package imports the modules behind its names on first use, so light modules do not load heavy ones.
 
-To import any module of a package is to run the package itself before. What is imported there for the convenience of
-others every process pays for, Spark's Python workers first of all, which start often.
+Importing any module of a package first runs the package's `__init__`. Every process pays for the imports there, above
+all Spark's Python workers, which start often.
 """
 
 import sys
@@ -10,24 +10,24 @@ from importlib import import_module
 
 
 def names_of(
-    package: str, homes: Mapping[str, Sequence[str]]
+    package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of `package` (PEP 562), for the names that each of the modules `homes` has.
+    """Return `__getattr__` and `__dir__` of `package` (PEP 562). `modules` maps each module to the names it exports.
 
-    Those of the modules that are in the package are found by their own names, too, as if it had imported them.
+    Modules of the package itself are found under their own names too, as if the package had imported them.
     """
 
     def find(name: str) -> object:
-        if (module := f"{package}.{name}") in homes:
-            return import_module(module)
-        for home, names in homes.items():
+        if (own := f"{package}.{name}") in modules:
+            return import_module(own)
+        for module, names in modules.items():
             if name in names:
-                found = getattr(import_module(home), name)
+                found = getattr(import_module(module), name)
                 setattr(sys.modules[package], name, found)
                 return found
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def list_all() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *(name for names in homes.values() for name in names)})
+        return sorted({*vars(sys.modules[package]), *(name for names in modules.values() for name in names)})
 
     return find, list_all

@@ -1,4 +1,4 @@
-"""The words of millstream: entry ids, messages, keyed state and the retry policy. No I/O."""
+"""The data types of millstream: entry ids, messages, keyed state and the retry policy. No I/O."""
 
 import random
 from collections.abc import Sequence
@@ -8,15 +8,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from millstream.errors import ConfigError
 
-_MOST = 2**64 - 1
-_MOST_DIGITS, _SHOWN = 40, 60
+_MAX = 2**64 - 1
+_MAX_DIGITS, _SHOWN = 40, 60
 
 
 class EntryId(NamedTuple):
     """The id of a stream entry, ordered as Redis orders it.
 
-    The text form must never be compared as text: "5-10" < "5-9" is true there and false in Redis
-    (Redis documentation, "Entry IDs").
+    Never compare ids as text: "5-10" < "5-9" is true for text and false in Redis (Redis documentation, "Entry IDs").
     """
 
     ms: int
@@ -24,9 +23,9 @@ class EntryId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | bytes, *, default_seq: int = 0) -> "EntryId":
-        """Read `ms-seq`, or `ms` alone, which gets `default_seq`. Raises ConfigError for anything else.
+        """Parse `ms-seq`, or `ms` alone, which gets `default_seq`.
 
-        So it does for parts beyond 64 bits, which Redis does not take for an id.
+        Raises ConfigError for anything else, including parts beyond 64 bits, which Redis rejects.
         """
         plain = text.decode("ascii", "replace") if isinstance(text, bytes) else text
         ms, dash, seq = plain.partition("-")
@@ -34,9 +33,9 @@ class EntryId(NamedTuple):
         if not (digits.isascii() and digits.isdigit()) or (dash and not seq) or not ms:
             shown = plain if len(plain) <= _SHOWN else f"{plain[:_SHOWN]}..."
             raise ConfigError(f"{shown!r} is not an entry id; write it as milliseconds-sequence, like 1700000000000-0")
-        # Python itself refuses to read thousands of digits, with another error.
-        if max(len(ms), len(seq)) > _MOST_DIGITS or int(ms) > _MOST or int(seq or 0) > _MOST:
-            raise ConfigError(f"{plain[:_SHOWN]!r} is beyond all ids that Redis has: neither part is above {_MOST}")
+        # int() refuses thousands of digits with another error.
+        if max(len(ms), len(seq)) > _MAX_DIGITS or int(ms) > _MAX or int(seq or 0) > _MAX:
+            raise ConfigError(f"{plain[:_SHOWN]!r} is beyond Redis' largest entry id: neither part may exceed {_MAX}")
         return cls(int(ms), int(seq) if dash else default_seq)
 
     def __str__(self) -> str:
@@ -50,11 +49,11 @@ ZERO_ID = EntryId(0, 0)
 class Message:
     """One entry of a stream, as a handler sees it.
 
-    * `stream`, `id`: where it stands; `id` is the text `ms-seq`
-    * `pairs`: names and values exactly as they were published: `[name, value, name, value, ...]`
+    * `stream`, `id`: its stream and entry id; `id` is the text `ms-seq`
+    * `pairs`: names and values exactly as published: `[name, value, name, value, ...]`
     * `key`: the bytes it is ordered by; None in a handler without a key
     * `attempt`: 1 for the first run of the handler on it
-    * `fence`: fencing token of the run that holds it: pass it on to systems that can refuse an older one
+    * `fence`: fencing token of the current owner: pass it to systems that can refuse an older one
     """
 
     stream: str
@@ -66,7 +65,7 @@ class Message:
 
     @cached_property
     def fields(self) -> dict[str, bytes]:
-        """The fields as a mapping; of a repeated name the last value stays, undecodable names are escaped."""
+        """The fields as a mapping; a repeated name keeps its last value, and undecodable names are escaped."""
         pairs = self.pairs
         return {pairs[i].decode("utf-8", "surrogateescape"): pairs[i + 1] for i in range(0, len(pairs), 2)}
 
@@ -77,26 +76,26 @@ class Message:
 
 
 class State(dict[str, Any]):
-    """The durable state of one key of one handler: loaded before and committed with each message.
+    """The durable state of one key of one handler: loaded before, and committed with, each message.
 
-    A plain mapping of text to whatever msgpack can hold: text, bytes, numbers, booleans, None, lists and
-    mappings. What a failed attempt changed in it is undone. Emptying it removes it from Redis.
+    A plain mapping of text to any msgpack value: text, bytes, numbers, booleans, None, lists and mappings.
+    A failed attempt's changes are rolled back. Emptying it removes it from Redis.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """When a handler fails: how often it is tried in all and how long its key waits in between.
+    """Retry policy of a handler: how many attempts a message gets, and the back-off between them.
 
-    * `attempts`: runs in all, the first included (1 = no retry)
-    * `delay_ms`: wait before the second attempt, in milliseconds
-    * `factor`: each further wait is this many times longer
-    * `max_delay_ms`: no single wait is longer, in milliseconds
-    * `jitter`: each wait is lengthened by a random share of up to this much (0.1 = 10 %)
-    * `then`: what becomes of a message whose attempts have all failed: it is a "dead-letter" and its key goes on; or
-      its key is kept waiting until a person decides ("park"); or it is tried again and again ("block")
+    * `attempts`: runs in total, the first included (1 = no retry)
+    * `delay_ms`: back-off before the second attempt, in milliseconds
+    * `factor`: multiplies each further back-off
+    * `max_delay_ms`: upper limit of a single back-off, before jitter, in milliseconds
+    * `jitter`: each back-off is lengthened by a random share of up to this much (0.1 = 10 %)
+    * `then`: what follows the last failed attempt: "dead-letter" the message, and its key goes on; "park" its key until
+      an operator acts; or "block" the key, and retry without end
 
-    Other keys go on while one waits. Raises ConfigError for values that make no sense.
+    Other keys go on while one backs off. Raises ConfigError for values out of range.
     """
 
     attempts: int = 4
@@ -110,18 +109,18 @@ class Retry:
         if self.then not in get_args(Retry.__annotations__["then"]):
             raise ConfigError(f'Retry(then={self.then!r}): use "dead-letter", "park" or "block"')
         if self.attempts < 1:
-            raise ConfigError(f"Retry(attempts={self.attempts}): at least 1 attempt is needed")
+            raise ConfigError(f"Retry(attempts={self.attempts}): use 1 or more")
         if self.delay_ms < 0 or self.max_delay_ms < 0 or self.jitter < 0:
             raise ConfigError("Retry: delay_ms, max_delay_ms and jitter must not be negative")
         if self.factor < 1:
-            raise ConfigError(f"Retry(factor={self.factor}): waits must not get shorter; use 1 or more")
+            raise ConfigError(f"Retry(factor={self.factor}): back-off must not shrink; use 1 or more")
 
     def delay_after(self, attempt: int) -> float:
-        """Milliseconds to wait after the failed `attempt` (1 = the first)."""
+        """Back-off in milliseconds after the failed `attempt` (1 = the first)."""
         return self._delay(attempt) * (1.0 + self.jitter * random.random())
 
     def longest_delay_after(self, attempt: int) -> float:
-        """The most milliseconds that `delay_after` may return."""
+        """The largest value that `delay_after` may return, in milliseconds."""
         return self._delay(attempt) * (1.0 + self.jitter)
 
     def _delay(self, attempt: int) -> float:

@@ -18,5 +18,5 @@ def pydantic_model(model: AsPydantic) -> dict[str, Any]:
 
 
 PYDANTIC = model_case(
-    "pydantic_model", "a pydantic model is filled from the fields, or the message is dead", pydantic_model
+    "pydantic_model", "a pydantic model is decoded from the fields, or the message is a dead letter", pydantic_model
 )

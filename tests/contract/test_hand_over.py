@@ -262,7 +262,9 @@ def test_a_pipeline_asks_before_it_goes_on_where_only_workers_have_been(bench: B
     with bench.worker():
         bench.goes_on(20)
     settings = RunSettings(url=bench.client.url, checkpoint=str(bench.folder / "new"), once=True)
-    with pytest.raises(ConfigError, match=f"has processed 'in' up to {bench.ids[-1]}.*--from-frontier to go on there"):
+    with pytest.raises(
+        ConfigError, match=f"has processed 'in' up to {bench.ids[-1]}.*--from-frontier to continue there"
+    ):
         Supervisor(app_of_one(), bench.spark, settings, on_event=lambda event: None).run()
 
 

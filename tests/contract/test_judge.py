@@ -65,10 +65,13 @@ def test_what_is_right_passes(client: Client) -> None:
 @pytest.mark.parametrize(
     ("units", "complaint"),
     [
-        ([unit(0, outputs=[FIRST, FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter())], "or twice"),
+        (
+            [unit(0, outputs=[FIRST, FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter())],
+            "unexpected or repeated outputs",
+        ),
         ([unit(0, outputs=[FIRST]), unit(1), unit(2, dead=letter())], "it lacks outputs"),
         ([unit(1, outputs=[SECOND]), unit(0, outputs=[FIRST]), unit(2, dead=letter())], "out of order"),
-        ([unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2)], "is no dead letter"),
+        ([unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2)], "is not a dead letter"),
         ([unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND])], "2 of 3 entries are committed"),
         *(
             ([unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter(**change))], complaint)
@@ -92,7 +95,7 @@ def test_what_is_left_over_is_named(client: Client) -> None:
     client.execute("HSET", CASE.keys.strikes, entry_id(1), 1)
     client.execute("XGROUP", "CREATE", CASE.stream, CASE.keys.group, 0)
     client.execute("XREADGROUP", "GROUP", CASE.keys.group, "w", "STREAMS", CASE.stream, ">")
-    with pytest.raises(ContractBroken, match="3 entries are pending; strikes are left"):
+    with pytest.raises(ContractBroken, match="3 entries are pending; crash counts are left"):
         judge(client, CASE)
 
 
@@ -101,5 +104,5 @@ def test_an_engine_that_does_nothing_is_told_how_far_it_is(millstream_url: str) 
         while not until():
             pass
 
-    with pytest.raises(ContractBroken, match=r"not settled after 0 s: case 0/3"):
+    with pytest.raises(ContractBroken, match=r"incomplete after 0 s: case 0/3"):
         put_through(idle, millstream_url, [CASE], within_s=0.1)

@@ -7,7 +7,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Report
-from tests.support.worker_processes import Standstill, Tell
+from tests.support.worker_processes import PrintFigures, StandstillWatch
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def fresh_client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
 
 
 @pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
+def tell(capsys: pytest.CaptureFixture[str]) -> PrintFigures:
     """Prints what a test has found, also where nothing failed."""
 
-    def print_figures(report: Report | None, watch: Standstill | None = None, **more: object) -> None:
+    def print_figures(report: Report | None, watch: StandstillWatch | None = None, **more: object) -> None:
         figures = {}
         if report is not None:
             figures = {"lost": len(report.lost), "duplicated": len(report.duplicated), "stuck": 0, "dead": report.dead}

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from millstream.balancer import announce
-from millstream.balancer.service_status import survey
+from millstream.balancer.service_status import fetch_service_state
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import ServiceKeys
@@ -24,7 +24,7 @@ from millstream.testing.proxy import Proxy
 from tests.support.apps.lease_owner import REFUSED, SERVICE, WRITES
 from tests.support.drivers import APPS
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.worker_processes import Tell
+from tests.support.worker_processes import PrintFigures
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.balancer, pytest.mark.faults]
@@ -80,7 +80,7 @@ def owning(
 
 
 def counts(client: Client) -> Counter[str]:
-    return Counter({one.name: one.streams for one in survey(client, SERVICE).consumers})
+    return Counter({one.name: one.streams for one in fetch_service_state(client, SERVICE).consumers})
 
 
 def eventually_shared(client: Client, *names: str, within: float = 0.1) -> None:
@@ -152,7 +152,7 @@ def regained_s(client: Client, owner: str, at: float) -> dict[str, float | None]
 
 
 def test_streams_of_an_owner_that_is_killed_are_owned_again_once_their_lease_has_ended(
-    client: Client, tmp_path: Path, tell: Tell
+    client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     """How soon after that: `benchmarks lease_takeover`."""
     with ExitStack() as stack:
@@ -245,7 +245,7 @@ def moved(client: Client) -> int:
 
 
 def test_from_one_to_five_to_two_owners_shares_stay_fair_and_no_more_streams_move_than_must(
-    client: Client, tmp_path: Path, tell: Tell
+    client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     with ExitStack() as stack:
         owners = [stack.enter_context(owning(client, tmp_path, "c0", moves=0.2, lease_ms=LONG_MS))]

@@ -14,8 +14,8 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.support.keyed_workers import KeyedBooks
-from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, wake_up, watched
+from tests.support.keyed_workers import KeyedExpectations
+from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, resume_all, watched
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.chaos, pytest.mark.faults]
 
@@ -101,7 +101,7 @@ class Nemesis:
 
     def wake_up(self) -> None:
         """Let go on what was stopped."""
-        wake_up(self._stopped)
+        resume_all(self._stopped)
 
 
 @contextmanager
@@ -116,13 +116,15 @@ def standing_still(server: EmbeddedServer) -> Iterator[None]:
 
 @pytest.mark.parametrize("app", ["brittle", "strict"])
 def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell, app: str
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures, app: str
 ) -> None:
     """Of a handler with three attempts, with a key or without: its messages do no harm, so none may be blamed."""
     seed = random.randrange(2**32)
     chance = random.Random(seed)
     has_key = app == "brittle"
-    books: Books = KeyedBooks(fresh_client, tmp_path, app=app) if has_key else Books(fresh_client, tmp_path, app=app)
+    books: Expectations = (
+        KeyedExpectations(fresh_client, tmp_path, app=app) if has_key else Expectations(fresh_client, tmp_path, app=app)
+    )
     harm: Counter[str] = Counter()
     with ExitStack() as stack, watched(books) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
@@ -140,13 +142,13 @@ def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
             if chance.random() < 0.5:
                 nemesis.wake_up()
         nemesis.wake_up()
-        report = books.check_keys(overlap=False) if isinstance(books, KeyedBooks) else books.check()
+        report = books.check_keys(overlap=False) if isinstance(books, KeyedExpectations) else books.check()
     tell(report, watch, seed=seed, **harm)
 
 
-def publish(books: Books, ms: int) -> None:
+def publish(books: Expectations, ms: int) -> None:
     """Some messages, of 30 keys where they have one."""
-    if isinstance(books, KeyedBooks):
+    if isinstance(books, KeyedExpectations):
         books.publish_keys(MESSAGES, 30, ms=ms)
     else:
         books.publish(MESSAGES, ms=ms)

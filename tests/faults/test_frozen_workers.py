@@ -1,4 +1,4 @@
-"""Messages that freeze their process or outlive its lease: the guilty end as dead letters, the innocent never do."""
+"""Messages that freeze their process or outlive its lease are dead-lettered; other messages never are."""
 
 import os
 import signal
@@ -9,21 +9,21 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support.keyed_workers import KeyedBooks
+from tests.support.keyed_workers import KeyedExpectations
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, watched
+from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, watched
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.faults]
 
 OUTAGES = 4
-"""One more than the attempts that a message of the app `brittle` has."""
+"""One more than the attempts of a message of the app `brittle`."""
 
 
 @pytest.mark.parametrize("deed", ["compute", "block"])
 def test_a_message_that_freezes_its_process_ends_as_a_dead_letter_and_all_others_are_done(
-    fresh_client: Client, tmp_path: Path, tell: Tell, deed: str
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures, deed: str
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path, app="brittle")
+    books = KeyedExpectations(fresh_client, tmp_path, app="brittle")
     with Fleet(fresh_client.url, tmp_path, app="brittle", claim_s=CLAIM_S) as fleet, watched(books) as watch:
         fleet.ready()
         books.publish_keys(50, 25, ms=1)
@@ -31,19 +31,17 @@ def test_a_message_that_freezes_its_process_ends_as_a_dead_letter_and_all_others
         books.publish_keys(50, 25, ms=1)
         report = books.check_keys(dead={poison: "crashed"}, overlap=False, log=fleet.log)
         assert fleet.supervisor.poll() is None
-    (letter,) = books.letters()
+    (letter,) = books.dead_letters()
     assert "as a handler had held Python's interpreter (the GIL)" in letter.error
     tell(report, watch, kills=fleet.log().count("is frozen"))
 
 
 def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Client, tmp_path: Path) -> None:
-    books = Books(
-        fresh_client, tmp_path, app="limited"
-    )  # its time limit is short: the process may not freeze for longer
+    books = Expectations(fresh_client, tmp_path, app="limited")  # its time limit is short: a freeze may not last longer
     with Fleet(fresh_client.url, tmp_path, app="limited", processes=1) as fleet:
         fleet.ready()
         (frozen,) = fleet.children()
-        os.kill(fleet.supervisor.pid, signal.SIGSTOP)  # or it would end the process itself
+        os.kill(fleet.supervisor.pid, signal.SIGSTOP)  # it would end the process itself
         books.publish(1, do="compute")
         eventually(books.runs, "the run", log=fleet.log)
         fleet.supervisor.kill()
@@ -51,11 +49,11 @@ def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Cli
 
 
 def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_away(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path, app="brittle")
+    books = KeyedExpectations(fresh_client, tmp_path, app="brittle")
     redis = psutil.Process(millstream_fresh_server.pid)
-    patient = ("--stop-s", "3600")  # an orderly stop may take that long: the end of a lease does not wait for it
+    patient = ("--stop-s", "3600")  # an orderly stop may take that long: the end of a lease must not wait for it
     with Fleet(fresh_client.url, tmp_path, *patient, app="brittle", claim_s=CLAIM_S) as fleet, watched(books) as watch:
         fleet.ready()
         (long,) = books.publish_key("long", 1, do="wait")
@@ -63,7 +61,7 @@ def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_
             eventually(lambda outage=outage: len(books.runs()) > outage, "one more run", log=fleet.log)  # type: ignore[misc]
             redis.suspend()
             eventually(
-                lambda outage=outage: fleet.log().count("though its lease ends") > outage, "the end of a process"  # type: ignore[misc]
+                lambda outage=outage: fleet.log().count("its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
             )  # fmt: skip
             redis.resume()
         books.open_gate()

@@ -1,4 +1,4 @@
-"""Workers of a handler with a key join, leave, die, hang and are cut off; keys stay in order, and none is stuck."""
+"""Workers of a handler with a key join, leave, die, hang and lose connections; keys stay in order and go on."""
 
 import os
 import random
@@ -14,12 +14,12 @@ from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.proxy import Proxy
-from tests.support.keyed_workers import KeyedBooks
+from tests.support.keyed_workers import KeyedExpectations
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, Fleet, Tell, wake_up, watched
+from tests.support.worker_processes import CLAIM_S, Fleet, PrintFigures, resume_all, watched
 
 LONG_CLAIM_S = 3 * CLAIM_S
-"""So that leases outlast the deaths of their owner and its supervisor on a slow machine."""
+"""Leases must outlast the deaths of their owner and its supervisor on a slow machine."""
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
@@ -28,12 +28,12 @@ HOT, COLD = (150_000, 4_000) if SOAK else (10_000, 200)
 
 
 def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     """1 -> many -> 1 workers; kill -9 and SIGSTOP at random; connections cut; Redis restarted."""
     seed = random.randrange(2**32)
     chance = random.Random(seed)
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     harm = {"kill": 0, "stop": 0, "cut": 0, "restart": 0}
     with ExitStack() as stack, watched(books) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
@@ -49,7 +49,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                 fleets.append(one_more())
             elif number > 3 * ROUNDS // 4 and len(fleets) > 1:
                 fleets.pop().stop()
-            wake_up(stopped)
+            resume_all(stopped)
             children = [child for fleet in fleets for child in fleet.children()]
             deed = chance.choice(list(harm)) if number % 4 != 3 else "restart"
             harm[deed] += 1
@@ -66,18 +66,18 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                 else:
                     victim.suspend()
                     stopped.append(victim)
-            time.sleep(chance.uniform(0.2, 1.5))  # leases of a second end, or do not
-        wake_up(stopped)
+            time.sleep(chance.uniform(0.2, 1.5))  # leases of a second may expire meanwhile
+        resume_all(stopped)
         report = books.check_keys(overlap=False, log=fleets[0].log)
     tell(report, watch, seed=seed, **harm)
 
 
 def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_have_ended(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    """How soon: `benchmarks recovery`."""
-    books = KeyedBooks(fresh_client, tmp_path)
-    # The names are not taken again, as the dead one's supervisor dies as well: only the lease helps.
+    """`benchmarks recovery` measures how soon."""
+    books = KeyedExpectations(fresh_client, tmp_path)
+    # The name is not acquired again, as its supervisor dies as well: only the expiry of the lease helps.
     with Fleet(fresh_client.url, tmp_path, "--name", "heir", processes=1, app="keyed", claim_s=LONG_CLAIM_S) as heir:
         heir.ready()
         for number in range(6 if SOAK else 1):
@@ -97,27 +97,27 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
                 dying.kill_all()
                 killed_ms = server_time_ms(fresh_client)
                 until_ms = leases_of(books, b"dying")
-                done = books.done()
+                done = books.effect_count()
                 eventually(books.drained, "the drain", log=heir.log)
                 again_ms = first_commits_ms(books, done)
         report = books.check_keys(log=heir.log)
     assert until_ms
-    assert again_ms.keys() >= until_ms.keys(), "each line that it held goes on"
-    assert all(again_ms[line] >= until_ms[line] for line in until_ms), "and not before its lease has ended"
+    assert again_ms.keys() >= until_ms.keys(), "each key that it held goes on"
+    assert all(again_ms[line] >= until_ms[line] for line in until_ms), "and not before its lease has expired"
     waited_ms = max(again_ms[line] for line in until_ms) - killed_ms
     tell(report, lines=len(until_ms), waited_ms=round(waited_ms), lease_s=LONG_CLAIM_S)
 
 
-def leases_of(books: KeyedBooks, worker: bytes) -> dict[bytes, int]:
-    """The lines that workers of this name have leased, and when their leases end, by the server's clock."""
+def leases_of(books: KeyedExpectations, worker: bytes) -> dict[bytes, int]:
+    """Return the keys that workers of this name have leased, and when their leases expire, by the server's clock."""
     commands = [("HGETALL", books.keys.owners), ("ZRANGE", books.keys.leases, 0, -1, "WITHSCORES")]
     owners, ends = map(raise_if_error, books.client.pipeline(commands))
     until_ms = dict(zip(ends[::2], map(int, ends[1::2]), strict=True))
     return {line: until_ms[line] for line, token in zip(owners[::2], owners[1::2], strict=True) if worker in token}
 
 
-def first_commits_ms(books: KeyedBooks, done: int) -> dict[bytes, int]:
-    """When, by the server's clock, each line was committed to for the first time after the first `done` effects."""
+def first_commits_ms(books: KeyedExpectations, done: int) -> dict[bytes, int]:
+    """Return when each key had its first commit after the first `done` effects, by the server's clock."""
     times: dict[bytes, int] = {}
     for stamp, pairs in books.client.execute("XRANGE", "out", "-", "+")[done:]:
         times.setdefault(b"k" + pairs[pairs.index(b"key") + 1], stamp_ms(stamp))
@@ -125,9 +125,9 @@ def first_commits_ms(books: KeyedBooks, done: int) -> dict[bytes, int]:
 
 
 def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     refused = 0
     with Fleet(fresh_client.url, tmp_path, app="keyed", claim_s=CLAIM_S) as fleet:
         fleet.ready()
@@ -141,15 +141,15 @@ def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
     tell(report, refused=refused)
 
 
-def asleep_with_leases(fleet: Fleet, books: KeyedBooks) -> psutil.Process:
-    """Stop a worker that has leases, and then still has."""
+def asleep_with_leases(fleet: Fleet, books: KeyedExpectations) -> psutil.Process:
+    """Pause a worker that has leases, and still has them then."""
     victim = fleet.victim(books)
 
     def is_asleep() -> bool:
         if books.drained():
             books.publish_keys(2_000, 50, ms=5)
         victim.suspend()
-        books.drained()  # a round trip: Redis has done by now what it sent before
+        books.drained()  # a round trip: Redis has executed the worker's earlier commands by now
         if leases_of(books, owner_of(victim)):
             return True
         victim.resume()
@@ -160,29 +160,29 @@ def asleep_with_leases(fleet: Fleet, books: KeyedBooks) -> psutil.Process:
 
 
 def owner_of(worker: psutil.Process) -> bytes:
-    """The name that a worker has in the group: it stands in its command line."""
+    """Return the name of a worker in the group, from its command line."""
     line = worker.cmdline()
     return b" " + line[line.index("--as") + 1].encode()
 
 
 def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, app="keyed") as fleet, watched(books) as watch:
         fleet.ready()
         books.publish_keys(300, 20, ms=1)
         dead = [books.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
         books.publish_keys(300, 20, ms=1)
         report = books.check_keys(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
-    tell(report, watch, crashes=fleet.log().count("starts again"))
+    tell(report, watch, crashes=fleet.log().count("restarting in"))
 
 
 def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_works_on(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    """How soon: `benchmarks recovery`."""
-    books = KeyedBooks(fresh_client, tmp_path)
+    """`benchmarks recovery` measures how soon."""
+    books = KeyedExpectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(books) as watch:
         first.ready()
         books.publish_keys(2_000, 100, ms=5)
@@ -202,14 +202,14 @@ def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_wo
 
 
 def stamp_ms(entry: bytes) -> int:
-    """When an entry was added, by the server's clock."""
+    """Return when an entry was added, by the server's clock."""
     return int(entry.partition(b"-")[0])
 
 
 def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_its_place_in_line(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, app="keyed") as fleet:
         fleet.ready()
         alone = latencies_ms(books, COLD)
@@ -219,7 +219,7 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
             fresh_client.pipeline([("XADD", "without a group", "*", "n", at + n, "key", "hot") for n in range(500)])
         in_stream = used_memory(fresh_client) - before
         books.publish_key("hot", HOT)
-        eventually(books.all_given, "the hot key in line", log=fleet.log)
+        eventually(books.all_read, "the hot key in line", log=fleet.log)
         bytes_each = (used_memory(fresh_client) - before - 2 * in_stream) / HOT
         beside = latencies_ms(books, COLD)
         still_waiting = books.pending()
@@ -228,12 +228,12 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
     p99 = [statistics.quantiles(times, n=100)[98] for times in (alone, beside)]
     tell(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
          still_waiting=still_waiting)  # fmt: skip
-    assert still_waiting > HOT, "all others were done while it stood still"
+    assert still_waiting > HOT, "all others were processed while it was paused"
     assert bytes_each < 130
 
 
-def latencies_ms(books: KeyedBooks, count: int) -> list[float]:
-    """Milliseconds from each message's entry to its effect's, by the server's clock, at 200 a second over 50 keys."""
+def latencies_ms(books: KeyedExpectations, count: int) -> list[float]:
+    """Return the ms from each message's entry to its effect, by the server's clock, at 200 a second over 50 keys."""
     ids: list[str] = []
     for _ in range(0, count, 20):
         ids += books.publish_keys(20, 50)
@@ -254,6 +254,6 @@ def latencies_ms(books: KeyedBooks, count: int) -> list[float]:
 
 
 def used_memory(client: Client) -> int:
-    """What Redis says it uses, in bytes."""
+    """Return the memory that Redis reports as used, in bytes."""
     info = client.execute("INFO", "memory").decode()
     return int(next(line for line in info.splitlines() if line.startswith("used_memory:")).partition(":")[2])

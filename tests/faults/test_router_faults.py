@@ -15,7 +15,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import Gap, ReadPolicy, Router
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
-from tests.support.routers import OFTEN, READERS, Crowd, ids_in, make_router, publish, taken
+from tests.support.routers import OFTEN, READERS, Subscribers, ids_in, make_router, publish, take_items
 from tests.support.slots import finish_move, move_slot
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -65,7 +65,7 @@ def publishing(url: str, names: list[str]) -> Iterator[None]:
         thread.join()
 
 
-def troubles(crowd: Crowd, trouble: Callable[[], None], rounds: int = ROUNDS) -> None:
+def troubles(crowd: Subscribers, trouble: Callable[[], None], rounds: int = ROUNDS) -> None:
     """Make trouble again and again, each time after some messages have come."""
     for _ in range(rounds):
         trouble()
@@ -76,7 +76,7 @@ def troubles(crowd: Crowd, trouble: Callable[[], None], rounds: int = ROUNDS) ->
 def test_broken_connections_lose_and_double_nothing(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
     server = millstream_fresh_server
     with Proxy(server.port) as proxy, Client(server.url) as client:
-        with Crowd(make_router(proxy.url, reader), NAMES) as crowd:
+        with Subscribers(make_router(proxy.url, reader), NAMES) as crowd:
             with publishing(server.url, NAMES):
                 troubles(crowd, proxy.cut_all)
                 for command in ("XREAD", "XINFO"):
@@ -96,7 +96,7 @@ def test_a_killed_server_that_comes_back_loses_and_doubles_nothing(
         server.kill()
         server.start()
 
-    with Crowd(make_router(server.url, reader), NAMES) as crowd:
+    with Subscribers(make_router(server.url, reader), NAMES) as crowd:
         with publishing(server.url, NAMES):
             troubles(crowd, kill, 20 if SOAK else 2)
         with Client(server.url) as client:
@@ -108,13 +108,13 @@ def test_a_silent_connection_is_given_up(millstream_fresh_server: EmbeddedServer
     server = millstream_fresh_server
     with Proxy(server.port) as proxy, Client(server.url) as client:
         router = make_router(proxy.url, reader, timeout_ms=500, read=OFTEN if reader == "pool" else NEVER)
-        with Crowd(router, NAMES[:50]) as crowd:
+        with Subscribers(router, NAMES[:50]) as crowd:
             publish(client, crowd.got, [0])
             crowd.wait_for(50)
             proxy.freeze()
             publish(client, crowd.got, [1])
             eventually(
-                lambda: reader == "pool" or not router._fleet._stations[None].link.up, "the silence to be noticed"
+                lambda: reader == "pool" or not router._nodes._readers[None].connection.up, "the silence to be noticed"
             )
             proxy.resume()
             crowd.check(client)
@@ -122,7 +122,7 @@ def test_a_silent_connection_is_given_up(millstream_fresh_server: EmbeddedServer
 
 def test_a_small_tracking_table_costs_time_and_no_message(caplog: pytest.LogCaptureFixture) -> None:
     with EmbeddedServer(extra={"tracking-table-max-keys": "20"}) as server, Client(server.url) as client:
-        with Crowd(make_router(server.url, "tracking"), NAMES) as crowd:
+        with Subscribers(make_router(server.url, "tracking"), NAMES) as crowd:
             with publishing(server.url, NAMES):
                 crowd.wait_for(10 * ROUNDS * 100)
             crowd.check(client)
@@ -132,7 +132,7 @@ def test_a_small_tracking_table_costs_time_and_no_message(caplog: pytest.LogCapt
 
 def test_everything_forgotten_at_once_is_read_again(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
     server = millstream_fresh_server
-    with Client(server.url) as client, Crowd(make_router(server.url, reader, **swept(reader)), NAMES) as crowd:
+    with Client(server.url) as client, Subscribers(make_router(server.url, reader, **swept(reader)), NAMES) as crowd:
         publish(client, NAMES, [0, 1])
         crowd.wait_for(2 * STREAMS)
         client.execute("FLUSHALL")
@@ -150,25 +150,25 @@ def test_a_server_that_lost_its_end_repeats_nothing(millstream_fresh_server: Emb
         subscription = router.subscribe("s")
         publish(client, ["s"], range(10))
         before = ids_in(client, "s")
-        taken(subscription, 10)
+        take_items(subscription, 10)
         proxy.freeze()
         client.execute("DEL", "s")
         for one in before[:7]:
             client.execute("XADD", "s", one, "n", "0")
         proxy.cut_all()
         proxy.resume()
-        [gap] = taken(subscription, 1)
+        [gap] = take_items(subscription, 1)
         assert isinstance(gap, Gap)
         assert (gap.reason, gap.after) == ("rewound", before[-1])
         publish(client, ["s"], [0])
-        assert [item.id for item in taken(subscription, 1)] == ids_in(client, "s")[-1:]  # type: ignore[union-attr]
+        assert [item.id for item in take_items(subscription, 1)] == ids_in(client, "s")[-1:]  # type: ignore[union-attr]
 
 
 def test_a_failover_to_a_replica_is_followed(reader: Any) -> None:
     with (
         sentinel_trio() as trio,
         Client(trio.url, timeout_ms=2_000) as client,
-        Crowd(make_router(trio.url, reader, timeout_ms=2_000), NAMES[:100]) as crowd,
+        Subscribers(make_router(trio.url, reader, timeout_ms=2_000), NAMES[:100]) as crowd,
     ):
         publish(client, crowd.got, range(3))
         crowd.wait_for(300)
@@ -181,7 +181,7 @@ def test_a_failover_to_a_replica_is_followed(reader: Any) -> None:
 
 def test_slots_that_move_take_their_streams_with_them(reader: Any) -> None:
     names = [f"{{{tag}}}:{n}" for tag in ("a", "b", "c", "d") for n in range(10)]
-    with cluster() as made, Client(made.url) as client, Crowd(make_router(made.url, reader), names) as crowd:
+    with cluster() as made, Client(made.url) as client, Subscribers(make_router(made.url, reader), names) as crowd:
         publish(client, names, range(3))
         crowd.wait_for(120)
         slot = int(client.execute("CLUSTER", "KEYSLOT", "{a}:0"))
@@ -212,8 +212,8 @@ def test_where_tracking_is_refused_the_pool_takes_over(caplog: pytest.LogCapture
         with Router(url, read=ReadPolicy(sweep_ms=500)) as router:
             subscription = router.subscribe("s")
             publish(client, ["s"], [0])
-            taken(subscription, 1)
+            take_items(subscription, 1)
             assert router.reader == "pool"
-        assert "tracking is refused" in caplog.text
+        assert "CLIENT TRACKING refused" in caplog.text
         with Router(url, reader="tracking") as strict, pytest.raises(Exception, match="tracking"):
             strict.subscribe("s").get(1000 * FAIL_SAFE_S)

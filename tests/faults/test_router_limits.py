@@ -13,7 +13,7 @@ from millstream.router.connection import ConnectionEvents, ConnectionPolicy, Rec
 from millstream.router.reactor import ThreadReactor
 from millstream.testing.proxy import Proxy, Side
 from tests.support.clocks import HandClock
-from tests.support.routers import READERS, Crowd, make_router, publish
+from tests.support.routers import READERS, Subscribers, make_router, publish
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router, pytest.mark.faults]
@@ -38,14 +38,14 @@ def test_an_entry_larger_than_redis_sends_is_its_own_subscribers_trouble_only(
     with EmbeddedServer(extra=limits) as server, Client(server.url) as client:
         client.execute("XADD", "big", "*", "n", "x" * 4_000_000)
         router = make_router(server.url, reader)
-        with Crowd(router, NAMES) as crowd:
+        with Subscribers(router, NAMES) as crowd:
             publish(client, NAMES, range(2))
             crowd.wait_for(2 * len(NAMES))
             big = router.subscribe("big")
             publish(client, NAMES, range(2))
             with pytest.raises(CommandFailed, match=r"big cannot be read.*client-output-buffer-limit"):
                 big.get(1000 * FAIL_SAFE_S)
-            assert "gives up a stream: big" in caplog.text
+            assert "stream given up: big" in caplog.text
             publish(client, NAMES, range(2))
             crowd.check(client)
             before = dialled(client)
@@ -62,7 +62,7 @@ def test_where_redis_sends_less_than_the_router_asks_for_it_asks_for_less(
     with Client(server.url) as client:
         client.pipeline([("XADD", name, "*", "n", "x" * 500) for name in NAMES for _ in range(20)])
         client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 65536 0 0")
-        with Crowd(make_router(server.url, reader), NAMES) as crowd:
+        with Subscribers(make_router(server.url, reader), NAMES) as crowd:
             crowd.wait_for(20 * len(NAMES))
             publish(client, NAMES, range(3))
             crowd.wait_for(23 * len(NAMES))
@@ -90,7 +90,7 @@ def test_connections_that_end_after_a_few_reads_still_reach_every_stream(
     policy = ReadPolicy(streams=10, sweep_ms=1e9)  # nothing but what follows a break makes the router read
     with ShortLived(server.port) as proxy, Client(server.url) as client:
         publish(client, NAMES, [0])
-        with Crowd(make_router(proxy.url, "tracking", read=policy), NAMES) as crowd:
+        with Subscribers(make_router(proxy.url, "tracking", read=policy), NAMES) as crowd:
             crowd.check(client)
 
 
@@ -101,10 +101,10 @@ class Noting(ThreadReactor):
         super().__init__(clock, print)
         self.waits: list[float] = []
 
-    def later(self, delay_ms: float, action: Any) -> None:
+    def call_later(self, delay_ms: float, action: Any) -> None:
         if getattr(action, "__name__", "") == "_redial":
             self.waits.append(delay_ms)
-            super().later(0, action)
+            super().call_later(0, action)
 
 
 def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
@@ -120,11 +120,11 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
         ups.append(clock.now_ms)
         if len(ups) == 9:
             clock.sleep_ms(60_000)  # this one lives for a minute, all others for no time at all
-        links[0].ask([("XREAD", "STREAMS", "s", "0")], print)
+        links[0].request([("XREAD", "STREAMS", "s", "0")], print)
 
     with Proxy(server.port) as proxy, Client(proxy.url) as client:
         proxy.cut_before("XREAD", times=1_000_000)
-        events, policy = ConnectionEvents(up=up, down=lambda _: None), ConnectionPolicy(greeting=[("PING",)])
+        events, policy = ConnectionEvents(on_up=up, on_down=lambda _: None), ConnectionPolicy(greeting=[("PING",)])
         pump.start()
         pump.call(
             lambda: links.append(ReconnectingConnection(pump, client.dial, "Redis", policy=policy, events=events))
@@ -135,4 +135,4 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
             pump.call(lambda: links[0].close())  # noqa: PLW0108 - made in the pump's thread
             assert pump.stop(1000 * FAIL_SAFE_S)
     assert pump.waits[:10] == [0, 50, 100, 200, 400, 800, 1000, 1000, 0, 50]
-    assert caplog.text.count("the router waits for Redis") == 2, "it is not said each time"
+    assert caplog.text.count("Redis unreachable for") == 2, "it is not logged each time"

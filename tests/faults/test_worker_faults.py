@@ -1,4 +1,4 @@
-"""Worker processes that are killed, stopped, crashed, stuck and ended, under load: every message has one effect."""
+"""Worker processes that are killed, paused, crashed, hung and stopped, under load: every message has one effect."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from millstream.delivery.reliable_stream import HANDED_BACK_MS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, watched
+from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, watched
 
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
@@ -29,11 +29,11 @@ def kill(process: psutil.Process) -> None:
 
 
 def test_workers_that_are_killed_again_and_again_cost_nothing_but_time(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     supervisors = 0
     with Fleet(fresh_client.url, tmp_path, "--stop-s", "2", claim_s=CLAIM_S) as fleet, watched(books) as watch:
         for number in range(KILLS):
@@ -50,9 +50,9 @@ def test_workers_that_are_killed_again_and_again_cost_nothing_but_time(
 
 
 def test_a_worker_that_was_stopped_past_its_claim_is_refused_what_it_commits_late(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     refused = 0
     with Fleet(fresh_client.url, tmp_path, claim_s=CLAIM_S) as fleet, watched(books) as watch:
         fleet.ready()
@@ -65,8 +65,8 @@ def test_a_worker_that_was_stopped_past_its_claim_is_refused_what_it_commits_lat
     tell(report, watch, stops=STOPS, refused=refused)
 
 
-def stopped_at_work(fleet: Fleet, books: Books, *, count: int, ms: int) -> psutil.Process:
-    """Publish, more if it was too little, until one of two workers can be stopped while both have something in hand."""
+def stopped_at_work(fleet: Fleet, books: Expectations, *, count: int, ms: int) -> psutil.Process:
+    """Publish until one of two workers can be paused while both have entries in flight."""
     books.publish(count, ms=ms)
     victim = fleet.victim(books)
 
@@ -76,7 +76,7 @@ def stopped_at_work(fleet: Fleet, books: Books, *, count: int, ms: int) -> psuti
         if held_by(books) < 2:
             return False
         victim.suspend()
-        books.drained()  # a round trip: Redis has done by now what the victim sent before it was stopped
+        books.drained()  # a round trip: Redis has executed the victim's earlier commands by now
         if held_by(books) < 2:
             victim.resume()
             return False
@@ -88,9 +88,9 @@ def stopped_at_work(fleet: Fleet, books: Books, *, count: int, ms: int) -> psuti
 
 @pytest.mark.parametrize("app", ["strict", "coroutine"])
 def test_messages_that_crash_their_process_end_as_dead_letters_and_their_neighbours_live(
-    fresh_client: Client, tmp_path: Path, tell: Tell, app: str
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures, app: str
 ) -> None:
-    books = Books(fresh_client, tmp_path, app=app)
+    books = Expectations(fresh_client, tmp_path, app=app)
     deeds = ("exit-1", "segfault", "exit-0", *(("exit-3",) if SOAK else ())) if app == "strict" else ("exit-2",)
     with Fleet(fresh_client.url, tmp_path, app=app) as fleet, watched(books) as watch:
         dead = []
@@ -100,14 +100,14 @@ def test_messages_that_crash_their_process_end_as_dead_letters_and_their_neighbo
         books.publish(100, ms=1)
         report = books.check(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
         assert fleet.supervisor.poll() is None
-    assert {letter.attempts for letter in books.letters()} <= {3, 4}
-    tell(report, watch, crashes=fleet.log().count("starts again"))
+    assert {letter.attempts for letter in books.dead_letters()} <= {3, 4}
+    tell(report, watch, crashes=fleet.log().count("restarting in"))
 
 
 def test_a_handler_that_hangs_is_ended_with_its_process_and_its_message_dies_after_its_attempts(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path, app="limited")
+    books = Expectations(fresh_client, tmp_path, app="limited")
     with Fleet(fresh_client.url, tmp_path, app="limited") as fleet, watched(books) as watch:
         books.publish(100, ms=1)
         (hanging,) = books.publish(1, do="hang")
@@ -115,21 +115,21 @@ def test_a_handler_that_hangs_is_ended_with_its_process_and_its_message_dies_aft
         report = books.check(dead={hanging: "failed"}, log=fleet.log)
         eventually(lambda: ends_of(hanging, fleet.log()) == 3, "three ends", log=fleet.log)
         assert fleet.supervisor.poll() is None
-    (letter,) = books.letters()
+    (letter,) = books.dead_letters()
     assert letter.attempts == 3
     assert [event.id for event in books.runs() if event.kind == "started"].count(hanging) == 3
     tell(report, watch)
 
 
 def ends_of(message: str, log: str) -> int:
-    """How often a process was ended for this message."""
+    """Return how often a process was ended because of this message."""
     return sum(f"message {message} " in line and "; its process is ended" in line for line in log.splitlines())
 
 
 def test_entries_that_are_trimmed_while_pending_are_named_and_nobody_is_stuck(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, claim_s=CLAIM_S) as fleet:
         fleet.ready()
         victim = stopped_at_work(fleet, books, count=400, ms=20)
@@ -147,15 +147,15 @@ def test_entries_that_are_trimmed_while_pending_are_named_and_nobody_is_stuck(
     tell(report, trimmed=len(gone))
 
 
-def held_by(books: Books) -> int:
-    """How many workers hold entries."""
+def held_by(books: Expectations) -> int:
+    """Return how many workers hold entries."""
     return len(books.client.execute("XPENDING", "in", books.keys.group)[3] or ())
 
 
 def test_sigterm_hands_unstarted_work_to_others_while_it_is_busy_and_counts_no_attempt(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, "--threads", "1", processes=1) as heir:
         heir.victim(books)
         for _ in range(SIGTERMS):
@@ -166,11 +166,11 @@ def test_sigterm_hands_unstarted_work_to_others_while_it_is_busy_and_counts_no_a
     tell(report, sigterms=SIGTERMS)
 
 
-def leave(books: Books, heir: Fleet, leaving: Fleet) -> None:
-    """End `leaving` in the middle of a message: `heir` gets what it had not begun, though no claim runs out."""
+def leave(books: Expectations, heir: Fleet, leaving: Fleet) -> None:
+    """Stop `leaving` in the middle of a message: `heir` gets the entries not started, though no claim expires."""
     idle = heir.victim(books)
     idle.suspend()
-    books.publish(2_000)  # so much at once that it takes hundreds ahead; the first may go to the one that is suspended
+    books.publish(2_000)  # so many that it prefetches hundreds; the first may go to the paused worker
     eventually(lambda: leaving.figures()["committed"] > 1_500, "the second fleet's start", log=leaving.log)
     (busy,) = books.publish(1, do="wait")
     books.publish(200, ms=1)
@@ -181,27 +181,27 @@ def leave(books: Books, heir: Fleet, leaving: Fleet) -> None:
     leaving.supervisor.terminate()
     idle.resume()
     eventually(lambda: left <= started(books), "the heir's work", log=heir.log)
-    assert leaving.supervisor.poll() is None, "it waits for what runs"
+    assert leaving.supervisor.poll() is None, "it waits for the running message"
     with books.gate_open():
         assert leaving.supervisor.wait(FAIL_SAFE_S) == 0
 
 
-def held_with(books: Books, one: str) -> set[str]:
-    """The messages in the hands of the worker that holds this one."""
+def held_with(books: Expectations, one: str) -> set[str]:
+    """Return the messages held by the worker that holds this one."""
     found = books.client.execute("XPENDING", "in", books.keys.group, "-", "+", 1_000)
     holders = {entry_id.decode(): consumer for entry_id, consumer, *_ in found}
     return {entry_id for entry_id, consumer in holders.items() if consumer == holders.get(one)}
 
 
-def started(books: Books) -> set[str]:
-    """The messages that a handler has begun."""
+def started(books: Expectations) -> set[str]:
+    """Return the messages that a handler has started."""
     return {event.id for event in books.runs() if event.kind == "started"}
 
 
 def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, "--threads", "1", "--stop-s", "3600", processes=1) as fleet:
         fleet.victim(books)
         eventually(books.drained, "the first drain", log=fleet.log)
@@ -209,23 +209,23 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
         eventually(lambda: books.pending() == 2, "both in hand", log=fleet.log)
         fleet.supervisor.terminate()
         eventually(lambda: handed_back(books) == 1, "the first signal to be obeyed", log=fleet.log)
-        assert fleet.supervisor.poll() is None, "it waits for what runs"
-        assert fleet.stop() == 0  # and so would it for an hour
+        assert fleet.supervisor.poll() is None, "it waits for the running message"
+        assert fleet.stop() == 0  # it would wait for an hour
         books.open_gate()
         fleet.start()
         report = books.check(log=fleet.log)
     tell(report)
 
 
-def handed_back(books: Books) -> int:
-    """How many messages a worker has given up: they count as idle for longer than the test has run."""
+def handed_back(books: Expectations) -> int:
+    """Return how many messages a worker has released: they count as idle for longer than the test has run."""
     return len(books.client.execute("XPENDING", "in", books.keys.group, "IDLE", HANDED_BACK_MS, "-", "+", 100))
 
 
 def test_sigterm_while_redis_is_away_ends_without_it(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, "--stop-s", "1", claim_s=CLAIM_S) as fleet:
         fleet.ready()
         books.publish(2_000, ms=2)

@@ -1,4 +1,4 @@
-"""Redis dies, forgets, fills up, fails over and loses connections under workers: they go on by themselves."""
+"""Redis dies, loses data, fills up, fails over and drops connections of workers: they recover by themselves."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.proxy import Proxy, Side
 from millstream.testing.topologies import sentinel_trio
 from tests.support.waiting import eventually, slowness
-from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, watched
+from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, watched
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
@@ -36,15 +36,15 @@ SCRIPTS = {**dict.fromkeys(SCRIPT_NAMES, CUTS), "shared/hold_name": 2}
 
 
 def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_processor_nor_log(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     used, lines = [], []
     with Fleet(fresh_client.url, tmp_path) as fleet:
         fleet.ready()
         for _ in range(REDIS_KILLS):
             books.publish(1_000, ms=5)
-            eventually(books.in_hand, "work in hand", log=fleet.log)
+            eventually(books.in_flight, "work in hand", log=fleet.log)
             millstream_fresh_server.kill()
             said = fleet.log().count("\n")
             used.append(share_of_a_core(fleet))
@@ -54,28 +54,28 @@ def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_p
         report = books.check(log=fleet.log)
         assert fleet.supervisor.poll() is None
     tell(report, kills=REDIS_KILLS, cores=round(max(used), 3), log_lines=max(lines), away_s=AWAY_S)
-    assert max(used) < 0.25 * slowness()  # a slower processor is busy for longer with the same
+    assert max(used) < 0.25 * slowness()  # a slower processor is busy longer with the same work
     assert max(lines) <= 12
 
 
 def share_of_a_core(fleet: Fleet) -> float:
-    """What the fleet uses of the processor for some seconds: other programs can only make it less."""
+    """Return the fleet's share of the processor over some seconds: other programs can only lower it."""
     began, used = time.monotonic(), busy_s(fleet)
     time.sleep(AWAY_S)
     return (busy_s(fleet) - used) / (time.monotonic() - began)
 
 
 def busy_s(fleet: Fleet) -> float:
-    """Processor time that the fleet has used so far."""
+    """Return the processor time that the fleet has used so far."""
     processes = [psutil.Process(fleet.supervisor.pid), *fleet.children()]
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell, side: Side
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures, side: Side
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     with (
         Proxy(millstream_fresh_server.port) as proxy,
         Fleet(proxy.url, tmp_path, claim_s=1) as fleet,
@@ -94,10 +94,10 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
         def all_are_cut() -> bool:
             books.publish(200, ms=1)
             books.publish(5, do="stumble")
-            books.publish(4, ms=800)  # so that there always is something to extend
+            books.publish(4, ms=800)  # there is always a claim to renew
             if next(rounds) % 3 == 0:
-                fleet.victim(books).kill()  # so that there is something to recover and to adopt
-            time.sleep(0.3)  # the workers meet the cuts at their own pace
+                fleet.victim(books).kill()  # there is something to recover and to claim
+            time.sleep(0.3)  # the workers run into the cuts one by one
             return all(proxy.cuts[side, name] >= goal for name, goal in goals.items())
 
         eventually(all_are_cut, f"all cuts of {goals}", log=lambda: str(proxy.cuts))
@@ -109,18 +109,18 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
 
 
 def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_claim_runs_out(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     with (
         Proxy(millstream_fresh_server.port) as proxy,
         Fleet(proxy.url, tmp_path, claim_s=3_600, processes=1) as fleet,
         watched(books) as watch,
     ):
         fleet.ready()
-        # Enough waits at every read that its reply has entries: a read that was cut while it waited takes none.
+        # Enough entries wait that every read returns some: a blocked read that is cut delivers none.
         books.publish(600 * CUTS, ms=1)
-        eventually(lambda: books.done() > 100, "work", log=fleet.log)
+        eventually(lambda: books.effect_count() > 100, "work", log=fleet.log)
         proxy.cut_after("EVALSHA", containing=READ_ENTRIES.sha, times=CUTS)
         report = books.check(log=fleet.log)
         assert proxy.cuts["after", "EVALSHA"] == CUTS
@@ -128,18 +128,20 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_clai
     tell(report, watch, cuts=CUTS)
 
 
-def test_maxmemory_delays_effects_and_counts_no_attempt(fresh_client: Client, tmp_path: Path, tell: Tell) -> None:
-    books = Books(fresh_client, tmp_path)
-    # One process: what another adopts, as it was long without a processor, runs again, and rightly so.
+def test_maxmemory_delays_effects_and_counts_no_attempt(
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+) -> None:
+    books = Expectations(fresh_client, tmp_path)
+    # One process: another could claim entries of a process without processor time, and rightly run them again.
     with Fleet(fresh_client.url, tmp_path, processes=1, claim_s=CLAIM_S) as fleet:
         fleet.ready()
         books.publish(2_000, ms=2)
-        eventually(lambda: books.done() > 100, "work", log=fleet.log)
+        eventually(lambda: books.effect_count() > 100, "work", log=fleet.log)
         fresh_client.execute("CONFIG", "SET", "maxmemory", "1")
         eventually(lambda: is_held_up(fresh_client), "a commit that is refused", log=fleet.log)
-        done = books.done()
-        used = share_of_a_core(fleet)  # for longer than a claim lasts
-        assert books.done() == done
+        done = books.effect_count()
+        used = share_of_a_core(fleet)  # measured for longer than a claim lasts
+        assert books.effect_count() == done
         fresh_client.execute("CONFIG", "SET", "maxmemory", "0")
         report = books.check(log=fleet.log)
         refused = fleet.figures()["refused"]
@@ -150,7 +152,7 @@ def test_maxmemory_delays_effects_and_counts_no_attempt(fresh_client: Client, tm
 
 
 def is_held_up(client: Client) -> bool:
-    """Whether Redis has refused a command for want of memory."""
+    """Return whether Redis has refused a command for lack of memory."""
     return b"errorstat_OOM" in client.execute("INFO", "errorstats")
 
 
@@ -166,13 +168,13 @@ def is_held_up(client: Client) -> bool:
     ids=["flushall", "flushall-latest", "script-flush", "group-destroyed", "stream-deleted"],
 )
 def test_what_redis_forgets_under_load_is_said_and_what_is_published_after_it_is_processed(
-    fresh_client: Client, tmp_path: Path, tell: Tell, harm: tuple[str, ...], start: str
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures, harm: tuple[str, ...], start: str
 ) -> None:
-    books = Books(fresh_client, tmp_path)
+    books = Expectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, "--start", start) as fleet, watched(books) as watch:
         fleet.ready()
         before = books.publish(2_000, ms=1)
-        eventually(lambda: books.done() > 200, "work", log=fleet.log)
+        eventually(lambda: books.effect_count() > 200, "work", log=fleet.log)
         fresh_client.execute(*harm)
         books.publish(1_000, ms=1)
         loses = harm[0] in ("FLUSHALL", "DEL")
@@ -186,14 +188,14 @@ def test_what_redis_forgets_under_load_is_said_and_what_is_published_after_it_is
         assert "was lost; recreated at" in said
 
 
-def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, tell: Tell) -> None:
+def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, tell: PrintFigures) -> None:
     with sentinel_trio() as trio, Client(trio.url) as client:
-        books = Books(client, tmp_path)
+        books = Expectations(client, tmp_path)
         with Fleet(trio.url, tmp_path, claim_s=CLAIM_S) as fleet, watched(books) as watch:
             fleet.ready()
             books.publish(3_000, ms=5)
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
-            eventually(lambda: books.done() > 200, "work", log=fleet.log)
+            eventually(lambda: books.effect_count() > 200, "work", log=fleet.log)
             trio.primary.kill()
             report = books.check(log=fleet.log)
             assert fleet.supervisor.poll() is None

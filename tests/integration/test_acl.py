@@ -34,7 +34,7 @@ from tests.support.acl_scenarios.sink import share_of, write_batches
 from tests.support.acl_scenarios.source import read_as_log
 from tests.support.acl_scenarios.spark import run_on_spark
 from tests.support.acl_scenarios.worker import KEYS, add, handler_for, reliable, work
-from tests.support.balancers import bid
+from tests.support.balancers import heartbeat_request
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, working
@@ -188,8 +188,8 @@ def test_leases_end_at_the_services_that_were_named(admin: Client) -> None:
     with Client(login(admin, printed("leases", "--service", "calls"))) as client:
         for service in ("callers", f"{PREFIX}:shop.bill"):
             with pytest.raises(AccessDenied):
-                Service(client, service, consumer="w", incarnation="1").round(bid())
-        Service(client, "calls", consumer="w", incarnation="1").round(bid())
+                Service(client, service, consumer="w", incarnation="1").heartbeat(heartbeat_request())
+        Service(client, "calls", consumer="w", incarnation="1").heartbeat(heartbeat_request())
 
 
 def test_a_consumer_that_lacks_a_right_changes_nothing(admin: Client) -> None:
@@ -198,7 +198,7 @@ def test_a_consumer_that_lacks_a_right_changes_nothing(admin: Client) -> None:
     for right in ("hdel", "lpush", "sadd", "srem", "xack", "xclaim", "xdel", "xpending", "xgroup|delconsumer", "zrem"):
         url = login(admin, printed("leases"), without=right)
         with Client(url) as client, pytest.raises(AccessDenied):
-            Service(client, "calls", consumer="w", incarnation="1").round(bid())
+            Service(client, "calls", consumer="w", incarnation="1").heartbeat(heartbeat_request())
     assert admin.execute("XLEN", keys.input) == 1
     assert admin.execute("KEYS", f"{keys.base}:*") == []
 
@@ -321,7 +321,7 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                 elif role is RoleName.LEASES:
                     consumer = Service(limited, "calls", consumer="w", incarnation="1")
                     announce(limited, "calls", "orders")
-                    assert consumer.hand_in("done", consumer.round(bid()).given) == set()
+                    assert consumer.end_leases("done", consumer.heartbeat(heartbeat_request()).added) == set()
                 elif role is RoleName.MASTER:
                     Delegator(limited, Registry(limited, SETTINGS.keys), SETTINGS).join()
                 elif role is RoleName.CONSUMER:

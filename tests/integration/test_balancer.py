@@ -31,26 +31,26 @@ from tests.support.balancers import (
     KEYS,
     SERVICE,
     announced,
-    bid,
     dead,
-    expect_no_more,
     expire,
-    free,
-    hear,
-    hear_added,
-    joined,
+    heartbeat_of,
+    heartbeat_request,
+    heartbeats_later,
+    is_silent,
     names,
+    next_added,
+    next_notice,
     owners,
+    pass_deadline,
     peer,
     pending,
     policy_of,
-    round_of,
-    rounds_later,
     scripts_run,
     server_us,
-    silent,
+    started,
+    trigger_heartbeats,
+    unassigned,
     waits,
-    wake,
 )
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -61,26 +61,26 @@ pytestmark = [pytest.mark.balancer]
 
 def test_what_is_done_is_forgotten_and_may_be_announced_anew(client: Client) -> None:
     announced(client, "s1", "s2")
-    with joined(client.url, "a") as balancer:
-        first = hear_added(balancer, 2)
+    with started(client.url, "a") as balancer:
+        first = next_added(balancer, 2)
         balancer.done("s1")
         assert owners(client) == {"s2": "a"}
         assert client.execute("XLEN", KEYS.input) == 1
         assert list(pending(client)) == [first["s2"].lease.announced]
         balancer.announce("s1")
-        assert hear(balancer, StreamAdded).lease.token > first["s1"].lease.token
+        assert next_notice(balancer, StreamAdded).lease.token > first["s1"].lease.token
         balancer.done("s1", "s2", "s2")
-        assert client.execute("EXISTS", KEYS.owners, KEYS.streams, KEYS.free) == 0
+        assert client.execute("EXISTS", KEYS.owners, KEYS.streams, KEYS.unassigned) == 0
         assert pending(client) == {}
 
 
 def test_only_the_owner_is_done_with_a_stream(client: Client) -> None:
     announced(client, "s1")
-    with joined(client.url, "a") as balancer:
-        hear(balancer, StreamAdded)
-        round_of(client, "b")
+    with started(client.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
+        heartbeat_of(client, "b")
         announced(client, "s2")
-        eventually(lambda: peer(client, "b").round(bid()).has == 1, "a share")
+        eventually(lambda: peer(client, "b").heartbeat(heartbeat_request()).held == 1, "a share")
         with pytest.raises(LeaseLost) as raised:
             balancer.done("s1", "s2", "never heard of")
         assert raised.value.stream == "s2"
@@ -90,11 +90,11 @@ def test_only_the_owner_is_done_with_a_stream(client: Client) -> None:
 
 def test_late_work_under_an_old_lease_does_not_end_the_new_one(client: Client) -> None:
     announced(client, "s1")
-    with joined(client.url, "a") as balancer:
-        old = hear_added(balancer, 1)["s1"].lease
-        expect_no_more(client, balancer, "s1")
-        hear(balancer, StreamDisowned)
-        new = hear(balancer, StreamAdded).lease
+    with started(client.url, "a") as balancer:
+        old = next_added(balancer, 1)["s1"].lease
+        pass_deadline(client, balancer, "s1")
+        next_notice(balancer, StreamDisowned)
+        new = next_notice(balancer, StreamAdded).lease
         with pytest.raises(LeaseLost):
             balancer.done(old)
         assert owners(client) == {"s1": "a"}
@@ -105,18 +105,18 @@ def test_late_work_under_an_old_lease_does_not_end_the_new_one(client: Client) -
 def test_a_name_whose_holder_is_known_to_be_dead_is_taken_over_at_once(client: Client) -> None:
     announced(client, "s1")
     dead_one = peer(client, "a")
-    (lease,) = dead_one.round(bid()).given
-    with joined(client.url, "a", options={"replaces": True}) as balancer:
-        assert hear_added(balancer, 1)["s1"].lease.token > lease.token
-    assert dead_one.hand_in("done", [lease]) == {"s1"}
+    (lease,) = dead_one.heartbeat(heartbeat_request()).added
+    with started(client.url, "a", options={"replaces": True}) as balancer:
+        assert next_added(balancer, 1)["s1"].lease.token > lease.token
+    assert dead_one.end_leases("done", [lease]) == {"s1"}
 
 
 def test_a_lease_that_redis_has_given_to_another_is_refused(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(client.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         expire(client, "a")
-        assert [lease.stream for lease in round_of(client, "b").given] == ["s"]
+        assert [lease.stream for lease in heartbeat_of(client, "b").added] == ["s"]
         with pytest.raises(LeaseLost, match="'s'"):
             balancer.done("s")
         assert owners(client) == {"s": "b"}
@@ -125,12 +125,12 @@ def test_a_lease_that_redis_has_given_to_another_is_refused(client: Client) -> N
 
 def test_a_released_stream_is_anybodys_at_once(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a", "b") as (first, second):
-        old = hear(first, StreamAdded).lease
+    with started(client.url, "a", "b") as (first, second):
+        old = next_notice(first, StreamAdded).lease
         first.release("s")
         eventually(lambda: owners(client), "an owner")
-        rounds_later(client, first)
-        rounds_later(client, second)
+        heartbeats_later(client, first)
+        heartbeats_later(client, second)
         takers = [notice for one in (first, second, first, second) if (notice := one.next(0))]
         assert [type(notice) for notice in takers] == [StreamAdded]
         new = takers[0]
@@ -140,27 +140,27 @@ def test_a_released_stream_is_anybodys_at_once(client: Client) -> None:
 
 def test_a_claim_takes_what_is_free_and_refuses_all_else(client: Client) -> None:
     announced(client, "s1", "s2")
-    given = round_of(client, "b").given
-    with joined(client.url, "a", moves=0.0001, most_streams=1) as balancer:
+    given = heartbeat_of(client, "b").added
+    with started(client.url, "a", moves=0.0001, most_streams=1) as balancer:
         with pytest.raises(AlreadyOwned) as raised:
             balancer.claim("s1")
         assert (raised.value.stream, raised.value.consumer) == ("s1", "b")
         with pytest.raises(StreamNotFound, match="nowhere"):
             balancer.claim("nowhere")
-        peer(client, "b").hand_in("released", given)
+        peer(client, "b").end_leases("released", given)
         eventually(lambda: len(balancer.leases) == 1, "its share")
-        other = free(client)[0]
+        other = unassigned(client)[0]
         lease = balancer.claim(other)
         assert balancer.claim(other) == lease
         assert owners(client) == {"s1": "a", "s2": "a"}
         assert balancer.lease(other) == lease
-        assert free(client) == []
+        assert unassigned(client) == []
 
 
 def test_a_claim_takes_what_the_dead_have_left_before_anybody_has_looked(client: Client) -> None:
     announced(client, "s")
-    old = round_of(client, "b").given[0]
-    round_of(client, "a")
+    old = heartbeat_of(client, "b").added[0]
+    heartbeat_of(client, "a")
     expire(client, "b")
     lease = peer(client, "a").claim("s")
     assert (lease.losses, lease.token > old.token) == (1, True)
@@ -169,10 +169,10 @@ def test_a_claim_takes_what_the_dead_have_left_before_anybody_has_looked(client:
 
 def test_of_many_who_claim_a_stream_one_gets_it(client: Client) -> None:
     announced(client, "s")
-    given = round_of(client, "b", limit=1).given
+    given = heartbeat_of(client, "b", limit=1).added
     consumers = names(4)
-    with joined(client.url, *consumers, recover="claim") as balancers:
-        peer(client, "b").hand_in("released", given)
+    with started(client.url, *consumers, recover="claim") as balancers:
+        peer(client, "b").end_leases("released", given)
         results: list[object] = []
 
         def claim(balancer: Balancer) -> None:
@@ -193,17 +193,17 @@ def test_of_many_who_claim_a_stream_one_gets_it(client: Client) -> None:
 
 def test_a_closed_consumer_leaves_at_once_and_may_be_closed_again(client: Client) -> None:
     announced(client, *names(4))
-    with joined(client.url, "a", "b") as (first, second):
-        hear_added(first, 4)
+    with started(client.url, "a", "b") as (first, second):
+        next_added(first, 4)
         left = [first.close(FAIL_SAFE_S), first.close()]
         assert left == [4, 0]
-        added = hear_added(second, 4)  # which would look by itself in some hours
+        added = next_added(second, 4)  # which would look by itself in some hours
         assert {one.lease.losses for one in added.values()} == {0}
-    assert sorted(free(client)) == names(4)
+    assert sorted(unassigned(client)) == names(4)
 
 
 def test_to_close_without_streams_waits_for_no_round_and_is_seen_at_once(client: Client) -> None:
-    with joined(client.url, "a") as balancer:
+    with started(client.url, "a") as balancer:
         eventually(lambda: waits(client), "it to wait")
         assert balancer.close(FAIL_SAFE_S) == 0
         assert "balancer-a" not in {thread.name for thread in threading.enumerate()}, "it was to wait for some hours"
@@ -212,7 +212,7 @@ def test_to_close_without_streams_waits_for_no_round_and_is_seen_at_once(client:
 
 def test_a_balancer_is_closed_by_its_own_reader(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as balancer:
+    with started(client.url, "a") as balancer:
         heard: list[Notice] = []
         for notice in balancer:
             heard.append(notice)
@@ -221,7 +221,7 @@ def test_a_balancer_is_closed_by_its_own_reader(client: Client) -> None:
 
 
 def test_every_reader_hears_of_the_end(client: Client) -> None:
-    with joined(client.url, "a") as balancer:
+    with started(client.url, "a") as balancer:
         ended = []
         readers = [threading.Thread(target=lambda: ended.append(list(balancer)), daemon=True) for _ in range(3)]
         for reader in readers:
@@ -246,14 +246,14 @@ def test_it_is_read_in_an_event_loop(client: Client) -> None:
                 await asyncio.to_thread(balancer.close)
         return found
 
-    with joined(client.url, "a") as balancer:
+    with started(client.url, "a") as balancer:
         heard = asyncio.run(asyncio.wait_for(program(balancer), FAIL_SAFE_S))
     assert [one.stream for one in heard if isinstance(one, StreamAdded)] == ["s1", "s2"]
     assert isinstance(heard[-1], Terminated)
 
 
 def test_it_is_started_once_and_ends_even_if_it_never_was(millstream_url: str) -> None:
-    with joined(millstream_url, "a") as balancer, pytest.raises(ConfigError, match="started once"):
+    with started(millstream_url, "a") as balancer, pytest.raises(ConfigError, match="started already"):
         balancer.start()
     idle = Balancer(millstream_url, SERVICE, consumer="idle")
     assert idle.close() == 0
@@ -272,8 +272,8 @@ def test_one_that_was_closed_says_so_when_it_is_to_begin_or_to_take_anything(cli
     never.close()
     with pytest.raises(ConfigError, match="closed"):
         never.start()
-    with joined(client.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(client.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         balancer.close()
         with pytest.raises(LeaseLost, match="closed"):
             balancer.claim("s")
@@ -281,7 +281,7 @@ def test_one_that_was_closed_says_so_when_it_is_to_begin_or_to_take_anything(cli
 
 
 def test_one_that_is_closed_while_it_waits_for_its_name_does_not_start(client: Client) -> None:
-    round_of(client, "a")
+    heartbeat_of(client, "a")
     waiting = Balancer(client.url, SERVICE, consumer="a", policy=policy_of())
     before = scripts_run(client)
 
@@ -308,18 +308,18 @@ def test_a_consumer_has_a_name_that_keys_can_hold(name: str) -> None:
 def test_an_announcement_must_be_one(client: Client) -> None:
     with pytest.raises(ConfigError, match="must have a name"):
         announce(client, SERVICE, "")
-    with pytest.raises(ConfigError, match="cannot be announced"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         announce(client, SERVICE, "s", object())
     assert client.execute("EXISTS", KEYS.input) == 0
 
 
 def test_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> None:
     announced(client, "s", "s")
-    with joined(client.url, "a", "b") as (first, second):
-        lease = hear(first, StreamAdded).lease
+    with started(client.url, "a", "b") as (first, second):
+        lease = next_notice(first, StreamAdded).lease
         first.announce("s", "again")
-        assert silent(client, first)
-        assert silent(client, second)
+        assert is_silent(client, first)
+        assert is_silent(client, second)
         assert owners(client) == {"s": "a"}
         assert list(pending(client)) == [lease.announced]
         assert client.execute("XLEN", KEYS.input) == 1
@@ -328,14 +328,14 @@ def test_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> None:
 def test_what_happens_is_measured(client: Client) -> None:
     recorder = Recorder()
     announced(client, "s1", "s2")
-    dying = round_of(client, "b").given
-    with joined(client.url, "a", options={"metrics": recorder}, most_streams=1) as balancer:
+    dying = heartbeat_of(client, "b").added
+    with started(client.url, "a", options={"metrics": recorder}, most_streams=1) as balancer:
         with pytest.raises(AlreadyOwned):
             balancer.claim("s1")
-        peer(client, "b").hand_in("done", dying[:1])
+        peer(client, "b").end_leases("done", dying[:1])
         expire(client, "b")
-        wake(client)
-        hear(balancer, StreamAdded)
+        trigger_heartbeats(client)
+        next_notice(balancer, StreamAdded)
         assert recorder.value(LEASES_LOST, service=SERVICE) == 1
         assert recorder.value(LEASES_TAKEN, service=SERVICE) == 1
         assert recorder.value(LEASE_RECOVERY_SECONDS, service=SERVICE) == 1
@@ -345,8 +345,8 @@ def test_what_happens_is_measured(client: Client) -> None:
         assert recorder.value(LEASE_CLAIMS, service=SERVICE, outcome="AlreadyOwned") == 1
         assert recorder.value(LEASE_NOTICES, service=SERVICE, notice="StreamAdded") == 1
         announced(client, "s3", "s4")
-        hear(balancer, StreamAdded)
-        rounds_later(client, balancer)
+        next_notice(balancer, StreamAdded)
+        heartbeats_later(client, balancer)
         streams = {
             state: recorder.value(LEASE_STREAMS, service=SERVICE, state=state) for state in ("total", "held", "share")
         }
@@ -358,31 +358,31 @@ def test_what_happens_is_measured(client: Client) -> None:
 def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(client: Client) -> None:
     recorder = Recorder()
     announced(client, "s1", "s2")
-    earlier = round_of(client, "a").given
-    with joined(client.url, "a", options={"metrics": recorder, "replaces": True}) as balancer:
-        assert [hear(balancer, StreamAdded).lease.losses for _ in earlier] == [1, 1]
-        expect_no_more(client, balancer, "s1")
-        assert hear(balancer, StreamDisowned).why == "stuck"
-        hear(balancer, StreamAdded)
+    earlier = heartbeat_of(client, "a").added
+    with started(client.url, "a", options={"metrics": recorder, "replaces": True}) as balancer:
+        assert [next_notice(balancer, StreamAdded).lease.losses for _ in earlier] == [1, 1]
+        pass_deadline(client, balancer, "s1")
+        assert next_notice(balancer, StreamDisowned).why == "stuck"
+        next_notice(balancer, StreamAdded)
         assert recorder.value(LEASES_LOST, service=SERVICE) == 3
         assert recorder.value(LEASE_RECOVERY_SECONDS, service=SERVICE) == 0, "no lease of these had ended by itself"
         balancer.close()
-    round_of(client, "dead")
+    heartbeat_of(client, "dead")
     check_lateness(client, "dead", finder="b", life="i1")
-    peer(client, "b", "i1").retire()
-    round_of(client, "b")
+    peer(client, "b", "i1").leave()
+    heartbeat_of(client, "b")
     check_lateness(client, "b", finder="b", life="i2")  # nor is the end of an earlier life under its name left out
     expire(client, "b")
-    assert peer(client, "c").round(bid(take=0)).found_lost == 2
-    round_of(client, "nothing at all", take=0)
+    assert peer(client, "c").heartbeat(heartbeat_request(most_new=0)).owner_losses == 2
+    heartbeat_of(client, "nothing at all", most_new=0)
     expire(client, "nothing at all")
-    assert peer(client, "c").round(bid(take=0)).late_ms is None
+    assert peer(client, "c").heartbeat(heartbeat_request(most_new=0)).recovery_ms is None
 
 
 def check_lateness(client: Client, dead_one: str, *, finder: str, life: str) -> None:
     """What is said of how late a consumer was found dead is what the server's clock says."""
     asked_ms = server_us(client) // 1_000
     expire(client, dead_one, ago_ms=2_000)
-    late_ms = peer(client, finder, life).round(bid()).late_ms
+    late_ms = peer(client, finder, life).heartbeat(heartbeat_request()).recovery_ms
     assert late_ms is not None
     assert 2_000 <= late_ms <= 2_000 + server_us(client) // 1_000 - asked_ms

@@ -10,7 +10,7 @@ from millstream.admin.inspection import read_state
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, announce
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
-from tests.support.balancers import hear, wake
+from tests.support.balancers import next_notice, trigger_heartbeats
 from tests.support.commandline import call
 from tests.support.waiting import eventually
 from tests.support.workers import working
@@ -45,7 +45,11 @@ def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> N
     with working(client, handler, "one"):
         eventually(lambda: readings(client) == [3] * 4)
         with working(client, handler, "two"):
-            eventually(lambda: wake(client, OF) and {owner for owner, _ in shown(client).values()} == {"one", "two"})
+            eventually(
+                lambda: (
+                    trigger_heartbeats(client, OF) and {owner for owner, _ in shown(client).values()} == {"one", "two"}
+                )
+            )
             add(client, 22.0, -300.0, 10.0)
             eventually(lambda: readings(client) == [5] * 4)
             text = call("streams", "sensors.watch", "--url", client.url).out
@@ -64,10 +68,10 @@ def test_the_store_of_the_other_example_refuses_a_stale_owner(client: Client) ->
     announce(client, "calls", "call:1")
     patient = BalancerPolicy(lease_ms=300_000)
     with Balancer(client.url, "calls", consumer="one", policy=patient) as one:
-        stale = hear(one, StreamAdded)
+        stale = next_notice(one, StreamAdded)
         assert write(client, "book:1", stale.lease, "total", "1")
     with Balancer(client.url, "calls", consumer="two", policy=patient) as two:
-        fresh = hear(two, StreamAdded)
+        fresh = next_notice(two, StreamAdded)
         assert write(client, "book:1", fresh.lease, "total", "2")
         assert not write(client, "book:1", stale.lease, "total", "3")
         assert write(client, "book:1", fresh.lease, "sum", "4")

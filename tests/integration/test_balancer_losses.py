@@ -17,22 +17,22 @@ from tests.support.balancers import (
     SERVICE,
     StoppedClock,
     announced,
-    bid,
     expire,
     group_consumers,
-    hear,
-    hear_added,
-    joined,
+    heartbeat_of,
+    heartbeat_request,
     names,
+    next_added,
+    next_notice,
     owners,
     peer,
     pending,
     policy_of,
     proxy,
-    round_of,
     scripts_run,
+    started,
+    trigger_heartbeats,
     until_ms,
-    wake,
 )
 from tests.support.clocks import HandClock
 from tests.support.waiting import eventually
@@ -46,17 +46,17 @@ __all__ = ["proxy"]  # a fixture
 
 def test_when_redis_has_lost_everything_the_owners_announce_their_streams_again(client: Client) -> None:
     announced(client, *names(4))
-    with joined(client.url, "a", "b", moves=1.0) as (first, second):
-        old = hear_added(first, 4)
-        wake(client)
-        first.release(hear(first, StreamDisowned).stream, hear(first, StreamDisowned).stream)
-        old |= hear_added(second, 2)
+    with started(client.url, "a", "b", moves=1.0) as (first, second):
+        old = next_added(first, 4)
+        trigger_heartbeats(client)
+        first.release(next_notice(first, StreamDisowned).stream, next_notice(first, StreamDisowned).stream)
+        old |= next_added(second, 2)
         client.execute("FLUSHALL")
-        wake(client)
-        gone = [hear(one, StreamDisowned) for one in (first, second) for _ in range(2)]
+        trigger_heartbeats(client)
+        gone = [next_notice(one, StreamDisowned) for one in (first, second) for _ in range(2)]
         assert {one.why for one in gone} == {"forgotten"}
         found: dict[str, Lease] = {}
-        eventually(lambda: wake(client) and heard_all(found, first, second), "all of them")
+        eventually(lambda: trigger_heartbeats(client) and heard_all(found, first, second), "all of them")
         assert sorted(owners(client)) == names(4)
         assert {stream: lease.info for stream, lease in found.items()} == {name: {"of": name} for name in names(4)}
         assert all(found[stream].token > old[stream].lease.token for stream in names(4))
@@ -73,13 +73,13 @@ def heard_all(found: dict[str, Lease], *balancers: Balancer) -> bool:
 
 def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy: Proxy) -> None:
     announced(client, "s1", "s2")
-    with joined(proxy.url, "a") as balancer:
-        hear_added(balancer, 2)
+    with started(proxy.url, "a") as balancer:
+        next_added(balancer, 2)
         proxy.cut_before("XADD")
         client.execute("FLUSHALL")
-        wake(client)
-        assert {hear(balancer, StreamDisowned).why for _ in range(2)} == {"forgotten"}
-        assert hear_added(balancer, 2).keys() == {"s1", "s2"}
+        trigger_heartbeats(client)
+        assert {next_notice(balancer, StreamDisowned).why for _ in range(2)} == {"forgotten"}
+        assert next_added(balancer, 2).keys() == {"s1", "s2"}
         assert sum(proxy.cuts.values()) == 1
 
 
@@ -89,25 +89,25 @@ def test_streams_outlive_a_redis_that_forgets_and_is_away_for_longer_than_the_le
     server, clock = millstream_fresh_server, StoppedClock()
     with Client(server.url) as client:
         announced(client, "s")
-        with joined(client.url, "a", options={"clock": clock}) as balancer:
-            old = hear(balancer, StreamAdded).lease
+        with started(client.url, "a", options={"clock": clock}) as balancer:
+            old = next_notice(balancer, StreamAdded).lease
             client.execute("FLUSHALL")
             server.kill()
             clock.now_ms += LONG_MS
-            assert hear(balancer, StreamDisowned).why == "lost contact"
+            assert next_notice(balancer, StreamDisowned).why == "lost contact"
             server.start()
-            new = hear(balancer, StreamAdded).lease
+            new = next_notice(balancer, StreamAdded).lease
             assert (new.stream, new.info) == ("s", old.info)
             assert new.token > old.token
 
 
 def test_who_has_which_announcement_is_shown_again_after_the_group_was_lost(client: Client) -> None:
     announced(client, *names(3))
-    held = round_of(client, "a", limit=2).given
-    peer(client, "a").hand_in("released", held[:1])
+    held = heartbeat_of(client, "a", limit=2).added
+    peer(client, "a").end_leases("released", held[:1])
     client.execute("XGROUP", "DESTROY", KEYS.input, KEYS.group)
-    assert [lease.stream for lease in round_of(client, "b", recovers=False).given] == ["s0002"]
-    assert sorted(pending(client).values()) == ["a", "b", "waiting"]
+    assert [lease.stream for lease in heartbeat_of(client, "b", recovers=False).added] == ["s0002"]
+    assert sorted(pending(client).values()) == ["a", "b", "unassigned"]
     assert client.execute("XLEN", KEYS.input) == 3
 
 
@@ -122,14 +122,14 @@ def all_read(client: Client) -> bool:
 )
 def test_no_stream_is_lost_with(client: Client, lost: str) -> None:
     announced(client, *names(3))
-    with joined(client.url, "a", most_streams=2) as balancer:
-        hear_added(balancer, 2)
+    with started(client.url, "a", most_streams=2) as balancer:
+        next_added(balancer, 2)
         match lost:
             case "the group":
                 client.execute("XGROUP", "DESTROY", KEYS.input, KEYS.group)
             case "the input stream":
                 announced(client, "s9")
-                with joined(client.url, "reader"):
+                with started(client.url, "reader"):
                     eventually(lambda: len(owners(client)) == 4, "all of them")
                 client.execute("DEL", KEYS.input)
             case "an announcement":
@@ -138,10 +138,12 @@ def test_no_stream_is_lost_with(client: Client, lost: str) -> None:
                 client.execute("DEL", *client.execute("KEYS", f"{KEYS.base}:*"))
             case _:
                 client.execute("DEL", KEYS.meta)
-        with joined(client.url, "b") as other:
+        with started(client.url, "b") as other:
             wanted = 4 if lost == "the input stream" else 3
-            eventually(lambda: wake(client) and len(owners(client)) == wanted, "all of them")
-            eventually(lambda: wake(client) and len(balancer.leases) + len(other.leases) == wanted, "all of them")
+            eventually(lambda: trigger_heartbeats(client) and len(owners(client)) == wanted, "all of them")
+            eventually(
+                lambda: trigger_heartbeats(client) and len(balancer.leases) + len(other.leases) == wanted, "all of them"
+            )
             announced(client, "new")
             eventually(lambda: "new" in owners(client), "what is announced later")
             eventually(lambda: all_read(client), "the end of what was announced again")
@@ -161,8 +163,8 @@ def all_done(client: Client, *balancers: Balancer) -> bool:
 
 def test_of_two_processes_with_one_name_the_second_does_not_start(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as first:
-        lease = hear(first, StreamAdded).lease
+    with started(client.url, "a") as first:
+        lease = next_notice(first, StreamAdded).lease
         clock = HandClock()  # which need not wait
         second = Balancer(client.url, SERVICE, consumer="a", policy=policy_of(lease_ms=30_000), clock=clock)
         with pytest.raises(NameHeld, match="another name") as raised:
@@ -178,27 +180,27 @@ def test_a_process_that_is_started_again_under_its_name_gets_in_when_the_lease_o
     client: Client,
 ) -> None:
     announced(client, "s")
-    old = round_of(client, "a", lease_ms=LEASE_MS).given[0]
+    old = heartbeat_of(client, "a", lease_ms=LEASE_MS).added[0]
     ended_ms = until_ms(client, "a")
-    with joined(client.url, "a") as balancer:
-        new = hear(balancer, StreamAdded).lease
+    with started(client.url, "a") as balancer:
+        new = next_notice(balancer, StreamAdded).lease
         assert new.token > old.token
         assert new.token >= ended_ms * 1_000, "the server gave it away before its lease had ended"
         assert new.losses == 1
-    assert peer(client, "a").hand_in("done", [old]) == {"s"}
+    assert peer(client, "a").end_leases("done", [old]) == {"s"}
 
 
 def test_a_process_whose_name_was_taken_over_learns_that_its_streams_are_gone_and_waits(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s")
-    with joined(client.url, "a", options={"clock": clock}) as slept:
-        lease = hear(slept, StreamAdded).lease
+    with started(client.url, "a", options={"clock": clock}) as slept:
+        lease = next_notice(slept, StreamAdded).lease
         expire(client, "a")
         asked = scripts_run(client)
-        peer(client, "a", "i2").round(bid())
+        peer(client, "a", "i2").heartbeat(heartbeat_request())
         eventually(lambda: scripts_run(client) >= asked + 2, "it to have asked for its name as well")
         clock.now_ms += LONG_MS
-        gone = hear(slept, StreamDisowned)
+        gone = next_notice(slept, StreamDisowned)
         assert (gone.lease, gone.why) == (lease, "lost contact")
         asked = scripts_run(client)
         eventually(lambda: scripts_run(client) >= asked + 2, "it to have asked for its name, and again")
@@ -208,18 +210,18 @@ def test_a_process_whose_name_was_taken_over_learns_that_its_streams_are_gone_an
         with pytest.raises(LeaseLost):
             slept.claim("s")
         assert owners(client) == {"s": "a"}
-        peer(client, "a", "i2").retire()
-        assert hear(slept, StreamAdded).stream == "s"
+        peer(client, "a", "i2").leave()
+        assert next_notice(slept, StreamAdded).stream == "s"
 
 
 def test_who_leaves_late_does_not_take_its_successor_along(client: Client) -> None:
     announced(client, "s")
-    round_of(client, "a")
+    heartbeat_of(client, "a")
     expire(client, "a")
-    peer(client, "a", "i2").round(bid())
-    assert peer(client, "a", "i1").retire() == 0
+    peer(client, "a", "i2").heartbeat(heartbeat_request())
+    assert peer(client, "a", "i1").leave() == 0
     assert owners(client) == {"s": "a"}
-    assert peer(client, "a", "i2").retire() == 1
+    assert peer(client, "a", "i2").leave() == 1
 
 
 # --- Deployments ---
@@ -229,9 +231,9 @@ def test_it_works_in_another_database(millstream_fresh_server: EmbeddedServer) -
     url = millstream_fresh_server.url.rpartition("/")[0] + "/5"
     with Client(url) as client:
         announced(client, "s")
-        held = round_of(client, "b", lease_ms=LEASE_MS).given
-        with joined(url, "a") as balancer:
-            assert hear(balancer, StreamAdded).lease.token > held[0].token
+        held = heartbeat_of(client, "b", lease_ms=LEASE_MS).added
+        with started(url, "a") as balancer:
+            assert next_notice(balancer, StreamAdded).lease.token > held[0].token
     with Client(millstream_fresh_server.url) as client:
         assert client.execute("DBSIZE") == 0
 
@@ -242,12 +244,12 @@ def test_it_works_on_redis_cluster() -> None:
             announce(client, service, "s", service)
         for service in names(6):
             with Balancer(deployment.url, service, consumer="a", policy=policy_of()) as balancer:
-                lease = hear(balancer, StreamAdded).lease
+                lease = next_notice(balancer, StreamAdded).lease
                 assert lease.info == service
                 announce(client, service, "t")
-                assert hear(balancer, StreamAdded).stream == "t"
+                assert next_notice(balancer, StreamAdded).stream == "t"
                 balancer.release("s")
-                assert hear(balancer, StreamAdded).lease.token > lease.token
+                assert next_notice(balancer, StreamAdded).lease.token > lease.token
                 balancer.done("s", "t")
         assert sum(node.call("DBSIZE") > 0 for node in deployment.nodes) > 1
 
@@ -257,14 +259,14 @@ def test_it_needs_no_right_to_configure_subscribe_or_look_at_other_keys() -> Non
     with acl_server(rules) as deployment, Client(deployment.urls["boss"]) as boss:
         boss.execute("CONFIG", "SET", "notify-keyspace-events", "")
         announced(boss, "s1", "s2")
-        dying = round_of(boss, "b", lease_ms=LEASE_MS).given
-        with joined(deployment.urls["app"], "a") as balancer:
-            added = hear_added(balancer, 2)
+        dying = heartbeat_of(boss, "b", lease_ms=LEASE_MS).added
+        with started(deployment.urls["app"], "a") as balancer:
+            added = next_added(balancer, 2)
             assert all(added[lease.stream].lease.token > lease.token for lease in dying)
             balancer.announce("s3")
-            hear(balancer, StreamAdded)
+            next_notice(balancer, StreamAdded)
             balancer.release("s1")
-            hear(balancer, StreamAdded)
+            next_notice(balancer, StreamAdded)
             balancer.done("s1", "s2", "s3")
         assert boss.execute("ACL", "LOG") == []
-        assert group_consumers(boss) <= {"waiting"}
+        assert group_consumers(boss) <= {"unassigned"}

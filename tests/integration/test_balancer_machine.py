@@ -19,14 +19,14 @@ from tests.support.balancers import (
     LONG_MS,
     SERVICE,
     add_raw,
-    bid,
     dead,
     expire,
-    free,
+    heartbeat_request,
     owners,
     peer,
     pending,
     server_us,
+    unassigned,
 )
 
 pytestmark = [pytest.mark.balancer]
@@ -82,45 +82,45 @@ class BalancerMachine(RuleBasedStateMachine):
     # What consumers do
 
     @rule(
-        who=WHO, take=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
+        who=WHO, most_new=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
         weight=st.sampled_from([1.0, 1.0, 3.0]), recovers=st.sampled_from([True, True, False]),
         moves=st.sampled_from([0, 0.2, 1.0]), expired=st.sampled_from([None, None, 0, 1]),
         most_losses=st.sampled_from([None, None, 3]), gives=st.booleans(), why=st.sampled_from(["stuck", "overran"]),
     )  # fmt: skip
     def round(
-        self, who: str, take: int, limit: int | None, weight: float, recovers: bool, moves: float, expired: int | None,
-        most_losses: int | None, gives: bool, why: str,
+        self, who: str, most_new: int, limit: int | None, weight: float, recovers: bool, moves: float,
+        expired: int | None, most_losses: int | None, gives: bool, why: str,
     ) -> None:  # fmt: skip
         service = self.service(who)
         before = len(dead(self.client))
         late = [lease for other, lease in self.leases if other.consumer == who][-1 - (expired or 0) :][:1]
         changes: dict[str, Any] = {
-            "take": take, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves, "wants_all": True,
-            "most_losses": most_losses, why: late if expired is not None else (),
+            "most_new": most_new, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves,
+            "requests_all": True, "most_losses": most_losses, why: late if expired is not None else (),
         }  # fmt: skip
         try:
-            found = service.round(bid(**changes))
+            found = service.heartbeat(heartbeat_request(**changes))
         except NameHeld:
             return
-        self.heard(service, found.given)
-        assert len(found.given) <= take
-        assert limit is None or found.has <= limit or not found.given
-        assert {lease.stream: lease.token for lease in found.all} == self.tokens_of(who)
+        self.heard(service, found.added)
+        assert len(found.added) <= most_new
+        assert limit is None or found.held <= limit or not found.added
+        assert {lease.stream: lease.token for lease in found.all_held} == self.tokens_of(who)
         self.given_up(before)
         self.checked_share(found, limit)
         if gives and found.excess:
             assert moves > 0
-            self.give_back(service, found.all[: found.excess])
+            self.give_back(service, found.all_held[: found.excess])
 
     def give_back(self, service: Service, leases: Sequence[Lease]) -> None:
-        assert service.hand_in("released", leases) == set()
+        assert service.end_leases("released", leases) == set()
         self.returned |= {lease.stream: lease.token for lease in leases}
-        assert service.hand_in("released", leases) == set(), "it may be repeated when its reply was lost"
+        assert service.end_leases("released", leases) == set(), "it may be repeated when its reply was lost"
 
     def checked_share(self, found: HeartbeatReply, limit: int | None) -> None:
         assert 0 <= found.share <= found.total
         assert limit is None or found.share <= limit
-        assert found.excess <= max(0, found.has - found.share)
+        assert found.excess <= max(0, found.held - found.share)
 
     def given_up(self, before: int) -> None:
         for letter in dead(self.client)[before:]:
@@ -155,7 +155,7 @@ class BalancerMachine(RuleBasedStateMachine):
         chosen = {lease.stream: lease for lease in mine[which % len(mine) :][:count]}
         held = self.tokens_of(service.consumer)
         known = {one.decode() for one in self.client.execute("HKEYS", KEYS.streams)}
-        refused = service.hand_in("done" if done else "released", list(chosen.values()))
+        refused = service.end_leases("done" if done else "released", list(chosen.values()))
         for stream, lease in chosen.items():
             if held.get(stream) == lease.token:
                 assert stream not in refused
@@ -179,7 +179,7 @@ class BalancerMachine(RuleBasedStateMachine):
     @rule(who=WHO, how=st.sampled_from(["released", "expired", "lapsed"]))
     def retire(self, who: str, how: Literal["released", "expired", "lapsed"]) -> None:
         count = len(self.tokens_of(who)) if self.is_known(who) else 0
-        assert self.service(who).retire(how) == count
+        assert self.service(who).leave(how) == count
         assert not self.is_known(who)
 
     @rule(who=WHO)
@@ -195,14 +195,14 @@ class BalancerMachine(RuleBasedStateMachine):
     def redis_is_away(self) -> None:
         expire(self.client, *filter(self.is_known, NAMES))
         if self.client.execute("EXISTS", KEYS.meta):
-            self.client.execute("HINCRBY", KEYS.meta, "pulse", -LONG_MS)
+            self.client.execute("HINCRBY", KEYS.meta, "heartbeat", -LONG_MS)
         before = owners(self.client)
         for name in NAMES:
             known = self.client.execute("HGET", KEYS.consumers, name)
             if known:
                 life = int(known.split()[0].removeprefix(b"i"))
-                found = self.service(name, life).round(bid(take=0))
-                assert (found.is_new, found.found_lost) == (False, 0), "Redis was away, not they"
+                found = self.service(name, life).heartbeat(heartbeat_request(most_new=0))
+                assert (found.is_new, found.owner_losses) == (False, 0), "Redis was away, not they"
         assert owners(self.client) == before
 
     @rule()
@@ -245,7 +245,7 @@ class BalancerMachine(RuleBasedStateMachine):
     def each_open_stream_is_in_one_place(self) -> None:
         if not hasattr(self, "open"):
             return
-        owned, waiting = owners(self.client), free(self.client)
+        owned, waiting = owners(self.client), unassigned(self.client)
         unread = {stream for stream in STREAMS for text in self.unread() if f'"{stream}"' in text}
         assert len(set(waiting)) == len(waiting)
         assert owned.keys().isdisjoint(waiting)
@@ -263,7 +263,7 @@ class BalancerMachine(RuleBasedStateMachine):
         }
         if self.client.execute("EXISTS", KEYS.meta) and not self.disturbed:
             shown = pending(self.client)
-            assert shown == {entry: owned.get(stream, "waiting") for stream, entry in ids.items()}
+            assert shown == {entry: owned.get(stream, "unassigned") for stream, entry in ids.items()}
 
     @invariant()
     def no_token_goes_back(self) -> None:
@@ -283,8 +283,8 @@ class BalancerMachine(RuleBasedStateMachine):
         if not living or living.keys() != known.keys():
             return
         found = {
-            name: peer(self.client, name, life).round(
-                bid(take=0, moves=0, weight=float(weight), limit=int(limit) or None)
+            name: peer(self.client, name, life).heartbeat(
+                heartbeat_request(most_new=0, moves=0, weight=float(weight), limit=int(limit) or None)
             )
             for name, (life, weight, limit) in living.items()
         }
@@ -300,16 +300,16 @@ class BalancerMachine(RuleBasedStateMachine):
         if not hasattr(self, "open"):
             return
         last = self.service("last", 0)
-        last.round(bid(take=0))
+        last.heartbeat(heartbeat_request(most_new=0))
         expire(self.client, *NAMES)
         leases: list[Lease] = []
         for _ in range(4):
-            leases = list(last.round(bid(wants_all=True)).all)
+            leases = list(last.heartbeat(heartbeat_request(requests_all=True)).all_held)
         assert {lease.stream for lease in leases} == self.open
-        assert last.hand_in("done", leases) == set()
+        assert last.end_leases("done", leases) == set()
         assert self.client.execute("XLEN", KEYS.input) == 0
         assert pending(self.client) == {}
-        assert last.retire() == 0
+        assert last.leave() == 0
         left = {key.decode().removeprefix(KEYS.base) for key in self.client.execute("KEYS", f"{KEYS.base}:*")}
         assert left <= {":meta", ":events", ":dead", ":moves"}
 

@@ -27,22 +27,22 @@ from tests.support.balancers import (
     StoppedClock,
     announced,
     counts,
-    expect_no_more,
     expire,
-    free,
-    hear,
-    hear_added,
-    joined,
+    heartbeat_of,
+    is_silent,
     names,
+    next_added,
+    next_notice,
     owners,
+    pass_deadline,
     pending,
     policy_of,
-    round_of,
     server_us,
-    silent,
+    started,
+    trigger_heartbeats,
+    unassigned,
     until_ms,
     waits,
-    wake,
 )
 from tests.support.waiting import eventually
 
@@ -54,39 +54,39 @@ pytestmark = [pytest.mark.balancer]
 def test_an_announced_stream_is_added_with_its_information_token_and_announcement(client: Client) -> None:
     first = announce(client, SERVICE, "before", {"rows": 3})
     began_us = server_us(client)
-    with joined(client.url, "a") as balancer:
-        assert hear(balancer, StreamAdded).lease == Lease(
+    with started(client.url, "a") as balancer:
+        assert next_notice(balancer, StreamAdded).lease == Lease(
             stream="before", token=balancer.leases[0].token, info={"rows": 3}, announced=first
         )
         second = balancer.announce("während ö", [None, "ü"])
-        added = hear(balancer, StreamAdded)
+        added = next_notice(balancer, StreamAdded)
         assert (added.stream, added.lease.info, added.lease.announced) == ("während ö", [None, "ü"], second)
         tokens = [lease.token for lease in balancer.leases]
         assert began_us <= tokens[0] < tokens[1] <= server_us(client)
         assert pending(client) == {first: "a", second: "a"}
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
 
 
 def test_a_new_announcement_is_heard_at_once(client: Client) -> None:
-    with joined(client.url, "a") as balancer:
+    with started(client.url, "a") as balancer:
         eventually(lambda: waits(client), "it to wait, for some hours if nothing comes")
         announced(client, "s")
-        hear(balancer, StreamAdded)
+        next_notice(balancer, StreamAdded)
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["once", "again and again"])
 def test_streams_of_a_consumer_that_dies_are_added_elsewhere_soon_after_its_lease(client: Client, asks: bool) -> None:
     announced(client, "s1", "s2")
     began_ms = server_us(client) / 1_000
-    dying = round_of(client, "b", lease_ms=LEASE_MS)
+    dying = heartbeat_of(client, "b", lease_ms=LEASE_MS)
     ended_ms = until_ms(client, "b")
     assert ended_ms > began_ms + LEASE_MS - 1
-    assert [lease.losses for lease in dying.given] == [0, 0]
-    with joined(client.url, "a") as balancer:
+    assert [lease.losses for lease in dying.added] == [0, 0]
+    with started(client.url, "a") as balancer:
         if asks:
-            eventually(lambda: wake(client) and counts(client)["a"] == 2, "the end of the lease")
-        added = hear_added(balancer, 2)  # who does not ask knows when to look, and would do so in some hours otherwise
-        for lease in dying.given:
+            eventually(lambda: trigger_heartbeats(client) and counts(client)["a"] == 2, "the end of the lease")
+        added = next_added(balancer, 2)  # who does not ask knows when to look, and would do so in some hours otherwise
+        for lease in dying.added:
             assert added[lease.stream].lease.token >= ended_ms * 1_000, "its lease had not ended yet"
             assert added[lease.stream].lease.token > lease.token
             assert added[lease.stream].lease.losses == 1
@@ -97,67 +97,67 @@ def test_streams_of_the_dead_are_expired_for_a_program_that_claims_and_said_agai
 ) -> None:
     clock = StoppedClock()
     announced(client, "s")
-    round_of(client, "b")
-    with joined(client.url, "a", recover="claim", options={"clock": clock}) as balancer:
+    heartbeat_of(client, "b")
+    with started(client.url, "a", recover="claim", options={"clock": clock}) as balancer:
         expire(client, "b")
-        wake(client)
-        assert hear(balancer, StreamExpired).stream == "s"
+        trigger_heartbeats(client)
+        assert next_notice(balancer, StreamExpired).stream == "s"
         for _ in range(3):
-            assert silent(client, balancer), "it is said again after a lease, no sooner"
+            assert is_silent(client, balancer), "it is said again after a lease, no sooner"
             clock.now_ms += LONG_MS / 3
-        wake(client)
-        assert hear(balancer, StreamExpired).stream == "s"
+        trigger_heartbeats(client)
+        assert next_notice(balancer, StreamExpired).stream == "s"
         assert owners(client) == {}
         lease = balancer.claim("s")
         assert (lease.stream, lease.info, lease.losses) == ("s", {"of": "s"}, 1)
         assert balancer.lease("s") == lease
         for _ in range(4):
-            assert silent(client, balancer), "nor is it said of a stream that somebody has"
+            assert is_silent(client, balancer), "nor is it said of a stream that somebody has"
             clock.now_ms += LONG_MS / 3
         assert balancer.lease("s") == lease
 
 
 def test_a_program_that_claims_still_has_its_share_of_new_streams(client: Client) -> None:
-    with joined(client.url, "a", recover="claim") as balancer:
+    with started(client.url, "a", recover="claim") as balancer:
         announced(client, "s")
-        assert hear(balancer, StreamAdded).stream == "s"
+        assert next_notice(balancer, StreamAdded).stream == "s"
 
 
 def test_a_stream_is_disowned_for_balance_and_moves_when_it_is_released(client: Client) -> None:
     announced(client, "s1", "s2")
-    with joined(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
-        hear_added(old, 2)
-        with joined(client.url, "b") as new:
-            wake(client)
-            disowned = hear(old, StreamDisowned)
+    with started(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
+        next_added(old, 2)
+        with started(client.url, "b") as new:
+            trigger_heartbeats(client)
+            disowned = next_notice(old, StreamDisowned)
             assert (disowned.why, disowned.drain_ms) == ("rebalanced", LONG_MS)
-            assert silent(client, new)
+            assert is_silent(client, new)
             assert old.lease(disowned.stream) == disowned.lease, "it may finish what it has in hand"
             old.release(disowned.stream)
-            added = hear(new, StreamAdded)
+            added = next_notice(new, StreamAdded)
             assert added.stream == disowned.stream
             assert added.lease.token > disowned.lease.token
             assert added.lease.losses == 0
             assert old.lease(disowned.stream) is None
-            assert silent(client, old)
+            assert is_silent(client, old)
 
 
 def test_a_stream_that_is_not_released_for_balance_is_taken_away_after_the_time_to_drain(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s1", "s2")
-    with joined(client.url, "a", moves=1.0, drain_ms=300, options={"clock": clock}) as old:
-        hear_added(old, 2)
-        with joined(client.url, "b") as new:
-            wake(client)
-            asked = hear(old, StreamDisowned)
+    with started(client.url, "a", moves=1.0, drain_ms=300, options={"clock": clock}) as old:
+        next_added(old, 2)
+        with started(client.url, "b") as new:
+            trigger_heartbeats(client)
+            asked = next_notice(old, StreamDisowned)
             clock.now_ms += 299
-            assert silent(client, old)
+            assert is_silent(client, old)
             assert old.lease(asked.stream) == asked.lease
-            assert silent(client, new)
+            assert is_silent(client, new)
             clock.now_ms += 1
-            gone = hear(old, StreamDisowned)
+            gone = next_notice(old, StreamDisowned)
             assert (gone.lease, gone.why, gone.drain_ms) == (asked.lease, "stuck", 0)
-            assert hear(new, StreamAdded).lease.losses == 0, "an owner that takes its time is not lost"
+            assert next_notice(new, StreamAdded).lease.losses == 0, "an owner that takes its time is not lost"
             with pytest.raises(LeaseLost):
                 old.release(asked.stream)
 
@@ -165,17 +165,17 @@ def test_a_stream_that_is_not_released_for_balance_is_taken_away_after_the_time_
 def test_a_program_that_is_late_with_one_stream_loses_that_stream_only(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s1", "s2", "s3")
-    with joined(client.url, "a", moves=0.001, options={"clock": clock}) as balancer:
-        added = hear_added(balancer, 3)
+    with started(client.url, "a", moves=0.001, options={"clock": clock}) as balancer:
+        added = next_added(balancer, 3)
         balancer.expect("s1", 100)
         balancer.expect("s3", 100)
         balancer.expect("s3", None)
         clock.now_ms += 99
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
         clock.now_ms += 1
-        lost = hear(balancer, StreamDisowned)
+        lost = next_notice(balancer, StreamDisowned)
         assert (lost.lease, lost.why) == (added["s1"].lease, "stuck")
-        again = hear(balancer, StreamAdded).lease  # there is nobody else
+        again = next_notice(balancer, StreamAdded).lease  # there is nobody else
         assert (again.stream, again.losses) == ("s1", 1)
         assert again.token > lost.lease.token
         assert balancer.leases == [added["s2"].lease, added["s3"].lease, again]
@@ -183,23 +183,23 @@ def test_a_program_that_is_late_with_one_stream_loses_that_stream_only(client: C
 
 def test_a_stream_that_is_stuck_goes_to_others_if_they_have_room_for_it(client: Client) -> None:
     announced(client, *names(3))
-    held = round_of(client, "a").given
-    round_of(client, "b", weight=2.0, moves=0)
-    lost = round_of(client, "a", stuck=held[:1])
-    assert (lost.given, lost.found_lost, lost.has, lost.share) == ([], 1, 2, 1)
-    taken = round_of(client, "b", weight=2.0).given
+    held = heartbeat_of(client, "a").added
+    heartbeat_of(client, "b", weight=2.0, moves=0)
+    lost = heartbeat_of(client, "a", stuck=held[:1])
+    assert (lost.added, lost.owner_losses, lost.held, lost.share) == ([], 1, 2, 1)
+    taken = heartbeat_of(client, "b", weight=2.0).added
     assert [(lease.stream, lease.losses) for lease in taken] == [(held[0].stream, 1)]
     assert taken[0].token > held[0].token
-    assert round_of(client, "a", stuck=held[:1]).found_lost == 0, "it is not its own any more"
+    assert heartbeat_of(client, "a", stuck=held[:1]).owner_losses == 0, "it is not its own any more"
 
 
 def test_a_stuck_stream_that_nobody_else_takes_comes_back_under_a_new_token(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as balancer:
-        old = hear(balancer, StreamAdded).lease
-        expect_no_more(client, balancer, "s")
-        assert hear(balancer, StreamDisowned).lease == old
-        new = hear(balancer, StreamAdded).lease
+    with started(client.url, "a") as balancer:
+        old = next_notice(balancer, StreamAdded).lease
+        pass_deadline(client, balancer, "s")
+        assert next_notice(balancer, StreamDisowned).lease == old
+        new = next_notice(balancer, StreamAdded).lease
         assert new.token > old.token
         assert new.losses == 1
         assert balancer.lease("s") == new
@@ -211,8 +211,8 @@ def test_a_process_that_slept_beyond_its_lease_is_told_that_its_streams_are_gone
 ) -> None:
     clock = StoppedClock()
     announced(client, "s1", "s2")
-    with joined(client.url, "a", options={"clock": clock}) as balancer:
-        added = hear_added(balancer, 2)
+    with started(client.url, "a", options={"clock": clock}) as balancer:
+        added = next_added(balancer, 2)
         clock.now_ms += LONG_MS - 1
         assert balancer.lease("s1") == added["s1"].lease
         assert len(balancer.leases) == 2
@@ -221,34 +221,34 @@ def test_a_process_that_slept_beyond_its_lease_is_told_that_its_streams_are_gone
         assert balancer.leases == []
         assert until_ms(client, "a") > server_us(client) / 1_000 + LONG_MS / 2, "it need not wait for that"
         announced(client, "s3")
-        gone = [hear(balancer, StreamDisowned) for _ in range(2)]
+        gone = [next_notice(balancer, StreamDisowned) for _ in range(2)]
         assert {one.stream for one in gone} == {"s1", "s2"}
         assert {one.why for one in gone} == {"expired"}
-        again = hear_added(balancer, 3)
+        again = next_added(balancer, 3)
         assert all(again[stream].lease.token > added[stream].lease.token for stream in added)
         assert {name: one.lease.losses for name, one in again.items()} == {"s1": 1, "s2": 1, "s3": 0}
 
 
 def test_a_consumer_that_others_took_for_dead_is_told_so(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(client.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         expire(client, "a")
-        round_of(client, "b")
-        assert hear(balancer, StreamDisowned).why == "expired"
+        heartbeat_of(client, "b")
+        assert next_notice(balancer, StreamDisowned).why == "expired"
 
 
 @pytest.mark.parametrize("how", ["released", "done"])
 def test_a_stream_that_a_person_takes_away_is_said_to_be(client: Client, how: Literal["released", "done"]) -> None:
     announced(client, "s1", "s2")
-    with joined(client.url, "a") as balancer:
-        added = hear_added(balancer, 2)
+    with started(client.url, "a") as balancer:
+        added = next_added(balancer, 2)
         end_leases(client, SERVICE, how, ["s1"])
-        gone = hear(balancer, StreamDisowned)
+        gone = next_notice(balancer, StreamDisowned)
         assert (gone.lease, gone.why) == (added["s1"].lease, "taken away")
         if how == "released":
-            assert hear(balancer, StreamAdded).lease.token > gone.lease.token
-        assert silent(client, balancer)
+            assert next_notice(balancer, StreamAdded).lease.token > gone.lease.token
+        assert is_silent(client, balancer)
 
 
 def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_again_later(
@@ -256,7 +256,7 @@ def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_ag
 ) -> None:
     clock = StoppedClock()
     announced(client, "s")
-    round_of(client, "died")
+    heartbeat_of(client, "died")
     expire(client, "died")
     policy = policy_of(lease_ms=LEASE_MS)
     with (
@@ -265,10 +265,10 @@ def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_ag
     ):
         # It gives up on Redis after a third of a lease, so that a slow machine may need more than one try.
         eventually(lambda: starts(balancer), "the start")
-        old = hear(balancer, StreamAdded).lease
+        old = next_notice(balancer, StreamAdded).lease
         assert old.losses == 1
         proxy.freeze()
-        eventually(lambda: "a cannot be heard of" in caplog.text, "it to notice")
+        eventually(lambda: "consumer a lost contact with Redis" in caplog.text, "it to notice")
         clock.now_ms += LEASE_MS - 1
         looks = clock.looks
         eventually(lambda: clock.looks >= looks + 10, "it to have tried again, and looked whether the lease holds")
@@ -276,10 +276,10 @@ def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_ag
         assert balancer.next(0) is None
         clock.now_ms += 1
         assert balancer.leases == []
-        gone = hear(balancer, StreamDisowned)
+        gone = next_notice(balancer, StreamDisowned)
         assert (gone.lease, gone.why) == (old, "lost contact")
         proxy.resume()
-        again = hear(balancer, StreamAdded).lease
+        again = next_notice(balancer, StreamAdded).lease
         assert (again.stream, again.losses) == ("s", 1), "its owner was not lost once more, nor did it give it back"
         assert balancer.leases == [again]
 
@@ -293,31 +293,31 @@ def starts(balancer: Balancer) -> bool:
 
 def test_terminated_is_the_last_word(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(client.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         assert balancer.close() == 1
-        assert hear(balancer, Terminated).error is None
+        assert next_notice(balancer, Terminated).error is None
         assert balancer.next() is None
         assert list(balancer) == []
-        assert free(client) == ["s"]
+        assert unassigned(client) == ["s"]
 
 
 def test_what_cannot_be_mended_ends_the_balancer_and_says_why(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(client.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         client.execute("DEL", KEYS.alive)
         client.execute("SET", KEYS.alive, "somebody's own")
-        wake(client)
-        assert hear(balancer, StreamDisowned).why == "lost contact"
-        assert isinstance(hear(balancer, Terminated).error, WrongType)
+        trigger_heartbeats(client)
+        assert next_notice(balancer, StreamDisowned).why == "lost contact"
+        assert isinstance(next_notice(balancer, Terminated).error, WrongType)
         client.execute("DEL", KEYS.alive)
 
 
 def test_a_weight_that_cannot_be_said_ends_the_balancer_with_its_error(client: Client) -> None:
     weights = [1.0]
-    with joined(client.url, "a", weight=weights.pop) as balancer:
-        wake(client)
-        error = hear(balancer, Terminated).error
+    with started(client.url, "a", weight=weights.pop) as balancer:
+        trigger_heartbeats(client)
+        error = next_notice(balancer, Terminated).error
         assert isinstance(error, ConfigError)
         assert "weight" in str(error)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.balancer import Balancer, StreamAdded, StreamDisowned, StreamExpired
-from millstream.balancer.protocol import FIELD
+from millstream.balancer.protocol import ANNOUNCEMENT_FIELD
 from millstream.errors import LeaseLost, WrongType
 from millstream.observability.metrics import LEASE_NOTICES, Recorder
 from millstream.redis_client.client import Client
@@ -23,26 +23,26 @@ from tests.support.balancers import (
     StoppedClock,
     add_raw,
     announced,
-    bid,
     commands_run,
     counts,
     dead,
-    expect_no_more,
     expire,
-    free,
-    hear,
-    hear_added,
-    joined,
+    heartbeat_of,
+    heartbeat_request,
+    heartbeats_later,
+    is_silent,
     names,
+    next_added,
+    next_notice,
     owners,
+    pass_deadline,
     peer,
     pending,
-    round_of,
-    rounds_later,
-    settle,
-    silent,
+    rebalance,
+    started,
     streams_of,
-    wake,
+    trigger_heartbeats,
+    unassigned,
 )
 from tests.support.waiting import eventually
 
@@ -53,10 +53,10 @@ pytestmark = [pytest.mark.balancer]
 
 def test_a_backlog_is_divided_evenly_from_the_start(client: Client) -> None:
     for name in "abc":
-        round_of(client, name)
+        heartbeat_of(client, name)
     announced(client, *names(100))
     for name in "abc":
-        round_of(client, name)
+        heartbeat_of(client, name)
     assert sorted(counts(client).values()) == [33, 33, 34]
 
 
@@ -65,8 +65,8 @@ def test_shares_follow_weights_and_limits_and_the_rest_is_taken_by_those_without
     options = {"a": {"weight": 3.0}, "b": {"weight": 1.0}, "c": {"weight": 6.0, "limit": 10}}
     for _ in range(8):
         for name, option in options.items():
-            found = round_of(client, name, wants_all=True, **option)
-            peer(client, name).hand_in("released", found.all[: found.excess])
+            found = heartbeat_of(client, name, requests_all=True, **option)
+            peer(client, name).end_leases("released", found.all_held[: found.excess])
     assert counts(client) == {"a": 68, "b": 22, "c": 10} or counts(client) == {"a": 67, "b": 23, "c": 10}
 
 
@@ -74,11 +74,11 @@ def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_behind(client: Cli
     """The consumer whose share is exactly its limit comes first for what cannot be divided."""
     announced(client, *names(7))
     options = {"a": {"weight": 2.0, "limit": 2}, "b": {"weight": 2.5}, "c": {"weight": 2.5}}
-    round_of(client, "a", **options["a"])
+    heartbeat_of(client, "a", **options["a"])
     for name in "bc":
-        round_of(client, name, take=0, **options[name])
+        heartbeat_of(client, name, most_new=0, **options[name])
     for _ in range(3):
-        shares = {name: round_of(client, name, **option).share for name, option in options.items()}
+        shares = {name: heartbeat_of(client, name, **option).share for name, option in options.items()}
     assert shares["a"] == 2
     assert sum(shares.values()) == 7
     assert sorted(counts(client).items())[0] == ("a", 2)
@@ -87,9 +87,9 @@ def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_behind(client: Cli
 
 def test_with_limits_that_do_not_suffice_the_rest_waits_for_others(client: Client) -> None:
     announced(client, *names(10))
-    settle(client, "a", "b", limit=3)
+    rebalance(client, "a", "b", limit=3)
     assert counts(client) == {"a": 3, "b": 3}
-    assert sum(found.total for found in settle(client, "c", rounds=1).values()) == 10
+    assert sum(found.total for found in rebalance(client, "c", rounds=1).values()) == 10
     assert counts(client) == {"a": 3, "b": 3, "c": 4}
 
 
@@ -108,7 +108,7 @@ def test_shares_add_up_to_all_streams_within_the_limits(
         announced(client, *names(total))
         for _ in range(2):  # in the second each knows of all others
             shares = [
-                round_of(client, f"c{n}", weight=weight, limit=limit or None, take=0).share
+                heartbeat_of(client, f"c{n}", weight=weight, limit=limit or None, most_new=0).share
                 for n, (weight, limit) in enumerate(bids)
             ]
         assert all(0 <= share <= (limit or total) for share, (_, limit) in zip(shares, bids, strict=True))
@@ -118,29 +118,29 @@ def test_shares_add_up_to_all_streams_within_the_limits(
 
 def test_a_stream_that_cannot_be_divided_stays_where_it_is(client: Client) -> None:
     announced(client, *names(3))
-    round_of(client, "b", limit=2)
-    round_of(client, "a")
+    heartbeat_of(client, "b", limit=2)
+    heartbeat_of(client, "a")
     before = owners(client)
     assert counts(client) == {"b": 2, "a": 1}
-    settle(client, "a", "b", rounds=5)
+    rebalance(client, "a", "b", rounds=5)
     assert owners(client) == before
 
 
 def test_a_weight_is_asked_for_in_every_round(client: Client) -> None:
     weights = {"a": 1.0}
     announced(client, *names(10))
-    with joined(client.url, "a", weight=lambda: weights["a"], moves=1.0, drain_ms=LONG_MS) as balancer:
-        hear_added(balancer, 10)
-        round_of(client, "b")
-        wake(client)
-        lost = [hear(balancer, StreamDisowned) for _ in range(5)]
+    with started(client.url, "a", weight=lambda: weights["a"], moves=1.0, drain_ms=LONG_MS) as balancer:
+        next_added(balancer, 10)
+        heartbeat_of(client, "b")
+        trigger_heartbeats(client)
+        lost = [next_notice(balancer, StreamDisowned) for _ in range(5)]
         assert {one.why for one in lost} == {"rebalanced"}
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
         weights["a"] = 0.25
-        wake(client)
-        lost += [hear(balancer, StreamDisowned) for _ in range(3)]
+        trigger_heartbeats(client)
+        lost += [next_notice(balancer, StreamDisowned) for _ in range(3)]
         balancer.release(*(one.stream for one in lost))
-        assert len(round_of(client, "b").given) == 8
+        assert len(heartbeat_of(client, "b").added) == 8
 
 
 def test_a_consumer_whose_streams_lag_has_fewer_of_them_until_it_has_caught_up(client: Client) -> None:
@@ -150,12 +150,14 @@ def test_a_consumer_whose_streams_lag_has_fewer_of_them_until_it_has_caught_up(c
     def weight() -> float:  # as in docs/leases.md
         return max(0.25, 1 / (1 + waiting["a"] / 10_000))
 
-    with joined(client.url, "a", weight=weight, moves=1.0) as slow, joined(client.url, "b", moves=1.0) as quick:
+    with started(client.url, "a", weight=weight, moves=1.0) as slow, started(client.url, "b", moves=1.0) as quick:
         for one in (slow, quick):
             threading.Thread(target=give_back_all, args=(one,), daemon=True).start()
-        eventually(lambda: wake(client) and counts(client) == {"a": 5, "b": 20}, "fewer streams where they lag")
+        eventually(
+            lambda: trigger_heartbeats(client) and counts(client) == {"a": 5, "b": 20}, "fewer streams where they lag"
+        )
         waiting["a"] = 0
-        eventually(lambda: wake(client) and sorted(counts(client).values()) == [12, 13], "equal parts")
+        eventually(lambda: trigger_heartbeats(client) and sorted(counts(client).values()) == [12, 13], "equal parts")
 
 
 def give_back_all(balancer: Balancer) -> None:
@@ -171,73 +173,73 @@ def give_back_all(balancer: Balancer) -> None:
 def test_no_more_than_a_part_of_the_streams_moves_in_a_second(client: Client) -> None:
     moved = KEYS.base + ":moves"
     announced(client, *names(400))
-    round_of(client, "a")
-    round_of(client, "b")
-    assert round_of(client, "a", moves=0.05).excess == 20
+    heartbeat_of(client, "a")
+    heartbeat_of(client, "b")
+    assert heartbeat_of(client, "a", moves=0.05).excess == 20
     assert client.execute("PTTL", moved) in {*range(1_001), -2}, "it is over at the latest after a second"
     assert client.execute("GET", moved) in (b"20", None)
     client.execute("SET", moved, 20)  # this second has no end
-    assert round_of(client, "a", moves=0.05).excess == 0
-    assert round_of(client, "a", moves=0.07).excess == 8
+    assert heartbeat_of(client, "a", moves=0.05).excess == 0
+    assert heartbeat_of(client, "a", moves=0.07).excess == 8
     assert client.execute("GET", moved) == b"28"
     client.execute("DEL", moved)
-    assert round_of(client, "a", moves=0.05, leaving=7).excess == 20
+    assert heartbeat_of(client, "a", moves=0.05, releasing=7).excess == 20
     eventually(lambda: not client.execute("EXISTS", moved), "the end of that second")
-    assert round_of(client, "a", moves=1.0, leaving=199).excess == 1, "what is on its way counts"
-    assert round_of(client, "a", moves=1.0, leaving=200).excess == 0
+    assert heartbeat_of(client, "a", moves=1.0, releasing=199).excess == 1, "what is on its way counts"
+    assert heartbeat_of(client, "a", moves=1.0, releasing=200).excess == 0
     assert counts(client) == {"a": 400}, "until it is released"
 
 
 def test_ten_streams_may_move_in_any_case(client: Client) -> None:
     announced(client, *names(100))
-    round_of(client, "a")
-    round_of(client, "b")
-    assert round_of(client, "a", moves=0.05).excess == 10
+    heartbeat_of(client, "a")
+    heartbeat_of(client, "b")
+    assert heartbeat_of(client, "a", moves=0.05).excess == 10
 
 
 def test_one_stream_at_least_moves_and_nothing_does_while_others_are_free(client: Client) -> None:
     announced(client, *names(4))
-    held = round_of(client, "a").given
-    round_of(client, "b", take=0)
-    peer(client, "a").hand_in("released", held[:1])
-    assert round_of(client, "a", take=0, moves=0.05).excess == 0
-    round_of(client, "b")
-    assert round_of(client, "a", moves=0.05).excess == 1
+    held = heartbeat_of(client, "a").added
+    heartbeat_of(client, "b", most_new=0)
+    peer(client, "a").end_leases("released", held[:1])
+    assert heartbeat_of(client, "a", most_new=0, moves=0.05).excess == 0
+    heartbeat_of(client, "b")
+    assert heartbeat_of(client, "a", moves=0.05).excess == 1
 
 
 def test_what_the_program_has_not_heard_of_moves_without_its_notice(client: Client) -> None:
     announced(client, *names(6))
-    with joined(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
+    with started(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
         eventually(lambda: len(old.leases) == 6, "its streams")
-        heard = [hear(old, StreamAdded).stream for _ in range(2)]
-        with joined(client.url, "b") as new:
-            wake(client)
-            moved = hear_added(new, 3)
+        heard = [next_notice(old, StreamAdded).stream for _ in range(2)]
+        with started(client.url, "b") as new:
+            trigger_heartbeats(client)
+            moved = next_added(new, 3)
             assert set(moved).isdisjoint(heard)
             assert streams_of([old, new])[0] == set(names(6)) - set(moved)
-            rest = hear_added(old, 1)
+            rest = next_added(old, 1)
             assert set(rest) | set(heard) | set(moved) == set(names(6))
             assert {one.lease.losses for one in moved.values()} == {0}
-            assert silent(client, old)
+            assert is_silent(client, old)
 
 
 def test_among_those_it_works_on_the_ones_with_a_time_limit_move_last(client: Client) -> None:
     announced(client, *names(4))
-    with joined(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
-        hear_added(old, 4)
+    with started(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
+        next_added(old, 4)
         for stream in names(4)[1:3]:
             old.expect(stream, LONG_MS)
-        round_of(client, "b")
-        wake(client)
-        assert {hear(old, StreamDisowned).stream for _ in range(2)} == {"s0000", "s0003"}
+        heartbeat_of(client, "b")
+        trigger_heartbeats(client)
+        assert {next_notice(old, StreamDisowned).stream for _ in range(2)} == {"s0000", "s0003"}
 
 
 def test_a_program_that_claims_gives_nothing_back_for_balance(client: Client) -> None:
     announced(client, *names(4))
-    with joined(client.url, "a", recover="claim", moves=1.0) as old:
-        hear_added(old, 4)
-        round_of(client, "b")
-        assert silent(client, old)
+    with started(client.url, "a", recover="claim", moves=1.0) as old:
+        next_added(old, 4)
+        heartbeat_of(client, "b")
+        assert is_silent(client, old)
         assert counts(client) == {"a": 4}
 
 
@@ -250,23 +252,23 @@ def has(client: Client, consumer: str, count: int) -> bool:
 
 def test_a_program_that_does_not_listen_gets_no_more_than_it_lets_wait(client: Client) -> None:
     announced(client, *names(5))
-    with joined(client.url, "a", most_waiting=2) as balancer:
-        rounds_later(client, balancer)
+    with started(client.url, "a", most_waiting=2) as balancer:
+        heartbeats_later(client, balancer)
         assert counts(client) == {"a": 2}
         assert sum(not name.startswith("a") for name in pending(client).values()) == 0, "the others are not even read"
         for have in (3, 4, 5):
-            hear(balancer, StreamAdded)
+            next_notice(balancer, StreamAdded)
             eventually(partial(has, client, "a", have), "one more")
 
 
 def test_a_program_that_does_not_listen_leaves_streams_to_one_that_does(client: Client) -> None:
-    with joined(client.url, "deaf", "b", most_waiting=1, moves=1.0) as (deaf, other):
+    with started(client.url, "deaf", "b", most_waiting=1, moves=1.0) as (deaf, other):
         announced(client, *names(6))
         seen = set()
         for _ in range(3):
-            seen.add(hear(other, StreamAdded).stream)
-        rounds_later(client, deaf)
-        rounds_later(client, other)
+            seen.add(next_notice(other, StreamAdded).stream)
+        heartbeats_later(client, deaf)
+        heartbeats_later(client, other)
         assert counts(client) == {"deaf": 1, "b": 3}
         assert len(deaf.leases) == 1
 
@@ -274,14 +276,16 @@ def test_a_program_that_does_not_listen_leaves_streams_to_one_that_does(client: 
 def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
     recorder = Recorder()
     announced(client, *names(5))
-    held = round_of(client, "b").given
-    with joined(client.url, "a", recover="claim", most_waiting=2, options={"metrics": recorder}) as balancer:
-        peer(client, "b").hand_in("released", held)
-        rounds_later(client, balancer)
+    held = heartbeat_of(client, "b").added
+    with started(client.url, "a", recover="claim", most_waiting=2, options={"metrics": recorder}) as balancer:
+        peer(client, "b").end_leases("released", held)
+        heartbeats_later(client, balancer)
         assert recorder.value(LEASE_NOTICES, service=SERVICE, notice="StreamExpired") == 2
-        told = [hear(balancer, StreamExpired).stream for _ in range(5) if wake(client)]  # as there is room for them
+        told = [
+            next_notice(balancer, StreamExpired).stream for _ in range(5) if trigger_heartbeats(client)
+        ]  # as there is room for them
         assert sorted(told) == names(5)
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
         assert len(owners(client)) == 0
 
 
@@ -291,44 +295,46 @@ def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
 def test_a_stream_that_kills_its_owners_is_given_up_as_a_dead_letter(client: Client) -> None:
     announcement, other = announced(client, "poison", "good")
     for n, name in enumerate("abc"):
-        given = {lease.stream: lease.losses for lease in round_of(client, name, most_losses=3).given}
+        given = {lease.stream: lease.losses for lease in heartbeat_of(client, name, most_losses=3).added}
         assert given == {"poison": n, "good": 0}
-        lease = next(lease for lease in round_of(client, name, wants_all=True).all if lease.stream == "good")
+        lease = next(
+            lease for lease in heartbeat_of(client, name, requests_all=True).all_held if lease.stream == "good"
+        )
         expire(client, name)
-        peer(client, name).hand_in("released", [lease])
-    found = round_of(client, "d", most_losses=3)
-    assert [lease.stream for lease in found.given] == ["good"]
+        peer(client, name).end_leases("released", [lease])
+    found = heartbeat_of(client, "d", most_losses=3)
+    assert [lease.stream for lease in found.added] == ["good"]
     letter = dead(client)[0]
     assert (letter["stream"], letter["id"]) == ("poison", announcement)
     assert "3 times" in letter["reason"]
     assert '"poison"' in letter["lbs-input"]
     assert list(pending(client)) == [other]
-    assert client.execute("HEXISTS", KEYS.base + ":falls", "poison") == 0
+    assert client.execute("HEXISTS", KEYS.base + ":losses", "poison") == 0
     announced(client, "poison")
-    assert round_of(client, "d", most_losses=3).given[0].losses == 0
+    assert heartbeat_of(client, "d", most_losses=3).added[0].losses == 0
 
 
 def test_an_orderly_release_wipes_out_the_losses(client: Client) -> None:
     announced(client, "s")
     for name in "abc":
-        round_of(client, name, most_losses=2)
+        heartbeat_of(client, name, most_losses=2)
         expire(client, name)
-        lease = round_of(client, "x", most_losses=2).given[0]
+        lease = heartbeat_of(client, "x", most_losses=2).added[0]
         assert lease.losses == 1
-        peer(client, "x").hand_in("released", [lease])
-        peer(client, "x").retire()
+        peer(client, "x").end_leases("released", [lease])
+        peer(client, "x").leave()
     assert dead(client) == []
 
 
 def test_to_overrun_the_time_to_give_back_neither_adds_to_the_losses_nor_wipes_them_out(client: Client) -> None:
     announced(client, "s")
-    round_of(client, "dies")
+    heartbeat_of(client, "dies")
     expire(client, "dies")
     for _ in range(3):
-        (lease,) = round_of(client, "a", most_losses=2).given
+        (lease,) = heartbeat_of(client, "a", most_losses=2).added
         assert lease.losses == 1
-        found = round_of(client, "a", most_losses=2, overran=[lease], take=0)
-        assert (found.has, found.found_lost) == (0, 0)
+        found = heartbeat_of(client, "a", most_losses=2, overran=[lease], most_new=0)
+        assert (found.held, found.owner_losses) == (0, 0)
     assert dead(client) == []
 
 
@@ -337,54 +343,54 @@ def test_who_leaves_after_the_end_of_its_leases_gives_nothing_back_in_order(
     client: Client, how: Literal["released", "lapsed", "expired"], losses: int
 ) -> None:
     announced(client, "s")
-    round_of(client, "dies")
+    heartbeat_of(client, "dies")
     expire(client, "dies")
-    round_of(client, "a")
-    assert peer(client, "a").retire(how) == 1
-    assert round_of(client, "b").given[0].losses == losses
+    heartbeat_of(client, "a")
+    assert peer(client, "a").leave(how) == 1
+    assert heartbeat_of(client, "b").added[0].losses == losses
 
 
 def test_to_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s")
-    with joined(client.url, "a", options={"clock": clock}) as balancer:
-        hear(balancer, StreamAdded)
+    with started(client.url, "a", options={"clock": clock}) as balancer:
+        next_notice(balancer, StreamAdded)
         clock.now_ms += LONG_MS
         assert balancer.close() == 1
-    assert round_of(client, "b").given[0].losses == 1
+    assert heartbeat_of(client, "b").added[0].losses == 1
 
 
 def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a", most_losses=2) as balancer:
+    with started(client.url, "a", most_losses=2) as balancer:
         for losses in (0, 1):
-            assert hear(balancer, StreamAdded).lease.losses == losses
-            expect_no_more(client, balancer, "s")
-            assert hear(balancer, StreamDisowned).why == "stuck"
+            assert next_notice(balancer, StreamAdded).lease.losses == losses
+            pass_deadline(client, balancer, "s")
+            assert next_notice(balancer, StreamDisowned).why == "stuck"
         eventually(lambda: len(dead(client)) == 1, "the dead letter")
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
         assert owners(client) == {}
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("no JSON", "no JSON object"),
-        ("[1]", "no JSON object"),
-        ('"text"', "no JSON object"),
-        ("", "no JSON object"),
-        ('{"Info": 1}', "no JSON object"),
-        ('{"DataStreamName": 7}', "no JSON object"),
-        ('{"DataStreamName": ""}', "no JSON object"),
-        ('{"DataStreamName": null}', "no JSON object"),
-        (b'{"DataStreamName": "\xff', "no JSON object"),
-        ("[" * 5_000, "no JSON object"),
+        ("no JSON", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        ('"text"', "not a JSON object"),
+        ("", "not a JSON object"),
+        ('{"Info": 1}', "not a JSON object"),
+        ('{"DataStreamName": 7}', "not a JSON object"),
+        ('{"DataStreamName": ""}', "not a JSON object"),
+        ('{"DataStreamName": null}', "not a JSON object"),
+        (b'{"DataStreamName": "\xff', "not a JSON object"),
+        ("[" * 5_000, "not a JSON object"),
     ],
 )
 def test_what_is_no_announcement_is_a_dead_letter(client: Client, text: str | bytes, reason: str) -> None:
     bad = add_raw(client, text)
     announced(client, "good")
-    assert [lease.stream for lease in round_of(client, "a").given] == ["good"]
+    assert [lease.stream for lease in heartbeat_of(client, "a").added] == ["good"]
     (letter,) = dead(client)
     assert (letter["id"], reason in letter["reason"]) == (bad, True)
     assert bad not in pending(client)
@@ -395,7 +401,7 @@ def test_an_announcement_without_the_field_or_with_thousands_of_others_is_a_dead
     add_raw(client, '{"DataStreamName": "s"}', field="other")
     client.execute("XADD", KEYS.input, "*", *(part for n in range(10_000) for part in (f"f{n}", n)))
     announced(client, "good")
-    assert [lease.stream for lease in round_of(client, "a").given] == ["good"]
+    assert [lease.stream for lease in heartbeat_of(client, "a").added] == ["good"]
     letters = dead(client)
     assert [letter["reason"] for letter in letters] == ["it has no field lbs-input"] * 2
     assert (letters[0]["other"], letters[1]["f0"]) == ('{"DataStreamName": "s"}', "0")
@@ -408,36 +414,38 @@ def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end
     """Malformed, or doubled, or of streams that are given up: Redis serves nobody else while a call lasts."""
     count, name = 2_500, "good"
     announced(client, "s0000")
-    round_of(client, "a")
+    heartbeat_of(client, "a")
     if text is None:
-        client.pipeline([("XADD", KEYS.input, "*", FIELD, f'{{"DataStreamName": "{one}"}}') for one in names(count, 1)])
-        while round_of(client, "dying", weight=1e6, take=1_000).more:
+        client.pipeline(
+            [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, f'{{"DataStreamName": "{one}"}}') for one in names(count, 1)]
+        )
+        while heartbeat_of(client, "dying", weight=1e6, most_new=1_000).has_more:
             pass
         expire(client, "dying")
-        while peer(client, "b").round(bid(take=0)).more:
+        while peer(client, "b").heartbeat(heartbeat_request(most_new=0)).has_more:
             pass
     else:
-        client.pipeline([("XADD", KEYS.input, "*", FIELD, text)] * count)
+        client.pipeline([("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, text)] * count)
     announced(client, name)
     began, left = commands_run(client), [count]
     while name not in owners(client):
-        found = round_of(client, "a", most_losses=1, weight=1e6)
+        found = heartbeat_of(client, "a", most_losses=1, weight=1e6)
         assert commands_run(client) - began < 15_000, "of all that there is, a call takes a thousand"
         left.append(int(client.execute("XLEN", KEYS.input)))
-        assert found.more or name in owners(client), "what is left is looked at at once"
+        assert found.has_more or name in owners(client), "what is left is looked at at once"
         began = commands_run(client)
     assert len(left) - 1 == count // 1_000 + 1
     assert len(dead(client)) == (0 if text and "s0000" in text else count)
 
 
 @pytest.mark.parametrize(
-    "key", ["dead", "events", "falls", "free", "streams", "owners", "returned", "troubles", "consumers"]
+    "key", ["dead", "events", "losses", "unassigned", "streams", "owners", "released", "errors", "consumers"]
 )
 def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Client, key: str) -> None:
     announced(client, "fallen")
-    round_of(client, "dies")
+    heartbeat_of(client, "dies")
     expire(client, "dies")
-    round_of(client, "a", take=0)
+    heartbeat_of(client, "a", most_new=0)
     bad = add_raw(client, "no JSON")
     announced(client, "new")
     place = f"{KEYS.base}:{key}"
@@ -446,36 +454,36 @@ def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Clien
     client.execute("SET", place, "somebody's own")
     for _ in range(2):
         with pytest.raises(WrongType, match=place):
-            round_of(client, "a", most_losses=1)
+            heartbeat_of(client, "a", most_losses=1)
     client.execute("DEL", place)
     if client.execute("EXISTS", "aside"):
         client.execute("RENAME", "aside", place)
-    found = round_of(client, "a", most_losses=1)
-    assert [lease.stream for lease in found.given] == ["new"]
+    found = heartbeat_of(client, "a", most_losses=1)
+    assert [lease.stream for lease in found.added] == ["new"]
     assert [letter["stream"] or letter["id"] for letter in dead(client)] == ["fallen", bad]
 
 
 @pytest.mark.parametrize("info", ["[" * 990 + "]" * 990, "1e999", "0x10", '"\\ud800"'])
 def test_information_that_cannot_be_read_costs_the_information_only(client: Client, info: str) -> None:
     add_raw(client, f'{{"DataStreamName": "s", "Info": {info}}}')
-    found = round_of(client, "a")
-    assert [lease.stream for lease in found.given] == ["s"] or (info == '"\\ud800"' and len(dead(client)) == 1)
+    found = heartbeat_of(client, "a")
+    assert [lease.stream for lease in found.added] == ["s"] or (info == '"\\ud800"' and len(dead(client)) == 1)
 
 
 def test_a_name_that_is_no_utf8_goes_through(client: Client) -> None:
     odd = b"s\xff\xfe".decode("utf-8", "surrogateescape")
     announced(client, odd, "with space and ünïcode")
-    with joined(client.url, "a") as balancer:
-        assert set(hear_added(balancer, 2)) == {odd, "with space and ünïcode"}
+    with started(client.url, "a") as balancer:
+        assert set(next_added(balancer, 2)) == {odd, "with space and ünïcode"}
         balancer.done(odd)
         balancer.release("with space and ünïcode")
-        assert hear(balancer, StreamAdded).stream == "with space and ünïcode"
+        assert next_notice(balancer, StreamAdded).stream == "with space and ünïcode"
 
 
 def test_services_know_nothing_of_each_other(client: Client) -> None:
     other = ServiceKeys("other")
     announced(client, "s")
-    round_of(client, "a")
+    heartbeat_of(client, "a")
     assert client.execute("EXISTS", other.input, other.meta, other.owners) == 0
-    assert peer(client, "a").round(bid()).has == 1
-    assert free(client) == []
+    assert peer(client, "a").heartbeat(heartbeat_request()).held == 1
+    assert unassigned(client) == []

@@ -19,21 +19,21 @@ from tests.support.balancers import (
     SERVICE,
     announced,
     counts,
-    expect_no_more,
     expire,
-    free,
-    hear,
-    hear_added,
-    joined,
+    heartbeat_of,
+    is_silent,
     names,
+    next_added,
+    next_notice,
     owners,
+    pass_deadline,
     peer,
     policy_of,
     proxy,
-    round_of,
-    silent,
+    started,
+    trigger_heartbeats,
+    unassigned,
     until_ms,
-    wake,
 )
 from tests.support.waiting import eventually
 
@@ -48,13 +48,13 @@ __all__ = ["proxy"]  # a fixture
 def test_streams_that_were_given_in_a_lost_reply_are_added_all_the_same(
     client: Client, proxy: Proxy, side: str
 ) -> None:
-    with joined(proxy.url, "a") as balancer:
+    with started(proxy.url, "a") as balancer:
         (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=HEARTBEAT.sha, times=2)
         announced(client, "s1", "s2")
-        added = hear_added(balancer, 2)
+        added = next_added(balancer, 2)
         assert {one.lease.info["of"] for one in added.values()} == {"s1", "s2"}
         assert sum(proxy.cuts.values()) == 2
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
         assert owners(client) == {"s1": "a", "s2": "a"}
 
 
@@ -66,24 +66,24 @@ def test_a_start_whose_reply_was_lost_may_be_repeated_and_misses_nothing(client:
         balancer.start()
     assert owners(client) == {"s": "a"}
     with balancer:
-        assert hear(balancer, StreamAdded).stream == "s"
+        assert next_notice(balancer, StreamAdded).stream == "s"
 
 
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_claim_whose_reply_was_lost_is_repeated_or_told(client: Client, proxy: Proxy, side: str) -> None:
     announced(client, "s1", "s2")
-    given = round_of(client, "b").given
-    with joined(proxy.url, "a", recover="claim") as balancer:
-        peer(client, "b").hand_in("released", given)
-        assert {hear(balancer, StreamExpired).stream for _ in range(2)} == {"s1", "s2"}
+    given = heartbeat_of(client, "b").added
+    with started(proxy.url, "a", recover="claim") as balancer:
+        peer(client, "b").end_leases("released", given)
+        assert {next_notice(balancer, StreamExpired).stream for _ in range(2)} == {"s1", "s2"}
         (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=CLAIM_STREAM.sha, times=2)
         for stream in ("s1", "s2"):
             with pytest.raises(Unavailable):
                 balancer.claim(stream)
         assert balancer.claim("s1").stream == "s1"
-        wake(client)
+        trigger_heartbeats(client)
         if side == "after":
-            assert hear(balancer, StreamAdded).stream == "s2", "it is ours, and nobody has asked again"
+            assert next_notice(balancer, StreamAdded).stream == "s2", "it is ours, and nobody has asked again"
             assert owners(client) == {"s1": "a", "s2": "a"}
         else:
             assert owners(client) == {"s1": "a"}
@@ -93,27 +93,27 @@ def test_a_claim_whose_reply_was_lost_is_repeated_or_told(client: Client, proxy:
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_done_whose_reply_was_lost_may_be_repeated(client: Client, proxy: Proxy, side: str) -> None:
     announced(client, "s")
-    with joined(proxy.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(proxy.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             balancer.done("s")
         balancer.done("s")
         assert balancer.leases == []
         assert client.execute("XLEN", KEYS.input) == 0
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
 
 
 def test_a_release_whose_reply_was_lost_is_found_out(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
-    with joined(proxy.url, "a", most_streams=1) as balancer:
-        old = hear(balancer, StreamAdded).lease
-        round_of(client, "0", weight=1_000.0)  # so that what is free is its, whoever asks first
+    with started(proxy.url, "a", most_streams=1) as balancer:
+        old = next_notice(balancer, StreamAdded).lease
+        heartbeat_of(client, "0", weight=1_000.0)  # so that what is free is its, whoever asks first
         proxy.cut_after("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             balancer.release("s")
-        round_of(client, "0", weight=1_000.0)
-        gone = hear(balancer, StreamDisowned)
+        heartbeat_of(client, "0", weight=1_000.0)
+        gone = next_notice(balancer, StreamDisowned)
         assert (gone.lease, gone.why) == (old, "forgotten")
         assert balancer.leases == []
         assert owners(client) == {"s": "0"}
@@ -122,41 +122,41 @@ def test_a_release_whose_reply_was_lost_is_found_out(client: Client, proxy: Prox
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_release_whose_reply_was_lost_may_be_repeated(client: Client, proxy: Proxy, side: str) -> None:
     announced(client, "s1", "s2")
-    leases = round_of(client, "a").given
+    leases = heartbeat_of(client, "a").added
     with Client(proxy.url) as cut:
         (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
-            peer(cut, "a").hand_in("released", leases)
-        round_of(client, "b", take=0)
-        taken = [peer(client, "b").claim(stream) for stream in free(client)]  # others may have it meanwhile
+            peer(cut, "a").end_leases("released", leases)
+        heartbeat_of(client, "b", most_new=0)
+        taken = [peer(client, "b").claim(stream) for stream in unassigned(client)]  # others may have it meanwhile
         assert {lease.stream for lease in taken} == (set() if side == "before" else {"s1", "s2"})
-        assert peer(cut, "a").hand_in("released", leases) == set()
+        assert peer(cut, "a").end_leases("released", leases) == set()
     assert owners(client) == {lease.stream: "b" for lease in taken}
-    assert peer(client, "b").hand_in("released", taken) == set()
+    assert peer(client, "b").end_leases("released", taken) == set()
     expected = set() if side == "before" else {"s1", "s2"}
-    assert peer(client, "a").hand_in("released", leases) == expected, "but not for ever"
+    assert peer(client, "a").end_leases("released", leases) == expected, "but not for ever"
 
 
 def test_streams_that_could_not_be_given_back_for_balance_are_not_forgotten(client: Client, proxy: Proxy) -> None:
     announced(client, *names(6))
-    with joined(proxy.url, "a", moves=1.0, drain_ms=LONG_MS) as balancer:
+    with started(proxy.url, "a", moves=1.0, drain_ms=LONG_MS) as balancer:
         eventually(lambda: len(balancer.leases) == 6, "its streams")
         proxy.cut_before("EVALSHA", containing=END_LEASES.sha)
-        with joined(client.url, "b") as other:
-            eventually(lambda: wake(client) and counts(client) == {"a": 3, "b": 3}, "balance")
+        with started(client.url, "b") as other:
+            eventually(lambda: trigger_heartbeats(client) and counts(client) == {"a": 3, "b": 3}, "balance")
             assert sum(proxy.cuts.values()) == 1
-            heard = hear_added(balancer, 3)
+            heard = next_added(balancer, 3)
             assert heard.keys() == {lease.stream for lease in balancer.leases}
-            assert heard.keys() | hear_added(other, 3).keys() == set(names(6))
+            assert heard.keys() | next_added(other, 3).keys() == set(names(6))
 
 
 def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
-    with joined(proxy.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(proxy.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         proxy.cut_after("EVALSHA", containing=LEAVE_SERVICE.sha)
         assert balancer.close() == 0
-        assert free(client) == ["s"]
+        assert unassigned(client) == ["s"]
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -164,8 +164,8 @@ def test_to_close_takes_no_longer_than_it_is_given_and_what_is_left_is_said(
     client: Client, proxy: Proxy, caplog: pytest.LogCaptureFixture, busy: bool
 ) -> None:
     announced(client, "s1", "s2")
-    with joined(proxy.url, "a") as balancer:
-        hear_added(balancer, 2)
+    with started(proxy.url, "a") as balancer:
+        next_added(balancer, 2)
         proxy.freeze()
         if busy:  # somebody has the word already
             threading.Thread(target=lambda: suppressed(balancer.claim, "s3"), daemon=True).start()
@@ -173,20 +173,23 @@ def test_to_close_takes_no_longer_than_it_is_given_and_what_is_left_is_said(
         began_s = time.monotonic()
         assert balancer.close(timeout_s=0.5) == 0  # without an answer, which comes below
         assert time.monotonic() - began_s >= 0.5
-        assert "a leaves 2 streams to others when its leases end (no answer within 0.5 s)" in caplog.text
+        assert (
+            "consumer a left without releasing 2 streams: they are reassigned when its leases expire (no answer within 0.5 s)"
+            in caplog.text
+        )
         assert balancer.leases == []
         assert isinstance(balancer.next(0), Terminated)
         assert balancer.next(0) is None
         proxy.resume()
-        eventually(lambda: sorted(free(client)) == ["s1", "s2"], "what it says late is heard all the same")
+        eventually(lambda: sorted(unassigned(client)) == ["s1", "s2"], "what it says late is heard all the same")
         assert balancer.next(0) is None, "Terminated was the last word"
 
 
 def is_talking(balancer: Balancer) -> bool:
     """Whether some thread of this process is in the middle of a conversation with Redis."""
-    if not balancer._turn.acquire(blocking=False):
+    if not balancer._lock.acquire(blocking=False):
         return True
-    balancer._turn.release()
+    balancer._lock.release()
     return False
 
 
@@ -197,13 +200,13 @@ def suppressed(call: Callable[..., object], *args: object) -> None:
 
 def test_a_late_stream_whose_end_was_lost_in_a_reply_is_known_under_its_new_token(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
-    with joined(proxy.url, "a") as balancer:
-        old = hear(balancer, StreamAdded).lease
+    with started(proxy.url, "a") as balancer:
+        old = next_notice(balancer, StreamAdded).lease
         proxy.cut_after("EVALSHA", containing=HEARTBEAT.sha, times=2)
-        expect_no_more(client, balancer, "s")
-        gone = hear(balancer, StreamDisowned)
+        pass_deadline(client, balancer, "s")
+        gone = next_notice(balancer, StreamDisowned)
         assert (gone.lease, gone.why) == (old, "stuck")
-        new = hear(balancer, StreamAdded).lease
+        new = next_notice(balancer, StreamAdded).lease
         assert new.token > old.token
         assert balancer.leases == [new]
         assert new.losses == 1, "what was named late once more was not taken away again"
@@ -212,76 +215,76 @@ def test_a_late_stream_whose_end_was_lost_in_a_reply_is_known_under_its_new_toke
 
 def test_a_consumer_that_is_late_with_a_stream_and_lost_is_told_once(client: Client) -> None:
     announced(client, "s1", "s2")
-    with joined(client.url, "a") as balancer:
-        hear_added(balancer, 2)
+    with started(client.url, "a") as balancer:
+        next_added(balancer, 2)
         balancer.expect("s1", 0)
         client.execute("HDEL", KEYS.consumers, "a")
-        wake(client)
-        gone = [hear(balancer, StreamDisowned) for _ in range(2)]
+        trigger_heartbeats(client)
+        gone = [next_notice(balancer, StreamDisowned) for _ in range(2)]
         assert {one.stream for one in gone} == {"s1", "s2"}
         assert {one.why for one in gone} == {"expired"}
-        assert hear_added(balancer, 2).keys() == {"s1", "s2"}
+        assert next_added(balancer, 2).keys() == {"s1", "s2"}
 
 
 def test_a_redis_that_is_away_for_all_costs_nobody_a_stream(client: Client) -> None:
     announced(client, *names(4))
-    held = round_of(client, "a").given
-    round_of(client, "b")
+    held = heartbeat_of(client, "a").added
+    heartbeat_of(client, "b")
     expire(client, "a", "b", ago_ms=LONG_MS)
-    client.execute("HINCRBY", KEYS.meta, "pulse", -LONG_MS)
-    found = round_of(client, "b")
-    assert (found.is_new, found.found_lost) == (False, 0)
-    assert found.next_ms == LONG_MS + 1, "a has a lease more"
-    found = round_of(client, "a", wants_all=True)
+    client.execute("HINCRBY", KEYS.meta, "heartbeat", -LONG_MS)
+    found = heartbeat_of(client, "b")
+    assert (found.is_new, found.owner_losses) == (False, 0)
+    assert found.next_expiry_ms == LONG_MS + 1, "a has a lease more"
+    found = heartbeat_of(client, "a", requests_all=True)
     assert found.is_new is False
-    assert {lease.token for lease in found.all} == {lease.token for lease in held}
+    assert {lease.token for lease in found.all_held} == {lease.token for lease in held}
     expire(client, "a")
-    assert round_of(client, "b").found_lost == len(held), "but if b was heard of meanwhile, a is dead"
+    assert heartbeat_of(client, "b").owner_losses == len(held), "but if b was heard of meanwhile, a is dead"
 
 
 def test_who_was_away_itself_claims_nothing_of_those_who_were_away_with_it(client: Client) -> None:
     announced(client, "s")
-    round_of(client, "a")
-    round_of(client, "b")
+    heartbeat_of(client, "a")
+    heartbeat_of(client, "b")
     expire(client, "a", "b")
-    with pytest.raises(LeaseLost, match="joins again"):
+    with pytest.raises(LeaseLost, match="is rejoining"):
         peer(client, "b").claim("s")
     assert owners(client) == {"s": "a"}
-    round_of(client, "b", take=0)
-    assert free(client) == ["s"]
+    heartbeat_of(client, "b", most_new=0)
+    assert unassigned(client) == ["s"]
     assert peer(client, "b").claim("s").losses == 1
 
 
 def test_a_server_clock_that_went_back_keeps_no_dead_alive(client: Client) -> None:
     announced(client, "s")
-    round_of(client, "a", lease_ms=300)
+    heartbeat_of(client, "a", lease_ms=300)
     expire(client, "a", ago_ms=-86_400_000)
-    found = round_of(client, "b", lease_ms=300)
-    assert found.next_ms == 301, "a has a lease of b's from now on"
+    found = heartbeat_of(client, "b", lease_ms=300)
+    assert found.next_expiry_ms == 301, "a has a lease of b's from now on"
 
 
 def test_tokens_grow_even_if_the_server_clock_went_back(client: Client) -> None:
     announced(client, "s")
-    first = round_of(client, "a").given[0]
+    first = heartbeat_of(client, "a").added[0]
     ahead = first.token + 3_600_000_000
     assert int(client.execute("HGET", KEYS.meta, "fence")) == first.token
     client.execute("HSET", KEYS.meta, "fence", ahead)
-    peer(client, "a").hand_in("released", [first])
-    assert round_of(client, "a").given[0].token == ahead + 1
+    peer(client, "a").end_leases("released", [first])
+    assert heartbeat_of(client, "a").added[0].token == ahead + 1
 
 
 def test_only_the_one_survivor_is_enough_to_find_the_dead_with_the_shortest_lease(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a") as balancer:
-        hear(balancer, StreamAdded)
+    with started(client.url, "a") as balancer:
+        next_notice(balancer, StreamAdded)
         balancer.release("s")
-        hear(balancer, StreamAdded)
-        round_of(client, "b", weight=100.0)
+        next_notice(balancer, StreamAdded)
+        heartbeat_of(client, "b", weight=100.0)
         announced(client, "s2")
-        (held,) = round_of(client, "b", weight=100.0, lease_ms=LEASE_MS).given
+        (held,) = heartbeat_of(client, "b", weight=100.0, lease_ms=LEASE_MS).added
         ended_ms = until_ms(client, "b")
-        wake(client)
-        new = hear(balancer, StreamAdded).lease
+        trigger_heartbeats(client)
+        new = next_notice(balancer, StreamAdded).lease
         assert (new.stream, new.losses) == ("s2", 1)
         assert new.token >= ended_ms * 1_000, "b's lease had not ended yet"
         assert new.token > held.token

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from millstream.balancer import StreamAdded
-from millstream.balancer.protocol import END_LEASES, FIELD, HEARTBEAT
+from millstream.balancer.protocol import ANNOUNCEMENT_FIELD, END_LEASES, HEARTBEAT
 from millstream.errors import NameHeld, Unavailable
 from millstream.observability.metrics import CATALOGUE, LEASES_ENDED, LEASES_LASTED, Recorder
 from millstream.redis_client.client import Client
@@ -20,25 +20,25 @@ from tests.support.balancers import (
     StoppedClock,
     add_raw,
     announced,
-    bid,
     counts,
     dead,
     expire,
-    free,
     group_consumers,
-    hear,
-    hear_added,
-    joined,
+    heartbeat_of,
+    heartbeat_request,
+    heartbeats_later,
+    is_silent,
     names,
+    next_added,
+    next_notice,
     owners,
     peer,
     pending,
-    round_of,
-    rounds_later,
     scripts_run,
-    silent,
+    started,
+    trigger_heartbeats,
+    unassigned,
     waits,
-    wake,
 )
 from tests.support.waiting import eventually
 
@@ -47,31 +47,33 @@ pytestmark = [pytest.mark.balancer]
 
 def test_01_to_close_hands_unfinished_streams_on_instead_of_deleting_them(client: Client) -> None:
     announced(client, *names(5))
-    with joined(client.url, "a") as leaving:
-        hear_added(leaving, 5)
+    with started(client.url, "a") as leaving:
+        next_added(leaving, 5)
         leaving.done("s0000")
         assert leaving.close() == 4
     assert client.execute("XLEN", KEYS.input) == 4
-    with joined(client.url, "b") as other:
-        assert sorted(hear_added(other, 4)) == names(4, first=1)
+    with started(client.url, "b") as other:
+        assert sorted(next_added(other, 4)) == names(4, first=1)
 
 
 def test_02_no_stream_is_orphaned_by_a_notification_that_nobody_hears(client: Client) -> None:
     assert client.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""
     announced(client, *names(3))
-    held = round_of(client, "b", lease_ms=3 * LEASE_MS).given
-    with joined(client.url, "a", most_streams=3) as balancer:
+    held = heartbeat_of(client, "b", lease_ms=3 * LEASE_MS).added
+    with started(client.url, "a", most_streams=3) as balancer:
         eventually(lambda: waits(client), "it to wait")
-        late = peer(client, "b").hand_in("released", held[:1])  # on a machine that stood still, b is dead by then
+        late = peer(client, "b").end_leases("released", held[:1])  # on a machine that stood still, b is dead by then
         client.execute("DEL", KEYS.events)
-        added = hear_added(balancer, 3)  # the rest when b is dead, of which it is not told by anybody
+        added = next_added(balancer, 3)  # the rest when b is dead, of which it is not told by anybody
         assert [added[lease.stream].lease.losses for lease in held] == [len(late), 1, 1]
 
 
 def test_03_recovery_of_any_number_of_streams_comes_to_an_end_and_takes_each_once(client: Client) -> None:
     count = 11_000
-    client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(count)])
-    while round_of(client, "dying").more:
+    client.pipeline(
+        [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, json.dumps({"DataStreamName": name})) for name in names(count)]
+    )
+    while heartbeat_of(client, "dying").has_more:
         pass
     assert counts(client) == {"dying": count}
     expire(client, "dying")
@@ -79,106 +81,108 @@ def test_03_recovery_of_any_number_of_streams_comes_to_an_end_and_takes_each_onc
     rounds = 0
     more = True
     while more:
-        found = round_of(client, "a")
-        taken += (lease.stream for lease in found.given)
-        more = found.more
+        found = heartbeat_of(client, "a")
+        taken += (lease.stream for lease in found.added)
+        more = found.has_more
         rounds += 1
     assert rounds <= count / 1_000 + 1
     assert sorted(taken) == sorted(names(count))
-    assert round_of(client, "a").given == []
+    assert heartbeat_of(client, "a").added == []
 
 
 def test_04_a_newcomer_takes_nothing_of_the_healthy_however_long_they_have_had_it(client: Client) -> None:
     announced(client, *names(4))
-    old = round_of(client, "a").given
+    old = heartbeat_of(client, "a").added
     ids = [lease.announced for lease in old]
     client.execute("XCLAIM", KEYS.input, KEYS.group, "a", 0, *ids, "IDLE", 3_600_000, "JUSTID")
-    found = round_of(client, "b")
-    assert (found.given, found.found_lost) == ([], 0)
+    found = heartbeat_of(client, "b")
+    assert (found.added, found.owner_losses) == ([], 0)
     assert counts(client) == {"a": 4}
     assert set(pending(client).values()) == {"a"}
-    assert peer(client, "a").hand_in("done", old) == set()
+    assert peer(client, "a").end_leases("done", old) == set()
 
 
 def test_05_a_bad_announcement_stops_nobody_and_is_met_once(client: Client) -> None:
     bad = add_raw(client, "{")
     announced(client, "good")
-    with joined(client.url, "a") as balancer:
-        assert hear(balancer, StreamAdded).stream == "good"
+    with started(client.url, "a") as balancer:
+        assert next_notice(balancer, StreamAdded).stream == "good"
         worse = add_raw(client, "nothing", field="of ours")
         announced(client, "better")
-        assert hear(balancer, StreamAdded).stream == "better"
+        assert next_notice(balancer, StreamAdded).stream == "better"
         assert [letter["id"] for letter in dead(client)] == [bad, worse]
         assert pending(client).keys().isdisjoint({bad, worse})
-    assert round_of(client, "b").total == 2
+    assert heartbeat_of(client, "b").total == 2
 
 
 def test_06_a_backlog_is_not_the_first_consumers_alone(client: Client) -> None:
-    client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(3_000)])
+    client.pipeline(
+        [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, json.dumps({"DataStreamName": name})) for name in names(3_000)]
+    )
     for _ in range(4):
-        moved = [round_of(client, name).excess for name in "ab"]
+        moved = [heartbeat_of(client, name).excess for name in "ab"]
         assert moved == [0, 0], "nothing needs to move"
     assert counts(client) == {"a": 1_500, "b": 1_500}
 
 
 def test_07_what_was_announced_before_the_first_consumer_is_not_skipped(client: Client) -> None:
     announced(client, *names(3))
-    with joined(client.url, "a") as balancer:
-        assert sorted(hear_added(balancer, 3)) == names(3)
+    with started(client.url, "a") as balancer:
+        assert sorted(next_added(balancer, 3)) == names(3)
 
 
 def test_08_a_zombie_is_told_by_its_token_and_its_name_is_not_shared(client: Client) -> None:
     announced(client, "s")
-    zombie = round_of(client, "a").given[0]
+    zombie = heartbeat_of(client, "a").added[0]
     with pytest.raises(NameHeld):
-        peer(client, "a", "i2").round(bid())
+        peer(client, "a", "i2").heartbeat(heartbeat_request())
     expire(client, "a")
-    successor = peer(client, "a", "i2").round(bid()).given[0]
+    successor = peer(client, "a", "i2").heartbeat(heartbeat_request()).added[0]
     assert successor.token > zombie.token
     with pytest.raises(NameHeld):
-        round_of(client, "a")
+        heartbeat_of(client, "a")
     for how in ("done", "released"):
-        assert peer(client, "a").hand_in(how, [zombie]) == {"s"}
+        assert peer(client, "a").end_leases(how, [zombie]) == {"s"}
     assert owners(client) == {"s": "a"}
-    assert peer(client, "a", "i2").hand_in("done", [successor]) == set()
+    assert peer(client, "a", "i2").end_leases("done", [successor]) == set()
 
 
 def test_09_a_claimed_stream_is_renewed_from_the_start(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s")
-    given = round_of(client, "b").given
-    with joined(client.url, "a", recover="claim", options={"clock": clock}) as balancer:
-        peer(client, "b").hand_in("released", given)
+    given = heartbeat_of(client, "b").added
+    with started(client.url, "a", recover="claim", options={"clock": clock}) as balancer:
+        peer(client, "b").end_leases("released", given)
         lease = balancer.claim("s")
-        rounds_later(client, balancer)
+        heartbeats_later(client, balancer)
         while balancer.next(0):  # that it was free
             pass
         for _ in range(4):
             clock.now_ms += LONG_MS / 3
-            assert silent(client, balancer)
+            assert is_silent(client, balancer)
         assert balancer.lease("s") == lease
-        assert round_of(client, "b").found_lost == 0
+        assert heartbeat_of(client, "b").owner_losses == 0
         assert owners(client) == {"s": "a"}
 
 
 def test_10_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> None:
     announced(client, "s", "s", "s")
-    given = [lease.stream for name in "abc" for lease in round_of(client, name).given]
+    given = [lease.stream for name in "abc" for lease in heartbeat_of(client, name).added]
     announced(client, "s")
-    given += [lease.stream for name in "abc" for lease in round_of(client, name).given]
+    given += [lease.stream for name in "abc" for lease in heartbeat_of(client, name).added]
     assert given == ["s"]
     assert len(pending(client)) == 1
 
 
 def test_11_a_death_costs_the_others_no_request_for_each_stream_and_other_services_none(client: Client) -> None:
     announced(client, *names(300))
-    round_of(client, "dying")
-    with joined(client.url, "a", "b", "c", "d", most_waiting=1_000) as balancers:
+    heartbeat_of(client, "dying")
+    with started(client.url, "a", "b", "c", "d", most_waiting=1_000) as balancers:
         before = scripts_run(client)
         expire(client, "dying")
-        wake(client)
-        eventually(lambda: len(counts(client)) == 4 and free(client) == [], "the recovery")
-        assert sorted(stream for one in balancers for stream in hear_added(one, 75)) == names(300)
+        trigger_heartbeats(client)
+        eventually(lambda: len(counts(client)) == 4 and unassigned(client) == [], "the recovery")
+        assert sorted(stream for one in balancers for stream in next_added(one, 75)) == names(300)
         assert scripts_run(client) - before < 150
 
 
@@ -192,23 +196,25 @@ def test_12_it_needs_no_configuration_no_events_and_no_certain_database() -> Non
         with Client(urls["boss"]) as boss:
             boss.execute("CONFIG", "SET", "notify-keyspace-events", "Ex")  # somebody else's
             announced(boss, "s")
-            round_of(boss, "dying", lease_ms=LEASE_MS)
-            with joined(urls["app"], "a") as balancer:
-                assert hear(balancer, StreamAdded).lease.losses == 1
+            heartbeat_of(boss, "dying", lease_ms=LEASE_MS)
+            with started(urls["app"], "a") as balancer:
+                assert next_notice(balancer, StreamAdded).lease.losses == 1
             assert boss.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b"xE"
 
 
 def test_13_a_failed_renewal_costs_nothing_and_a_thousand_streams_no_more_than_one(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
-    client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(1_000)])
-    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a", most_waiting=2_000) as balancer:
-        leases = {one.lease.token for one in hear_added(balancer, 1_000).values()}
+    client.pipeline(
+        [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, json.dumps({"DataStreamName": name})) for name in names(1_000)]
+    )
+    with Proxy(millstream_server.port) as proxy, started(proxy.url, "a", most_waiting=2_000) as balancer:
+        leases = {one.lease.token for one in next_added(balancer, 1_000).values()}
         proxy.cut_before("EVALSHA", containing=HEARTBEAT.sha)
-        wake(client)
+        trigger_heartbeats(client)
         eventually(lambda: sum(proxy.cuts.values()) == 1, "a failed renewal")
         before = scripts_run(client)
-        assert silent(client, balancer)
+        assert is_silent(client, balancer)
         assert scripts_run(client) - before < 20
         assert {lease.token for lease in balancer.leases} == leases
 
@@ -217,8 +223,8 @@ def test_14_to_be_done_is_one_step_that_may_be_repeated_when_it_failed(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
     announced(client, "s1", "s2")
-    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a") as balancer:
-        hear_added(balancer, 2)
+    with Proxy(millstream_server.port) as proxy, started(proxy.url, "a") as balancer:
+        next_added(balancer, 2)
         client.execute("SCRIPT", "LOAD", END_LEASES.text)
         proxy.cut_before("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
@@ -232,22 +238,22 @@ def test_14_to_be_done_is_one_step_that_may_be_repeated_when_it_failed(
 def test_15_the_dead_are_removed_from_the_group(client: Client) -> None:
     announced(client, *names(3))
     for name in ("a", "b", "c"):
-        round_of(client, name)
+        heartbeat_of(client, name)
         expire(client, name)
     assert "c" in group_consumers(client)
-    round_of(client, "d", limit=2)
-    assert group_consumers(client) == {"d", "waiting"}
-    peer(client, "d").retire()
-    assert group_consumers(client) == {"waiting"}
+    heartbeat_of(client, "d", limit=2)
+    assert group_consumers(client) == {"d", "unassigned"}
+    peer(client, "d").leave()
+    assert group_consumers(client) == {"unassigned"}
     assert client.execute("HLEN", KEYS.consumers) == client.execute("ZCARD", KEYS.alive) == 0
 
 
 def test_16_no_figure_is_kept_for_each_stream_and_claims_are_measured_too(client: Client) -> None:
     recorder = Recorder()
     announced(client, *names(20))
-    given = round_of(client, "b").given
-    with joined(client.url, "a", options={"metrics": recorder}, recover="claim") as balancer:
-        peer(client, "b").hand_in("released", given)
+    given = heartbeat_of(client, "b").added
+    with started(client.url, "a", options={"metrics": recorder}, recover="claim") as balancer:
+        peer(client, "b").end_leases("released", given)
         for lease in given:
             balancer.claim(lease.stream)
         balancer.done(*names(19))

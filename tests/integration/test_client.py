@@ -42,6 +42,20 @@ def test_a_command_whose_reply_is_lost_is_executed_once_and_reported(
     assert client.execute("XLEN", "s") == 1
 
 
+def test_an_error_reply_of_a_script_has_a_code_and_a_detail_of_its_own(client: Client) -> None:
+    stale = "return redis.error_reply('STALE token 1 is older than epoch 2: LOST')"
+    with pytest.raises(CommandFailed) as caught:
+        client.execute("EVAL", stale, 0)
+    assert (caught.value.code, caught.value.detail) == ("STALE", "token 1 is older than epoch 2: LOST")
+    client.execute("XGROUP", "CREATE", "s", "g", "0", "MKSTREAM")
+    with pytest.raises(CommandFailed) as caught:
+        client.execute("XGROUP", "CREATE", "s", "g", "0")
+    assert caught.value.code == "BUSYGROUP"
+    with pytest.raises(CommandFailed) as caught:
+        client.execute("NOSUCH", "STALE")
+    assert (caught.value.code, "STALE" in caught.value.detail) == ("", True), "words of the user are no code"
+
+
 def test_errors_are_told_in_our_own_words(client: Client) -> None:
     client.execute("SET", "text", "1")
     with pytest.raises(WrongType, match="XADD text: the key holds another type"):
@@ -68,15 +82,21 @@ def test_the_key_that_holds_the_wrong_type_is_named_wherever_it_is(client: Clien
         (lambda: client.execute("XREAD", "STREAMS", "a", "text", "0", "0"), "XREAD on a, text: text holds a string"),
         (
             lambda: client.script(script, ("text",), ("g", "c", "1-1")),
-            "the ack script: text holds a string where a stream",
+            "the script groups/ack_owned.lua: text holds a string where a stream",
         ),
-        (lambda: stream_of(client, "text").join(), "the join script: text holds a string where a stream is needed"),
+        (
+            lambda: stream_of(client, "text").join(),
+            "the script commit/join_workers.lua: text holds a string where a stream is needed",
+        ),
     ):
         with pytest.raises(WrongType, match=words):
             command()
     keys = HandlerKeys("shop", "bill", "a")
     client.execute("RPUSH", keys.meta, "x")
-    with pytest.raises(WrongType, match=f"the join script: {re.escape(keys.meta)} holds a list where a hash is needed"):
+    with pytest.raises(
+        WrongType,
+        match=f"the script commit/join_workers.lua: {re.escape(keys.meta)} holds a list where a hash is needed",
+    ):
         stream_of(client, "a").join()
 
 
@@ -112,7 +132,10 @@ def test_a_right_that_is_taken_away_is_named_with_its_command_and_how_to_get_it(
 def test_keys_that_a_user_may_not_touch_are_named(client: Client, clerk: Client) -> None:
     client.execute("ACL", "SETUSER", "clerk", "resetkeys", "~millstream:*")
     for command, words in (
-        (lambda: stream_of(clerk, "orders").join(), "the join script: .*: orders, out; `millstream acl`"),
+        (
+            lambda: stream_of(clerk, "orders").join(),
+            "the script commit/join_workers.lua: .*: orders, out; `millstream acl`",
+        ),
         (lambda: clerk.execute("XREAD", "STREAMS", "a", "millstream:x", "0", "0"), "XREAD on a, millstream:x: .*: a; "),
         (lambda: clerk.execute("XINFO", "STREAM", "orders"), "XINFO STREAM orders: .*; `millstream acl`"),
     ):
@@ -182,7 +205,7 @@ def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(said: 
         found = translate(error, "redis://h", ("EVALSHA", script.sha, 1, "orders"))
         assert isinstance(found, AccessDenied)
         assert found.concerns_key == bool(of_key)
-        assert f"the redrive script: {text.partition(' script: ')[0]}" in str(found)
+        assert f"the script producer/redrive.lua: {text.partition(' script: ')[0]}" in str(found)
         assert f"(XADD, line {line} of the script)" in str(found)
         assert script.sha not in str(found)
 
@@ -315,6 +338,8 @@ def test_threads_share_a_client_without_mixing_up_replies(client: Client) -> Non
 def test_the_error_of_a_script_names_it_and_the_line_but_neither_its_hash_nor_its_text(client: Client) -> None:
     script = Script("commit/forget_progress")
     for _ in range(2):  # sent as text, then called by its hash
-        with pytest.raises(CommandFailed, match=r"^the forget script: .*\(line \d+ of the script\)$") as caught:
+        with pytest.raises(
+            CommandFailed, match=r"^the script commit/forget_progress.lua: .*\(line \d+ of the script\)$"
+        ) as caught:
             client.script(script, ["a", "b", "c", "d"], [])
         assert script.sha not in str(caught.value)

@@ -118,8 +118,8 @@ def test_a_url_that_is_none_ends_with_code_2_and_one_line(url: str) -> None:
 def test_a_server_of_another_kind_than_the_url_says_is_named(millstream_server: EmbeddedServer) -> None:
     place = f"127.0.0.1:{millstream_server.port}"
     for url, says in (
-        (f"redis+cluster://{place}", "is no Redis Cluster but a single server; connect with redis://"),
-        (f"redis+sentinel://{place}/name", "is no Sentinel"),
+        (f"redis+cluster://{place}", "is a single server, not a Redis Cluster; connect with redis://"),
+        (f"redis+sentinel://{place}/name", "is not a Sentinel"),
         (f"redis://{place}/99", "has no database of this number"),
     ):
         refused = call("info", url=url)

@@ -16,7 +16,7 @@ from millstream.redis_client.key_names import HandlerKeys, held_name, stage_grou
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.spark.run.liveness import announce_run, keep_announced
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
-from millstream.spark.source.group_offsets import START
+from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.options import parse
 from tests.support.clocks import HandClock
 from tests.support.commandline import call
@@ -208,9 +208,9 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
     options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
     assert options.sharing is not None
     taker = GroupBatchPlanner(client, options, options.sharing, cores=2)
-    place = taker.advance(START, target=None, hold=False).place
+    place = taker.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
     taker.close()
-    assert place.filled == {"a": 10}
+    assert place.non_empty == {"a": 10}
     client.execute("XGROUP", "CREATECONSUMER", "a", "billing", "plain-7")
     found = reader(inspect(client), "billing")
     assert (found.how, found.behind, found.pending) == (("spark, readAs=group",), 10, 10)
@@ -263,7 +263,7 @@ def test_thousands_of_streams_take_a_few_round_trips(client: Client, monkeypatch
     client.pipeline([("XGROUP", "CREATE", f"s{n}", "billing", "1-0") for n in range(2_000)])
     client.pipeline([("XREADGROUP", "GROUP", "billing", "w", "STREAMS", f"s{n}", ">") for n in range(1_000)])
     trips, exchange = itertools.count(), Client._exchange
-    monkeypatch.setattr(Client, "_exchange", lambda *args: (next(trips), exchange(*args))[1])
+    monkeypatch.setattr(Client, Client._exchange.__name__, lambda *args: (next(trips), exchange(*args))[1])
     found = inspect(client, clock=HandClock())
     assert next(trips) < 100, "how long that takes, `python -m benchmarks info` says"
     assert len(found.streams) == 2_000

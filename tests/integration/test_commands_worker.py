@@ -14,7 +14,7 @@ from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, held_name
-from millstream.worker.incarnations import HELD_MS
+from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import HandClock
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, reserved_port, running
@@ -107,7 +107,7 @@ def test_a_process_that_dies_is_started_again_under_its_name_and_goes_on(client:
         eventually(lambda: len(done(client)) == 21, "all messages to be done")
         outcome = end(worker)
     assert outcome.code == 0
-    assert "worker till-0 ended with code 9 and starts again in 0.1 s" in outcome.err
+    assert "worker till-0 ended with code 9; restarting in 0.1 s" in outcome.err
     assert sorted(int(entry[b"n"]) for entry in done(client)) == list(range(21))
 
 
@@ -147,7 +147,7 @@ def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str
         worker.stdout.close()
         said = worker.stderr.read().decode()
         assert worker.wait(FAIL_SAFE_S) == 141
-    assert "starts again" not in said
+    assert "restarting" not in said
 
 
 def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str, waits: Path) -> None:
@@ -199,9 +199,9 @@ def test_two_supervisors_of_one_host_take_different_names(client: Client, app: s
 
 def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -> None:
     kept, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
-    kept.take(1)
+    kept.acquire(1)
     with pytest.raises(ConfigError, match="a worker called 'till-0' is running; give this one another --name"):
-        other.take(1)
+        other.acquire(1)
     kept.renew()
     kept.release()
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
@@ -209,11 +209,11 @@ def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -
 
 def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_back(client: Client) -> None:
     gone, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
-    (name,) = gone.take(1)
+    (name,) = gone.acquire(1)
     client.execute("PEXPIRE", held_name("shop", name), 3_600_000)
     with pytest.raises(ConfigError, match="is running"):
-        other.take(1)
-    assert 0 < client.execute("PTTL", held_name("shop", name)) <= HELD_MS
+        other.acquire(1)
+    assert 0 < client.execute("PTTL", held_name("shop", name)) <= NAME_LEASE_MS
 
 
 def test_a_redis_that_evicts_keys_is_warned_of_once(millstream_fresh_server: EmbeddedServer, app: str) -> None:

@@ -22,7 +22,7 @@ from millstream.redis_client.key_names import StreamKeys
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
-from millstream.worker.delayed_mover import WatchedDelays
+from millstream.worker.delayed_mover import TrackedDelayedMessages
 from tests.support.commandline import call
 
 pytestmark = [pytest.mark.worker]
@@ -38,7 +38,7 @@ def producer(client: Client) -> Iterator[Producer]:
 
 @pytest.fixture(params=["all are asked", "told by tracking"])
 def delayed(client: Client, request: pytest.FixtureRequest) -> DelayedMessages:
-    return DelayedMessages(client) if request.param == "all are asked" else WatchedDelays(client, SYSTEM_CLOCK)
+    return DelayedMessages(client) if request.param == "all are asked" else TrackedDelayedMessages(client, SYSTEM_CLOCK)
 
 
 def numbers(client: Client, stream: str = "s") -> list[int]:
@@ -272,7 +272,7 @@ def test_on_a_cluster_streams_of_all_nodes_are_moved_in_one_call() -> None:
 def test_who_is_told_what_waits_asks_nothing_else_and_hears_of_all_through_lost_connections(
     client: Client, producer: Producer
 ) -> None:
-    delayed = WatchedDelays(client, SYSTEM_CLOCK)
+    delayed = TrackedDelayedMessages(client, SYSTEM_CLOCK)
     streams = [f"s:{number}" for number in range(50)]
 
     def calls() -> int:
@@ -302,10 +302,10 @@ def test_what_waits_is_found_even_if_nobody_is_told(
     now_ms = [0.0]
     clock = SystemClock()
     monkeypatch.setattr(clock, "monotonic_ms", lambda: now_ms[0])
-    delayed = WatchedDelays(client, clock)
+    delayed = TrackedDelayedMessages(client, clock)
     streams = [f"s:{number}" for number in range(120)]
     delayed.move_due(streams)
-    monkeypatch.setattr(KeyTracker, "changed", lambda watch: set())
+    monkeypatch.setattr(KeyTracker, KeyTracker.changed.__name__, lambda watch: set())
     producer.publish("s:7", {"n": 1}, delay_ms=1)
     time.sleep(0.01)
     assert delayed.move_due(streams).moved == 0

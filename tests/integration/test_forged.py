@@ -236,7 +236,7 @@ def test_a_forged_owner_of_a_stream_is_unreadable_and_the_others_are_shown(clien
     announce(client, "calls", "call:1")
     client.execute("HSET", keys.streams, "call:1", "1", "call:2", "2", EVIL, "3")
     client.execute("HSET", keys.owners, "call:1", owner, "call:2", "1700000000000000 w1")
-    client.execute("HSET", keys.troubles, "call:2", f"1700000000000000 {EVIL}")
+    client.execute("HSET", keys.stream_errors, "call:2", f"1700000000000000 {EVIL}")
     client.execute("HSET", keys.consumers, "w1", "i 1 0", "w2", EVIL, EVIL, "i inf nan")
     client.execute("ZADD", keys.alive, "inf", "w1")
     shown = harmless(call("streams", "calls", url=client.url))

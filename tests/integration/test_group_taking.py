@@ -14,7 +14,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.spark.source import claim_renewal as keeper
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_batches import Batches
-from millstream.spark.source.group_offsets import START, GroupOffset, dump, load
+from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, GroupOffset, dump, load
 from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
 from tests.support.deployments import lent_cluster
@@ -29,7 +29,7 @@ HOUR_MS = 3_600_000
 class Query:
     """A query's driver, run by run, and its tasks; `place` is what Spark would have in its checkpoint."""
 
-    def __init__(self, url: str, place: GroupOffset = START, **options: str) -> None:
+    def __init__(self, url: str, place: GroupOffset = BEFORE_FIRST_BATCH, **options: str) -> None:
         given = {"subscribe": "s", "startingOffsets": "earliest", "maxOffsetsPerTrigger": "1000", **options}
         self.options = parse({"url": url, "readAs": "group", "group": GROUP, **given}, {})
         self.client = Client(url)
@@ -56,14 +56,14 @@ class Query:
 
     def plan(self) -> GroupOffset:
         """What Spark would log next."""
-        found = self.taker.advance(self.place, target=None, hold=False).place
+        found = self.taker.plan_next(self.place, target=None, may_delay=False).end
         assert load(dump(found)) == found
         return found
 
     def rows(self, end: GroupOffset, start: GroupOffset | None = None) -> list[int]:
         """What the tasks of a batch read, one after the other."""
         read: list[int] = []
-        for portions in self.taker.tasks(start or self.place, end):
+        for portions in self.taker.plan_tasks(start or self.place, end):
             fail = self.options.fail_on_data_loss
             reading = GroupPartitionReader(self.client, portions, limit_ms=1_000, fail_on_data_loss=fail)
             for runs in reading.batches(list):
@@ -129,7 +129,7 @@ def test_a_batch_is_held_by_its_portions_and_acknowledged_when_the_next_is_plann
     one = query(minPartitions="3", maxOffsetsPerTrigger="2000")
     end = one.plan()
     assert one.rows(end) == list(range(2_000)), "in stream order, task after task"
-    assert [len(portions) for portions in one.taker.tasks(one.place, end)] == [1, 1, 1]
+    assert [len(portions) for portions in one.taker.plan_tasks(one.place, end)] == [1, 1, 1]
     assert holders(client) == {"spark:0": 667, "spark:1": 667, "spark:2": 666}
     one.place = end
     assert one.batch() == list(range(2_000, 2_500))
@@ -268,7 +268,7 @@ def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
     Group(client, "a", GROUP).destroy()
     client.execute("DEL", "b")
     with pytest.raises(GroupMissing):
-        one.taker._batches.keep("abc")
+        one.taker._batches.renew("abc")
     assert len(list(Group(client, "c", GROUP).pending.walk())) == 5
     assert is_kept(client, "c")
 
@@ -276,8 +276,8 @@ def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
 def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
     client: Client, query: Callable[..., Query], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keeper._SHARE >= 2, "one look that comes late costs nothing"
-    monkeypatch.setattr(keeper, "_SHARE", HOUR_MS / 50)
+    assert keeper._RENEWALS_PER_IDLE_TIME >= 2, "one look that comes late costs nothing"
+    monkeypatch.setattr(keeper, "_RENEWALS_PER_IDLE_TIME", HOUR_MS / 50)
     ids = add(client, range(1_200))
     one = query(adoptAfter="1h", maxOffsetsPerTrigger="1200")
     end = one.plan()
@@ -293,7 +293,7 @@ def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
     with caplog.at_level(logging.WARNING):
         one.plan()
     assert holders(client) == {"w": 3}
-    assert "3 had been taken over by other consumers and 1 were not pending any more" in caplog.text
+    assert "3 were claimed by other consumers and 1 were no longer pending" in caplog.text
 
 
 def lost_connection(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,15 +317,15 @@ def test_a_zombie_driver_takes_and_acknowledges_nothing(
     zombie = one.start()
     end = one.plan()
     with pytest.raises(StaleOwner, match="give each a consumer name of its own"):
-        zombie.advance(one.place, target=None, hold=False)
-    monkeypatch.setattr(zombie, "_look", lost_connection(zombie._look))
+        zombie.plan_next(one.place, target=None, may_delay=False)
+    monkeypatch.setattr(zombie, zombie._fetch_infos.__name__, lost_connection(zombie._fetch_infos))
     with pytest.raises(Unavailable):
-        zombie.advance(end, target=None, hold=False)
+        zombie.plan_next(end, target=None, may_delay=False)
     with pytest.raises(StaleOwner):  # it begins anew, and is still the older one
-        zombie.advance(end, target=None, hold=False)
+        zombie.plan_next(end, target=None, may_delay=False)
     assert holders(client) == {"spark:0": 30}
     with pytest.raises(StaleOwner):
-        zombie.tasks(one.place, end)
+        zombie.plan_tasks(one.place, end)
     assert one.rows(end) == list(range(30, 60))
 
 
@@ -339,7 +339,7 @@ def test_a_batch_that_was_found_does_not_grow_by_what_is_still_on_its_way(
     fill, calls = Batches._run, list[Callable[[], None]]()
 
     def cut_off(self: Batches, script: Any, args: Any, **options: Any) -> object:
-        if not calls and script.name == "group_batch":
+        if not calls and script.name == "groups/fill_batch":
             fill(self, script, args, **options)
             epoch = self.epoch
 
@@ -351,17 +351,17 @@ def test_a_batch_that_was_found_does_not_grow_by_what_is_still_on_its_way(
             raise Unavailable("the reply is lost")
         return fill(self, script, args, **options)
 
-    monkeypatch.setattr(Batches, "_run", cut_off)
+    monkeypatch.setattr(Batches, Batches._run.__name__, cut_off)
     with pytest.raises(Unavailable):
         one.plan()
     end = one.plan()
-    assert end.taken == {"s": 500}
+    assert end.counts == {"s": 500}
     with pytest.raises(StaleOwner):
         calls[0]()
     zombie = one.start()
     assert one.plan() == end
     with pytest.raises(StaleOwner):
-        zombie._batches.fill(end.token, end.batch, {"s": 1_000}, step=500)
+        zombie._batches.add(end.token, end.batch, {"s": 1_000}, step=500)
     assert one.batch() == list(range(10, 510))
     assert one.batch() == list(range(510, 1_010))
 
@@ -377,9 +377,9 @@ def test_another_checkpoint_takes_what_the_one_before_has_not_committed(
     another = query(maxOffsetsPerTrigger="60")
     with caplog.at_level(logging.WARNING):
         assert another.batch() == list(range(40, 100))
-    assert "40 entries were put into batches of another checkpoint" in caplog.text
+    assert "40 entries belong to batches of another checkpoint" in caplog.text
     one.start()
-    with pytest.raises(DataLoss, match="another checkpoint has taken over"):
+    with pytest.raises(DataLoss, match="another checkpoint now uses"):
         one.rows(end)
 
 
@@ -434,7 +434,7 @@ def test_a_group_that_is_destroyed_is_a_loss_and_is_made_anew_if_losses_are_allo
     assert one.batch() == [0, 1, 2]
     client.execute("DEL", "t")
     end = one.plan()
-    assert end.taken == {"s": 0}
+    assert end.counts == {"s": 0}
 
 
 def test_a_group_is_made_where_the_query_is_to_begin_and_left_where_it_stands(
@@ -454,7 +454,7 @@ def test_streams_share_a_batch_by_what_waits_in_them(client: Client, query: Call
         add(client, range(count), stream)
     one = query(subscribe="big,small,tiny", maxOffsetsPerTrigger="100")
     end = one.plan()
-    assert end.taken == {"big": 89, "small": 10, "tiny": 1}
+    assert end.counts == {"big": 89, "small": 10, "tiny": 1}
     total = len(one.rows(end))
     one.place = end
     while found := one.batch():
@@ -467,11 +467,11 @@ def test_available_now_takes_no_new_entries_once_the_group_is_where_the_stream_w
 ) -> None:
     add(client, range(10))
     one = query(maxOffsetsPerTrigger="10")
-    target = one.taker.tails()
+    target = one.taker.latest_ids()
     add(client, range(10, 15))
-    end = one.taker.advance(START, target=target, hold=False).place
-    assert end.taken == {"s": 10}
-    assert one.taker.advance(end, target=target, hold=False).place == end
+    end = one.taker.plan_next(BEFORE_FIRST_BATCH, target=target, may_delay=False).end
+    assert end.counts == {"s": 10}
+    assert one.taker.plan_next(end, target=target, may_delay=False).end == end
 
 
 def test_a_run_survives_redis_that_restarts_in_mid_batch(millstream_fresh_server: EmbeddedServer) -> None:
@@ -508,6 +508,6 @@ def test_batches_that_spark_skipped_are_refused(query: Callable[..., Query], cli
     one = query()
     end: Any = one.plan()
     with pytest.raises(ConfigError, match="asyncProgressTrackingEnabled"):
-        one.taker.tasks(START, end._replace(batch=3))
+        one.taker.plan_tasks(BEFORE_FIRST_BATCH, end._replace(batch=3))
     with pytest.raises(ConfigError, match="new checkpoint folder"):
         load({"s": ["1-1", 5]})

@@ -1,4 +1,4 @@
-"""A process whose threads cannot run is told from one that is stopped, idle or busy, and ends though its supervisor is dead."""
+"""The watchdog tells a frozen process from a stopped, idle or busy one; it ends even if its supervisor is dead."""
 
 import itertools
 import signal
@@ -34,7 +34,7 @@ LIMIT_MS = 1_000
 
 @contextmanager
 def process(watchdog: Watchdog, deed: str, *, cpu_limit_ms: int = NEVER_MS) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a heartbeat, which does the deed from the moment on when it is told to."""
+    """A process with a heartbeat, which runs some code when the test says so."""
     running = subprocess.Popen(
         [sys.executable, "-c", BEGIN + deed, str(watchdog.descriptor), str(cpu_limit_ms)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watchdog.descriptor,),
@@ -56,7 +56,7 @@ def watchdog() -> Iterator[Watchdog]:
 
 
 def begin(running: subprocess.Popen[bytes]) -> None:
-    """Tell it to do its deed."""
+    """Make it run its code."""
     assert running.stdin is not None
     running.stdin.write(b"go\n")
     running.stdin.flush()
@@ -72,7 +72,7 @@ def test_a_process_that_sleeps_and_lets_no_other_of_its_threads_run_is_frozen() 
     watchdog, ticks = (
         Watchdog(100 * LIMIT_MS),
         itertools.count(),
-    )  # what waits for the interpreter computes a little, too
+    )  # threads that wait for the interpreter use some processor time, too
 
     def is_frozen() -> bool:
         return any(watchdog.is_frozen(running.pid, 500.0 * next(ticks)) for _ in range(50))

@@ -1,4 +1,4 @@
-"""How a worker routes streams that only it works on: told what has changed, many together."""
+"""How a worker routes streams that only it works on: by key tracking, many in one round trip."""
 
 import threading
 import time
@@ -15,6 +15,7 @@ from millstream.errors import OutOfMemory, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker import WorkerPolicy
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
 from tests.support.waiting import eventually
@@ -24,12 +25,12 @@ pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
 
 def fill(client: Client, streams: int, first: int = 0) -> None:
-    """An entry for each."""
+    """Add an entry to each stream."""
     client.pipeline([("XADD", f"s:{s}", "*", "n", first) for s in range(streams)])
 
 
 class Routing:
-    """A router of streams of its own, without sweeps, that goes on by steps."""
+    """A router of streams of its own, without periodic checks, run step by step."""
 
     def __init__(self, client: Client, streams: int) -> None:
         self.client = Client(client.url)
@@ -37,7 +38,7 @@ class Routing:
         self.names = [f"s:{number}" for number in range(streams)]
         self.router = OwnedKeyRouter(
             self.client, SYSTEM_CLOCK, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
-            readable=lambda name: True, woken=self.woken,
+            readable=lambda name: True, ready_streams=self.woken,
         )  # fmt: skip
         self.router._check_due_ms = inf
         for name in self.names:
@@ -51,8 +52,8 @@ class Routing:
         while steps:
             steps -= 1
             with suppress(Unavailable):
-                self.router._listen(threading.Event())
-                self.router._route_some()
+                self.router._collect(threading.Event())
+                self.router._route_batch()
         return {self.woken.get() for _ in range(self.woken.qsize())}
 
 
@@ -62,7 +63,7 @@ def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
     routing = Routing(client, 50)
     routing.woken_by(3)
     client.pipeline([("XADD", name, "*", "payload", b"x" * 60_000) for name in routing.names for _ in range(40)])
-    read = routing.router._watch.read
+    read = routing.router._tracker.read
     trips: list[int] = []
 
     def weighed(commands: Any) -> Any:
@@ -70,10 +71,10 @@ def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
         trips.append(sum(len(part) for _, entries in found.values() for _, pairs in entries for part in pairs))
         return found.items()
 
-    monkeypatch.setattr(routing.router._watch, "read", weighed)
+    monkeypatch.setattr(routing.router._tracker, KeyTracker.read.__name__, weighed)
     assert routing.woken_by(60) == set(routing.names)
     assert sum(trips) == 50 * 40 * 60_007
-    assert max(trips) <= READ_BYTES, "also the first, when no size is known yet"
+    assert max(trips) <= READ_BYTES, "also in the first read, when no size is known yet"
 
 
 def test_after_a_redis_has_lost_all_what_is_new_is_routed_without_a_sweep(client: Client) -> None:

@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
         real = moves._run
 
         def run(calls: list[object]) -> list[object]:
-            if calls and calls[0][0].name == "arrive":  # type: ignore[index]
+            if calls and calls[0][0].name == "partitions/import_keys":  # type: ignore[index]
                 self.late.append(list(calls))
                 return [0]
             return real(calls)  # type: ignore[arg-type]

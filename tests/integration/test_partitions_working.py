@@ -200,10 +200,10 @@ def test_what_was_redriven_goes_once_to_the_partition_in_which_its_key_is_now(mi
             eventually(lambda: settled(client))
         assert old != new
         ((entry_id, pairs),) = client.execute("XREVRANGE", old, "+", "-", "COUNT", 1)
-        side = ReadingLoop(handler_of(handle), millstream_url, consumer="w3")._side
+        side = ReadingLoop(handler_of(handle), millstream_url, consumer="w3")._ordering
         assert isinstance(side, ByPartition)
-        side.find(client)
-        assert side._send_on(old, key.encode(), entry_id, pairs)  # as one does who has read it, too
+        side.discover(client)
+        assert side._forward(old, key.encode(), entry_id, pairs)  # as one does who has read it, too
         side.close()
         assert client.execute("XLEN", new) == 2
         assert runs == [(new, "2", 1), (new, "1", 2)]

@@ -186,7 +186,7 @@ def test_a_dead_letter_with_a_reason_of_ones_own_is_refused_before_anything_is_c
     mine = worker(client)
     (found,) = mine.read(count=1)
     unparsable: Any = "unparsable"
-    with pytest.raises(ConfigError, match="the reason 'unparsable': take one of missing-key, undecodable, rejected"):
+    with pytest.raises(ConfigError, match="the reason 'unparsable': use one of missing-key, undecodable, rejected"):
         mine.dead_letter((found, mine.letter(found, reason=unparsable, error="no")))
     assert (client.execute("XLEN", KEYS.dead), pending(client)) == (0, [("1-0", "w1")])
 
@@ -223,7 +223,7 @@ def test_a_consumer_that_holds_an_entry_or_whose_name_is_held_stays_however_sile
     fill(client, 1)
     worker(client, "holds").read(count=1)
     names = StaticMembership(client, "app", "pod")
-    for name in [*names.take(2), "gone"]:
+    for name in [*names.acquire(2), "gone"]:
         Group(client, "in", KEYS.group).create_consumer(name)
     assert mine.dismiss_silent() == ["gone"]
     assert consumers(client) == {"holds", "pod-0", "pod-1"}
@@ -291,7 +291,7 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
 ) -> None:
     monkeypatch.setattr(ReliableStream, "silent_ms", 0)
     with Client(lent_cluster(request).url) as client:
-        held = StaticMembership(client, "app", "pod").take(1)
+        held = StaticMembership(client, "app", "pod").acquire(1)
         streams = [
             ReliableStream(client, name, app="app", handler="handle", consumer="w1") for name in ("a", "b", "c", "d")
         ]

@@ -21,7 +21,7 @@ from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
-from millstream.spark.source.row_decoder import Run
+from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import fetch_calls
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
@@ -87,10 +87,12 @@ class Deployment:
         """What the tasks of a batch read from both ends of all streams."""
         options = parse({"url": self.client.url, "subscribePattern": "*", **given}, {})
         planner = BatchPlanner(self.client, options, cores=2)
-        return list(chain.from_iterable(planner.pieces(planner.starts("earliest"), planner.tails())))
+        return list(
+            chain.from_iterable(planner.plan_tasks(planner.starting_offsets("earliest"), planner.latest_offsets()))
+        )
 
 
-def rows(batches: Iterator[list[Run]]) -> list[tuple[str, int]]:
+def rows(batches: Iterator[list[StreamEntries]]) -> list[tuple[str, int]]:
     return [(name, int(pairs[1])) for runs in batches for name, entries in runs for _, pairs in entries]
 
 
@@ -112,9 +114,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Replicas are waited for, unless a test says otherwise, and are tried again at once."""
     monkeypatch.setattr(replicas_module, "_TIMEOUT_MS", PATIENCE_MS)
     monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", float(PATIENCE_MS))
-    monkeypatch.setattr(replicas_module, "_REST_MS", 1.0)
-    monkeypatch.setattr(replicas_module, "_REST_SHARE", 0)
-    monkeypatch.setattr(replicas_module, "_NOBODY_MS", 1.0)
+    monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", 1.0)
+    monkeypatch.setattr(replicas_module, "_BAN_FACTOR", 0)
+    monkeypatch.setattr(replicas_module, "_NO_REPLICA_BAN_MS", 1.0)
     return monkeypatch
 
 
@@ -166,7 +168,7 @@ def test_no_replica_is_said_once_and_one_that_comes_later_is_found(
     deployment.add("s", range(100))
     pieces = deployment.planned()
     assert [len(deployment.read(pieces)) for _ in range(3)] == [100] * 3
-    assert caplog.text.count("there is no replica") == 1
+    assert caplog.text.count("no connected replica") == 1
     deployment.follow(deployment.prompt)
     with none_asked(deployment.primary), asked_for(deployment.prompt):
         assert len(deployment.read(pieces)) == 100
@@ -226,14 +228,14 @@ def test_what_a_task_has_seen_of_the_primary_no_replica_takes_back(
     deployment.settle(1)
     reads = ReplicaReads(deployment.replicas)
     with none_asked(deployment.primary):
-        assert len(reads.ask([("XRANGE", "s", "-", "300-0", "COUNT", 10)])[0]) == 10
+        assert len(reads.fetch([("XRANGE", "s", "-", "300-0", "COUNT", 10)])[0]) == 10
     deployment.link.freeze()
     deployment.add("s", range(100, 200))
     with asked_for(deployment.primary, deployment.late):
-        assert len(reads.ask([("XRANGE", "s", "(10-0", "300-0", "COUNT", 150)])[0]) == 150
+        assert len(reads.fetch([("XRANGE", "s", "(10-0", "300-0", "COUNT", 150)])[0]) == 150
     monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 20.0)
     with none_asked(deployment.late):
-        assert len(reads.ask([("XRANGE", "s", "(50-0", "60-0", "COUNT", 10)])[0]) == 10
+        assert len(reads.fetch([("XRANGE", "s", "(50-0", "60-0", "COUNT", 10)])[0]) == 10
 
 
 def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployment: Deployment) -> None:
@@ -250,7 +252,7 @@ def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployme
 def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas_module, "_REST_MS", float(PATIENCE_MS))
+    monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", float(PATIENCE_MS))
     deployment.follow(deployment.late)
     deployment.add("s", range(100))
     pieces = deployment.planned()
@@ -341,13 +343,13 @@ def lose_the_key(deployment: Deployment) -> None:
     [
         (hang, "cannot be reached: Timeout"),
         (die, "cannot be reached"),
-        (become_primary, "it is no replica now"),
-        (follow_another, "it does not follow the primary any more"),
-        (wait_for_its_primary, "it does not follow the primary any more"),
+        (become_primary, "it is not a replica now"),
+        (follow_another, "it no longer replicates the same primary"),
+        (wait_for_its_primary, "it no longer replicates the same primary"),
         (refuse_stale_data, "Link with MASTER is down"),
         (load, "cannot be reached|loading"),
-        (be_written_to, "others may write to it"),
-        (evict, "it has evicted keys by itself"),
+        (be_written_to, "clients may write to it"),
+        (evict, "it has evicted keys itself"),
         (lose_the_key, ""),
     ],
 )
@@ -359,11 +361,11 @@ def test_whatever_becomes_of_a_replica_in_the_midst_of_a_task_the_rows_stay_the_
     deployment.settle(1)
     reads = ReplicaReads(deployment.replicas)
     with none_asked(deployment.primary):
-        (found,) = reads.ask([("XRANGE", "s", "-", "101-0", "COUNT", 10)])
+        (found,) = reads.fetch([("XRANGE", "s", "-", "101-0", "COUNT", 10)])
     assert len(found) == 10
     change(deployment)
     rest = [("XRANGE", "s", "(10-0", "101-0", "COUNT", 90), ("XRANGE", "s", "50-0", "50-0")]
-    assert reads.ask(rest) == reads.ask(rest) == fetch_calls(deployment.client, rest)
+    assert reads.fetch(rest) == reads.fetch(rest) == fetch_calls(deployment.client, rest)
     assert re.search(why, "".join(record.getMessage() for record in caplog.records[:1]))
     assert bool(caplog.records) == bool(why)
 
@@ -374,10 +376,10 @@ def test_another_replica_takes_over_from_one_that_dies(deployment: Deployment) -
     deployment.settle(2)
     reads = ReplicaReads(deployment.replicas)
     with none_asked(deployment.primary):
-        assert len(reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])[0]) == 10
+        assert len(reads.fetch([("XRANGE", "s", "-", "100-0", "COUNT", 10)])[0]) == 10
         late_first = asked(deployment.late) > 0
         (deployment.late if late_first else deployment.prompt).kill()
-        (found,) = reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 90)])
+        (found,) = reads.fetch([("XRANGE", "s", "(10-0", "100-0", "COUNT", 90)])
         assert len(found) == 90
 
 
@@ -386,10 +388,10 @@ def test_a_task_goes_on_while_there_is_no_primary(deployment: Deployment) -> Non
     deployment.add("s", range(100))
     deployment.settle(1)
     reads = ReplicaReads(deployment.replicas)
-    assert len(reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])[0]) == 10
+    assert len(reads.fetch([("XRANGE", "s", "-", "100-0", "COUNT", 10)])[0]) == 10
     deployment.primary.pause()
     try:
-        assert len(reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 90)])[0]) == 90
+        assert len(reads.fetch([("XRANGE", "s", "(10-0", "100-0", "COUNT", 90)])[0]) == 90
     finally:
         deployment.primary.resume()
 
@@ -435,8 +437,8 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
     pieces = deployment.planned()
     for servers, replicas, why in (
         ((deployment.primary, deployment.prompt), True, None),
-        ((deployment.primary, deployment.prompt), False, "its replicas cannot be asked for: .*info"),
-        ((deployment.primary,), True, "cannot be read from: .* refuses the credentials"),
+        ((deployment.primary, deployment.prompt), False, "cannot find the primary's replicas: .*info"),
+        ((deployment.primary,), True, "cannot read from .*: .* refuses the credentials"),
     ):
         for server in (deployment.primary, deployment.prompt):
             server.call("ACL", "DELUSER", "reader")
@@ -500,7 +502,7 @@ def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
             assert sorted(found) == sorted((name, n) for name in streams for n in range(50))
             of_others = next(name for name in streams if not client.shard(name).replicas)
             with pytest.raises(Unavailable, match="does not serve this hash slot"):
-                replicas.of_node(("127.0.0.1", replica.port)).execute("XRANGE", of_others, "-", "+")
+                replicas.client_of(("127.0.0.1", replica.port)).execute("XRANGE", of_others, "-", "+")
             replicas.close()
         assert not any(server.call("ACL", "LOG") for server in (*deployed.nodes, replica))
 
@@ -523,11 +525,11 @@ def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over()
         replicas = Replicas(client)
         reads = ReplicaReads(replicas)
         with none_asked(trio.primary):
-            (found,) = reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])
+            (found,) = reads.fetch([("XRANGE", "s", "-", "100-0", "COUNT", 10)])
         trio.primary.kill()
-        (more,) = reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
+        (more,) = reads.fetch([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
         eventually(lambda: is_primary(trio.replica), "the failover")
         last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]
-        (rest,) = client.patiently(lambda: reads.ask(last), what="the test", limit_ms=PATIENCE_MS)
+        (rest,) = client.patiently(lambda: reads.fetch(last), what="the test", limit_ms=PATIENCE_MS)
         replicas.close()
     assert [int(pairs[1]) for _, pairs in (*found, *more, *rest)] == list(range(100))

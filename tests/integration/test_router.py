@@ -18,7 +18,7 @@ from millstream.redis_client.client import Client
 from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, Start, TooSlow
 from millstream.router.cursors import NEWEST
 from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
-from tests.support.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
+from tests.support.routers import OFTEN, READERS, Subscribers, ids, ids_in, make_router, publish, take_items
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router]
@@ -46,7 +46,7 @@ def kept() -> int:
 
 def served_from(router: Router, stream: str) -> int:
     """How many cursors read the stream."""
-    return len(list(router._shelf.at(stream.encode())))
+    return len(list(router._cursors.of(stream.encode())))
 
 
 def sent_bytes(client: Client) -> int:
@@ -60,9 +60,9 @@ def sent_bytes(client: Client) -> int:
 def test_a_stream_is_followed_from_its_beginning(client: Client, router: Router) -> None:
     publish(client, ["s"], range(3))
     subscription = router.subscribe("s")
-    assert [item.fields["n"] for item in taken(subscription, 3) if isinstance(item, Message)] == [b"0", b"1", b"2"]
+    assert [item.fields["n"] for item in take_items(subscription, 3) if isinstance(item, Message)] == [b"0", b"1", b"2"]
     publish(client, ["s"], [3])
-    [message] = taken(subscription, 1)
+    [message] = take_items(subscription, 1)
     assert isinstance(message, Message)
     assert (message.stream, message.fields) == ("s", {"n": b"3"})
     assert router.reader == router.figures().reader
@@ -72,29 +72,29 @@ def test_a_stream_that_does_not_exist_yet_is_followed_when_it_does(client: Clien
     subscription = router.subscribe("later")
     assert subscription.get(100) is None
     publish(client, ["later"], range(2))
-    assert ids(taken(subscription, 2)) == ids_in(client, "later")
+    assert ids(take_items(subscription, 2)) == ids_in(client, "later")
 
 
 def test_following_resumes_after_any_id(client: Client, router: Router) -> None:
     publish(client, ["s"], range(5))
     there = ids_in(client, "s")
-    assert ids(taken(router.subscribe("s", after=there[2]), 2)) == there[3:]
-    assert ids(taken(router.subscribe("s", after="0"), 5)) == there
+    assert ids(take_items(router.subscribe("s", after=there[2]), 2)) == there[3:]
+    assert ids(take_items(router.subscribe("s", after="0"), 5)) == there
     newest = router.subscribe("s", after=END)
-    eventually(lambda: (place := newest._inbox.cursor) and place.last != NEWEST, "it to know where the end is")
+    eventually(lambda: (place := newest._buffer.cursor) and place.last != NEWEST, "it to know where the end is")
     publish(client, ["s"], [5])
-    assert ids(taken(newest, 1)) == ids_in(client, "s")[5:]
+    assert ids(take_items(newest, 1)) == ids_in(client, "s")[5:]
 
 
 def test_names_and_values_are_bytes_as_they_were_published(client: Client, router: Router) -> None:
     client.execute("XADD", b"\xffs", "*", b"\xfe", b"\x00")
-    [message] = taken(router.subscribe("\udcffs"), 1)
+    [message] = take_items(router.subscribe("\udcffs"), 1)
     assert isinstance(message, Message)
     assert message.pairs == [b"\xfe", b"\x00"]
 
 
 def test_threads_and_event_loops_follow_side_by_side(client: Client, router: Router) -> None:
-    with Crowd(router, [f"s{n}" for n in range(20)]) as first:
+    with Subscribers(router, [f"s{n}" for n in range(20)]) as first:
         second: list[str] = []
 
         def follow() -> None:
@@ -117,19 +117,19 @@ def test_subscribers_of_one_stream_share_one_read(client: Client, router: Router
     publish(client, ["s"], [0])
     subscriptions = [router.subscribe("s") for _ in range(200)]
     for subscription in subscriptions:
-        taken(subscription, 1)
+        take_items(subscription, 1)
     eventually(lambda: served_from(router, "s") == 1, "all to be served from one place")
     before = sent_bytes(client)
     client.execute("XADD", "s", "*", "n", b"x" * 1_000_000)
     for subscription in subscriptions:
-        taken(subscription, 1)
+        take_items(subscription, 1)
     assert sent_bytes(client) - before < 3_000_000, "each message goes over the wire once, not once a subscriber"
 
 
 def test_a_late_subscriber_catches_up_and_joins_with_nothing_lost_or_doubled(client: Client, router: Router) -> None:
     publish(client, ["s"], range(700))
     early = router.subscribe("s")
-    seen = ids(taken(early, 700))
+    seen = ids(take_items(early, 700))
     stopped = threading.Event()
 
     def keep_publishing() -> None:
@@ -139,7 +139,7 @@ def test_a_late_subscriber_catches_up_and_joins_with_nothing_lost_or_doubled(cli
     thread = threading.Thread(target=keep_publishing)
     thread.start()
     late = [router.subscribe("s", after=seen[at]) for at in (0, 100, 699)]
-    got = [ids(taken(one, 900)) for one in late]
+    got = [ids(take_items(one, 900)) for one in late]
     stopped.set()
     thread.join()
     everything = ids_in(client, "s")
@@ -148,7 +148,7 @@ def test_a_late_subscriber_catches_up_and_joins_with_nothing_lost_or_doubled(cli
         assert found == everything[start : start + 900]
     # None that is full may hold up what follows.
     for one, so_far in zip((early, *late), (700, *(start + 900 for start in starts)), strict=True):
-        assert ids(taken(one, len(everything) - so_far)) == everything[so_far:]
+        assert ids(take_items(one, len(everything) - so_far)) == everything[so_far:]
     eventually(lambda: served_from(router, "s") == 1, "the late ones to have joined")
 
 
@@ -174,41 +174,41 @@ def test_who_waits_is_read_on_for_when_there_is_room_and_holds_up_nobody(client:
     slow, fast = router.subscribe("s", buffer=10), router.subscribe("s")
     publish(client, ["s"], range(500))
     everything = ids_in(client, "s")
-    assert ids(taken(fast, 500)) == everything
+    assert ids(take_items(fast, 500)) == everything
     eventually(lambda: slow.buffered == 10, "the slow one's buffer to be full")
     publish(client, ["s"], range(500))
-    assert ids(taken(fast, 500)) == ids_in(client, "s")[500:]
+    assert ids(take_items(fast, 500)) == ids_in(client, "s")[500:]
     assert slow.buffered == 10
-    assert ids(taken(slow, 1000)) == ids_in(client, "s")
+    assert ids(take_items(slow, 1000)) == ids_in(client, "s")
     publish(client, ["s"], [0])
-    assert ids(taken(slow, 1)) == ids(taken(fast, 1))
+    assert ids(take_items(slow, 1)) == ids(take_items(fast, 1))
 
 
 def test_the_oldest_are_dropped_and_counted_if_that_is_asked_for(client: Client, router: Router) -> None:
     subscription = router.subscribe("s", buffer=10, when_full="drop-oldest")
     publish(client, ["s"], range(3))
-    assert len(taken(subscription, 1)) == 1
+    assert len(take_items(subscription, 1)) == 1
     publish(client, ["s"], range(97))
     marker = router.subscribe("s", after="0")
-    taken(marker, 100)
+    take_items(marker, 100)
     eventually(lambda: subscription.dropped == 89, "all to have come")
     assert subscription.buffered == 10
-    items = taken(subscription, 11)
+    items = take_items(subscription, 11)
     assert sum(item.count for item in items if isinstance(item, Dropped)) == 89
     assert ids([item for item in items if not isinstance(item, Dropped)]) == ids_in(client, "s")[-10:]
     publish(client, ["s"], [0])
-    assert ids(taken(subscription, 1)) == ids_in(client, "s")[-1:]
+    assert ids(take_items(subscription, 1)) == ids_in(client, "s")[-1:]
 
 
 def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, router: Router) -> None:
     subscription = router.subscribe("s", buffer=10, when_full="disconnect")
     publish(client, ["s"], range(25))
-    eventually(lambda: isinstance(subscription._inbox.ending, TooSlow), "it to be disconnected")
-    assert ids(taken(subscription, 10)) == ids_in(client, "s")[:10]
+    eventually(lambda: isinstance(subscription._buffer.ending, TooSlow), "it to be disconnected")
+    assert ids(take_items(subscription, 10)) == ids_in(client, "s")[:10]
     with pytest.raises(TooSlow) as told:
         next(subscription)
     subscription = router.subscribe("s", after=told.value.after)
-    rest = taken(subscription, 25 - ids_in(client, "s").index(told.value.after) - 1)
+    rest = take_items(subscription, 25 - ids_in(client, "s").index(told.value.after) - 1)
     assert ids(rest) == ids_in(client, "s")[-len(rest) :]
     assert len(rest) == 15
 
@@ -219,9 +219,9 @@ def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, ro
 def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router: Router) -> None:
     slow = router.subscribe("s", buffer=10)
     publish(client, ["s"], range(60))
-    eventually(lambda: slow._inbox.paused, "it to be read on for no more")
+    eventually(lambda: slow._buffer.paused, "it to be read on for no more")
     client.execute("XTRIM", "s", "MAXLEN", 20)
-    items = taken(slow, 31)
+    items = take_items(slow, 31)
     [gap] = [item for item in items if isinstance(item, Gap)]
     assert (gap.reason, gap.missed, gap.after) == ("trimmed", 30, ids(items)[9])
     assert ids(items)[11:] == ids_in(client, "s")
@@ -230,33 +230,33 @@ def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router
 def test_a_stream_trimmed_to_nothing_is_one_gap(client: Client, router: Router) -> None:
     slow = router.subscribe("s", buffer=2)
     publish(client, ["s"], range(5))
-    eventually(lambda: slow._inbox.paused, "it to be read on for no more")
+    eventually(lambda: slow._buffer.paused, "it to be read on for no more")
     client.execute("XTRIM", "s", "MAXLEN", 0)
-    items = taken(slow, 3)
+    items = take_items(slow, 3)
     assert isinstance(items[2], Gap)
     assert items[2].missed == 3
     publish(client, ["s"], range(2))
-    assert ids(taken(slow, 2)) == ids_in(client, "s")
+    assert ids(take_items(slow, 2)) == ids_in(client, "s")
 
 
 def test_what_was_trimmed_or_deleted_after_it_was_read_is_no_gap(client: Client, router: Router) -> None:
     subscription = router.subscribe("s")
     for n in range(5):
         client.execute("XADD", "s", "MAXLEN", 1, "*", "n", n)
-        assert isinstance(taken(subscription, 1)[0], Message)
+        assert isinstance(take_items(subscription, 1)[0], Message)
     client.execute("XDEL", "s", ids_in(client, "s")[0])
     publish(client, ["s"], range(2))
-    assert "gap" not in ids(taken(subscription, 2))
+    assert "gap" not in ids(take_items(subscription, 2))
     client.execute("XTRIM", "s", "MAXLEN", 0)
     publish(client, ["s"], [0])
-    assert "gap" not in ids(taken(subscription, 1))
+    assert "gap" not in ids(take_items(subscription, 1))
 
 
 def test_resuming_where_the_stream_was_trimmed_is_a_gap(client: Client, router: Router) -> None:
     publish(client, ["s"], range(10))
     there = ids_in(client, "s")
     client.execute("XTRIM", "s", "MAXLEN", 3)
-    items = taken(router.subscribe("s", after=there[2]), 4)
+    items = take_items(router.subscribe("s", after=there[2]), 4)
     assert ids(items) == ["gap", *there[7:]]
     assert isinstance(items[0], Gap)
     assert items[0].missed is None, "nobody kept count"
@@ -269,26 +269,26 @@ def test_a_stream_made_anew_is_a_gap_and_read_from_its_beginning(
     with make_router(millstream_url, reader, read=OFTEN) as router:
         subscription = router.subscribe("s")
         publish(client, ["s"], range(5))
-        taken(subscription, 5)
+        take_items(subscription, 5)
         # At once, and after the deletion was noticed.
         for pause_ms in (0, 500):
             time.sleep(0.005)  # made anew within the same millisecond, its ids could be those that were delivered
             client.execute("DEL", "s")
             assert pause_ms == 0 or subscription.get(pause_ms) is None
             client.execute("XADD", "s", first, "n", 0)
-            items = taken(subscription, 2)
+            items = take_items(subscription, 2)
             assert isinstance(items[0], Gap)
             assert items[0].reason == "recreated"
             assert ids(items)[1:] == ids_in(client, "s")
             publish(client, ["s"], [1])
-            assert ids(taken(subscription, 1)) == ids_in(client, "s")[1:]
+            assert ids(take_items(subscription, 1)) == ids_in(client, "s")[1:]
 
 
 def test_flushall_is_noticed_in_every_stream(client: Client, millstream_url: str, reader: Any) -> None:
     sweep = {"read": OFTEN} if reader == "pool" else {}
     with (
         make_router(millstream_url, reader, **sweep) as router,
-        Crowd(router, [f"s{n}" for n in range(50)]) as crowd,
+        Subscribers(router, [f"s{n}" for n in range(50)]) as crowd,
     ):
         publish(client, crowd.got, range(3))
         crowd.wait_for(150)
@@ -306,7 +306,7 @@ def test_a_key_of_another_type_ends_its_own_subscription_only(client: Client, ro
     client.execute("SET", "bad", "text")
     bad, good = router.subscribe("bad"), router.subscribe("good")
     publish(client, ["good"], range(3))
-    taken(good, 3)
+    take_items(good, 3)
     with pytest.raises(WrongType, match="bad is not a stream"):
         bad.get(FAIL_SAFE_S * 1000)
     client.execute("DEL", "good")
@@ -316,7 +316,7 @@ def test_a_key_of_another_type_ends_its_own_subscription_only(client: Client, ro
             good.get(FAIL_SAFE_S * 1000)
     client.execute("DEL", "bad")
     publish(client, ["bad"], [0])
-    assert ids(taken(router.subscribe("bad"), 1)) == ids_in(client, "bad")
+    assert ids(take_items(router.subscribe("bad"), 1)) == ids_in(client, "bad")
 
 
 # --- Leaving ---
@@ -327,7 +327,7 @@ def test_unsubscribing_frees_everything(client: Client, router: Router) -> None:
     keep = router.subscribe("keep")
     subscriptions = [router.subscribe(f"s{n}") for n in range(500)]
     for one in subscriptions:
-        taken(one, 1)
+        take_items(one, 1)
     assert kept() >= 1000
     subscriptions[0].close()
     subscriptions[0].close()
@@ -337,7 +337,7 @@ def test_unsubscribing_frees_everything(client: Client, router: Router) -> None:
     eventually(lambda: router.figures().subscriptions == 1, "all but one to be gone")
     assert router.figures().streams == 1
     publish(client, ["keep", "s1"], [0])
-    taken(keep, 1)
+    take_items(keep, 1)
     eventually(lambda: kept() == 2, "nothing of the others to be left in memory")
 
 
@@ -464,7 +464,7 @@ def test_ten_thousand_that_come_and_go_leave_nothing_behind_and_who_stays_is_ser
     assert router.figures().streams == 0
     subscription = router.subscribe("s0")
     publish(client, ["s0"], [0])
-    assert ids(taken(subscription, 1)) == ids_in(client, "s0")
+    assert ids(take_items(subscription, 1)) == ids_in(client, "s0")
 
 
 # --- The pool's measures ---
@@ -479,7 +479,7 @@ def test_the_pool_grows_with_its_streams_up_to_its_cap(client: Client, millstrea
         eventually(lambda: router.figures().connections == 4, "all the workers that are allowed")
         publish(client, [one.stream for one in first + more], [0])
         for one in first + more:
-            taken(one, 1)
+            take_items(one, 1)
         more.clear()
         del one
         eventually(lambda: router.figures().connections <= 3, "the pool to shrink")
@@ -500,29 +500,29 @@ def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: st
         subscriptions = [router.subscribe(f"s{n}") for n in range(30)]
         publish(client, [one.stream for one in subscriptions], range(3))
         for one in subscriptions:
-            assert ids(taken(one, 3)) == ids_in(client, one.stream)
+            assert ids(take_items(one, 3)) == ids_in(client, one.stream)
 
 
 def test_who_begins_at_the_end_is_told_which_id_that_was(client: Client, router: Router) -> None:
     publish(client, ["s"], range(3))
     subscription, empty = (
-        router.subscribe("s", after=END, tell_start=True),
-        router.subscribe("e", after=END, tell_start=True),
+        router.subscribe("s", after=END, report_start=True),
+        router.subscribe("e", after=END, report_start=True),
     )
-    assert taken(subscription, 1) == [Start(stream="s", after=ids_in(client, "s")[-1])]
-    assert taken(empty, 1) == [Start(stream="e", after="0-0")]
+    assert take_items(subscription, 1) == [Start(stream="s", after=ids_in(client, "s")[-1])]
+    assert take_items(empty, 1) == [Start(stream="e", after="0-0")]
     publish(client, ["s"], [3])
-    assert ids(taken(subscription, 1)) == ids_in(client, "s")[-1:]
+    assert ids(take_items(subscription, 1)) == ids_in(client, "s")[-1:]
 
 
 def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_url: str, reader: Any) -> None:
     publish(client, ["s0"], [0])
     with make_router(millstream_url, reader) as router:
         early = router.subscribe("s0")
-        taken(early, 1)
-        router._pump.call(lambda: 1 // 0)  # type: ignore[arg-type]
+        take_items(early, 1)
+        router._reactor.call(lambda: 1 // 0)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             next(iter(early))
-        with pytest.raises(ConfigError, match="has failed, make a new one: ZeroDivisionError"):
+        with pytest.raises(ConfigError, match="has failed; create a new one: ZeroDivisionError"):
             router.subscribe("s1")
         assert router.close(timeout_ms=FAIL_SAFE_S * 1000)

@@ -9,7 +9,7 @@ from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.router import END, ReadPolicy, Router
 from millstream.router.budget import LEAST_BYTES
-from tests.support.routers import READERS, ids, ids_in, make_router, publish, taken
+from tests.support.routers import READERS, ids, ids_in, make_router, publish, take_items
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.router]
@@ -30,7 +30,7 @@ def publish_large(client: Client, stream: str, count: int) -> list[str]:
 
 def held(router: Router) -> int:
     """How many bytes of messages are in memory for subscribers."""
-    return router._shelf.budget.balance()
+    return router._cursors.budget.update()
 
 
 def test_a_slow_subscriber_holds_as_many_bytes_as_it_may_and_loses_nothing(
@@ -39,11 +39,11 @@ def test_a_slow_subscriber_holds_as_many_bytes_as_it_may_and_loses_nothing(
     there = publish_large(client, "s", 60)
     with make_router(millstream_url, reader) as router:
         slow, narrow = router.subscribe("s"), router.subscribe("s", buffer_bytes=1)
-        eventually(lambda: slow._inbox.paused and narrow._inbox.paused, "both to be read on for no more")
-        assert slow._inbox.held_bytes <= 1024 * 1024 + NEXT
+        eventually(lambda: slow._buffer.paused and narrow._buffer.paused, "both to be read on for no more")
+        assert slow._buffer.held_bytes <= 1024 * 1024 + NEXT
         assert narrow.buffered == 1
-        assert ids(taken(slow, 60)) == there
-        assert ids(taken(narrow, 60)) == there
+        assert ids(take_items(slow, 60)) == there
+        assert ids(take_items(narrow, 60)) == there
 
 
 def test_a_router_at_its_budget_says_so_and_goes_on_for_who_takes_its_messages(
@@ -52,16 +52,16 @@ def test_a_router_at_its_budget_says_so_and_goes_on_for_who_takes_its_messages(
     there = publish_large(client, "large", 60)
     recorder, read = Recorder(), ReadPolicy(budget_bytes=1_000_000)
     with make_router(millstream_url, reader, metrics=recorder, read=read) as router:
-        quick, ahead = router.subscribe("small", after=END, tell_start=True), router.subscribe("large")
-        taken(quick, 1)
+        quick, ahead = router.subscribe("small", after=END, report_start=True), router.subscribe("large")
+        take_items(quick, 1)
         stalled = [router.subscribe("large", after=there[n]) for n in range(10)]
         eventually(lambda: recorder.value(m.ROUTER_AT_BUDGET) == 1, "the router to be at its budget")
-        eventually(lambda: all(one._inbox.paused for one in stalled), "all to be read on for no more")
+        eventually(lambda: all(one._buffer.paused for one in stalled), "all to be read on for no more")
         publish(client, ["small"], range(500))
-        assert ids(taken(quick, 500)) == ids_in(client, "small")
-        assert ids(taken(ahead, 60)) == there
+        assert ids(take_items(quick, 500)) == ids_in(client, "small")
+        assert ids(take_items(ahead, 60)) == there
         assert held(router) <= 1_000_000 + 11 * (LEAST_BYTES + NEXT)
-        assert "the router is at its budget" in caplog.text
+        assert "router is at its budget" in caplog.text
         for one in stalled:
             one.close()
         eventually(lambda: recorder.value(m.ROUTER_AT_BUDGET) == 0, "the router to have room again")

@@ -13,7 +13,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import Router
 from millstream.testing.proxy import Proxy
-from tests.support.routers import READERS, ids, ids_in, make_router, publish, taken
+from tests.support.routers import READERS, ids, ids_in, make_router, publish, take_items
 from tests.support.waiting import FAIL_SAFE_S, eventually_async
 
 pytestmark = [pytest.mark.router]
@@ -71,7 +71,7 @@ def test_broken_connections_are_replaced(millstream_fresh_server: EmbeddedServer
 def test_other_threads_and_loops_may_follow_and_close(client: Client, reader: Any) -> None:
     async def body(router: Router) -> None:
         def elsewhere() -> None:
-            taken(router.subscribe("s"), 3)
+            take_items(router.subscribe("s"), 3)
 
             async def other_loop() -> Any:
                 return await anext(router.subscribe("s"))
@@ -122,10 +122,10 @@ def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_ur
         early = router.subscribe("s0")
         await asyncio.to_thread(publish, client, ["s0"], [0])
         await anext(early)
-        router._pump.call(lambda: 1 // 0)  # type: ignore[arg-type]
+        router._reactor.call(lambda: 1 // 0)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             await anext(early)
-        with pytest.raises(ConfigError, match="has failed, make a new one: ZeroDivisionError"):
+        with pytest.raises(ConfigError, match="has failed; create a new one: ZeroDivisionError"):
             router.subscribe("s1")
 
     in_loop(millstream_url, reader, body)

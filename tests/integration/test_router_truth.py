@@ -6,7 +6,7 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.router import Gap, Item, Router, Subscription
-from tests.support.routers import READERS, ids, make_router, taken
+from tests.support.routers import READERS, ids, make_router, take_items
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router]
@@ -26,7 +26,7 @@ def subscription(client: Client, router: Router) -> Subscription:
     """Somebody who follows `s`, and has had three entries."""
     at_once(client, *added(*READ))
     found = router.subscribe("s")
-    assert ids(taken(found, 3)) == list(READ)
+    assert ids(take_items(found, 3)) == list(READ)
     return found
 
 
@@ -56,18 +56,18 @@ def test_a_stream_made_anew_with_entries_before_and_after_the_position_is_a_gap(
     client: Client, subscription: Subscription, entries: tuple[str, ...], reason: str, following: list[str]
 ) -> None:
     at_once(client, ("DEL", "s"), *added(*entries))
-    items = taken(subscription, 1 + len(following))
+    items = take_items(subscription, 1 + len(following))
     assert ids(items) == ["gap", *following]
     assert reasons(items) == [(reason, None)]
     at_once(client, *added("5-0"))
-    assert ids(taken(subscription, 1)) == ["5-0"]
+    assert ids(take_items(subscription, 1)) == ["5-0"]
 
 
 def test_a_stream_made_anew_that_was_trimmed_by_less_than_was_delivered_is_a_gap(
     client: Client, subscription: Subscription
 ) -> None:
     at_once(client, ("DEL", "s"), *added("4-0", "5-0", "6-0"), ("XTRIM", "s", "MAXLEN", 1))
-    items = taken(subscription, 2)
+    items = take_items(subscription, 2)
     assert (ids(items), reasons(items)) == (["gap", "6-0"], [("recreated", None)])
 
 
@@ -79,25 +79,25 @@ def test_entries_that_were_deleted_one_by_one_are_no_gap(
     for name in ("6-0", "7-0"):
         at_once(client, *added(name))
     expected = [name for name in ("4-0", "5-0", "6-0", "7-0") if name not in deleted]
-    assert ids(taken(subscription, len(expected))) == expected
+    assert ids(take_items(subscription, len(expected))) == expected
 
 
 def test_beginning_after_an_id_that_is_no_entry_is_no_gap(client: Client, router: Router) -> None:
     at_once(client, *added(*READ, "4-0"))
     subscription = router.subscribe("s", after="2-7")
-    assert ids(taken(subscription, 2)) == ["3-0", "4-0"]
+    assert ids(take_items(subscription, 2)) == ["3-0", "4-0"]
 
 
 def test_what_was_added_and_trimmed_before_the_first_read_of_a_stream_that_did_not_exist_is_a_gap(
     client: Client, router: Router
 ) -> None:
     subscription = router.subscribe("s")
-    eventually(lambda: (place := subscription._inbox.cursor) and place.ordinal == 0, "it to know that there is none")
+    eventually(lambda: (place := subscription._buffer.cursor) and place.ordinal == 0, "it to know that there is none")
     at_once(client, *added(*READ), ("XTRIM", "s", "MAXLEN", 1))
-    items = taken(subscription, 2)
+    items = take_items(subscription, 2)
     assert (ids(items), reasons(items)) == (["gap", "3-0"], [("trimmed", 2)])
     at_once(client, *added("4-0"))
-    assert ids(taken(subscription, 1)) == ["4-0"]
+    assert ids(take_items(subscription, 1)) == ["4-0"]
 
 
 def test_of_two_histories_that_end_alike_redis_says_the_same(client: Client) -> None:

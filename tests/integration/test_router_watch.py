@@ -20,7 +20,7 @@ def test_flushall_right_behind_the_last_answer_is_not_forgotten(
     real = _TrackedConnection._received
 
     def received(line: _TrackedConnection) -> list[Any]:
-        monkeypatch.setattr(_TrackedConnection, "_received", real)
+        monkeypatch.setattr(_TrackedConnection, _TrackedConnection._received.__name__, real)
         found = real(line)
         while len(found) < len(KEYS):
             found += real(line)
@@ -32,12 +32,12 @@ def test_flushall_right_behind_the_last_answer_is_not_forgotten(
     with Client(millstream_url) as admin, Client(millstream_url) as client:
         watch = KeyTracker(client)
         assert watch.changed() is None
-        monkeypatch.setattr(_TrackedConnection, "_received", received)
+        monkeypatch.setattr(_TrackedConnection, _TrackedConnection._received.__name__, received)
         with pytest.raises(Unavailable):
-            dict(watch.ask(("EXISTS",), KEYS))
+            dict(watch.read_each(("EXISTS",), KEYS))
         assert watch.wait(0), "there is something to be told"
         assert watch.changed() is None, "nothing is known any more"
-        dict(watch.ask(("EXISTS",), KEYS))
+        dict(watch.read_each(("EXISTS",), KEYS))
         for key in KEYS:
             admin.execute("SET", key, "1")
         assert watch.changed() == set(KEYS)

@@ -10,7 +10,7 @@ from websockets.sync.client import ClientConnection
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.services.gateway.auth import Access, stream_tokens
+from millstream.services.gateway.auth import Authorizer, new_stream_tokens
 from millstream.services.web.errors import Refused
 from tests.support.commandline import call
 from tests.support.gateways import Server, publish
@@ -128,19 +128,19 @@ def test_a_ticket_opens_its_streams_in_a_url_and_no_others(client: Client, serve
 
 def test_a_ticket_expires_and_ends_with_its_token() -> None:
     now = [1_000.0]
-    book, other = stream_tokens(), stream_tokens()
+    book, other = new_stream_tokens(), new_stream_tokens()
     book.add(SOME, ["entity:*"])
     other.add(ALL, ["*"])
-    access = Access(book, ticket_s=60, wall=lambda: now[0])
-    text = access.issue(SOME, ["entity:1"]).text
-    holder = access.admit(["entity:1"], token=SOME, ticket=None)
+    access = Authorizer(book, ticket_s=60, wall=lambda: now[0])
+    text = access.issue_ticket(SOME, ["entity:1"]).text
+    holder = access.authorize(["entity:1"], token=SOME, ticket=None)
     now[0] += 59
-    assert access.admit(["entity:1"], token=None, ticket=text) == holder, "they count together"
-    with pytest.raises(Refused, match="not valid"):
-        Access(other, wall=lambda: now[0]).admit(["entity:1"], token=None, ticket=text)
+    assert access.authorize(["entity:1"], token=None, ticket=text) == holder, "they count together"
+    with pytest.raises(Refused, match="invalid"):
+        Authorizer(other, wall=lambda: now[0]).authorize(["entity:1"], token=None, ticket=text)
     now[0] += 2
     with pytest.raises(Refused, match="expired"):
-        access.admit(["entity:1"], token=None, ticket=text)
+        access.authorize(["entity:1"], token=None, ticket=text)
 
 
 def test_the_token_file_is_read_again_when_it_changes(client: Client, server: Server, tokens: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_websocket_is_closed_with_what_http_would_have_said(client: Client, se
     assert closed(lambda: server.socket("other", additional_headers=bearer(SOME)))[0] == 4403
     assert closed(lambda: server.socket("entity:1", "after=x", additional_headers=bearer(SOME)))[0] == 4400
     code, reason = closed(lambda: server.socket("entity:1", "aftr=0", additional_headers=bearer(SOME)))
-    assert (code, reason) == (4400, "there is no parameter 'aftr': use after, stream, ticket, lastEventId")
+    assert (code, reason) == (4400, "unknown parameter 'aftr'; use after, stream, ticket, lastEventId")
 
 
 def test_a_reason_that_is_too_long_for_a_websocket_is_cut(client: Client, server: Server) -> None:

@@ -145,7 +145,7 @@ def test_a_stop_sends_everybody_away_with_a_hint_when_to_come_back(client: Clien
             with pytest.raises(ConnectionClosed) as caught:
                 socket.recv(FAIL_SAFE_S)
             assert caught.value.rcvd is not None
-            assert (caught.value.rcvd.code, "come back" in caught.value.rcvd.reason) == (1012, True)
+            assert (caught.value.rcvd.code, "reconnect" in caught.value.rcvd.reason) == (1012, True)
             assert server.process.wait(FAIL_SAFE_S) == 0, "who takes nothing holds nobody up"
             assert lazy.status == 200
         assert server.process.stdout is not None

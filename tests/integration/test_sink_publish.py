@@ -131,7 +131,10 @@ def dies(*_: object) -> NoReturn:
     raise Killed
 
 
-@pytest.mark.parametrize("before", ["_seal", "_about_record"])
+@pytest.mark.parametrize(
+    "before",
+    [publication_module.Publication._close_parts.__name__, publication_module.Publication._call_record.__name__],
+)
 @pytest.mark.parametrize("commits", [0, 1, 2])
 def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_and_spoils_nothing(
     client: Client, before: str, commits: int, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +144,9 @@ def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_
     staged_since: list[list[StagedTask]] = []
 
     def sleep_first(*args: Any, **options: Any) -> Any:
-        if not staged_since and (before != "_about_record" or args[0] is publication_module.DECIDE):
+        if not staged_since and (
+            before != publication_module.Publication._call_record.__name__ or args[0] is publication_module.DECIDE
+        ):
             staged_since.append(newer.stage(0, range(9_000), tasks=1))
             if commits == 1:
                 newer.commit(0, staged_since[0])
@@ -181,11 +186,11 @@ def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> N
     """Not even by the same run, whatever Spark should come to do."""
     run = Run(client, "one")
     shares = run.stage(1, range(100, 200))
-    ask = run.publication._about_record
+    ask = run.publication._call_record
 
     def other_first(script: Script, args: Any) -> Any:
         if script is publication_module.DECIDE:
-            run.publication._about_record = ask  # type: ignore[method-assign]
+            run.publication._call_record = ask  # type: ignore[method-assign]
             other = Run(client, "one")
             if dies:
                 other.decide_and_die(0, range(100))
@@ -193,7 +198,7 @@ def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> N
                 other.batch(1, range(100, 200))
         return ask(script, args)
 
-    run.publication._about_record = other_first  # type: ignore[method-assign]
+    run.publication._call_record = other_first  # type: ignore[method-assign]
     with pytest.raises(StaleOwner):
         run.commit(1, shares)
     Run(client, "next").batch(1, range(100, 200))
@@ -202,14 +207,14 @@ def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> N
 
 def test_a_decision_whose_answer_was_lost_may_be_asked_for_again(client: Client) -> None:
     run = Run(client, "one")
-    ask = run.publication._about_record
+    ask = run.publication._call_record
 
     def twice(script: Script, args: Any) -> Any:
         if script is publication_module.DECIDE:
             ask(script, args)
         return ask(script, args)
 
-    run.publication._about_record = twice  # type: ignore[method-assign]
+    run.publication._call_record = twice  # type: ignore[method-assign]
     assert run.batch(0, range(100))
     check(client, range(100))
 
@@ -217,15 +222,15 @@ def test_a_decision_whose_answer_was_lost_may_be_asked_for_again(client: Client)
 def test_an_attempt_that_was_withdrawn_is_not_decided_by_a_call_that_was_on_its_way(client: Client) -> None:
     run = Run(client, "one")
     shares = run.stage(0, range(100))
-    ask = run.publication._about_record
+    ask = run.publication._call_record
 
     def withdraw_first(script: Script, args: Any) -> Any:
         if script is publication_module.DECIDE:
-            run.publication._about_record = ask  # type: ignore[method-assign]
+            run.publication._call_record = ask  # type: ignore[method-assign]
             assert run.publication.withdraw(shares)
         return ask(script, args)
 
-    run.publication._about_record = withdraw_first  # type: ignore[method-assign]
+    run.publication._call_record = withdraw_first  # type: ignore[method-assign]
     with pytest.raises(StaleOwner):
         run.commit(0, shares)
     run.batch(0, range(100))
@@ -267,7 +272,7 @@ def test_a_checkpoint_that_was_set_back_is_refused(client: Client) -> None:
     run = Run(client, "one")
     for batch in range(3):
         run.batch(batch, range(batch * 10, batch * 10 + 10))
-    with pytest.raises(StaleOwner, match=r"batch 1 comes before the last one .* its checkpoint was set back"):
+    with pytest.raises(StaleOwner, match=r"batch 1 comes before batch .* its checkpoint was set back"):
         run.batch(1, range(100, 200))
     numbered = run.stage(1, range(100, 200))
     assert not run.publication.publish(numbered, batch=1, epoch=numbered[0].epoch, before="skip")
@@ -294,7 +299,7 @@ def test_staged_rows_that_redis_has_forgotten_are_an_error_before_anything_is_pu
     run = Run(client, "one")
     shares = run.stage(0, range(9_000))
     client.execute("LPOP", next(key for key in staged(client) if b"{c}" in key))
-    with pytest.raises(DataLoss, match="forgotten rows that were staged"):
+    with pytest.raises(DataLoss, match="lost staged rows"):
         run.commit(0, shares)
     assert not any(client.execute("EXISTS", stream) for stream in STREAMS)
     run.publication.withdraw(shares)
@@ -349,7 +354,7 @@ def test_a_lost_answer_to_staging_doubles_nothing(client: Client) -> None:
         stage.add([("a", rows[2_000:])], 1)
     stage.add([("a", rows[2_000:])], 1)
     share = stage.finish(0, 1)
-    assert client.execute("LLEN", staged(client)[0]) == share.portions["a"].chunks == 3
+    assert client.execute("LLEN", staged(client)[0]) == share.parts["a"].chunks == 3
 
 
 def test_a_task_whose_staged_rows_redis_has_forgotten_stops_and_says_so(client: Client) -> None:
@@ -357,7 +362,7 @@ def test_a_task_whose_staged_rows_redis_has_forgotten_stops_and_says_so(client: 
     rows = rows_of(range(4_000), ("a",))["a"]
     stage.add([("a", rows[:2_000])], 1)
     client.execute("DEL", *staged(client))
-    with pytest.raises(DataLoss, match="forgotten rows that this task has staged"):
+    with pytest.raises(DataLoss, match="lost rows that this task has staged"):
         stage.add([("a", rows[2_000:])], 1)
     assert staged(client) == []
 
@@ -391,11 +396,11 @@ def test_any_bytes_are_published_as_they_are(client: Client) -> None:
 
 
 def test_streams_are_trimmed_as_they_grow(client: Client) -> None:
-    exact = WriteOptions(maxlen=10, exactly=True)
+    exact = WriteOptions(maxlen=10, exact=True)
     Run(client, "one", exact).batch(0, range(9_000))
     assert published(client, "a") == [n for n in range(9_000) if n % 3 == 0][-10:]
     newest = client.execute("XREVRANGE", "a", "+", "-", "COUNT", 1)[0][0]
-    Run(client, "two", WriteOptions(minid=newest.decode(), exactly=True)).batch(1, range(9_000, 9_003))
+    Run(client, "two", WriteOptions(minid=newest.decode(), exact=True)).batch(1, range(9_000, 9_003))
     assert published(client, "a") == [8_997, 9_000]
     Run(client, "three", WriteOptions(maxlen=100)).batch(2, range(9_000))
     assert 100 <= client.execute("XLEN", "a") < 300
@@ -434,7 +439,7 @@ def test_rows_with_ids_are_published_by_id_whatever_the_order_of_tasks(client: C
     with pytest.raises(OutputError):
         run.commit(0, [late])
     assert publication.withdraw([late]), "it was not decided"
-    skipping = Run(client, "one", WriteOptions(skip_old_ids=True)).publication
+    skipping = Run(client, "one", WriteOptions(skip_existing_ids=True)).publication
     skipping.publish_once([ids(client, "1.0.0.4", "5-10", "6-0").finish(0)])
     assert client.execute("XREVRANGE", "a", "+", "-", "COUNT", 1)[0][0] == b"6-0"
     assert client.execute("XLEN", "a") == 5
@@ -456,7 +461,7 @@ def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mende
     assert not run.publication.withdraw([share])
     with pytest.raises(OutputError):
         Run(client, "two").batch(1, range(3))
-    Run(client, "three", WriteOptions(skip_old_ids=True)).batch(1, [])
+    Run(client, "three", WriteOptions(skip_existing_ids=True)).batch(1, [])
     assert [entry_id for entry_id, _ in client.execute("XRANGE", "a", "-", "+")] == [b"5-1", b"5-2"]
 
 
@@ -468,7 +473,7 @@ def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mende
         (("0-0",), "from 0-1 on"),
         (("05-1",), "write milliseconds-sequence"),
         (("x",), "is not an entry id"),
-        ((f"{2**64}-0",), "is beyond all ids that Redis has"),
+        ((f"{2**64}-0",), "is beyond Redis' largest entry id"),
     ],
 )
 def test_ids_that_redis_would_refuse_are_refused_by_the_task(
@@ -484,5 +489,5 @@ def test_overlapping_ids_of_two_tasks_are_refused_and_freed(client: Client) -> N
     with pytest.raises(OutputError, match="overlap between partitions"):
         publication.publish_once(shares)
     assert staged(client)
-    publication.free(shares)
+    publication.discard(shares)
     assert staged(client) == []

@@ -47,7 +47,7 @@ def test_an_equal_guard_is_written_again(client: Client) -> None:
 
 def test_what_has_no_guard_is_not_overwritten(client: Client) -> None:
     client.execute("HSET", "k", "a", "1")
-    with pytest.raises(ConfigError, match="the key 'k' holds something that was written without the guard 'g'"):
+    with pytest.raises(ConfigError, match="the key 'k' holds a value that was written without the guard 'g'"):
         put(client, "1", a="2")
     for text in ('{"a":1}', '{"g":1}', '{"g":""}', "", '{"gg":"1"}'):
         client.execute("SET", "j", text)

@@ -48,7 +48,7 @@ def test_a_run_reads_what_is_announced_until_it_is_done_and_leaves_out_what_is_n
         eventually(lambda: "call:2" in announced_streams(client, "calls"), "the next to be read")
         assert end_leases(client, "calls", "done", ["call:1", "bad"]) == set()
         assert [*subscription(client, options, clock=SYSTEM_CLOCK).names()] == ["call:2"]
-        with pytest.raises(ConfigError, match=r"shared by the workers of app\.handle"):
+        with pytest.raises(ConfigError, match=r"workers of app\.handle own the streams"):
             membership(client, "other").join()
         member.close()
 

@@ -9,7 +9,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.gateways import Events, numbers, publish
-from tests.support.strangers import HANDSHAKE, KINDS, Service, Stranger, crowd, page_of
+from tests.support.strangers import HANDSHAKE, KINDS, Service, Stranger, open_strangers, page_of
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.router, pytest.mark.master, pytest.mark.xdist_group("strangers")]
@@ -78,12 +78,12 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(hasty:
 def test_strangers_cannot_keep_others_out(patient: Service, first: str) -> None:
     said = {"nothing": (), "half a body": (patient.post_head(100), b"{")}.get(first, (b"GET / HT",))
     connections = patient.kind.connections
-    with crowd(patient, connections + 20, *said, asks=first == "an answer and half a head") as strangers:
+    with open_strangers(patient, connections + 20, *said, asks=first == "an answer and half a head") as strangers:
         assert [page_of(patient) for _ in range(5)] == [200] * 5
         eventually(lambda: sum(one.is_open() for one in strangers) <= connections, "the end of those beyond the limit")
         assert not strangers[0].is_open(), "the one that has waited longest goes first"
         assert strangers[-1].is_open()
-    assert [line for line in patient.logged() if "connections are taken" not in line] == []
+    assert [line for line in patient.logged() if "connections are in use" not in line] == []
     assert len(patient.logged()) <= 1
 
 
@@ -92,7 +92,7 @@ def test_who_follows_a_stream_stays_however_many_strangers_come(gateway: Service
     with Events(gateway.url, "/streams/s", {}) as events, Stranger(gateway.url) as socket:
         events.wait()
         assert socket.ask(upgrade) == 101
-        with crowd(gateway, 3 * gateway.kind.connections) as strangers:
+        with open_strangers(gateway, 3 * gateway.kind.connections) as strangers:
             assert page_of(gateway) == 200
             strangers[0].wait_closed()
             publish(client, "s", [1])
@@ -110,7 +110,7 @@ def test_a_slow_follower_is_neither_late_nor_in_the_way(client: Client, millstre
         for _ in range(3):  # what came later, and sent nothing, is late three times meanwhile
             with Stranger(service.url) as silent:
                 silent.wait_closed()
-        with crowd(service, 2 * service.kind.connections):
+        with open_strangers(service, 2 * service.kind.connections):
             assert page_of(service) == 200
             assert numbers(slow.next(99)) == list(range(1, 100))
 
@@ -182,7 +182,7 @@ def test_a_stop_waits_for_no_stranger(patient: Service) -> None:
     )  # fmt: skip
     with ExitStack() as stack:
         for first in said:
-            stack.enter_context(crowd(patient, 3, *first))
+            stack.enter_context(open_strangers(patient, 3, *first))
         assert page_of(patient) == 200
         assert patient.stop() == 0
         assert patient.logged() == []

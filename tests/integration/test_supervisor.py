@@ -1,4 +1,4 @@
-"""The supervisor starts again what dies: at once if it has done any work, else after waits that grow."""
+"""The supervisor restarts processes that die: at once if they had committed anything, else with back-off."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ DIES = "import os, sys; os.write(int(sys.argv[1]), b'%s\\n'); os._exit(9)"
 
 
 def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list[float]:
-    """How long the supervisor waits after each of four lives of a process that tells this and dies."""
+    """Return the supervisor's waits after each of four incarnations of a process that reports this and dies."""
 
     def command(launch: Launch) -> Sequence[str]:
         return [sys.executable, "-I", "-S", "-c", DIES % told, str(launch.lines)]
@@ -30,14 +30,14 @@ def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list
         return bool(line["committed"])
 
     names = StaticMembership(client, "shop", "till")
-    names.take(1)
+    names.acquire(1)
     stopping = threading.Event()
     supervisor = Supervisor(names, command, stop_ms=1_000, frozen_after_ms=1_000, on_line=on_line)
     running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)
     running.start()
 
     def found() -> list[str]:
-        return re.findall(r"worker till-0 ended with code 9 and starts again in ([0-9.]+) s", caplog.text)
+        return re.findall(r"worker till-0 ended with code 9; restarting in ([0-9.]+) s", caplog.text)
 
     eventually(lambda: len(found()) >= 4, "four deaths", log=lambda: caplog.text)
     stopping.set()
@@ -65,7 +65,7 @@ def test_a_process_that_a_person_had_killed_has_not_died_of_anything(client: Cli
         return [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
 
     names = StaticMembership(client, "shop", "till")
-    names.take(1)
+    names.acquire(1)
     stopping = threading.Event()
     supervisor = Supervisor(names, command, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)
     running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)

@@ -263,7 +263,7 @@ def test_a_handler_that_cancels_others_fails_the_task_so_that_nothing_is_passed_
         return {"n": item.n}
 
     rows = bench.rows(*((n, b"k%d" % n, {"n": n}) for n in range(10)))
-    with pytest.raises(Unfinished, match="left undone"):
+    with pytest.raises(Unfinished, match="are unfinished"):
         bench.process(app.handlers["handle"], rows)
 
 

@@ -121,7 +121,7 @@ def test_a_task_that_waits_for_redis_longer_than_an_attempt_may_take_is_not_ende
             time.sleep(2 * hard_limit_ms(1) / 1000)
             return commit(*args)
 
-        monkeypatch.setattr(CommitStore, "commit", late)
+        monkeypatch.setattr(CommitStore, CommitStore.commit.__name__, late)
         own.process(handler, batch)
 
     assert run_in_a_process(bench, outlast) == 0

@@ -47,7 +47,7 @@ def test_publish_and_every_attempt_are_one_trace(spans: InMemorySpanExporter, mi
     loop = ReadingLoop(app.handlers["total"], millstream_url, consumer="w", policy=WorkerPolicy(block_ms=50))
     thread = threading.Thread(target=loop.run)
     thread.start()
-    eventually(lambda: loop.report.committed == 2)
+    eventually(lambda: loop.loop_metrics.committed == 2)
     loop.stop()
     thread.join()
     by_trace: dict[int, list[str]] = {}

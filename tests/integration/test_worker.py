@@ -50,10 +50,10 @@ def test_every_message_is_committed_once_with_its_output(client: Client, functio
     fill(client, 3_000)
     with working(client, make(function)) as loop:
         fill(client, 500, first=3_000)
-        eventually(lambda: loop.report.committed >= 3_500)
+        eventually(lambda: loop.loop_metrics.committed >= 3_500)
     assert sorted(outputs(client)) == list(range(3_500))
     assert pending(client) == 0
-    assert loop.report.refused == 0
+    assert loop.loop_metrics.refused == 0
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
@@ -74,7 +74,7 @@ def test_failures_are_retried_then_dead_and_rejects_and_garbage_are_dead_at_once
     fill(client, 100)
     client.execute("XADD", "in", "*", "n", "x")
     with working(client, make(handle if kind == "plain" else coroutine)) as loop:
-        eventually(lambda: loop.report.committed >= 101)
+        eventually(lambda: loop.loop_metrics.committed >= 101)
     assert sorted(outputs(client)) == [n for n in range(100) if n % 10 not in (2, 3)]
     letters = Counter((letter.reason, letter.attempts) for letter in dead(client))
     assert letters == {("failed", 3): 11, ("rejected", 1): 10}
@@ -90,10 +90,10 @@ def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
     fill(client, 50)
     clock = LeapClock()
     with working(client, make(handle, retry=Retry(attempts=2, delay_ms=600_000)), clock=clock) as loop:
-        eventually(lambda: (loop.report.committed, loop.report.retried) == (49, 1))
+        eventually(lambda: (loop.loop_metrics.committed, loop.loop_metrics.retried) == (49, 1))
         clock.leap(601_000)
-        fill(client, 1, first=50)  # so that the loop looks at its clock
-        eventually(lambda: loop.report.committed == 51)
+        fill(client, 1, first=50)  # makes the loop check its clock
+        eventually(lambda: loop.loop_metrics.committed == 51)
     assert sorted(outputs(client)[:49]) == list(range(1, 50))
     assert sorted(outputs(client)[49:]) == [0, 50]
 
@@ -114,22 +114,22 @@ def test_what_a_dead_worker_held_is_adopted_and_what_a_living_one_holds_is_not(c
             client.execute("XCLAIM", "in", KEYS.group, consumer, 0, entry_id, "IDLE", idle_ms, "JUSTID")
 
     fill(client, 2)
-    full = replace(QUICK, claim_ms=1_000, prefetch=2, threads=2)  # it extends often, and has no room for more
+    full = replace(QUICK, claim_ms=1_000, prefetch=2, threads=2)  # it renews often, and has no room for more
     with working(client, make(slow), "slow", policy=full) as holder:
-        eventually(lambda: holder.report.read == 2)
+        eventually(lambda: holder.loop_metrics.read == 2)
         fill(client, 5, first=2)
         client.execute("XREADGROUP", "GROUP", KEYS.group, "dead", "STREAMS", "in", ">")
         has_been_idle("dead", LONG_AGO_MS)
         has_been_idle("slow", QUICK.claim_ms * 3 // 4)
         with working(client, make(double), "other") as other:
-            eventually(lambda: other.report.committed == 5, "what the dead one held")
+            eventually(lambda: other.loop_metrics.committed == 5, "what the dead one held")
             eventually(lambda: all(one[2] < QUICK.claim_ms // 2 for one in held_by("slow")), "the living one's word")
             assert len(held_by("slow")) == 2
             assert sorted(outputs(client)) == [2, 3, 4, 5, 6]
         released.set()
         eventually(lambda: pending(client) == 0)
     assert sorted(outputs(client)) == list(range(7))
-    assert (holder.report.refused, other.report.refused) == (0, 0)
+    assert (holder.loop_metrics.refused, other.loop_metrics.refused) == (0, 0)
 
 
 def test_a_restarted_worker_goes_on_with_what_it_held(client: Client) -> None:
@@ -154,12 +154,12 @@ def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> N
     fill(client, 50)
     long = replace(QUICK, claim_ms=LONG_AGO_MS, threads=2)
     with working(client, make(slow), "leaving", policy=long) as leaving:
-        eventually(lambda: started and leaving.report.read > 2)
+        eventually(lambda: started and leaving.loop_metrics.read > 2)
         leaving.stop()
-        eventually(lambda: leaving.report.handed_back > 0, "what waits, while others run")
+        eventually(lambda: leaving.loop_metrics.handed_back > 0, "what waits, while others run")
         release.set()
     assert leaving.leftovers == []
-    assert leaving.report.handed_back == leaving.report.read - len(started)
+    assert leaving.loop_metrics.handed_back == leaving.loop_metrics.read - len(started)
     assert len(outputs(client)) == len(started)
     with working(client, make(double), "next", policy=long):
         eventually(lambda: len(outputs(client)) == 50)
@@ -208,7 +208,7 @@ def test_a_plain_handler_beyond_its_time_limit_ends_the_loop_and_counts_its_atte
         eventually(lambda: pending(client) == 0 and len(outputs(client)) == 9)
     release.set()
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
-    assert loop.report.refused == 0
+    assert loop.loop_metrics.refused == 0
 
 
 def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(client: Client) -> None:
@@ -218,7 +218,7 @@ def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(
 
     fill(client, 10)
     with working(client, make(handle, time_limit_ms=1_000, retry=Retry(attempts=2, delay_ms=1))) as loop:
-        eventually(lambda: loop.report.committed >= 10)
+        eventually(lambda: loop.loop_metrics.committed >= 10)
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
 
 
@@ -232,14 +232,14 @@ def test_what_may_have_killed_others_is_run_alone_and_dies_in_the_end(client: Cl
     ids = [entry[0] for entry in found]
     for entry_id in ids:
         client.execute("XCLAIM", "in", KEYS.group, "dead", 0, entry_id, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 3)
-    # It is the only one of which processes are known to have died, two of them.
+    # Processes are known to have crashed on this message only: two of them.
     client.execute("HSET", KEYS.strikes, ids[1], 1, ids[1] + b"a", "vanished w9")
     alone: list[int] = []
     running: list[int] = []
 
     def handle(message: Message) -> dict[str, Any]:
         running.append(1)
-        time.sleep(0.05)  # so that others could run beside it
+        time.sleep(0.05)  # others could run beside it meanwhile
         alone.append(len(running))
         running.pop()
         return double(message)
@@ -259,16 +259,16 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
 
     fill(client, 100)
     with working(client, make(handle)) as loop:
-        eventually(lambda: loop.report.committed >= 100)
+        eventually(lambda: loop.loop_metrics.committed >= 100)
         client.execute("CONFIG", "SET", "maxmemory", "1")
         try:
             fill_at_maxmemory(client, 100, first=100)
-            eventually(lambda: "wait to be committed" in caplog.text)
+            eventually(lambda: " postponed: " in caplog.text)
             eventually(lambda: pending(client) == 50, "what has no effects")
             assert len(outputs(client)) == 50
         finally:
             client.execute("CONFIG", "SET", "maxmemory", "0")
-        eventually(lambda: loop.report.committed >= 200)
+        eventually(lambda: loop.loop_metrics.committed >= 200)
     assert sorted(outputs(client)) == list(range(1, 200, 2))
     assert {pairs[3] for _, pairs in client.execute("XRANGE", "out", "-", "+")} == {b"1"}
     assert dead(client) == []
@@ -278,7 +278,7 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
 def test_a_group_or_stream_that_is_lost_is_made_again_and_work_goes_on(client: Client, harm: tuple[str, ...]) -> None:
     fill(client, 100)
     with working(client, make(double)) as loop:
-        eventually(lambda: loop.report.committed >= 100)
+        eventually(lambda: loop.loop_metrics.committed >= 100)
         client.execute(*harm)
         fill(client, 100, first=100)
         eventually(lambda: {*range(100, 200)} <= {*outputs(client)})
@@ -292,9 +292,9 @@ def test_streams_of_a_pattern_are_found_while_it_runs(client: Client) -> None:
     handler = make(double, pattern="in.*")
     with working(client, handler) as loop:
         fill(client, 10, stream="in.a")
-        eventually(lambda: loop.report.committed >= 10)
+        eventually(lambda: loop.loop_metrics.committed >= 10)
         fill(client, 10, stream="in.b", first=10)
-        eventually(lambda: loop.report.committed >= 20)
+        eventually(lambda: loop.loop_metrics.committed >= 20)
     assert sorted(outputs(client)) == list(range(20))
 
 
@@ -302,7 +302,7 @@ def test_a_redriven_entry_is_run_by_the_handler_it_is_meant_for_only(client: Cli
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.handle", "n", "1")
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "2")
     with working(client, make(double)) as loop:
-        eventually(lambda: loop.report.committed >= 2)
+        eventually(lambda: loop.loop_metrics.committed >= 2)
     assert outputs(client) == [1]
 
 
@@ -310,7 +310,7 @@ def test_workers_stop_when_spark_takes_over(client: Client) -> None:
     fill(client, 10)
     ledger = CommitStore(client, app="app", handler="handle")
     with ending(StaleOwner, client, make(double), match="taken over") as loop:
-        eventually(lambda: loop.report.committed == 10)
+        eventually(lambda: loop.loop_metrics.committed == 10)
         ledger.renewed(ledger.new_token(["in"])).begin(["in"])
     fill(client, 10, first=10)
     assert len(outputs(client)) == 10
@@ -344,8 +344,8 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
         raise ValueError
 
     fill(client, 1)
-    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), pipeline=Traced) as loop:
-        eventually(lambda: loop.report.committed >= 1)
+    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), steps=Traced) as loop:
+        eventually(lambda: loop.loop_metrics.committed >= 1)
     assert steps == ["decode", "run", "retry", "decode", "run", "dead_letter"]
 
 
@@ -360,7 +360,7 @@ def test_what_it_does_shows_in_the_metrics(client: Client) -> None:
     recorder = Recorder()
     fill(client, 10)
     with working(client, make(handle), metrics=recorder) as loop:
-        eventually(lambda: loop.report.committed >= 10)
+        eventually(lambda: loop.loop_metrics.committed >= 10)
     label = {"handler": "app.handle"}
     counted = [recorder.value(metric, **label) for metric in (m.READ, m.COMMITTED, m.RETRIED, m.REFUSED)]
     assert counted == [10, 10, 1, 0]
@@ -374,7 +374,7 @@ def test_delayed_messages_are_moved_to_the_stream_when_they_are_due(client: Clie
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
         began_ms = now_ms(client)
         producer.publish("in", {"n": 7}, delay_ms=300)
-        eventually(lambda: loop.report.committed >= 1)
+        eventually(lambda: loop.loop_metrics.committed >= 1)
     assert outputs(client) == [7]
     [(entry_id, _)] = client.execute("XRANGE", "in", "-", "+")
     assert int(entry_id.partition(b"-")[0]) - began_ms > 299  # ids are whole milliseconds of the server's clock
@@ -390,7 +390,7 @@ def test_entries_of_a_consumer_that_polls_but_makes_no_progress_are_adopted(clie
     began_ms = clock.monotonic_ms()
 
     def adopted() -> bool:
-        """Poll, as long as it is not adopted, and let some time pass."""
+        """Poll until it is claimed, and let some time pass."""
         client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", "0")
         clock.leap(20_000)
         return pending(client) == 0

@@ -1,4 +1,4 @@
-"""Handlers that take lists, on a worker: their outputs are written once, and only the guilty one of a batch dies."""
+"""Handlers that take lists, on a worker: outputs are written once, and only the message at fault is dead-lettered."""
 
 import asyncio
 import inspect
@@ -34,7 +34,7 @@ def doubled(numbers: list[Number]) -> list[dict[str, int]]:
 
 
 def either(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """The function, or a coroutine function that does the same."""
+    """Return the function, or a coroutine function that does the same."""
     if kind == "plain":
         return function
 
@@ -61,9 +61,9 @@ def test_a_handler_that_takes_a_list_gets_many_at_once_and_each_message_is_done_
 
     fill(client, 3_000)
     with working(client, make(either(handle, kind), batch_size=50)) as loop:
-        eventually(lambda: loop.report.committed >= 3_000)
+        eventually(lambda: loop.loop_metrics.committed >= 3_000)
     assert sorted(outputs(client)) == list(range(3_000))
-    assert (pending(client), loop.report.refused) == (0, 0)
+    assert (pending(client), loop.loop_metrics.refused) == (0, 0)
     assert max(sizes) == 50
 
 
@@ -76,7 +76,7 @@ def test_a_batch_without_outputs_is_acknowledged(client: Client, kind: str) -> N
 
     fill(client, 300)
     with working(client, make(either(handle, kind))) as loop:
-        eventually(lambda: loop.report.committed >= 300)
+        eventually(lambda: loop.loop_metrics.committed >= 300)
     assert (sorted(seen), pending(client)) == (list(range(300)), 0)
 
 
@@ -96,7 +96,7 @@ def test_only_the_guilty_ones_of_a_batch_die_and_the_others_are_written_once(cli
     fill(client, 100)
     handler = make(either(handle, kind), batch_size=100, batch_wait_ms=200, retry=Retry(attempts=3, delay_ms=10))
     with working(client, handler) as loop:
-        eventually(lambda: loop.report.committed >= 100)
+        eventually(lambda: loop.loop_metrics.committed >= 100)
     assert sorted(outputs(client)) == [n for n in range(100) if n not in (13, 77)]
     assert sorted((one.reason, one.attempts) for one in dead(client)) == [("failed", 3), ("rejected", 2)]
     assert attempts[13] == 3
@@ -111,7 +111,7 @@ def test_with_a_single_attempt_the_innocent_of_a_failed_batch_live_all_the_same(
 
     fill(client, 20)
     with working(client, make(handle, batch_wait_ms=200, retry=Retry(attempts=1))) as loop:
-        eventually(lambda: loop.report.committed >= 20)
+        eventually(lambda: loop.loop_metrics.committed >= 20)
     assert sorted(outputs(client)) == [n for n in range(20) if n != 5]
     assert [one.reason for one in dead(client)] == ["failed"]
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(clien
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "6")
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.handle", "n", "7")
     with working(client, make(either(doubled, kind), batch_wait_ms=200)) as loop:
-        eventually(lambda: loop.report.committed >= 8)
+        eventually(lambda: loop.loop_metrics.committed >= 8)
     assert sorted(outputs(client)) == [0, 1, 2, 3, 4, 7]
     assert [(one.reason, one.attempts) for one in dead(client)] == [("undecodable", 1)]
     assert pending(client) == 0
@@ -141,12 +141,12 @@ def test_a_batch_waits_for_more_as_long_as_it_is_told(client: Client, kind: str)
     with working(client, handler, clock=clock) as loop:
         for n in range(30):
             fill(client, 1, first=n)
-            eventually(lambda: loop.report.read == n + 1)  # noqa: B023 - it is over by then
-        eventually(lambda: loop.report.committed == 20)
+            eventually(lambda: loop.loop_metrics.read == n + 1)  # noqa: B023 - it is over by then
+        eventually(lambda: loop.loop_metrics.committed == 20)
         assert batches == [[*range(20)]]
         clock.leap(61_000)
-        fill(client, 1, first=30)  # so that the loop looks at its clock
-        eventually(lambda: loop.report.committed >= 30)
+        fill(client, 1, first=30)  # makes the loop check its clock
+        eventually(lambda: loop.loop_metrics.committed >= 30)
     assert batches[1][:10] == [*range(20, 30)]
 
 
@@ -161,7 +161,7 @@ def test_batches_are_of_one_stream_each(client: Client, kind: str) -> None:
     fill(client, 230, stream="in.a")
     fill(client, 170, stream="in.b", first=230)
     with working(client, make(either(handle, kind), pattern="in.*", batch_size=30)) as loop:
-        eventually(lambda: loop.report.committed >= 400)
+        eventually(lambda: loop.loop_metrics.committed >= 400)
     assert sorted(outputs(client)) == list(range(400))
     assert set(mixed) == {1}
 
@@ -184,9 +184,9 @@ def test_outputs_of_a_batch_are_not_written_if_one_of_it_was_taken_over_and_the_
         stolen = client.execute("XRANGE", "in", "-", "+")[first[-1]][0]
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, stolen)
         taken.set()
-        eventually(lambda: loop.report.committed >= 9)
+        eventually(lambda: loop.loop_metrics.committed >= 9)
     assert sum(outputs(client)) == sum(range(10)) - first[-1]
-    assert loop.report.refused == 1
+    assert loop.loop_metrics.refused == 1
     assert client.execute("XPENDING", "in", KEYS.group, "-", "+", 10)[0][:2] == [stolen, b"thief"]
 
 
@@ -225,7 +225,7 @@ def test_an_async_batch_beyond_its_time_limit_is_split_and_the_guilty_one_dies(c
     fill(client, 10)
     handler = make(handle, time_limit_ms=1_000, batch_wait_ms=100, retry=Retry(attempts=2, delay_ms=1))
     with working(client, handler) as loop:
-        eventually(lambda: loop.report.committed >= 10)
+        eventually(lambda: loop.loop_metrics.committed >= 10)
     assert sorted(outputs(client)) == [n for n in range(10) if n != 4]
 
 
@@ -233,8 +233,8 @@ def test_an_async_batch_beyond_its_time_limit_is_split_and_the_guilty_one_dies(c
 def test_a_stop_hands_back_a_batch_that_is_still_waiting_for_more(client: Client, kind: str) -> None:
     fill(client, 5)
     with working(client, make(either(doubled, kind), batch_wait_ms=60_000)) as loop:
-        eventually(lambda: loop.report.read == 5)
-    assert (outputs(client), loop.report.handed_back) == ([], 5)
+        eventually(lambda: loop.loop_metrics.read == 5)
+    assert (outputs(client), loop.loop_metrics.handed_back) == ([], 5)
     assert pending(client) == 5
 
 
@@ -248,7 +248,7 @@ def stream_of(client: Client, name: str = "w1") -> ReliableStream:
 
 
 def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
-    """Whether a batch is accepted, with one output."""
+    """Commit a batch with one output; return whether it was accepted."""
     unit = stream.unit(*batch)
     unit.add_outputs([(b"n", len(batch))])
     return stream.commit([unit]) == []
@@ -272,7 +272,7 @@ def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_committed_already(client:
     fill(client, 3)
     batch = mine.read(count=3)
     assert commit(mine, [batch[which]])
-    client.execute("XCLAIM", "in", KEYS.group, "w1", 0, batch[which].id, "FORCE")  # as if it had come back
+    client.execute("XCLAIM", "in", KEYS.group, "w1", 0, batch[which].id, "FORCE")  # as if it had been delivered again
     assert not commit(mine, batch)
     assert outputs(client) == [1]
     assert pending(client) == 2

@@ -1,4 +1,4 @@
-"""How many bytes of messages a worker has in hand: no more than its budget, however many there are and however large."""
+"""Bytes of messages in flight on a worker: never more than its budget, however many and large the messages are."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Held:
-    """A handler that waits until it may go on, and could run a hundred messages at once."""
+    """A handler that waits for a permit, and could run a hundred messages at once."""
 
     def __init__(self, **options: Any) -> None:
         self.goes_on = threading.Event()
@@ -41,7 +41,7 @@ class Held:
 
     @property
     def handler(self) -> Handler:
-        """Its handler."""
+        """The handler function."""
 
         async def work(message: Message) -> dict[str, Any]:
             while not self.goes_on.is_set():  # noqa: ASYNC110 - it is set in another thread
@@ -72,14 +72,14 @@ def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Clie
     publish(client, 40, streams_of(held, 10))
     with working(client, held.handler, policy=POLICY, metrics=recorder) as loop:
         eventually(lambda: recorder.value(m.BUDGET_REACHED, handler="app.handle"), "a budget that is used up")
-        assert 9 * SIZE <= loop._hand.bytes <= BUDGET + SIZE
-        most = loop._hand.bytes
+        assert 9 * SIZE <= loop._in_flight.bytes <= BUDGET + SIZE
+        most = loop._in_flight.bytes
         held.goes_on.set()
-        while loop.report.committed < 40:
-            most = max(most, loop._hand.bytes)
+        while loop.loop_metrics.committed < 40:
+            most = max(most, loop._in_flight.bytes)
             eventually(lambda: True)
         assert most <= BUDGET + SIZE
-        eventually(lambda: loop._hand.bytes == 0)
+        eventually(lambda: loop._in_flight.bytes == 0)
         eventually(lambda: recorder.value(m.IN_HAND_BYTES, handler="app.handle") == 0)
 
 
@@ -88,14 +88,14 @@ def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: 
     held.goes_on.set()
     with working(client, held.handler, policy=POLICY) as loop:
         publish(client, 3_000, streams, size=10)
-        eventually(lambda: loop.report.committed == 3_000)
+        eventually(lambda: loop.loop_metrics.committed == 3_000)
         held.goes_on.clear()
         publish(client, 60, streams)
-        eventually(lambda: loop._hand.at_budget or loop._hand.bytes > BUDGET, "a budget that is used up")
-        # Of what nobody can know the size of, no more than a few may be too much.
-        assert loop._hand.bytes <= BUDGET + 10 * SIZE
+        eventually(lambda: loop._in_flight.at_budget or loop._in_flight.bytes > BUDGET, "a budget that is used up")
+        # Entries of unknown size may exceed the budget by a few only.
+        assert loop._in_flight.bytes <= BUDGET + 10 * SIZE
         held.goes_on.set()
-        eventually(lambda: loop.report.committed == 3_060)
+        eventually(lambda: loop.loop_metrics.committed == 3_060)
 
 
 def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
@@ -104,11 +104,11 @@ def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
     caplog.set_level(logging.WARNING)
     publish(client, 6, streams_of(held, 2), size=2 * BUDGET)
     with working(client, held.handler, policy=POLICY) as loop:
-        eventually(lambda: loop._hand.at_budget)
-        assert len(loop._hand) == 1
+        eventually(lambda: loop._in_flight.at_budget)
+        assert len(loop._in_flight) == 1
         held.goes_on.set()
-        eventually(lambda: loop.report.committed == 6)
-    assert caplog.text.count("takes more when some are done") == 1
+        eventually(lambda: loop.loop_metrics.committed == 6)
+    assert caplog.text.count("fetching resumes as they finish") == 1
     assert "--prefetch-mb" in caplog.text
 
 
@@ -117,14 +117,14 @@ def test_what_is_taken_over_from_a_former_life_or_from_others_keeps_to_the_budge
     held = Held()
     fill(client, 1)
     with working(client, make(lambda message: None)) as loop:  # makes the group
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
     publish(client, 40, ["in"])
     name = "w1" if own else "gone"
     client.execute("XREADGROUP", "GROUP", KEYS.group, name, "STREAMS", "in", ">")
     ids = [one for one, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 100)]
     client.execute("XCLAIM", "in", KEYS.group, name, 0, *ids, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 1, "JUSTID")
     with working(client, held.handler, policy=POLICY) as loop:
-        eventually(lambda: loop._hand.at_budget)
-        assert 9 * SIZE <= loop._hand.bytes <= BUDGET + SIZE
+        eventually(lambda: loop._in_flight.at_budget)
+        assert 9 * SIZE <= loop._in_flight.bytes <= BUDGET + SIZE
         held.goes_on.set()
-        eventually(lambda: loop.report.committed == 40)
+        eventually(lambda: loop.loop_metrics.committed == 40)

@@ -1,4 +1,4 @@
-"""Workers come and go in their consumer groups, and what died there is seen whoever has written it."""
+"""Workers join and leave their consumer groups, and dead letters are seen whichever worker wrote them."""
 
 import threading
 from typing import Any
@@ -50,7 +50,7 @@ def test_a_worker_that_stops_with_work_in_hand_stays_a_consumer_and_others_take_
 
     fill(client, 20)
     with working(client, make(handle), "leaves") as loop:
-        eventually(lambda: began.is_set() and loop.report.read == 20)
+        eventually(lambda: began.is_set() and loop.loop_metrics.read == 20)
         loop.stop()
         release.set()
     held = Group(client, "in", KEYS.group).pending.summary()
@@ -98,7 +98,7 @@ def test_a_worker_is_no_consumer_of_a_stream_that_it_has_given_away(client: Clie
 
 
 def test_every_counter_is_there_before_the_first_message(client: Client) -> None:
-    """What is scraped first must be 0, or no `increase` is ever seen."""
+    """The first scrape must be 0, or `increase` never shows a change."""
     recorder, health = Recorder(), Health()
 
     def shown() -> list[str]:

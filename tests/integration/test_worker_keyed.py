@@ -1,4 +1,4 @@
-"""A worker whose handler has a key: order, state, what becomes of failures, stops, and the end of a lease."""
+"""A worker whose handler has a key: order, state, failures, stops, and the end of a lease."""
 
 import asyncio
 import threading
@@ -46,7 +46,7 @@ def rows(client: Client) -> list[dict[str, str]]:
 
 
 def check_order(client: Client, total: int) -> None:
-    """Each message once, each key in order, on the state that the message before has committed; nothing is left."""
+    """Check: each message once, each key in order, on the state of the message before; nothing is left."""
     found = rows(client)
     assert len(found) == total
     by_key: dict[str, list[dict[str, str]]] = defaultdict(list)
@@ -74,7 +74,7 @@ def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_
         client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}", "slow", 1) for n in range(2_000, 3_000)])
         eventually(lambda: len(client.execute("HKEYS", KEYS.owners)) > 200)
         with working(client, make(work, key="key"), "w2", policy=policy) as two:
-            eventually(lambda: two.report.committed > 10 and one.report.handed_back > 0)
+            eventually(lambda: two.loop_metrics.committed > 10 and one.loop_metrics.handed_back > 0)
             hold.set()
             eventually(lambda: len(rows(client)) == 3_000)
     check_order(client, 3_000)
@@ -89,7 +89,7 @@ def test_workers_share_keys_each_of_which_stays_in_order_with_its_state(
         for first in range(0, 2_000, 500):
             fill(client, 500, 40, first)
         eventually(lambda: len(rows(client)) >= 2_000)
-    assert one.report.committed + two.report.committed == 2_000
+    assert one.loop_metrics.committed + two.loop_metrics.committed == 2_000
     check_order(client, 2_000)
 
 
@@ -105,20 +105,20 @@ def test_a_key_can_be_a_function_and_what_has_none_is_dead_or_unordered(client: 
 
 
 def back_offs_end(client: Client) -> None:
-    """What waits for its next attempt waits no longer."""
+    """Make messages that back off due at once."""
     for line in client.execute("ZRANGE", KEYS.backoff, 0, -1):
         client.execute("ZADD", KEYS.backoff, "XX", 0, line)
 
 
 def leased_until(client: Client) -> float:
-    """When the first of all leases ends, by the server's clock; never, if there is none."""
+    """Return when the first lease expires, by the server's clock; infinite if there is none."""
     return min(
         (float(score) for score in client.execute("ZRANGE", KEYS.leases, 0, -1, "WITHSCORES")[1::2]), default=inf
     )
 
 
 def keeps_leases(client: Client, clock: LeapClock) -> None:
-    """Let more time pass than a lease lasts, for a worker that has to say again and again that it has its leases."""
+    """Let more time pass than a lease lasts, for a worker that has to renew its leases meanwhile."""
     for _ in range(3):
         before = leased_until(client)
         assert before < inf
@@ -127,7 +127,7 @@ def keeps_leases(client: Client, clock: LeapClock) -> None:
 
 
 def failing(key: str, times: int) -> Callable[..., Any]:
-    """`count`, but the first message of one key fails so many times."""
+    """Like `count`, but the first message of one key fails so many times."""
 
     def handle(message: Message, state: State) -> dict[str, Any]:
         if message.key == key.encode() and message.fields["n"] == b"0" and message.attempt <= times:
@@ -143,7 +143,7 @@ def test_what_fails_keeps_its_place_while_other_keys_go_on(client: Client) -> No
     with working(client, handler) as loop:
         eventually(lambda: len(rows(client)) >= 8)
         for failed in (1, 2):
-            eventually(lambda: loop.report.retried == failed)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.retried == failed)  # noqa: B023 - it is over by then
             assert {row["key"] for row in rows(client)} == {"k1", "k2"}
             eventually(lambda: client.execute("ZCARD", KEYS.backoff) == 1)
             back_offs_end(client)
@@ -156,14 +156,14 @@ def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(c
     fill(client, 12, 3)
     handler = make(failing("k0", 3), key="key", retry=Retry(attempts=3, delay_ms=10, then="park"))
     with working(client, handler) as loop:
-        eventually(lambda: loop.report.parked == 1 and len(rows(client)) >= 8)
+        eventually(lambda: loop.loop_metrics.parked == 1 and len(rows(client)) >= 8)
         fill(client, 3, 3, first=12)
         eventually(lambda: len(rows(client)) >= 10)
         (line,) = list_queues(client, KEYS)
         assert (line.state, line.key, line.length, line.failed) == ("parked", b"k0", 5, 3)
         assert line.parked == "failed: RuntimeError: not yet"
         assert unpark(client, KEYS, line.name)
-        eventually(lambda: loop.report.parked == 2)
+        eventually(lambda: loop.loop_metrics.parked == 2)
     assert dead(client) == []
     mended = make(count, key="key")
     unpark(client, KEYS, line.name)
@@ -217,7 +217,7 @@ def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Clie
     with working(client, make(slowly, key="key")) as loop:
         eventually(lambda: len(rows(client)) >= 3)
         loop.stop()
-        eventually(lambda: loop.report.handed_back > 0)
+        eventually(lambda: loop.loop_metrics.handed_back > 0)
         release.set()
     assert len(rows(client)) < 60
     assert check_invariants(client, KEYS, "in") == []
@@ -247,7 +247,7 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_keeps_the_orde
         client.execute("CONFIG", "SET", "maxmemory", "1")
         full.set()
         try:
-            eventually(lambda: "wait to be committed" in caplog.text)
+            eventually(lambda: " postponed: " in caplog.text)
             keeps_leases(client, clock)
         finally:
             client.execute("CONFIG", "SET", "maxmemory", "0")
@@ -265,7 +265,7 @@ def proxy(client: Client) -> Iterator[Proxy]:
 
 AT_ONCE = replace(QUICK, stop_ms=0)
 NEARLY_MS = QUICK.claim_ms - 5_000
-"""A tenth of a lease before its end a worker gives up."""
+"""A worker gives up a tenth of a lease before it expires."""
 
 
 def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, proxy: Proxy) -> None:
@@ -302,12 +302,12 @@ def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
 
     fill(client, 1, 1)
     handler = make(hang, key="key", into=None, time_limit_ms=600_000)
-    stuck: dict[str, Any] = {"match": "though its lease ends", "policy": AT_ONCE, "clock": clock}
+    stuck: dict[str, Any] = {"match": "though its lease is about to expire", "policy": AT_ONCE, "clock": clock}
     with Client(proxy.url) as through, ending(HandlerStuck, through, handler, **stuck):
         eventually(begun.is_set)
         proxy.freeze()
         clock.leap(NEARLY_MS)
-        eventually(lambda: "the leases of this worker on 1 messages of in end" in caplog.text)
+        eventually(lambda: "leases on 1 messages of in expire" in caplog.text)
         proxy.resume()
     over.set()
     assert [line.length for line in list_queues(client, KEYS)] == [1]
@@ -324,7 +324,7 @@ def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) ->
     handler = make(handle, key="key", rate=200, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
     with working(client, handler) as loop:
         eventually(lambda: len(rows(client)) >= 100)
-        assert loop.report.read <= 140
+        assert loop.loop_metrics.read <= 140
 
 
 def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:
@@ -388,8 +388,8 @@ def test_before_one_key_fills_all_that_may_wait_in_lines_it_is_said_and_measured
         eventually(lambda: pending(client) == 30)
         fill(client, 10, 1)
         eventually(lambda: recorder.value(m.LOOK_AHEAD_USED, handler="app.handle") == 0.8)
-        assert caplog.text.count("or give the workers a greater --look-ahead") == 1
-        assert "no more are routed" not in caplog.text
+        assert caplog.text.count("raise --look-ahead") == 1
+        assert "routing is paused" not in caplog.text
         fill(client, 20, 1)
         eventually(lambda: recorder.value(m.LOOK_AHEAD_USED, handler="app.handle") == 1)
-        assert caplog.text.count("no more are routed") == 1
+        assert caplog.text.count("routing is paused") == 1

@@ -1,4 +1,4 @@
-"""How fast workers read: a handler's rate, which all its workers keep together, and pause and resume."""
+"""How fast workers read: a handler's rate, shared by all its workers, and pause and resume."""
 
 import threading
 from collections import Counter
@@ -22,13 +22,13 @@ from tests.support.workers import (
     deliver_to,
     double,
     fill,
-    goes_on,
-    look_again,
     make,
     now_ms,
     outputs,
     pause,
     pending,
+    resume,
+    wait_for_reads,
     working,
 )
 
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.worker]
 
 
 def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many messages of each stream workers reserve from now on."""
+    """Count how many messages of each stream the workers reserve from now on."""
     reserved: Counter[str] = Counter()
     reserve = ReliableStream.reserve
 
@@ -46,12 +46,12 @@ def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         reserved[stream.stream] += count
         return reserve(stream, rate, count)
 
-    monkeypatch.setattr(ReliableStream, "reserve", counted)
+    monkeypatch.setattr(ReliableStream, ReliableStream.reserve.__name__, counted)
     return reserved
 
 
 def came_no_faster(entries: list[Any], rate: float, began_ms: float) -> None:
-    """Outputs came no faster than at this rate, but for what may be reserved at a time."""
+    """Check that outputs came no faster than at this rate, except one reservation."""
     for number, (entry_id, _) in enumerate(entries, 1):
         came_ms = int(entry_id.partition(b"-")[0]) + 1 - began_ms
         assert number <= rate * came_ms / 1000 + reservation_size(rate), f"message {number} came after {came_ms} ms"
@@ -96,11 +96,11 @@ def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
 
 def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None:
     with ExitStack() as stack:
-        slow = make(double, rate=1 / 3_600)  # if it had to wait for its turn, that were in an hour
+        slow = make(double, rate=1 / 3_600)  # without a reservation left over it would wait for an hour
         loops = [stack.enter_context(working(client, slow, f"w{number}")) for number in range(2)]
         eventually(lambda: client.execute("HEXISTS", KEYS.meta, "rate_at"))
         fill(client, 1)
-        eventually(lambda: sum(loop.report.committed for loop in loops) == 1)
+        eventually(lambda: sum(loop.loop_metrics.committed for loop in loops) == 1)
 
 
 def reserve(client: Client, rate: float, count: int) -> float:
@@ -138,9 +138,9 @@ def health(clock: LeapClock) -> Health:
 def test_a_loop_that_waits_for_its_turn_is_healthy(client: Client, clock: LeapClock, health: Health) -> None:
     fill(client, 5)
     with working(client, make(double, rate=1 / 3_600), health=health) as loop:
-        eventually(lambda: loop.report.committed == 1)
-        look_again(health, clock)
-        assert loop.report.committed == 1
+        eventually(lambda: loop.loop_metrics.committed == 1)
+        wait_for_reads(health, clock)
+        assert loop.loop_metrics.committed == 1
 
 
 # Pause and resume
@@ -151,13 +151,13 @@ def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
 ) -> None:
     fill(client, 10)
     with working(client, make(double), health=health) as loop:
-        eventually(lambda: loop.report.committed == 10)
+        eventually(lambda: loop.loop_metrics.committed == 10)
         pause(client, loop)
         fill(client, 10, first=10)
-        look_again(health, clock)
-        assert (loop.report.committed, loop.report.read, health.unreadiness()) == (10, 10, [])
-        goes_on(client)
-        eventually(lambda: loop.report.committed == 20)
+        wait_for_reads(health, clock)
+        assert (loop.loop_metrics.committed, loop.loop_metrics.read, health.unreadiness()) == (10, 10, [])
+        resume(client)
+        eventually(lambda: loop.loop_metrics.committed == 20)
     assert sorted(outputs(client)) == list(range(20))
 
 
@@ -170,10 +170,10 @@ def test_a_worker_that_starts_while_paused_takes_nothing_not_even_what_it_held(
     client.execute("XREADGROUP", "GROUP", KEYS.group, "w1", "COUNT", 3, "STREAMS", "in", ">")
     pause(client)
     with working(client, make(double), health=health) as loop:
-        look_again(health, clock)
-        assert (loop.report.read, loop.report.adopted, outputs(client)) == (0, 0, [])
-        goes_on(client)
-        eventually(lambda: loop.report.committed == 5)
+        wait_for_reads(health, clock)
+        assert (loop.loop_metrics.read, loop.loop_metrics.adopted, outputs(client)) == (0, 0, [])
+        resume(client)
+        eventually(lambda: loop.loop_metrics.committed == 5)
     assert pending(client) == 0
 
 
@@ -188,15 +188,15 @@ def test_a_paused_worker_finishes_what_it_has_and_adopts_nothing(
 
     fill(client, 1)
     with working(client, make(handle), health=health) as loop:
-        eventually(lambda: loop.report.read == 1)
+        eventually(lambda: loop.loop_metrics.read == 1)
         pause(client, loop)
         fill(client, 2, first=1)
         deliver_to(client, "dead", times=1)
         going_on.set()
         eventually(lambda: outputs(client) == [0])
-        look_again(health, clock)
+        wait_for_reads(health, clock)
         assert (outputs(client), pending(client)) == ([0], 2)
-        goes_on(client)
+        resume(client)
         eventually(lambda: pending(client) == 0)
 
 

@@ -1,4 +1,4 @@
-"""Workers of a handler with a key that share the lines of many streams: what idle streams cost, and who is told of what."""
+"""Workers of a handler with a key that share the keys of many streams: the cost of idle streams, and the hints."""
 
 import threading
 from dataclasses import replace
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.keys]
 CALM = replace(QUICK, sweep_ms=500, block_ms=1_000)
 HOUR_MS = 3_600_000
 ONLY_TOLD = replace(QUICK, sweep_ms=HOUR_MS, claim_ms=3 * HOUR_MS, block_ms=1_000)
-"""Looks at nothing by itself: that something is done at all shows that the worker was told of it."""
+"""Polls nothing by itself: any work done shows that the worker was notified of it."""
 
 
 def count(message: Message, state: State) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def count(message: Message, state: State) -> dict[str, Any]:
 
 
 def publish(client: Client, streams: int, rounds: int = 1, first: int = 0) -> None:
-    """An entry of each of two keys for each stream."""
+    """Add an entry of each of two keys to each stream."""
     for n in range(first, first + rounds):
         client.pipeline([("XADD", f"in{s}", "*", "n", n, "key", f"k{key}") for s in range(streams) for key in range(2)])
 
@@ -41,7 +41,7 @@ def rows(client: Client) -> list[tuple[str, str, int, int]]:
 
 
 def check_all(client: Client, streams: int, rounds: int) -> None:
-    """Each key of each stream in order, each message once, on the state of the one before; nothing is left."""
+    """Check: each key of each stream in order, each message once, on the state of the one before; nothing is left."""
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for stream, key, n, counted in rows(client):
         found.setdefault((stream, key), []).append((n, counted))
@@ -63,7 +63,7 @@ def test_workers_share_the_keys_of_many_streams_each_of_which_stays_in_order(cli
         for n in range(1, 10):
             publish(client, 60, first=n)
         eventually(lambda: len(rows(client)) == 1_200)
-        eventually(lambda: one.report.committed + two.report.committed == 1_200)
+        eventually(lambda: one.loop_metrics.committed + two.loop_metrics.committed == 1_200)
     check_all(client, 60, 10)
 
 
@@ -91,15 +91,15 @@ def test_a_worker_that_does_not_route_is_told_by_the_one_that_does(client: Clien
     handler = make(work, pattern="in*", key="key", time_limit_ms=86_400_000)
     policy = replace(ONLY_TOLD, threads=1, prefetch=1)
     with working(client, handler, "w1", policy=policy) as one:
-        eventually(lambda: one.report.committed == 40)
+        eventually(lambda: one.loop_metrics.committed == 40)
         client.execute("XADD", "in0", "*", "n", 7, "key", "busy")
-        eventually(blocked.is_set)  # it routes, and can do nothing else
+        eventually(blocked.is_set)  # it routes, and is blocked
         with working(client, handler, "w2", policy=policy) as two:
             for n in range(1, 4):
                 publish(client, 20, first=n)
-                eventually(lambda: two.report.committed == 40 * n)  # noqa: B023 - it is over by then
+                eventually(lambda: two.loop_metrics.committed == 40 * n)  # noqa: B023 - it is over by then
         release.set()
-        eventually(lambda: one.report.committed == 41)
+        eventually(lambda: one.loop_metrics.committed == 41)
 
 
 def test_what_a_key_that_was_parked_has_is_found_though_nobody_tells_of_it(client: Client) -> None:
@@ -117,7 +117,7 @@ def test_what_a_key_that_was_parked_has_is_found_though_nobody_tells_of_it(clien
 
 
 def test_what_idle_streams_cost_does_not_follow_their_number(client: Client) -> None:
-    """A look at each of 1,500 streams twice a second, with the ten commands of a lease, would be 30,000 a second."""
+    """Polling 1,500 streams twice a second, with the ten commands of a lease, would be 30,000 commands a second."""
     streams = 1_500
     publish(client, streams)
     handler = make(count, pattern="in*", key="key")

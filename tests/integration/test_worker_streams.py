@@ -35,12 +35,12 @@ def count(message: Message, state: State) -> dict[str, Any]:
 
 
 def fill(client: Client, streams: int, each: int, first: int = 0) -> None:
-    """Entries in turns, so that no stream is done before another."""
+    """Add entries round robin, so that no stream is finished before another."""
     client.pipeline([("XADD", f"s:{s}", "*", "n", n) for n in range(first, first + each) for s in range(streams)])
 
 
 def rows(client: Client) -> dict[str, list[dict[str, str]]]:
-    """The outputs of each stream, in the order of their commits."""
+    """Return the outputs of each stream, in the order of their commits."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
     for _, pairs in client.execute("XRANGE", "out", "-", "+"):
         row = {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
@@ -49,7 +49,7 @@ def rows(client: Client) -> dict[str, list[dict[str, str]]]:
 
 
 def check_order(client: Client, streams: int, each: int) -> None:
-    """Each message once, each stream in order, on the state that the message before has committed, fences growing."""
+    """Check: each message once, each stream in order, on the state of the message before, with growing fences."""
     found = rows(client)
     assert set(found) == {f"s:{s}" for s in range(streams)}
     for name, some in found.items():
@@ -99,7 +99,7 @@ def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(clie
                 running[name] += 1
                 most[name] = max(most[name], running[name])
         eventually(lambda: most["all"] > 1, "a run on another stream")
-        time.sleep(0.02)  # so that another of this stream could run beside it
+        time.sleep(0.02)  # another of this stream could run beside it meanwhile
         for name in (message.stream, "all"):
             with lock:
                 running[name] -= 1
@@ -107,7 +107,7 @@ def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(clie
     fill(client, 6, 5)
     handler = make(watch, pattern="s:*", order="stream")
     with working(client, handler, "w1") as one, working(client, handler, "w2") as two:
-        eventually(lambda: one.report.committed + two.report.committed == 30)
+        eventually(lambda: one.loop_metrics.committed + two.loop_metrics.committed == 30)
     del most["all"]
     assert set(most.values()) == {1}
 
@@ -119,7 +119,7 @@ def test_a_worker_that_stops_hands_its_streams_on_at_once(client: Client) -> Non
         with working(client, handler, "leaves"):
             eventually(lambda: len(set(owners(client).values())) == 2)
             eventually(lambda: sum(map(len, rows(client).values())) == 6)
-        assert "leaves" not in owners(client).values(), "it is over, and no lease has to end"
+        assert "leaves" not in owners(client).values(), "it has left the service, and no lease has to expire"
         fill(client, 6, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 12)
         assert set(owners(client).values()) == {"stays"}
@@ -139,11 +139,11 @@ def test_a_failing_message_keeps_its_place_in_its_stream_while_others_go_on(clie
     with working(client, make(handle, pattern="s:*", order="stream", retry=retry)) as loop:
         eventually(lambda: sum(map(len, rows(client).values())) >= 8)
         for failed in (1, 2):
-            eventually(lambda: loop.report.retried == failed)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.retried == failed)  # noqa: B023 - it is over by then
             assert "s:0" not in rows(client)
             eventually(lambda: client.execute("ZCARD", keys.backoff) == 1)
             (line,) = client.execute("ZRANGE", keys.backoff, 0, -1)
-            client.execute("ZADD", keys.backoff, "XX", 0, line)  # its wait is over
+            client.execute("ZADD", keys.backoff, "XX", 0, line)  # makes it due
         eventually(lambda: sum(map(len, rows(client).values())) >= 12)
     check_order(client, 3, 4)
 
@@ -216,7 +216,7 @@ def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
     fill(client, 1, 2)
     retry = Retry(attempts=1, then="park")
     with working(client, make(refuse, pattern="s:*", order="stream", retry=retry)) as loop:
-        eventually(lambda: loop.report.parked == 1)
+        eventually(lambda: loop.loop_metrics.parked == 1)
     assert client.execute("HKEYS", HandlerKeys("app", "handle", "s:0").parked) == [b"ks:0"]
 
 
@@ -251,18 +251,18 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_b
         eventually(lambda: len(rows(client)) == 3)
         client.execute("DEL", "s:2")
         client.execute("SET", "s:2", "no stream")
-        eventually(lambda: "leaves the stream 's:2' out for now" in caplog.text)
+        eventually(lambda: "cannot process stream 's:2'" in caplog.text)
         fill(client, 2, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 5)
         client.execute("DEL", "s:2")
         client.execute("XADD", "s:2", "*", "n", 7)
         eventually(lambda: rows(client)["s:2"][-1]["n"] == "7")
-    assert "leaves the stream 's:a}b' out" in caplog.text
-    assert "works on the stream 's:2' again" in caplog.text
+    assert "cannot process stream 's:a}b'" in caplog.text
+    assert "processes stream 's:2' again" in caplog.text
 
 
 def left_out(client: Client, service: str) -> dict[str, str | None]:
-    """What the command says of each stream that is left out, and why."""
+    """Return the excluded streams that the command shows, and why."""
     found = call("streams", service, "--json", "--url", client.url).json()
     return {row["stream"]: row["left_out"] for row in found["shown"] if row["state"] == "left out"}
 
@@ -279,7 +279,7 @@ def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
         eventually(lambda: "te\nxt" in left_out(client, "calls"))
         assert "holds a string where a stream is needed" in (left_out(client, "calls")["te\nxt"] or "")
         assert "left out" in call("streams", "calls", "--url", client.url).out
-        assert r"leaves the stream 'te\nxt' out for now" in caplog.text
+        assert r"cannot process stream 'te\nxt'" in caplog.text
         assert r"run: millstream done calls 'te\nxt'" in caplog.text
         client.execute("DEL", "te\nxt")
         client.execute("XADD", "te\nxt", "*", "n", 7)
@@ -288,7 +288,7 @@ def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
 
 
 def login(client: Client, *rules: str) -> str:
-    """The URL of a user who may do everything but for these rules."""
+    """Return the URL of a user with all rights except those of these rules."""
     client.execute("ACL", "SETUSER", "limited", "reset", "on", ">secret", "+@all", "~*", *rules)
     return client.url.replace("redis://", "redis://limited:secret@", 1)
 
@@ -304,7 +304,7 @@ def test_a_stream_that_the_user_may_not_touch_ends_no_worker_and_comes_back_with
     allowed = ("resetkeys", "~out", "~*-input*", *some)
     with Client(login(client, *allowed)) as user, working(user, make(count, order="stream", **options)):
         eventually(lambda: set(rows(client)) == {"s:0", "s:1"})
-        eventually(lambda: "leaves the stream 's:2' out for now" in caplog.text)
+        eventually(lambda: "cannot process stream 's:2'" in caplog.text)
         assert "the rights that --stream 's:2' adds in millstream acl worker leases" in caplog.text
         fill(client, 3, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 4)
@@ -321,7 +321,7 @@ def test_a_right_that_is_taken_from_a_stream_concerns_that_stream_only(
     with Client(login(client)) as user, working(user, make(count, pattern="s:*", order="stream")):
         eventually(lambda: len(rows(client)) == 3)
         login(client, "resetkeys", "~out", "~*-input*", *some)
-        eventually(lambda: "leaves the stream 's:2' out for now" in caplog.text)
+        eventually(lambda: "cannot process stream 's:2'" in caplog.text)
         fill(client, 3, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 5)
     client.execute("ACL", "DELUSER", "limited")
@@ -343,7 +343,7 @@ def test_a_worker_that_may_not_be_told_what_has_changed_looks_for_itself(
 
 def test_a_worker_on_streams_where_nothing_comes_asks_little(client: Client) -> None:
     def scripts_in(duration_s: float) -> float:
-        """A second, in so long a time or longer."""
+        """Return a second, after so long a time or longer."""
         began_s, before = time.monotonic(), scripts_called(client)
         time.sleep(duration_s)
         return (scripts_called(client) - before) / (time.monotonic() - began_s)
@@ -371,7 +371,7 @@ def test_large_effects_of_many_streams_are_committed_a_few_at_a_time(
         trips.append(sum(len(arg) for command in commands for arg in command if isinstance(arg, str | bytes)))
         return send(self, commands, *more)
 
-    monkeypatch.setattr(Client, "pipeline", weighed)
+    monkeypatch.setattr(Client, Client.pipeline.__name__, weighed)
     with working(client, make(enlarge, pattern="s:*", order="stream"), policy=replace(QUICK, threads=8)):
         eventually(lambda: len(rows(client)) == 16)
     assert max(trips) < 9 << 20
@@ -389,7 +389,7 @@ def test_a_worker_that_could_commit_nothing_ends(client: Client, rules: Any, str
     client.execute("ACL", "DELUSER", "limited")
 
 
-SHARED = r"are shared by the workers of app\.handle"
+SHARED = r"workers of app\.handle own the streams of service"
 
 
 def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:
@@ -431,12 +431,12 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
     spark = CommitStore(client, app="app", handler="handle", into="out")
     with ending(StaleOwner, client, handler, "w1"), ending(StaleOwner, client, handler, "w2"):
         eventually(lambda: len(set(owners(client).values())) == 2)
-        eventually(lambda: sum(map(len, rows(client).values())) == 4)  # so that they are at work on every stream
+        eventually(lambda: sum(map(len, rows(client).values())) == 4)  # they are at work on every stream
         spark = spark.renewed(spark.new_token(names))
-        spark.begin(names)  # whoever is first to notice gives its streams back, and the other is given them
+        spark.begin(names)  # the first to notice releases its streams, and the other gets them
     spark.begin(names)
     assert [client.execute("HGET", HandlerKeys("app", "handle", name).meta, "engine") for name in names] == [None] * 4
-    with working(client, handler, "w3"):  # one that was started after it does
+    with working(client, handler, "w3"):  # one started after the run on Spark may take over
         fill(client, 4, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 8)
     check_order(client, 4, 2)
@@ -444,7 +444,7 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
 
 @pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
 def test_on_a_cluster_streams_of_all_nodes_stay_in_order_while_workers_come_and_go(options: dict[str, Any]) -> None:
-    ran: dict[str, dict[tuple[int, int], None]] = defaultdict(dict)  # a run that is refused is repeated
+    ran: dict[str, dict[tuple[int, int], None]] = defaultdict(dict)  # a run whose commit is refused is repeated
 
     def note(message: Message, state: State) -> None:
         state["count"] = state.get("count", 0) + 1

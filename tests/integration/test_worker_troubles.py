@@ -1,4 +1,4 @@
-"""What a worker does when Redis refuses it something, when messages look dangerous, and when it stops with work in hand."""
+"""A worker when Redis refuses commands, with suspected poison pills, and at a stop with entries in flight."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import held_name
 from millstream.worker import HandlerSteps, WorkerPolicy
 from millstream.worker.in_flight import InFlight
-from millstream.worker.incarnations import ProcessEnd, note_end
+from millstream.worker.incarnations import ProcessEnd, record_end
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
@@ -39,11 +39,11 @@ from tests.support.workers import (
     ending,
     fill,
     fill_at_maxmemory,
-    look_again,
     make,
     outputs,
     pause,
     pending,
+    wait_for_reads,
     working,
 )
 
@@ -54,7 +54,7 @@ DAY_MS = 86_400_000
 
 @contextmanager
 def configured(client: Client, name: str, value: str, normal: str = "0") -> Iterator[None]:
-    """A setting of the server meanwhile."""
+    """Change a setting of the server during the block."""
     client.execute("CONFIG", "SET", name, value)
     try:
         yield
@@ -67,7 +67,7 @@ def nothing(message: Message) -> None:
 
 
 def entries(client: Client) -> list[Any]:
-    """The pending list: id, consumer, idle time, deliveries."""
+    """Return the pending list: id, consumer, idle time, deliveries."""
     found: list[Any] = client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000)
     return found
 
@@ -79,18 +79,18 @@ def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(clie
     recorder = Recorder()
 
     def refused() -> float:
-        """How many reads."""
+        """Return how many reads there were."""
         return recorder.value(m.REDIS_ERRORS, error="Unavailable")
 
     with working(client, make(double), metrics=recorder) as loop:
         fill(client, 10)
-        eventually(lambda: loop.report.committed == 10)
+        eventually(lambda: loop.loop_metrics.committed == 10)
         with configured(client, "min-replicas-to-write", "1"):
             began_s, before = time.monotonic(), refused()
             eventually(lambda: refused() - before >= 5)
             times, took_s = refused() - before, time.monotonic() - began_s
         fill(client, 10, first=10)
-        eventually(lambda: loop.report.committed == 20)
+        eventually(lambda: loop.loop_metrics.committed == 20)
     assert took_s >= 0.9 * sum(min(0.05 * 2**time, 1.0) for time in range(int(times) - 1))  # it waits longer each time
 
 
@@ -101,14 +101,14 @@ def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
     health = Health(read_within_ms=READ_WITHIN_MS, clock=clock)
     fill(client, 5)
     with working(client, make(double, time_limit_ms=READ_WITHIN_MS), clock=clock, health=health) as loop:
-        eventually(lambda: loop.report.committed == 5)
+        eventually(lambda: loop.loop_metrics.committed == 5)
         with configured(client, "maxmemory", "1"):
             fill_at_maxmemory(client, 5, first=5)
-            eventually(lambda: loop.report.read == 10 and "wait to be committed" in caplog.text)
-            look_again(health, clock, 5)  # beyond the time limit and the grace, each time
-            assert (loop.report.read, loop.ended.is_set()) == (10, False)
-        eventually(lambda: loop.report.committed == 10)
-    assert (sorted(outputs(client)), loop.report.retried, dead(client)) == (list(range(10)), 0, [])
+            eventually(lambda: loop.loop_metrics.read == 10 and " postponed: " in caplog.text)
+            wait_for_reads(health, clock, 5)  # beyond the time limit and the grace, each time
+            assert (loop.loop_metrics.read, loop.ended.is_set()) == (10, False)
+        eventually(lambda: loop.loop_metrics.committed == 10)
+    assert (sorted(outputs(client)), loop.loop_metrics.retried, dead(client)) == (list(range(10)), 0, [])
 
 
 def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_is_kept_meanwhile(
@@ -124,10 +124,10 @@ def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_
     fill(client, 3)
     handler = make(handle, time_limit_ms=600_000, retry=Retry(attempts=1))
     with ending(HandlerStuck, client, handler, clock=clock) as loop:
-        eventually(lambda: loop.report.committed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 2)
         with configured(client, "maxmemory", "1"):
             clock.leap(602_000)
-            eventually(lambda: "that hangs cannot be given up yet" in caplog.text)
+            eventually(lambda: "cannot give up a run of" in caplog.text)
             for _ in range(3):
                 (one,) = entries(client)
                 client.execute("XCLAIM", "in", KEYS.group, "w1", 0, one[0], "IDLE", QUICK.claim_ms * 3 // 4, "JUSTID")
@@ -143,17 +143,17 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.L
     caplog.set_level(logging.DEBUG, "millstream.worker.running.poison_isolation")
     with working(client, make(nothing)) as loop:
         fill(client, 1)
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
         pause(client, loop)
         fill(client, 1)
         deliver_to(client, "dead", times=3)
         with configured(client, "maxmemory", "1"):
             client.execute("HDEL", KEYS.meta, "paused")
-            eventually(lambda: "a message that may have killed others waits" in caplog.text)
+            eventually(lambda: "cannot run a poison-pill suspect" in caplog.text)
             fill_at_maxmemory(client, 20)
-            eventually(lambda: loop.report.committed == 21)
+            eventually(lambda: loop.loop_metrics.committed == 21)
             assert len(entries(client)) == 1
-        eventually(lambda: loop.report.committed == 22)
+        eventually(lambda: loop.loop_metrics.committed == 22)
 
 
 @pytest.mark.parametrize("key", [None, "n"])
@@ -173,12 +173,12 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
         sent.append(sum(unit.size for some in units.values() for unit in some))
         return commit(ledger, units, **options)
 
-    monkeypatch.setattr(CommitStore, "commit", late)
+    monkeypatch.setattr(CommitStore, CommitStore.commit.__name__, late)
     fill(client, 1_000)
     with working(client, make(run, key=key)) as loop:
-        eventually(lambda: loop.report.committed == 1_000)
+        eventually(lambda: loop.loop_metrics.committed == 1_000)
     assert sorted(outputs(client)) == list(range(1_000))
-    assert loop.report.refused == 0
+    assert loop.loop_metrics.refused == 0
     assert 4_000_000 < max(sent) <= 8 << 20
 
 
@@ -192,7 +192,7 @@ def test_a_stream_whose_name_is_no_text_is_worked_on_like_the_others(client: Cli
     ran: list[str] = []
     handler = make(lambda message: ran.append(message.stream), pattern="odd*", key=key, into=None)
     with working(client, handler) as loop:
-        eventually(lambda: loop.report.committed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 2)
     assert sorted(ran) == ["odd", "odd\udcff\udcfe"]
 
 
@@ -209,11 +209,11 @@ def test_no_more_is_taken_of_many_streams_than_the_prefetch_allows(client: Clien
     policy = replace(QUICK, prefetch=10, threads=1)
     handler = make(handle, pattern="in.*", into=None, time_limit_ms=100 * READ_WITHIN_MS)
     with working(client, handler, policy=policy, health=health) as loop:
-        eventually(lambda: loop.report.read >= 2)
-        look_again(health, clock, 5)
-        assert loop.report.read <= 10
+        eventually(lambda: loop.loop_metrics.read >= 2)
+        wait_for_reads(health, clock, 5)
+        assert loop.loop_metrics.read <= 10
         release.set()
-        eventually(lambda: loop.report.committed == 400)
+        eventually(lambda: loop.loop_metrics.committed == 400)
 
 
 def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
@@ -222,11 +222,11 @@ def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
     with working(client, make(double, pattern="in.*")) as loop:
         fill(client, 5, stream="in.a}b")
         fill(client, 5, stream="in.c")
-        eventually(lambda: loop.report.committed == 5)
-        for number in range(2):  # it has looked for streams since
+        eventually(lambda: loop.loop_metrics.committed == 5)
+        for number in range(2):  # it has discovered streams since
             fill(client, 5, stream=f"in.d{number}")
-            eventually(lambda: loop.report.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
-    assert caplog.text.count("app.handle leaves a stream out that fits its pattern") == 1
+            eventually(lambda: loop.loop_metrics.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
+    assert caplog.text.count("handler app.handle cannot process a stream that matches its pattern") == 1
 
 
 def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_waits_for_it(
@@ -245,18 +245,18 @@ def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_
                 release.wait(FAIL_SAFE_S)
         return scan(self, pattern)
 
-    monkeypatch.setattr(Client, "scan_streams", slow)
+    monkeypatch.setattr(Client, Client.scan_streams.__name__, slow)
     fill(client, 1, stream="in.a")
     # No message that runs while the clock leaps has run for too long.
     with working(client, make(double, pattern="in.*", time_limit_ms=3_600_000), clock=clock) as loop:
         eventually(lambda: len(scans) == 2)
-        for number in range(20):  # while it looks
+        for number in range(20):  # during the scan
             fill(client, 1, stream="in.a", first=number)
-            eventually(lambda: loop.report.committed == number + 2)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.committed == number + 2)  # noqa: B023 - it is over by then
         release.set()
         for number in range(20):  # afterwards
             fill(client, 1, stream="in.a", first=20 + number)
-            eventually(lambda: loop.report.committed == number + 22)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.committed == number + 22)  # noqa: B023 - it is over by then
             time.sleep(QUICK.sweep_ms / 4_000)
     assert len(scans) == 2, "the next is due in hours"
 
@@ -270,7 +270,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
         found += stream.read(count=1)
     handler = make(nothing)
     hand = InFlight(WorkerPolicy(), 1)
-    hand.take(found, 0)
+    hand.add(found, 0)
     report = LoopMetrics(handler.label, time_limit_ms=1_000)
     settler = Committer(HandlerSteps(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False)
     waiting, going_on = threading.Event(), threading.Event()
@@ -291,7 +291,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     assert (report.committed, len(hand)) == (2, 0)
 
 
-# Handlers that do what they should not
+# Handlers that misbehave
 
 
 @pytest.mark.parametrize("key", [None, "n"])
@@ -307,7 +307,7 @@ def test_what_a_handler_changes_in_its_message_changes_neither_the_next_attempt_
 
     fill(client, 1)
     with working(client, make(handle, key=key)) as loop:
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
     assert seen == ["0", "0"]
     assert [letter.pairs for letter in dead(client)] == [[b"n", b"0"]]
 
@@ -321,7 +321,7 @@ def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_tol
         ran.set()
 
     fill(client, 1)
-    with ending(Unfinished, client, make(handle), match="cancel only those that it has made"):
+    with ending(Unfinished, client, make(handle), match="cancel only tasks that the handler has made"):
         eventually(ran.is_set)
 
 
@@ -333,7 +333,7 @@ def test_an_async_handler_that_raises_generator_exit_has_failed_and_nothing_else
 
     fill(client, 3)
     with working(client, make(handle, concurrency=2)) as loop:
-        eventually(lambda: loop.report.committed == 3)
+        eventually(lambda: loop.loop_metrics.committed == 3)
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 3)]
 
 
@@ -344,7 +344,7 @@ def test_what_workers_with_a_key_have_noted_of_an_entry_ends_with_it(client: Cli
     deliver_to(client, "gone", times=1)
     client.execute("HSET", KEYS.strikes, entries(client)[0][0] + b"l", 1)
     with working(client, make(double)) as loop:
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
     assert client.execute("EXISTS", KEYS.strikes) == 0
 
 
@@ -360,7 +360,7 @@ def test_orderly_stops_do_not_make_a_message_suspect(client: Client) -> None:
     fill(client, 4)
     for number in range(3):
         with working(client, make(handle, into=None), f"w{number}") as loop:
-            eventually(lambda: loop.report.read + loop.report.adopted >= 2)
+            eventually(lambda: loop.loop_metrics.read + loop.loop_metrics.adopted >= 2)
             loop.stop(deadline_ms=0)
     assert {entry[3] for entry in entries(client)} == {0}
     release.set()
@@ -383,7 +383,7 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(c
     with working(client, make(handle, retry=Retry(attempts=5, delay_ms=60_000))) as loop:
         eventually(running.is_set)
         if how == "failed":
-            eventually(lambda: loop.report.retried == 1)
+            eventually(lambda: loop.loop_metrics.retried == 1)
         else:
             assert client.execute("HGETALL", KEYS.strikes)[0].endswith(b"a")
             loop.stop(deadline_ms=0)
@@ -396,7 +396,7 @@ ALIVE, TOLD_TO_END, DIED, VANISHED = "alive", "told to end", "died", "vanished"
 
 
 def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> bytes:
-    """Publish a message that a process, w9, ran in isolation, and of which so many have died; its id."""
+    """Publish a message that the process w9 ran in isolation, and on which so many have crashed; return its id."""
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
@@ -406,7 +406,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
     if what_became == ALIVE:
         client.execute("SET", held_name("app", "w9"), "token")
     elif what_became != VANISHED:
-        note_end(client, "app", "token-7", ProcessEnd(died=what_became == DIED, cause="was ended by SIGSEGV"))
+        record_end(client, "app", "token-7", ProcessEnd(died=what_became == DIED, cause="was ended by SIGSEGV"))
     return bytes(entry[0])
 
 
@@ -414,7 +414,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
 def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran_in_isolation(
     client: Client, what_became: str
 ) -> None:
-    suspect_run_before(client, what_became, deaths=1)  # of two, which are one too many
+    suspect_run_before(client, what_became, deaths=1)  # with the second crash it is one too many
     with working(client, make(double)):
         eventually(lambda: outputs(client) == [0])
         eventually(lambda: pending(client) == 0)
@@ -430,19 +430,19 @@ def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_
     with working(client, make(double), clock=clock):
 
         def is_given_up() -> bool:
-            clock.leap(400)  # the supervisor has as long as a name lasts to show that it lives
+            clock.leap(400)  # a supervisor renews its name sooner than it expires
             return pending(client) == 0
 
         eventually(is_given_up)
     (letter,) = dead(client)
     cause = "was ended by SIGSEGV" if what_became == DIED else "vanished together with its supervisor"
     assert (letter.reason, letter.attempts) == ("crashed", 3)
-    assert letter.error == f"2 processes ended while they ran this message and nothing else; the last {cause}"
+    assert letter.error == f"2 processes crashed while they ran this message and nothing else; the last {cause}"
     assert (outputs(client), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
 
 
 def gets(client: Client) -> int:
-    """How many GET the server has run since the test began."""
+    """Return how many GETs the server has run since the test began."""
     _, found, rest = client.execute("INFO", "commandstats").decode().partition("cmdstat_get:calls=")
     return int(rest.partition(",")[0]) if found else 0
 
@@ -494,15 +494,15 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
     clock = LeapClock()
     with working(client, make(handle, batch_wait_ms=0), clock=clock) as loop:
         eventually(running.is_set)
-        eventually(lambda: loop.report.adopted == 1)
-        eventually(lambda: not loop._hand.gate.is_set(), "its turn")
+        eventually(lambda: loop.loop_metrics.adopted == 1)
+        eventually(lambda: not loop._in_flight.gate.is_set(), "its turn")
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, entries(client)[0][0])
-        clock.leap(QUICK.claim_ms / 2)  # it says once more what it has
-        eventually(lambda: loop.report.refused == 1)  # it has noticed
+        clock.leap(QUICK.claim_ms / 2)  # it renews its claims
+        eventually(lambda: loop.loop_metrics.refused == 1)  # it has noticed
         release.set()
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
         fill(client, 1, first=2)
-        eventually(lambda: loop.report.committed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 2)
     assert ran == ["1", "2"]
 
 
@@ -517,10 +517,10 @@ def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(cli
     policy = replace(QUICK, claim_ms=600_000)
     retry = Retry(attempts=3, delay_ms=480_000, max_delay_ms=480_000, jitter=0)
     with working(client, make(fail, retry=retry), policy=policy) as loop:
-        eventually(lambda: loop.report.retried == 2)
-    assert loop.report.handed_back == 2
+        eventually(lambda: loop.loop_metrics.retried == 2)
+    assert loop.loop_metrics.handed_back == 2
     for _, _, idle_ms, _ in entries(client):
-        assert 110_000 < idle_ms < 590_000  # adopted after 600,000
+        assert 110_000 < idle_ms < 590_000  # claimable after 600,000
 
 
 def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> None:
@@ -531,5 +531,5 @@ def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> Non
     client.execute("XTRIM", "in", "MAXLEN", "1")
     recorder = Recorder()
     with working(client, make(double), metrics=recorder) as loop:
-        eventually(lambda: loop.report.committed == 1 and loop.report.trimmed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 1 and loop.loop_metrics.trimmed == 2)
     assert (pending(client), recorder.value(m.TRIMMED, handler="app.handle")) == (0, 2)

@@ -71,7 +71,7 @@ def test_a_client_without_millstream_reads_and_writes_streams_exactly_once(
     assert "WrongType: the key 'plain' holds another type of value than a stream" in refusals["type"]
     assert "OutputError: the ids for stream 'ids' overlap between partitions" in refusals["ids"]
     assert not refusals["ids"].startswith("Writing job failed"), "its end has not failed as well"
-    assert told["runner"].startswith("this is a session of Spark Connect: handlers and stages need")
+    assert told["runner"].startswith("this is a Spark Connect session: handlers and stages need")
 
 
 class Pipeline:

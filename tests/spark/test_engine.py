@@ -113,7 +113,7 @@ def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(p
     app = counting_app()
     pipelines.add("in", *steps(20))
     pipelines.once(app)
-    with pytest.raises(ConfigError, match="--from-frontier to go on there, --reprocess to forget"):
+    with pytest.raises(ConfigError, match="--from-frontier to continue there, --reprocess to delete"):
         pipelines.once(app, checkpoint="second")
     pipelines.add("in", *steps(10, start=20))
     pipelines.once(app, checkpoint="second", start="from-frontier")
@@ -157,7 +157,7 @@ def test_a_stream_made_anew_below_what_is_committed_stops_the_run_and_is_never_p
     pipelines.client.execute("DEL", "in")
     pipelines.client.execute("XADD", "in", "5-1", "key", "a", "n", 1)
     for settings in ({"fail_on_data_loss": False}, {"checkpoint": "second", "start": "from-frontier"}):
-        with pytest.raises(PipelineFailed, match=r"made anew with ids below .* --reprocess"):
+        with pytest.raises(PipelineFailed, match=r"recreated with ids below .* --reprocess"):
             pipelines.once(app, **settings)
     pipelines.once(app, checkpoint="third", start="reprocess")
     assert numbers(pipelines, "a") == [1]

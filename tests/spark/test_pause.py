@@ -111,12 +111,14 @@ def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: C
     paused = BatchPlanner(
         client, parse({"url": client.url, "subscribePattern": "*", **names}, {}), cores=1, clock=clock
     )
-    start = paused.starts("earliest")
+    start = paused.starting_offsets("earliest")
     ledger.pause(["a"], paused=True)
-    ends = paused.advance(start, limit=10, target=None).ends
+    ends = paused.plan_next(start, limit=10, target=None).end
     assert ends["b"].id == EntryId(5, 0)
     assert ends.get("a") == start.get("a")
-    assert paused.advance(ends, limit=10, target=paused.tails()).ends is ends, "and a run that ends at a target ends"
+    assert paused.plan_next(ends, limit=10, target=paused.latest_offsets()).end is ends, (
+        "and a run that ends at a target ends"
+    )
     ledger.pause(["a"], paused=False)
     clock.now_ms += 60_000
-    assert paused.advance(ends, limit=10, target=None).ends["a"].id == EntryId(10, 0)
+    assert paused.plan_next(ends, limit=10, target=None).end["a"].id == EntryId(10, 0)

@@ -72,7 +72,7 @@ def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: 
 def test_a_batch_that_takes_long_is_told_of_while_it_runs(
     pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_FIRST_WORD_MS", 100.0)
+    monkeypatch.setattr(pipeline, "_FIRST_REPORT_MS", 100.0)
     ended = pipelines.folder / "ended"
 
     def slow(message: Message) -> None:
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
     (offsets / ".0.crc").unlink()
     (offsets / "0").write_text("")
     with pytest.raises(
-        PipelineFailed, match=r"cannot go on from its checkpoint.*Incomplete log.*--from-frontier"
+        PipelineFailed, match=r"cannot resume from its checkpoint.*Incomplete log.*--from-frontier"
     ) as end:
         pipelines.once(app_of(nothing))
     assert "\n" not in str(end.value)
@@ -111,9 +111,9 @@ def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_c
     late = failure_of(
         RuntimeError("job failed\norg.apache.spark.SparkException: Python worker failed to connect back.")
     )
-    assert late.reason.endswith("connect back within Spark's 10 seconds: has this machine too much to do?")
+    assert late.reason.endswith("connect back within Spark's 10 seconds: is this machine overloaded?")
     supervisor._give_up(resuming, late)
-    with pytest.raises(PipelineFailed, match="cannot go on from its checkpoint: OSError: Incomplete log"):
+    with pytest.raises(PipelineFailed, match="cannot resume from its checkpoint: OSError: Incomplete log"):
         supervisor._give_up(resuming, Failure(kind=None, reason="OSError: Incomplete log", of_checkpoint=True))
     resuming.failures = 11
     with pytest.raises(PipelineFailed, match="11 times in a row"):
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_one_is_refused(pipelines: Pipelines, place:
 
 
 def test_what_fails_each_time_is_given_up_and_named(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_MOST_FAILURES_ONCE", 1)
+    monkeypatch.setattr(runner, "_MAX_FAILURES_ONCE", 1)
     lock = threading.Lock()  # cannot be sent to a worker
 
     def unsendable(message: Message) -> None:

@@ -71,7 +71,7 @@ def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes
     assert sorted((row[b"k"], int(row[b"n"])) for row in rows) == [
         (b"%d" % k, n) for k in range(5) for n in range(1, 31)
     ]
-    assert (tmp_path / "stderr.log").read_text().count("the Spark session is over") == 2
+    assert (tmp_path / "stderr.log").read_text().count("the Spark session has ended") == 2
 
 
 STAGE = """
@@ -88,13 +88,13 @@ def copy(rows):
 @pytest.mark.parametrize(
     ("schema", "options", "url", "says"),
     [
-        ("n strng", {}, "", "the column n is of type 'strng', which Spark does not have; did you mean 'string'?"),
+        ("n strng", {}, "", "column n has the type 'strng', which Spark does not know; did you mean 'string'?"),
         ("n long, `a b` duble", {}, "", "did you mean 'double'?"),
         (
             "n string",
             {"minPartitions": "two"},
             "",
-            "app.copy cannot be made: option minPartitions='two' must be a whole",
+            "app.copy cannot be built: option minPartitions='two' must be a whole",
         ),
         ("n string", {}, "redis:/nowhere", "is not a Redis URL"),
         ("n string", {}, "redis://127.0.0.1:{port}/99", "has no database of this number"),

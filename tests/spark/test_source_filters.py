@@ -87,7 +87,7 @@ def test_no_row_is_left_out_that_passes_all_filters_and_none_is_kept_that_fails_
 ) -> None:
     selection = ReadFilter(COLUMNS)
     taken = [condition for condition in conditions if selection.add(condition)]
-    found = selection.takes(stream) and selection.least <= entry_id <= selection.most
+    found = selection.accepts(stream) and selection.min_id <= entry_id <= selection.max_id
     if all(holds(condition, stream, entry_id) for condition in conditions):
         assert found
     if found:
@@ -101,7 +101,7 @@ def test_a_time_between_two_milliseconds_bounds_the_ids_exactly(kind: Callable[.
     selection = ReadFilter(COLUMNS)
     assert selection.add(condition)
     for entry_id in (EntryId(ms, seq) for ms in range(9) for seq in (0, 2**64 - 1)):
-        assert (selection.least <= entry_id <= selection.most) == holds(condition, "s", entry_id)
+        assert (selection.min_id <= entry_id <= selection.max_id) == holds(condition, "s", entry_id)
 
 
 def test_what_is_no_range_of_ids_or_choice_of_streams_is_left_to_spark() -> None:
@@ -118,7 +118,7 @@ def test_what_is_no_range_of_ids_or_choice_of_streams_is_left_to_spark() -> None
         EqualTo(("elsewhere",), "a"),
     ]
     assert not [condition for condition in left if selection.add(condition)]
-    assert (selection.least, selection.most) == (EntryId(5, 0), EntryId(9, 2**64 - 1)), "but the values are bounds"
+    assert (selection.min_id, selection.max_id) == (EntryId(5, 0), EntryId(9, 2**64 - 1)), "but the values are bounds"
 
 
 def test_a_range_keeps_the_counts_of_the_ends_that_it_does_not_move() -> None:

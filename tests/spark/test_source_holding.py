@@ -12,7 +12,7 @@ from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets
 from millstream.spark.source.options import parse
 from millstream.spark.source.provider import RedisStreamReader
-from millstream.spark.source.reader_base import HELD_S
+from millstream.spark.source.reader_base import DELAY_POLL_S
 from millstream.spark.source.schema import default_schema
 from tests.support.clocks import HandClock
 from tests.support.sources import Bench, Streams
@@ -31,12 +31,12 @@ class Query:
     def __init__(self, client: Client, clock: HandClock, **options: str) -> None:
         given = {"url": client.url, "subscribe": "s,t", "startingOffsets": "earliest", **options}
         self.planner = BatchPlanner(client, parse(given, {}), cores=1, clock=clock)
-        self.at = self.planner.starts("latest")
+        self.at = self.planner.starting_offsets("latest")
 
-    def trigger(self, *, limit: int | None = None, target: Offsets | None = None, hold: bool = True) -> int:
+    def trigger(self, *, limit: int | None = None, target: Offsets | None = None, may_delay: bool = True) -> int:
         """How many entries the next batch takes."""
-        ends = self.planner.advance(self.at, limit=limit, target=target, hold=hold).ends
-        taken = sum((end.added or 0) - (self.at[name].added or 0) for name, end in ends.items())
+        ends = self.planner.plan_next(self.at, limit=limit, target=target, may_delay=may_delay).end
+        taken = sum((end.entries_added or 0) - (self.at[name].entries_added or 0) for name, end in ends.items())
         self.at = ends
         return taken
 
@@ -75,10 +75,10 @@ def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -
     query.trigger()
     add(client, "s", 1)
     clock.now_ms += MINUTE_MS
-    assert query.planner.advance(query.at, limit=None, target=None, hold=True).held_ms == 14 * MINUTE_MS
-    assert query.trigger(hold=False) == 1
-    idle = query.planner.advance(query.at, limit=None, target=None, hold=True)
-    assert idle.held_ms == 0, "nothing is held back, so it is looked at as often as ever"
+    assert query.planner.plan_next(query.at, limit=None, target=None, may_delay=True).delay_ms == 14 * MINUTE_MS
+    assert query.trigger(may_delay=False) == 1
+    idle = query.planner.plan_next(query.at, limit=None, target=None, may_delay=True)
+    assert idle.delay_ms == 0, "nothing is held back, so it is looked at as often as ever"
 
 
 def test_a_limited_batch_waits_too_and_an_end_that_is_fixed_does_not(client: Client) -> None:
@@ -142,4 +142,4 @@ def test_a_query_that_holds_back_looks_seldom(streams: Streams, monkeypatch: pyt
     streams.add("s", 1)
     for _ in range(3):
         assert reader.latestOffset(at, reader.getDefaultReadLimit()) is at
-    assert waits == [HELD_S] * 3 == [0.5] * 3, "twice a second, as it says"
+    assert waits == [DELAY_POLL_S] * 3 == [0.5] * 3, "twice a second, as it says"

@@ -35,8 +35,8 @@ class Knowing:
         self.look()
 
     def look(self) -> set[str] | None:
-        changed = self.known.look()
-        facts = self.known.of(NAMES)
+        changed = self.known.refresh()
+        facts = self.known.get(NAMES)
         assert {name: facts[name] for name in NAMES} == fetch(self.client, NAMES)
         return changed
 
@@ -84,11 +84,11 @@ def test_a_stream_that_expires_is_missed(client: Client) -> None:
     client.execute("XADD", NAMES[0], "*", "a", 1)
     knowing = Knowing(client)
     client.execute("PEXPIRE", NAMES[0], 200)
-    assert knowing.known.look() == {NAMES[0]}
+    assert knowing.known.refresh() == {NAMES[0]}
 
     def is_missed() -> bool:
-        knowing.known.look()
-        return knowing.known.of(NAMES)[NAMES[0]] is None
+        knowing.known.refresh()
+        return knowing.known.get(NAMES)[NAMES[0]] is None
 
     eventually(is_missed, "its end")
 
@@ -110,11 +110,11 @@ def test_a_server_that_forgets_what_it_was_asked_says_so_and_a_new_one_is_asked_
         knowing.look()
         assert knowing.look() == set()
         client.execute("SWAPDB", 0, 1)  # is not told
-        facts = knowing.known.of(NAMES)
+        facts = knowing.known.get(NAMES)
         for _ in range(400):
             knowing.clock.now_ms += 1_000
-            knowing.known.look()
-            facts = knowing.known.of(NAMES)
+            knowing.known.refresh()
+            facts = knowing.known.get(NAMES)
         assert not any(facts.values())
 
 
@@ -124,7 +124,7 @@ def test_without_the_right_to_be_told_everything_is_asked_each_time(caplog: pyte
         for _ in range(2):
             client.execute("XADD", NAMES[0], "*", "a", 1)
             assert knowing.look() is None
-        assert caplog.text.count("every look asks about every stream") == 1
+        assert caplog.text.count("polling every stream instead") == 1
 
 
 def test_slots_that_move_take_what_is_known_with_them() -> None:
@@ -147,7 +147,7 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
         client.execute("XADD", NAMES[0], "*", "a", 1)
         move_slot(source, target, slot, finish=False)
         # A stream that is created while its slot is on its way, and was not there before, is not told before it has arrived.
-        happens(lambda: (knowing.known.look(), knowing.known.of(NAMES)))
+        happens(lambda: (knowing.known.refresh(), knowing.known.get(NAMES)))
         finish_move(source, target, slot)
         happens(knowing.look)
         eventually(lambda: knowing.look() is not None, "the nodes to say the same")
@@ -157,13 +157,13 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
 def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) -> None:
     watch = KeyTracker(client)
     assert watch.changed() is None
-    replies = watch.ask(("XLEN",), NAMES)
+    replies = watch.read_each(("XLEN",), NAMES)
     assert next(replies) == (NAMES[0], 0)
     client.execute("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     with pytest.raises(Unavailable):
-        list(watch.ask(("XLEN",), NAMES))
+        list(watch.read_each(("XLEN",), NAMES))
     assert watch.changed() is None
-    assert dict(watch.ask(("XLEN",), NAMES)) == dict.fromkeys(NAMES, 0)
+    assert dict(watch.read_each(("XLEN",), NAMES)) == dict.fromkeys(NAMES, 0)
     watch.close()
     assert watch.changed() is None
 
@@ -176,10 +176,10 @@ def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_with_a_word_in
     client.execute("XADD", b"p:\xff\xfe", "*", "a", "1")
     options = parse({"url": client.url, "subscribePattern": "p:*", "startingOffsets": "earliest"}, {})
     pattern = BatchPlanner(client, options, cores=1, clock=clock)
-    start = pattern.starts("latest")
+    start = pattern.starting_offsets("latest")
     assert list(start) == ["p:1"]
     for _ in range(3):
         clock.now_ms += 2_000
-        assert list(pattern.advance(start, limit=None, target=None).ends) == ["p:1"]
+        assert list(pattern.plan_next(start, limit=None, target=None).end) == ["p:1"]
     (said,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    assert "not UTF-8 text: 1, among them 'p:\\udcff\\udcfe'" in said
+    assert said == "1 streams are left out, as their names are not UTF-8 text: 'p:\\udcff\\udcfe'"

@@ -29,16 +29,16 @@ class Query:
         given = {"url": client.url, "startingOffsets": "earliest", **chosen, **loss, **options}
         self.planner = BatchPlanner(client, parse(given, {}), cores=1)
         self.lenient = lenient
-        self.at = self.planner.starts("latest")
+        self.at = self.planner.starting_offsets("latest")
 
     def batch(
         self, planned: Callable[[], object] = lambda: None, dealt: Callable[[], object] = lambda: None
     ) -> list[tuple[str, str]]:
         """Read one batch; `planned` happens when its end is known, `dealt` when its tasks are."""
         start: Offsets = self.at
-        end = self.planner.advance(start, limit=None, target=None).ends
+        end = self.planner.plan_next(start, limit=None, target=None).end
         planned()
-        pieces = [piece for task in self.planner.pieces(start, end) for piece in task]
+        pieces = [piece for task in self.planner.plan_tasks(start, end) for piece in task]
         dealt()
         reading = PartitionReader(self.client, pieces, limit_ms=1000, fail_on_data_loss=not self.lenient)
         found = [
@@ -79,7 +79,7 @@ def test_a_stream_that_goes_ends_the_query_whenever_it_does(
     client: Client, way: Callable[[Client], None], moment: str
 ) -> None:
     query = running(client, lenient=False)
-    with pytest.raises(DataLoss, match=r"stream 's' (was deleted or re-created|lost 3 entries)"):
+    with pytest.raises(DataLoss, match=r"stream 's' (was deleted or recreated|lost 3 entries)"):
         happens(query, way, moment)
 
 

@@ -77,7 +77,7 @@ def test_a_deleted_stream_fails_or_is_read_from_the_beginning_of_its_successor(b
     bench.client.execute("DEL", "s")
     if recreated:
         bench.add("s", 40, start=100)
-    with pytest.raises(StreamingQueryException, match="stream 's' was deleted or re-created"):
+    with pytest.raises(StreamingQueryException, match="stream 's' was deleted or recreated"):
         bench.take(bench.stream("s,other"))
     lenient = bench.stream("s,other", failOnDataLoss=False)
     taken = bench.take(lenient)
@@ -92,7 +92,7 @@ def test_a_pattern_notices_that_a_stream_is_gone(bench: Bench) -> None:
     frame = bench.stream(subscribePattern="a:*", startingOffsets="earliest")
     bench.take(frame)
     bench.client.execute("DEL", "a:1")
-    with pytest.raises(StreamingQueryException, match="stream 'a:1' was deleted or re-created"):
+    with pytest.raises(StreamingQueryException, match="stream 'a:1' was deleted or recreated"):
         bench.take(frame)
 
 

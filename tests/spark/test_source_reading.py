@@ -13,7 +13,7 @@ from millstream.redis_client.resp import ReplySize
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
-from millstream.spark.source.row_decoder import Run, split_ids
+from millstream.spark.source.row_decoder import StreamEntries, split_ids
 from millstream.spark.source.row_layout import batch_maker
 from millstream.spark.source.schema import default_schema
 
@@ -42,12 +42,12 @@ def fill(client: Client, stream: str, count: int, value: bytes = b"x") -> None:
     client.pipeline([("XADD", stream, f"{n + 1}-0", "a", value) for n in range(count)])
 
 
-def read(client: Client, pieces: Sequence[OffsetRange]) -> list[list[Run]]:
+def read(client: Client, pieces: Sequence[OffsetRange]) -> list[list[StreamEntries]]:
     reading = PartitionReader(client, pieces, limit_ms=5000, fail_on_data_loss=True)
     return list(reading.batches(list))
 
 
-def ids(batches: list[list[Run]], stream: str) -> list[bytes]:
+def ids(batches: list[list[StreamEntries]], stream: str) -> list[bytes]:
     return [entry[0] for name, entries in chain.from_iterable(batches) if name == stream for entry in entries]
 
 

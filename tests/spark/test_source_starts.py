@@ -23,15 +23,15 @@ def planner(client: Client, subscribe: str = "s", **options: str) -> BatchPlanne
 
 def starts(client: Client, subscribe: str = "s", **options: str) -> list[str]:
     """Where a streaming query begins in each stream: the id of the last entry that it leaves out."""
-    found = planner(client, subscribe, **options).starts("latest")
+    found = planner(client, subscribe, **options).starting_offsets("latest")
     return [str(found[name].id) for name in subscribe.split(",")]
 
 
 def sizes(plan: BatchPlanner) -> dict[str, int]:
     """How many entries a first batch of all that is there would read of each stream."""
-    start = plan.starts("latest")
-    ends = plan.advance(start, limit=None, target=None).ends
-    pieces = [piece for task in plan.pieces(start, ends) for piece in task]
+    start = plan.starting_offsets("latest")
+    ends = plan.plan_next(start, limit=None, target=None).end
+    pieces = [piece for task in plan.plan_tasks(start, ends) for piece in task]
     return {piece.stream: piece.size for piece in pieces}
 
 
@@ -45,7 +45,7 @@ def test_each_stream_may_begin_at_a_time_of_its_own(client: Client) -> None:
     assert found == [f"19-{2**64 - 1}", f"10-{2**64 - 1}", "30-0"]
     plan = planner(client, "a,b,c", startingOffsetsByTimestamp='{"a": 20, "b": 31, "c": 30}', startingOffsets="earliest",
                    startingOffsetsByTimestampStrategy="latest")  # fmt: skip
-    start = plan.starts("latest")
+    start = plan.starting_offsets("latest")
     assert (start["b"], start["c"]) == (Position(EntryId(30, 0), 4), Position(EntryId(29, 2**64 - 1), None))
 
 
@@ -53,13 +53,13 @@ def test_a_time_that_no_entry_has_reached_is_an_error_or_the_end_of_the_stream(c
     fill(client, "early", "10-0")
     fill(client, "late", "10-0", "90-0")
     times = {"startingTimestamp": "50"}
-    with pytest.raises(ConfigError, match=r"begin at in 'early'; .*Strategy\", \"latest\""):
+    with pytest.raises(ConfigError, match=r"starting time in 'early'; .*Strategy\", \"latest\""):
         starts(client, "early,late", **times)
     assert starts(client, "early,late", **times, startingOffsetsByTimestampStrategy="latest")[0] == "10-0"
-    usual = planner(client, "early,late", **times).starts("earliest")
+    usual = planner(client, "early,late", **times).starting_offsets("earliest")
     assert usual["early"] == Position(EntryId(10, 0), 1), "spark.read has nothing to read there, which is no error"
     with pytest.raises(ConfigError, match="early"):
-        planner(client, "early,late", **times, startingOffsetsByTimestampStrategy="error").starts("earliest")
+        planner(client, "early,late", **times, startingOffsetsByTimestampStrategy="error").starting_offsets("earliest")
     fill(client, "early", "50-0")
     assert starts(client, "early,late", **times)[0] == f"49-{2**64 - 1}", "an entry of that very millisecond will do"
 
@@ -73,11 +73,11 @@ def test_many_streams_that_are_late_are_counted_and_three_are_named(client: Clie
 
 def test_a_stream_that_is_yet_to_come_is_read_from_that_time_on(client: Client) -> None:
     plan = planner(client, startingTimestamp="50")
-    start = plan.starts("latest")
-    assert plan.advance(start, limit=None, target=None).ends == start, "nothing to read, and nothing lost"
+    start = plan.starting_offsets("latest")
+    assert plan.plan_next(start, limit=None, target=None).end == start, "nothing to read, and nothing lost"
     fill(client, "s", "49-0", "50-0", "51-0")
-    ends = plan.advance(start, limit=None, target=None).ends
-    ((piece,),) = plan.pieces(start, ends)
+    ends = plan.plan_next(start, limit=None, target=None).end
+    ((piece,),) = plan.plan_tasks(start, ends)
     assert (piece.after, piece.until) == (EntryId(49, 2**64 - 1), EntryId(51, 0))
 
 
@@ -85,7 +85,7 @@ def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Clien
     for stream in "abc":
         fill(client, stream, "10-0", "20-0", "30-0")
     plan = planner(client, "a,b,c", endingOffsetsByTimestamp='{"a": 20, "b": 99}', endingOffsets='{"c": "20-0"}')
-    pieces = [piece for task in plan.everything(ReadFilter({})) for piece in task]
+    pieces = [piece for task in plan.plan_batch_read(ReadFilter({})) for piece in task]
     assert [(piece.stream, str(piece.until)) for piece in pieces] == [
         ("a", f"19-{2**64 - 1}"),
         ("b", "30-0"),
@@ -99,20 +99,20 @@ def test_a_batch_read_may_leave_out_one_stream_of_several_and_begins_early_where
     for stream in "abc":
         fill(client, stream, "10-0", "20-0")
     plan = planner(client, "a,b,c", startingOffsets='{"a": "10-0", "b": "latest"}')
-    pieces = [piece for task in plan.everything(ReadFilter({})) for piece in task]
+    pieces = [piece for task in plan.plan_batch_read(ReadFilter({})) for piece in task]
     assert {piece.stream: piece.after < EntryId(10, 0) for piece in pieces} == {"a": False, "c": True}
 
 
 def test_a_batch_read_names_the_streams_that_are_not_there(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     fill(client, "orders", "10-0")
-    planner(client, "orders").everything(ReadFilter({}))
+    planner(client, "orders").plan_batch_read(ReadFilter({}))
     assert not caplog.records
-    assert planner(client, "order,orders,refund").everything(ReadFilter({}))
-    assert "streams that do not exist: 'order', 'refund'" in caplog.text
+    assert planner(client, "order,orders,refund").plan_batch_read(ReadFilter({}))
+    assert "streams do not exist: 'order', 'refund'" in caplog.text
     caplog.clear()
     pattern = parse({"url": client.url, "subscribePattern": "oder*"}, {})
-    assert BatchPlanner(client, pattern, cores=1).everything(ReadFilter({})) == []
-    assert "no stream is there of those that are subscribed to" in caplog.text
+    assert BatchPlanner(client, pattern, cores=1).plan_batch_read(ReadFilter({})) == []
+    assert "no subscribed stream exists" in caplog.text
 
 
 # --- groups ---
@@ -133,12 +133,12 @@ def test_a_query_begins_where_a_group_of_workers_stands(client: Client, caplog: 
         fill(client, stream, *(f"{n}-0" for n in range(1, 11)))
     deliver(client, "workers", "a", 4)
     options = {"startingOffsets": "group", "startingGroup": "workers"}
-    start = planner(client, "a,b,later", **options).starts("latest")
+    start = planner(client, "a,b,later", **options).starting_offsets("latest")
     assert start == {"a": Position(EntryId(4, 0), 4), "b": Position(ZERO_ID, 0), "later": Position(ZERO_ID, 0)}
     assert not caplog.records
     assert sizes(planner(client, "a,b,later", **options)) == {"a": 6, "b": 10}
     assert [record.getMessage() for record in caplog.records] == [
-        "streams that do not exist are read as soon as they do: 'later'"
+        "subscribed streams do not exist: 'later'; reading them as soon as they do"
     ]
     deliver(client, "workers", "a", 3, confirm=False)
     assert starts(client, "a", **options) == ["7-0"]
@@ -159,7 +159,7 @@ def test_what_was_trimmed_before_its_group_had_it_is_lost(client: Client) -> Non
     client.execute("XTRIM", "s", "MAXLEN", 10)
     plan = planner(client, startingOffsets="group", startingGroup="workers")
     with pytest.raises(DataLoss, match="lost 6 entries after 4-0"):
-        plan.advance(plan.starts("latest"), limit=None, target=None)
+        plan.plan_next(plan.starting_offsets("latest"), limit=None, target=None)
 
 
 def test_a_group_that_no_stream_has_is_taken_for_a_mistake_but_not_the_query_s_own(client: Client) -> None:
@@ -174,6 +174,6 @@ def test_a_group_without_count_or_beyond_the_end_is_believed_about_its_place(cli
     fill(client, "s", "1-0", "2-0", "3-0")
     options = {"startingOffsets": "group", "startingGroup": "g"}
     client.execute("XGROUP", "CREATE", "s", "g", "2-0")
-    assert planner(client, **options).starts("latest") == {"s": Position(EntryId(2, 0), None)}
+    assert planner(client, **options).starting_offsets("latest") == {"s": Position(EntryId(2, 0), None)}
     client.execute("XGROUP", "SETID", "s", "g", "9-0")
-    assert planner(client, **options).starts("latest") == {"s": Position(EntryId(3, 0), 3)}
+    assert planner(client, **options).starting_offsets("latest") == {"s": Position(EntryId(3, 0), 3)}

@@ -166,8 +166,12 @@ REFUSED: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
     (lambda rows: None, {}, "returns nothing"),
     (lambda rows: 7, {}, "returns a int"),
     (lambda rows: rows, {}, 'give it into="stream"'),
-    (lambda rows: rows.sparkSession.range(3), {"into": "out"}, "does not stream"),
-    (lambda rows: rows.writeStream.format("noop").option("checkpointLocation", "/tmp/x").start(), {}, "leave .start"),
+    (lambda rows: rows.sparkSession.range(3), {"into": "out"}, "is not streaming"),
+    (
+        lambda rows: rows.writeStream.format("noop").option("checkpointLocation", "/tmp/x").start(),
+        {},
+        r"without \.start",
+    ),
     (lambda rows: rows.select("nowhere"), {"into": "out"}, r"`nowhere`.*test_stages\.py, line"),
     (lambda rows: rows.no_such_method(), {"into": "out"}, r"no_such_method.*test_stages\.py, line"),
 ]
@@ -188,7 +192,7 @@ def test_what_is_no_stage_is_refused_before_anything_runs(pipelines: Pipelines) 
     for rows, says in (
         (Rows("in", "n nonsense"), "(?i)nonsense"),
         (Rows("in", "n array<int>"), "cannot be of type array"),
-        (Rows("in", 7), "is no model"),
+        (Rows("in", 7), "is not a model"),
     ):
         app = App("app")
         app.stage(rows, into="out", name="wrong")(lambda rows: rows)

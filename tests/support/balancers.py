@@ -1,4 +1,4 @@
-"""What the tests of the balancer share: consumers without a process, programs that listen, and death at will."""
+"""Balancer fixtures: consumers without a process, programs that take notifications, and deaths on demand."""
 
 import time
 from collections import Counter
@@ -10,9 +10,9 @@ import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, Notice, StreamAdded, announce
 from millstream.balancer.protocol import (
+    ANNOUNCEMENT_FIELD,
     CLAIM_STREAM,
     END_LEASES,
-    FIELD,
     HEARTBEAT,
     LEAVE_SERVICE,
     HeartbeatReply,
@@ -29,87 +29,87 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 SERVICE = "flights"
 KEYS = ServiceKeys(SERVICE)
 LEASE_MS = 600
-"""The lease of those that are to die by themselves."""
+"""The lease of consumers that a test lets expire."""
 LONG_MS = 86_400_000
-"""The lease of all others: a day, so that a slow machine costs no lease, and nothing is found by a sign of life.
+"""The lease of all others: a day, so that a slow machine loses no lease, and no regular heartbeat finds a change.
 
-What a test hears of, its balancer was told, or it knew when to look; or the test had it make a round, see `wake`.
+A balancer in a test finds a change by an event, by a deadline of its own, or because the test calls `trigger_heartbeats`.
 """
 NoticeT = TypeVar("NoticeT", bound=Notice)
 
 
-# Consumers without a process: they do nothing unless told to, and so die when they are told no more
+# Consumers without a process: they act only when a test calls them, and expire otherwise
 
 
 def peer(client: Client, name: str, incarnation: str = "i1") -> Service:
     return Service(client, SERVICE, consumer=name, incarnation=incarnation)
 
 
-def bid(**changes: Any) -> HeartbeatRequest:
+def heartbeat_request(**changes: Any) -> HeartbeatRequest:
     usual: dict[str, Any] = {
-        "lease_ms": LONG_MS, "weight": 1.0, "limit": None, "take": 1_000, "recovers": True, "leaving": 0,
-        "wants_all": False, "moves": 1.0, "most_losses": None,
+        "lease_ms": LONG_MS, "weight": 1.0, "limit": None, "most_new": 1_000, "recovers": True, "releasing": 0,
+        "requests_all": False, "moves": 1.0, "most_losses": None,
     }  # fmt: skip
     return HeartbeatRequest(**usual | changes)
 
 
-def round_of(client: Client, name: str, **changes: Any) -> HeartbeatReply:
-    return peer(client, name).round(bid(**changes))
+def heartbeat_of(client: Client, name: str, **changes: Any) -> HeartbeatReply:
+    return peer(client, name).heartbeat(heartbeat_request(**changes))
 
 
-def settle(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict[str, HeartbeatReply]:
-    """Rounds of living consumers, each of which gives back at once what it has too much."""
+def rebalance(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict[str, HeartbeatReply]:
+    """Heartbeats of living consumers, each of which releases its excess at once."""
     last = {}
     for _ in range(rounds):
         for name in names:
-            last[name] = found = round_of(client, name, wants_all=True, **changes)
-            peer(client, name).hand_in("released", found.all[: found.excess])
+            last[name] = found = heartbeat_of(client, name, requests_all=True, **changes)
+            peer(client, name).end_leases("released", found.all_held[: found.excess])
     return last
 
 
 def expire(client: Client, *names: str, ago_ms: int = 0) -> None:
-    """The leases of these consumers have ended, as far as the server's clock goes. No balancer is told."""
+    """Let the leases of these consumers expire by the server's clock. No balancer is notified."""
     ended_ms = server_us(client) // 1_000 - ago_ms
     for name in names:
         client.execute("ZADD", KEYS.alive, ended_ms, name)
 
 
 def load_scripts(client: Client) -> None:
-    """Have Redis know them all, so that they are called by their hash."""
+    """Load all scripts into Redis, so that they are called by their hash."""
     for script in (HEARTBEAT, CLAIM_STREAM, END_LEASES, LEAVE_SERVICE):
         client.execute("SCRIPT", "LOAD", script.text)
 
 
-def wake(client: Client, keys: ServiceKeys = KEYS) -> bool:
-    """Have every balancer that waits make a round, as any event does; say so, for conditions."""
+def trigger_heartbeats(client: Client, keys: ServiceKeys = KEYS) -> bool:
+    """Have every waiting balancer send a heartbeat, as any event does; returns True, for conditions."""
     client.execute("XADD", keys.events, "*", "event", "a test asks")
     return True
 
 
-def rounds_later(client: Client, balancer: Balancer, count: int = 2) -> None:
-    """Wait until this balancer has made so many rounds from now on, and has drawn its conclusions from them."""
-    for _ in range(count + 1):  # the first may have begun already, and the last is not concluded yet
+def heartbeats_later(client: Client, balancer: Balancer, count: int = 2) -> None:
+    """Wait until this balancer has sent so many heartbeats from now on, and has applied their replies."""
+    for _ in range(count + 1):  # the first may have begun already, and the last is not applied yet
         before = until_ms(client, balancer.consumer)
-        time.sleep(0.002)  # the end of a lease is in milliseconds: the next round is to have another one
-        wake(client)
+        time.sleep(0.002)  # deadlines are in milliseconds: the next heartbeat must set another one
+        trigger_heartbeats(client)
         _changed(client, balancer.consumer, before)
 
 
 def _changed(client: Client, consumer: str, before: float) -> None:
-    eventually(lambda: until_ms(client, consumer) != before, f"a round of {consumer}")
+    eventually(lambda: until_ms(client, consumer) != before, f"a heartbeat of {consumer}")
 
 
-# What is in Redis
+# State in Redis
 
 
 def server_us(client: Client) -> int:
-    """What the server's clock says, in microseconds, as the tokens of leases do."""
+    """The server's time in microseconds, the unit of the tokens of leases."""
     seconds, micros = client.execute("TIME")
     return int(seconds) * 1_000_000 + int(micros)
 
 
 def until_ms(client: Client, consumer: str) -> float:
-    """When a consumer's leases end by the server's clock; 0 if it has none."""
+    """When a consumer's leases expire by the server's clock; 0 if it has none."""
     return float(client.execute("ZSCORE", KEYS.alive, consumer) or 0)
 
 
@@ -124,7 +124,7 @@ def scripts_run(client: Client) -> int:
 
 
 def commands_run(client: Client, of: str = "") -> int:
-    """How many commands that begin so the server has run, those of scripts included."""
+    """How many commands with this prefix the server has run, those of scripts included."""
     lines = client.execute("INFO", "commandstats").decode().splitlines()
     return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if line.startswith(f"cmdstat_{of}"))
 
@@ -137,12 +137,12 @@ def announced(client: Client, *streams: str) -> list[str]:
     return [announce(client, SERVICE, stream, {"of": stream}) for stream in streams]
 
 
-def add_raw(client: Client, text: str | bytes, field: str = FIELD) -> str:
+def add_raw(client: Client, text: str | bytes, field: str = ANNOUNCEMENT_FIELD) -> str:
     return str(client.execute("XADD", KEYS.input, "*", field, text).decode())
 
 
 def owners(client: Client) -> dict[str, str]:
-    """Who owns each stream that has an owner."""
+    """The owner of each stream that has one."""
     pairs = client.execute("HGETALL", KEYS.owners)
     return {
         stream.decode(): owner.decode().partition(" ")[2] for stream, owner in zip(pairs[::2], pairs[1::2], strict=True)
@@ -154,7 +154,7 @@ def counts(client: Client) -> Counter[str]:
 
 
 def pending(client: Client) -> dict[str, str]:
-    """Announcement -> who has it, as any tool sees it."""
+    """Announcement -> its consumer in the pending list."""
     found = client.execute("XPENDING", KEYS.input, KEYS.group, "-", "+", 100_000)
     return {entry_id.decode(): name.decode() for entry_id, name, *_ in found}
 
@@ -163,8 +163,8 @@ def group_consumers(client: Client) -> set[str]:
     return {row[1].decode() for row in client.execute("XINFO", "CONSUMERS", KEYS.input, KEYS.group)}
 
 
-def free(client: Client) -> list[str]:
-    return [one.decode() for one in client.execute("LRANGE", KEYS.free, 0, -1)]
+def unassigned(client: Client) -> list[str]:
+    return [one.decode() for one in client.execute("LRANGE", KEYS.unassigned, 0, -1)]
 
 
 def dead(client: Client) -> list[dict[str, str]]:
@@ -182,9 +182,9 @@ def dead(client: Client) -> list[dict[str, str]]:
 
 
 class StoppedClock(HandClock):
-    """The clock of a process that a test moves by hand; it has waits take their time all the same.
+    """A clock that a test moves by hand; waits take real time all the same.
 
-    `looks`: how often it was looked at.
+    `looks`: how often it was read.
     """
 
     def __init__(self) -> None:
@@ -192,17 +192,17 @@ class StoppedClock(HandClock):
         self.looks = 0
 
     def monotonic_ms(self) -> float:
-        """Where the test put it."""
+        """The time set by the test."""
         self.looks += 1
         return super().monotonic_ms()
 
     def sleep_ms(self, duration_ms: float) -> None:
-        """Wait, as whatever is waited for does not depend on this clock."""
+        """Wait in real time, since the awaited condition does not depend on this clock."""
         time.sleep(duration_ms / 1000)
 
 
 class Watch:
-    """A clock that a test can put forward."""
+    """A clock that a test can advance."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0.0
@@ -216,22 +216,22 @@ class Watch:
 
 @pytest.fixture
 def proxy(client: Client, millstream_server: EmbeddedServer) -> Iterator[Proxy]:
-    """In front of the shared server, which knows the scripts, so that each is called by its hash."""
+    """A proxy before the shared server, with all scripts loaded, so that each is called by its hash."""
     load_scripts(client)
     with Proxy(millstream_server.port) as made:
         yield made
 
 
 def policy_of(*, lease_ms: int = LONG_MS, **options: Any) -> BalancerPolicy:
-    """A policy whose lease may be longer than that of a program, which is 5 minutes at most."""
+    """A policy whose lease may be longer than the 5 minutes allowed to programs."""
     policy = BalancerPolicy(**options)
     object.__setattr__(policy, "lease_ms", lease_ms)
     return policy
 
 
 @contextmanager
-def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **policy: Any) -> Iterator[Any]:
-    """Balancers, started one after the other; a single one comes as itself."""
+def started(url: str, *consumers: str, options: dict[str, Any] | None = None, **policy: Any) -> Iterator[Any]:
+    """Balancers, started one after the other; a single one is not wrapped in a list."""
     made = [Balancer(url, SERVICE, consumer=name, policy=policy_of(**policy), **options or {}) for name in consumers]
     try:
         yield made[0].start() if len(made) == 1 else [one.start() for one in made]
@@ -240,29 +240,29 @@ def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **p
             one.close()
 
 
-def hear(balancer: Balancer, kind: type[NoticeT]) -> NoticeT:
-    """The next notification, which has to be of this kind."""
+def next_notice(balancer: Balancer, kind: type[NoticeT]) -> NoticeT:
+    """The next notification, which must be of this kind."""
     found = balancer.next(FAIL_SAFE_S)
     assert isinstance(found, kind), f"{found} instead of {kind.__name__}"
     return found
 
 
-def hear_added(balancer: Balancer, count: int) -> dict[str, StreamAdded]:
-    """So many streams that are added next, by name."""
-    found = [hear(balancer, StreamAdded) for _ in range(count)]
+def next_added(balancer: Balancer, count: int) -> dict[str, StreamAdded]:
+    """The next so many StreamAdded, by stream."""
+    found = [next_notice(balancer, StreamAdded) for _ in range(count)]
     return {notice.stream: notice for notice in found}
 
 
-def silent(client: Client, balancer: Balancer) -> bool:
-    """Whether it has nothing to say, whatever it may find in the rounds to come."""
-    rounds_later(client, balancer)
+def is_silent(client: Client, balancer: Balancer) -> bool:
+    """Whether it puts no notification during the next heartbeats."""
+    heartbeats_later(client, balancer)
     return balancer.next(0) is None
 
 
-def expect_no_more(client: Client, balancer: Balancer, stream: str) -> None:
-    """The time that work on a stream may take is over; the balancer looks at it in a round."""
+def pass_deadline(client: Client, balancer: Balancer, stream: str) -> None:
+    """Let the deadline of a stream pass; the balancer checks it in a heartbeat."""
     balancer.expect(stream, 0)
-    wake(client)
+    trigger_heartbeats(client)
 
 
 def streams_of(balancers: Sequence[Balancer]) -> list[set[str]]:

@@ -1,4 +1,4 @@
-"""A real browser for tests: Chromium without a window, steered over its DevTools protocol."""
+"""A real browser for tests: headless Chromium, driven over its DevTools protocol."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ _FLAGS = (
 
 
 class Browser:
-    """A browser that shows one page. A context manager, at whose end it is gone."""
+    """A browser that shows one page. A context manager that kills it at the end."""
 
     def __init__(self, url: str, profile: Path) -> None:
         self._url = url
@@ -57,7 +57,7 @@ class Browser:
         self._process.wait(FAIL_SAFE_S)
 
     def run(self, script: str) -> Any:
-        """What an expression of JavaScript gives in the page."""
+        """The value of a JavaScript expression in the page."""
         number = next(self._numbers)
         parameters = {"expression": script, "returnByValue": True, "awaitPromise": True}
         self._socket.send(json.dumps({"id": number, "method": "Runtime.evaluate", "params": parameters}))

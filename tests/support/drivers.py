@@ -1,4 +1,4 @@
-"""A `millstream run` in a process of its own that a test may kill, and what it leaves behind."""
+"""Driver: a `millstream run` process that a test may kill, with its events and logs."""
 
 import json
 import os
@@ -17,7 +17,7 @@ APPS = Path(__file__).parent / "apps"
 
 
 class Driver:
-    """Runs `app` against `url`; restarted with the same checkpoint after each death."""
+    """Runs `app` against `url`; each start uses the same checkpoint."""
 
     def __init__(self, app: str, *, url: str, folder: Path, options: tuple[str, ...] = ()) -> None:
         self.folder = folder
@@ -30,7 +30,7 @@ class Driver:
         self.starts = 0
 
     def start(self, *options: str) -> None:
-        """Start it, with further options; its stderr is kept in the folder."""
+        """Start the process, with further options; its stderr goes to a file in the folder."""
         self.starts += 1
         with (self.folder / "stderr.log").open("a") as errors:
             self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class Driver:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                if line.endswith("}\n"):  # a process killed in mid-line leaves half of one
+                if line.endswith("}\n"):  # a process killed in mid-line leaves an incomplete line
                     self.events.append(json.loads(line))
 
     @property
@@ -58,11 +58,11 @@ class Driver:
 
     @property
     def alive(self) -> bool:
-        """True while the driver's own process runs."""
+        """True while the driver process runs."""
         return self.process.poll() is None
 
     def errors(self) -> str:
-        """The end of what it said on stderr."""
+        """The end of its stderr."""
         return (self.folder / "stderr.log").read_text()[-3000:]
 
     def family(self) -> list[psutil.Process]:
@@ -86,25 +86,25 @@ class Driver:
         return found
 
     def kill(self) -> None:
-        """SIGKILL the driver, and see that all that it started ends by itself."""
+        """SIGKILL the driver, and check that all its descendants end by themselves."""
         orphans = self.family()
         self.process.kill()
         self.process.wait()
         _, left = psutil.wait_procs(orphans, timeout=FAIL_SAFE_S)
-        assert not left, f"outlived their driver: {left}"
+        assert not left, f"descendants outlived the driver: {left}"
         self._listener.join(FAIL_SAFE_S)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send it a signal; return the exit code."""
+        """Send the process a signal; return its exit code."""
         self.process.send_signal(number)
         return self.ended()
 
     def ended(self) -> int:
-        """Wait until it has ended by itself; return the exit code."""
+        """Wait for the process to end by itself; return its exit code."""
         code = self.process.wait(FAIL_SAFE_S)
         self._listener.join(FAIL_SAFE_S)
         return code
 
     def has_told(self, event: str) -> bool:
-        """Whether there was such an event."""
+        """Whether the driver has emitted this event."""
         return any(one["event"] == event for one in self.events)

@@ -1,4 +1,4 @@
-"""Both engines, as they are run in service, for the contract to run."""
+"""Both engines as in production, for the contract suite."""
 
 import subprocess
 import sys
@@ -15,12 +15,12 @@ from millstream.spark.run.supervisor import RunSettings, Supervisor
 from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 @dataclass(eq=False)
 class WorkerCommand:
-    """`millstream worker`, for handlers of `worker_app`; its stderr goes to the folder."""
+    """Runs `millstream worker` for handlers of `worker_app`; its stderr goes to a file in the folder."""
 
     folder: Path
 
@@ -34,7 +34,7 @@ class WorkerCommand:
             try:
                 while not until():
                     assert process.poll() is None, log.read_text()
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_S)
             finally:
                 process.terminate()
                 process.wait(FAIL_SAFE_S)
@@ -42,7 +42,7 @@ class WorkerCommand:
 
 @dataclass(eq=False)
 class Pipelines:
-    """`Supervisor` on the session `spark`, with its checkpoints in the folder."""
+    """Runs a `Supervisor` on the session `spark`, with its checkpoints in the folder."""
 
     spark: SparkSession
     folder: Path
@@ -50,12 +50,12 @@ class Pipelines:
 
     def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
         settings = RunSettings(url=url, checkpoint=str(self.folder))
-        runner = Supervisor(app, self.spark, settings, on_event=self.events.append)
+        supervisor = Supervisor(app, self.spark, settings, on_event=self.events.append)
         failures: list[BaseException] = []
 
         def run() -> None:
             try:
-                runner.run()
+                supervisor.run()
             except BaseException as error:  # noqa: BLE001 - raised below
                 failures.append(error)
 
@@ -63,10 +63,10 @@ class Pipelines:
         thread.start()
         try:
             while thread.is_alive() and not until():
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         finally:
-            runner.stop()
+            supervisor.stop()
             thread.join(FAIL_SAFE_S)
-        assert not thread.is_alive(), "it did not stop"
+        assert not thread.is_alive(), "the supervisor did not stop"
         if failures:
             raise failures[0]

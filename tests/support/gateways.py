@@ -1,4 +1,4 @@
-"""`millstream serve` as a process of its own, and clients that read events as a browser does."""
+"""Gateway fixtures: `millstream serve` as a process, and clients that read events as a browser does."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 
 
 class Server:
-    """A server process. A context manager, at whose end it is gone."""
+    """A server process. A context manager that kills it at the end."""
 
     def __init__(self, url: str, *options: str) -> None:
         port = free_port()
@@ -45,7 +45,7 @@ class Server:
         self.process.stdout.close()
 
     def follow(self, stream: str, *, query: str = "", **headers: str) -> "Events":
-        """Follow a stream by events."""
+        """Follow a stream by server-sent events."""
         return Events(self.url, f"/streams/{quote(stream, safe='')}?{query}", headers)
 
     def follow_all(self, streams: Iterable[str], *, query: str = "", **headers: str) -> "Events":
@@ -61,18 +61,18 @@ class Server:
         return opened
 
     def figure(self, name: str, **labels: str) -> float:
-        """A figure of the server's; 0 if it has none."""
+        """A metric of the server; 0 if it is missing."""
         wanted = "".join(f'{key}="{value}"' for key, value in labels.items())
         found = self._figures(f"{name}{{{wanted}}} " if wanted else f"{name} ")
         return found[0] if found else 0
 
     def wait_figure(self, value: float, name: str, **labels: str) -> None:
-        """Wait until a figure is this; the server counts what it has done after it has done it."""
+        """Wait until a metric has this value; the server counts an action after it."""
         eventually(lambda: self.figure(name, **labels) == value, f"{name} {labels} to be {value:g}")
 
     @property
     def connections(self) -> int:
-        """Connections of clients that the server knows."""
+        """Open client connections, by the metric of the server."""
         return round(sum(self._figures("millstream_serve_connections{")))
 
     def _figures(self, beginning: str) -> list[float]:
@@ -82,7 +82,7 @@ class Server:
 
 @dataclass
 class Event:
-    """One event, as an EventSource would see it: `id` is the last one that came, with it or before."""
+    """One event, as an EventSource would see it: `id` is the last id received, with it or before."""
 
     id: str = ""
     kind: str = "message"
@@ -91,7 +91,7 @@ class Event:
 
 @dataclass
 class Seen:
-    """What came so far beside events: comments, and the last wish for when to come back, in milliseconds."""
+    """What was received beside events: comments, and the last reconnection time, in milliseconds."""
 
     comments: int = 0
     retry_ms: int | None = None
@@ -100,7 +100,7 @@ class Seen:
 
 
 class Events:
-    """A client of server-sent events on a bare socket, so that it can stop reading. A context manager."""
+    """A client of server-sent events on a bare socket, which can stop reading. A context manager."""
 
     def __init__(self, url: str, path: str, headers: dict[str, str], *, receive_bytes: int | None = None) -> None:
         parts = urlsplit(url)
@@ -126,7 +126,7 @@ class Events:
         self.close()
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._file.close()
         self.socket.close()
 
@@ -142,7 +142,7 @@ class Events:
         return [event.id for event in self.next(count)]
 
     def wait(self, *, comments: int = 0, places: int = 1) -> Seen:
-        """Read until so many streams have a place, or until there were so many comments."""
+        """Read until so many streams have a position, or until so many comments were received."""
         while (
             self.seen.comments < comments
             if comments
@@ -152,12 +152,12 @@ class Events:
         return self.seen
 
     def wait_head(self) -> None:
-        """Read until it was said when to come back, which is said first."""
+        """Read until the reconnection time, which comes first."""
         while self.seen.retry_ms is None:
             assert self._read()
 
     def rest(self) -> list[Event]:
-        """All events until the end of the answer, or of the connection."""
+        """All events until the end of the response, or of the connection."""
         while self._read():
             pass
         found, self.seen.events = self.seen.events, []
@@ -210,5 +210,5 @@ def publish(client: Client, stream: str, numbers: Iterable[int], size: int = 0) 
 
 
 def numbers(events: Sequence[Event]) -> list[int]:
-    """What was published, of messages."""
+    """The published numbers of messages."""
     return [int(event.data["fields"]["n"]) for event in events]

@@ -1,4 +1,4 @@
-"""What was published to a handler with a key, and what must have come of it: for each key, in order, with its state."""
+"""Expectations of a handler with a key: the published messages, their order in each key, and the state of each key."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -8,29 +8,29 @@ from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.testing.history import Event, Report, check
 from tests.support.waiting import eventually
-from tests.support.worker_processes import Books
+from tests.support.worker_processes import Expectations
 
 
-class KeyedBooks(Books):
-    """Books of the app `keyed`, or another whose handler counts the messages of each key."""
+class KeyedExpectations(Expectations):
+    """Expectations of the app `keyed`, or of another app whose handler counts the messages of each key."""
 
     def __init__(self, client: Client, folder: Path, *, app: str = "keyed") -> None:
         super().__init__(client, folder, app=app)
         self.key_of: dict[str, bytes] = {}
 
     def publish_keys(self, count: int, keys: int, **fields: str | int) -> list[str]:
-        """Add messages of so many keys, which take turns; their ids."""
+        """Add messages of so many keys, round robin; return their ids."""
         items = [part for pair in fields.items() for part in pair]
         ids = self._publish(count, lambda n: ["key", f"k{n * 7919 % keys}", *items])
         self.key_of |= {one: f"k{n * 7919 % keys}".encode() for n, one in enumerate(ids)}
         return ids
 
     def publish_more(self) -> None:
-        """See Books."""
+        """See Expectations."""
         self.publish_keys(20, 20)
 
     def publish_key(self, key: str, count: int, **fields: str | int) -> list[str]:
-        """Add messages of one key; their ids."""
+        """Add messages of one key; return their ids."""
         ids = self.publish(count, key=key, **fields)
         self.key_of |= dict.fromkeys(ids, key.encode())
         return ids
@@ -38,21 +38,23 @@ class KeyedBooks(Books):
     def check_keys(
         self, *, dead: Mapping[str, str] | None = None, overlap: bool = True, log: Callable[[], str] = str
     ) -> Report:
-        """Wait for the drain, then judge the history: each message has one effect, in order per key, on the state before.
+        """Wait for the drain, then check the history: each message has one effect, in the order of its key.
 
         `overlap`: no two runs of one key may have overlapped.
         """
-        eventually(self.drained, "the drain", log=lambda: self._standing() + log())
+        eventually(self.drained, "the drain", log=lambda: self._progress() + log())
         enqueued = [Event(kind="enqueued", stream="in", id=one, key=self.key_of[one]) for one in self.enqueued]
         outputs = self.outputs()
         effects = [
             Event(kind="committed", stream="in", id=row["id"], key=row["key"].encode(), handler="work", position=at)
             for at, row in enumerate(outputs)
         ]
-        effects += [Event(kind="dead", stream="in", id=one.id, key=one.key, handler="work") for one in self.letters()]
+        effects += [
+            Event(kind="dead", stream="in", id=one.id, key=one.key, handler="work") for one in self.dead_letters()
+        ]
         report = check([*enqueued, *self.runs(), *effects], handlers={"in": ["work"]}, overlap=overlap)
         report.raise_if_bad()
-        assert {letter.id: letter.reason for letter in self.letters()} == (dead or {})
+        assert {letter.id: letter.reason for letter in self.dead_letters()} == (dead or {})
         counts: dict[str, int] = defaultdict(int)
         for row in outputs:
             counts[row["key"]] += 1

@@ -1,4 +1,4 @@
-"""Running an app on the shared session, and reading what it did."""
+"""Runs apps on the shared Spark session, and reads their results."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -29,17 +29,17 @@ class Pipelines:
     events: list[Mapping[str, Any]] = field(default_factory=list)
 
     def runner(self, app: App, *, checkpoint: str = "checkpoint", **settings: Any) -> Supervisor:
-        """A runner of `app`; its events are collected."""
+        """A supervisor of `app`; its events are collected."""
         run = RunSettings(url=self.url, checkpoint=str(self.folder / checkpoint), **settings)
         return Supervisor(app, self.spark, run, on_event=self.events.append)
 
     def once(self, app: App, **settings: Any) -> None:
-        """Process all that is there now."""
+        """Process all entries that are there now."""
         self.runner(app, once=True, **settings).run()
 
     @contextmanager
     def running(self, app: App, **settings: Any) -> Iterator["Background"]:
-        """A pipeline that runs in the background until the block ends."""
+        """Run the app in the background until the block ends."""
         background = Background(self.runner(app, **settings))
         background.start()
         try:
@@ -47,7 +47,7 @@ class Pipelines:
         finally:
             background.runner.stop()
             background.join(FAIL_SAFE_S)
-        assert not background.is_alive(), "the runner did not stop"
+        assert not background.is_alive(), "the supervisor did not stop"
 
     def told(self, event: str) -> list[Mapping[str, Any]]:
         """The events of this name so far."""
@@ -79,13 +79,13 @@ class Pipelines:
         return msgspec.msgpack.decode(blob) if blob else None
 
     def meta(self, app: str, handler: str, stream: str) -> dict[str, str]:
-        """Frontier, epoch and counters."""
+        """The committed offset, epoch and counters."""
         flat = self.client.execute("HGETALL", HandlerKeys(app, handler, stream).meta)
         return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
 
 
 class Background(threading.Thread):
-    """A runner in a thread; `error` is what ended it."""
+    """A supervisor in a thread; `error` is what ended it."""
 
     def __init__(self, runner: Supervisor) -> None:
         super().__init__(daemon=True)
@@ -96,5 +96,5 @@ class Background(threading.Thread):
         """Run until stopped."""
         try:
             self.runner.run()
-        except BaseException as error:  # noqa: BLE001 - handed to the test
+        except BaseException as error:  # noqa: BLE001 - the test checks it
             self.error = error

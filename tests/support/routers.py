@@ -1,4 +1,4 @@
-"""What the tests of the router share: both readers, many subscribers in one event loop, and a check of what they got."""
+"""Router fixtures: both readers, many subscribers in one event loop, and a check of the messages they received."""
 
 import asyncio
 import threading
@@ -26,8 +26,8 @@ def publish(client: Client, streams: Iterable[str], numbers: Iterable[int]) -> N
     client.pipeline([("XADD", name, "*", "n", number) for number in numbers for name in names])
 
 
-def taken(subscription: Subscription, count: int, timeout_ms: float = FAIL_SAFE_S * 1000) -> list[Item]:
-    """The next `count` items, by the synchronous way."""
+def take_items(subscription: Subscription, count: int, timeout_ms: float = FAIL_SAFE_S * 1000) -> list[Item]:
+    """The next `count` items, read synchronously."""
     found: list[Item] = []
     for _ in range(count):
         item = subscription.get(timeout_ms)
@@ -37,17 +37,20 @@ def taken(subscription: Subscription, count: int, timeout_ms: float = FAIL_SAFE_
 
 
 def ids(items: Iterable[Item]) -> list[str]:
-    """The ids of the messages among items; gaps stand as the word."""
+    """The ids of the messages among items; "gap" for a gap."""
     return ["gap" if isinstance(item, Gap) else item.id for item in items]  # type: ignore[union-attr]
 
 
 def ids_in(client: Client, stream: str) -> list[str]:
-    """The ids of all that the stream holds."""
+    """The ids of all entries in the stream."""
     return [entry[0].decode() for entry in client.execute("XRANGE", stream, "-", "+")]
 
 
-class Crowd:
-    """A subscriber for each stream, tasks of one event loop in a thread of its own; `got` has what came, by stream."""
+class Subscribers:
+    """A subscriber per stream, as tasks of one event loop in a thread of its own.
+
+    `got`: the received ids, by stream.
+    """
 
     def __init__(self, router: Router, streams: Sequence[str], **options: Any) -> None:
         self.got: dict[str, list[str]] = {name: [] for name in streams}
@@ -82,7 +85,7 @@ class Crowd:
                     self.gaps.append(item)
                 else:
                     mine.append(item.id)  # type: ignore[union-attr]
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:  # noqa: BLE001 - the test checks it
             self.failures[stream] = error
 
     @property
@@ -91,11 +94,11 @@ class Crowd:
         return sum(map(len, self.got.values()))
 
     def wait_for(self, total: int) -> None:
-        """Wait until so many messages have come."""
+        """Wait until so many messages were received."""
         eventually(lambda: self.total >= total, f"{total} messages, of which {self.total} came")
 
     def check(self, client: Client) -> None:
-        """Every stream came whole, in order, with nothing twice."""
+        """Check that every stream was received completely, in order, without duplicates."""
         entries = client.pipeline([("XRANGE", name, "-", "+") for name in self.got])
         wanted = {name: [entry[0].decode() for entry in found] for name, found in zip(self.got, entries, strict=True)}
         eventually(lambda: all(len(self.got[name]) >= len(wanted[name]) for name in wanted), "all that was published")

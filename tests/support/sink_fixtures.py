@@ -1,4 +1,4 @@
-"""Batches of a sink without Spark: staged by tasks, published, and killed at any exchange with Redis."""
+"""Run: batches of a sink without Spark, staged, published, and killed at any exchange with Redis."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ _attempts = itertools.count(1)
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """The process was killed."""
 
 
 class Run:
@@ -41,15 +41,15 @@ class Run:
         return [self.task(batch, place, numbers[place * size : (place + 1) * size]) for place in range(tasks)]
 
     def commit(self, batch: int, shares: Sequence[StagedTask]) -> bool:
-        """What the driver does when all tasks have ended."""
+        """Publish a batch, as the driver does when all tasks have ended."""
         return self.publication.publish(shares, batch=batch, epoch=shares[0].epoch)
 
     def batch(self, batch: int, numbers: Sequence[int], tasks: int = 2) -> bool:
-        """A whole batch."""
+        """Stage and publish a batch."""
         return self.commit(batch, self.stage(batch, numbers, tasks))
 
     def decide_and_die(self, batch: int, numbers: Sequence[int], trips: int = 0) -> None:
-        """Decide a batch, and be killed after so many exchanges that publish some of it."""
+        """Decide a batch, then kill the process after `trips` exchanges that publish some of it."""
         drain = self.publication._drain
 
         def drain_a_little(manifest: Any) -> None:
@@ -75,15 +75,15 @@ def published(client: Client, stream: str) -> list[int]:
 
 
 def staged(client: Client) -> list[bytes]:
-    """Keys of what is staged."""
+    """The keys of staged chunks and seals."""
     found: list[bytes] = client.execute("KEYS", "millstream:*:sink:*:*.*.*.*")
     return found
 
 
 def check(client: Client, numbers: Sequence[int], *, zombies: bool = False) -> None:
-    """Each number was published once, each stream in order, and nothing is left over.
+    """Check that each number was published once, each stream is in order, and no key is left.
 
-    What `zombies` stage at the very moment at which their like is swept is left to expire.
+    With `zombies`, rows staged at the moment of the sweep may be left to expire.
     """
     for place, stream in enumerate(STREAMS):
         assert published(client, stream) == [n for n in numbers if n % len(STREAMS) == place]
@@ -96,9 +96,9 @@ def check(client: Client, numbers: Sequence[int], *, zombies: bool = False) -> N
 
 @contextmanager
 def killed_at(exchange: int, *, heard: bool) -> Iterator[Callable[[], bool]]:
-    """End the process at its exchange of this number with Redis: before Redis hears of it, or before the answer comes.
+    """Kill the process at its exchange number `exchange` with Redis: before the request arrives, or before the reply.
 
-    Yields whether it was ended.
+    `heard`: the request arrives. Yields a function that returns True once the process was killed.
     """
     count = itertools.count(1)
     dead = False
@@ -108,7 +108,7 @@ def killed_at(exchange: int, *, heard: bool) -> Iterator[Callable[[], bool]]:
     def exchange_once(self: Client, *args: Any) -> Any:
         nonlocal dead
         if dead:
-            raise Killed  # what a dead process does to tidy up is not done
+            raise Killed  # a dead process does not clean up
         if next(count) != exchange:
             return whole(self, *args)
         dead = True
@@ -116,7 +116,7 @@ def killed_at(exchange: int, *, heard: bool) -> Iterator[Callable[[], bool]]:
             whole(self, *args)
         raise Killed
 
-    patch.setattr(Client, "_exchange", exchange_once)
+    patch.setattr(Client, Client._exchange.__name__, exchange_once)
     try:
         yield lambda: dead
     except Killed:

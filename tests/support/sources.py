@@ -1,4 +1,4 @@
-"""Filling streams, reading them through Spark, and looking at what arrived."""
+"""Streams, Bench: fill streams, read them through Spark, and collect the rows."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ class Streams:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The URL of Redis."""
         return self.client.url
 
     def add(self, stream: str, count: int, *, start: int = 0) -> list[str]:
@@ -41,12 +41,12 @@ class Streams:
         return found
 
     def groups(self, stream: str) -> dict[str, dict[str, Any]]:
-        """The consumer groups of a stream, by name."""
+        """The consumer groups of a stream: {name: XINFO GROUPS}."""
         groups = [dict(zip(g[::2], g[1::2], strict=True)) for g in self.client.execute("XINFO", "GROUPS", stream)]
         return {g[b"name"].decode(): {name.decode(): value for name, value in g.items()} for g in groups}
 
     def calls(self, command: str) -> int:
-        """How often Redis has run a command, or a `command|subcommand`."""
+        """The number of calls of a command, or of a `command|subcommand`, that Redis has run."""
         found = self.client.execute("INFO", "commandstats").decode().partition(f"cmdstat_{command}:calls=")[2]
         return int(found.partition(",")[0] or 0)
 
@@ -70,7 +70,7 @@ class Bench(Streams):
         return (reader.schema(schema) if schema else reader).load()
 
     def start(self, frame: DataFrame, checkpoint: str = "checkpoint", *, once: bool = False) -> "Taken":
-        """Start a query that collects what it reads; with `once` it ends with what is there now."""
+        """Start a query that collects its rows; with `once` it ends at the newest entries of now (availableNow)."""
         taken = Taken(f"query{next(_numbers)}")
         writer = frame.writeStream.foreachBatch(taken.take).option("checkpointLocation", str(self.folder / checkpoint))
         taken.query = (writer.trigger(availableNow=True) if once else writer).start()
@@ -78,7 +78,7 @@ class Bench(Streams):
         return taken
 
     def take(self, frame: DataFrame, checkpoint: str = "checkpoint") -> "Taken":
-        """Run a query to the end of what is there now."""
+        """Run a query up to the newest entries of now."""
         taken = self.start(frame, checkpoint, once=True)
         taken.query.awaitTermination()
         return taken
@@ -90,7 +90,7 @@ class Bench(Streams):
 
 
 class Taken:
-    """What a query has read: the rows of each batch."""
+    """The rows that a query has read, by batch."""
 
     query: StreamingQuery
 

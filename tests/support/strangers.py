@@ -1,4 +1,4 @@
-"""Each service that speaks HTTP, as a process whose log can be read, and strangers who come to it with bare sockets."""
+"""Stranger fixtures: each HTTP service as a process with a readable log, and clients on bare sockets."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ HANDSHAKE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A service: how it is started, the page that anybody may ask for, where it takes a body, and its connections."""
+    """A service: its command, a page that needs no token, a path that takes a body, and its connection limit."""
 
     command: tuple[str, ...]
     page: str
@@ -54,7 +54,7 @@ KINDS = {
 
 
 class Service:
-    """A process of one of these kinds. A context manager, at whose end it is gone."""
+    """A process of one of these kinds. A context manager that kills it at the end."""
 
     def __init__(self, name: str, redis_url: str, log: Path, *options: str) -> None:
         self.kind = KINDS[name]
@@ -84,16 +84,16 @@ class Service:
         return self.process.wait(FAIL_SAFE_S)
 
     def logged(self) -> list[str]:
-        """The lines of its log, but for those of a consumer that finds no master."""
+        """The lines of its log, without those of a consumer that finds no master."""
         return [line for line in self._log.read_text().splitlines() if "waits to be registered" not in line]
 
     def post_head(self, size: int) -> bytes:
-        """The head of a request with so many bytes of a body."""
+        """The head of a request with a body of so many bytes."""
         return f"POST {self.kind.post} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
 
 
 class Stranger:
-    """A connection. A context manager; it is closed at its end."""
+    """A connection. A context manager that closes it at the end."""
 
     def __init__(self, url: str, first: bytes = b"") -> None:
         address = urlsplit(url)
@@ -108,7 +108,7 @@ class Stranger:
         self.socket.close()
 
     def send(self, data: bytes) -> bool:
-        """Send; whether the other side takes it."""
+        """Send; whether the socket accepts it."""
         try:
             self.socket.sendall(data)
         except OSError:
@@ -116,12 +116,12 @@ class Stranger:
         return True
 
     def ask(self, request: bytes) -> int:
-        """Send a request, and read the answer to its end; return the status."""
+        """Send a request, and read the whole response; return its status."""
         self.send(request)
         return self.status()
 
     def status(self) -> int:
-        """The status of the next answer, which is read to its end."""
+        """The status of the next response, which is read completely."""
         while b"\r\n\r\n" not in self._left:
             assert self._read(), f"the connection ended after {self._left!r}"
         head, _, self._left = self._left.partition(b"\r\n\r\n")
@@ -133,7 +133,7 @@ class Stranger:
         return int(first.split()[1])
 
     def is_open(self) -> bool:
-        """Whether the other side has not closed it, as far as one can see now. What it says meanwhile is read."""
+        """Whether the server has not closed it, as far as one can see now. Reads pending data."""
         self.socket.setblocking(False)
         try:
             while self._read():
@@ -145,7 +145,7 @@ class Stranger:
         return False
 
     def wait_closed(self) -> None:
-        """Wait until the other side closes it."""
+        """Wait until the server closes it."""
         eventually(lambda: not self.is_open(), "the end of a connection")
 
     def _read(self) -> bool:
@@ -158,14 +158,14 @@ class Stranger:
 
 
 def page_of(service: Service) -> int:
-    """The status of the page that anybody may ask for, to one who comes now."""
+    """The status of the page that needs no token, for a new client."""
     with Stranger(service.url) as visitor:
         return visitor.ask(service.page_request)
 
 
 @contextmanager
-def crowd(service: Service, count: int, *first: bytes, asks: bool = False) -> Iterator[list[Stranger]]:
-    """So many strangers, each of whom sends this, if it `asks` after it was answered, and then nothing."""
+def open_strangers(service: Service, count: int, *first: bytes, asks: bool = False) -> Iterator[list[Stranger]]:
+    """So many strangers. Each makes a request if `asks`, then sends `first`, and then nothing."""
     with ExitStack() as stack:
         found = []
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""A handler, a Redis, and a way to push rows through the engine's task."""
+"""Fixtures for the engine's task: handlers, rows, and a runner for tasks and deferred jobs."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Item:
 
 
 class Bench:
-    """A handler, a Redis, and a way to push rows through a task."""
+    """Runs rows through tasks of the engine against one Redis."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -73,12 +73,12 @@ class Bench:
         return rows[0] if rows else {}
 
     def ready(self, handler: Handler) -> RunnableKeys:
-        """Which of the lines that were set aside may be run."""
-        ledger = CommitStore(self.client, app=handler.app, handler=handler.name, token=self.token)
-        return runnable_keys(ledger, ["in"], 100)["in"]
+        """The runnable deferred keys."""
+        commit_store = CommitStore(self.client, app=handler.app, handler=handler.name, token=self.token)
+        return runnable_keys(commit_store, ["in"], 100)["in"]
 
     def catch_up(self, handler: Handler) -> dict[str, Any]:
-        """Run what was set aside and may be run."""
+        """Run the runnable deferred keys."""
         rows = [{"stream": "in", "line": line} for line in self.ready(handler).lines]
         task = self.task(handler)
         asyncio.run(task.catch_up([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
@@ -93,7 +93,7 @@ class Bench:
         return [DeadLetter.parse(*entry) for entry in entries]
 
     def handler(self, **options: Any) -> Handler:
-        """A keyed handler with state that records what it sees and fails the first `fail` times."""
+        """A keyed handler with state that records its messages and fails on the first `fail` attempts."""
         app = App("app")
 
         def handle(item: Item, message: Message, state: State) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`millstream worker` in processes of its own that a test may kill, and what comes of its messages."""
+"""`millstream worker` in processes of its own, which a test may kill, and expectations of their messages."""
 
 import json
 import os
@@ -26,24 +26,24 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 
 _PUBLISHED_AT_ONCE = 500
 
-Tell = Callable[..., None]
+PrintFigures = Callable[..., None]
 
 
 CLAIM_S = 2.0
-"""For tests in which a claim or a lease has to run out: no shorter, as a worker that gets no processor loses it, too."""
+"""For tests in which a claim or lease has to expire: no shorter, as a worker without processor time loses it, too."""
 
 
 class Fleet:
     """One supervisor and its worker processes, on `url`. A context manager, at whose end all of them are gone.
 
-    Logs, and the events that the handlers write, are in `folder`. Where `claim_s` is not given no claim and no lease
-    runs out, however slow the machine is.
+    Logs, and the events that the handlers write, are in `folder`. With the default `claim_s` no claim and no lease
+    expires, however slow the machine is.
     """
 
     def __init__(
         self, url: str, folder: Path, *options: str, app: str = "app", processes: int = 2, claim_s: float = 600.0
     ) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self._log = folder / f"log.{time.monotonic_ns()}"
         self._folder = folder
         self._command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{APPS}/worker_app.py:{app}"]
@@ -63,21 +63,21 @@ class Fleet:
                 env={**os.environ, "MILLSTREAM_TEST_FOLDER": str(self._folder)},
             )
         self._started.append(psutil.Process(self._process.pid))
-        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._read_reports, args=(self._process,), daemon=True).start()
         return self
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_reports(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as out:
             for line in out:
                 if line.endswith(b"}\n"):  # a killed supervisor leaves half a line
-                    self.lines.append(json.loads(line))
+                    self.reports.append(json.loads(line))
 
     def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        self.children()  # so that they are known
+        self.children()  # adds them to the processes to kill
         for process in self._started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -86,12 +86,12 @@ class Fleet:
 
     @property
     def supervisor(self) -> subprocess.Popen[bytes]:
-        """The process that was started last."""
+        """The supervisor process that was started last."""
         assert self._process is not None
         return self._process
 
     def children(self) -> list[psutil.Process]:
-        """The worker processes that are alive."""
+        """Return the worker processes that are alive."""
         try:
             found = [one for one in psutil.Process(self.supervisor.pid).children() if _lives(one)]
         except psutil.NoSuchProcess:
@@ -100,17 +100,17 @@ class Fleet:
         return found
 
     def ready(self) -> Self:
-        """Wait until every worker has said how it is doing."""
+        """Wait until every worker has reported figures."""
 
-        def have_told() -> bool:
-            told = {line["worker"] for line in list(self.lines) if line["event"] == "figures"}
-            return len(told) >= self._processes
+        def have_reported() -> bool:
+            reported = {line["worker"] for line in list(self.reports) if line["event"] == "figures"}
+            return len(reported) >= self._processes
 
-        eventually(have_told, "all workers at work", log=self.log)
+        eventually(have_reported, "all workers to start", log=self.log)
         return self
 
-    def victim(self, books: "Books") -> psutil.Process:
-        """A worker process that has run messages; if need be of some more that are published for that."""
+    def victim(self, books: "Expectations") -> psutil.Process:
+        """Return a worker process that has run messages; publishes some more if needed."""
 
         def have_run() -> list[psutil.Process]:
             found = [one for one in self.children() if (self._folder / f"events.{one.pid}").exists()]
@@ -118,17 +118,17 @@ class Fleet:
                 books.publish_more()
             return found
 
-        return random.choice(eventually(have_run, "a worker at work", log=self.log))
+        return random.choice(eventually(have_run, "a worker that runs messages", log=self.log))
 
     def log(self) -> str:
-        """All that the supervisor and its workers said to people."""
+        """Return the log of the supervisor and its workers."""
         return self._log.read_text(errors="replace")
 
     def figures(self) -> Counter[str]:
-        """The counts that the workers have told, summed over all processes there were."""
+        """Return the counts that the workers have reported, summed over all processes there were."""
         total: Counter[str] = Counter()
         last: dict[str, Counter[str]] = {}
-        for line in list(self.lines):
+        for line in list(self.reports):
             if line["event"] == "figures":
                 now = Counter(line["handlers"]["work"])
                 known = last.get(line["worker"], Counter())
@@ -138,18 +138,18 @@ class Fleet:
         return sum(last.values(), total)
 
     def eventually_refused(self, *, beyond: int = 0) -> int:
-        """Wait until more than so many late commits were refused; return how many were."""
+        """Wait until more than `beyond` late commits were refused; return how many were."""
         return eventually(
             lambda: found if (found := self.figures()["refused"]) > beyond else 0, "a refused commit", log=self.log
         )
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM; return the exit code."""
         self.supervisor.terminate()
         return self.supervisor.wait(FAIL_SAFE_S)
 
     def kill_all(self) -> None:
-        """kill -9 of the supervisor and its workers: no process has their names again soon."""
+        """Send SIGKILL to the supervisor and its workers: their names stay taken until they expire."""
         children = self.children()
         self.supervisor.kill()
         for child in children:
@@ -164,16 +164,16 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def wake_up(stopped: list[psutil.Process]) -> None:
-    """Let processes go on that are stopped; their supervisor may have ended some."""
+def resume_all(stopped: list[psutil.Process]) -> None:
+    """Resume stopped processes; their supervisor may have killed some."""
     for process in stopped:
         with suppress(psutil.NoSuchProcess):
             process.resume()
     stopped.clear()
 
 
-class Books:
-    """What was published to the handler `work` of one app, and what must have come of it in the end."""
+class Expectations:
+    """Expectations of one app: the messages published to its handler `work`, and the effects they must have."""
 
     def __init__(self, client: Client, folder: Path, *, app: str = "steady") -> None:
         self.client = client
@@ -182,7 +182,7 @@ class Books:
         self._folder = folder
 
     def publish(self, count: int, **fields: str | int) -> list[str]:
-        """Add messages to the stream; their ids."""
+        """Add messages to the stream; return their ids."""
         items = [part for pair in fields.items() for part in pair]
         return self._publish(count, lambda n: items)
 
@@ -191,12 +191,12 @@ class Books:
         self.publish(20)
 
     def open_gate(self) -> None:
-        """Let the messages go on that were published with `do="wait"`."""
+        """Let messages published with `do="wait"` finish."""
         (self._folder / GATE).touch()
 
     @contextmanager
     def gate_open(self) -> Iterator[None]:
-        """Let them go on meanwhile."""
+        """Let them finish during the block."""
         self.open_gate()
         try:
             yield
@@ -215,11 +215,11 @@ class Books:
         return ids
 
     def runs(self) -> list[Event]:
-        """What the handlers have written down, from all processes."""
+        """Return the events that the handlers wrote, from all processes."""
         return list(read_events(*self._folder.glob("events.*")))
 
     def outputs(self) -> list[dict[str, str]]:
-        """The entries of the output stream."""
+        """Return the entries of the output stream."""
         found, after = [], "-"
         while entries := self._ask("XRANGE", "out", after, "+", "COUNT", 5_000):
             for _, pairs in entries:
@@ -227,83 +227,83 @@ class Books:
             after = "(" + entries[-1][0].decode()
         return found
 
-    def letters(self) -> list[DeadLetter]:
-        """The dead letters."""
+    def dead_letters(self) -> list[DeadLetter]:
+        """Return the dead letters."""
         return [DeadLetter.parse(*entry) for entry in self._ask("XRANGE", self.keys.dead, "-", "+")]
 
-    def done(self) -> int:
-        """How many effects there are."""
+    def effect_count(self) -> int:
+        """Return the number of effects."""
         return int(self._ask("XLEN", "out")) + int(self._ask("XLEN", self.keys.dead))
 
     def pending(self) -> int:
-        """How many messages are in the hands of workers."""
+        """Return the number of pending messages."""
         return int(self._ask("XPENDING", "in", self.keys.group)[0])
 
-    def in_hand(self) -> bool:
-        """Whether workers hold anything; when all is done, some more is published for that."""
+    def in_flight(self) -> bool:
+        """Return whether messages are pending; publishes some more once all are processed."""
         if self.drained():
             self.publish_more()
         return self.pending() > 0
 
     def drained(self) -> bool:
-        """Nothing is pending and nothing is left to read."""
-        return self.all_given() and not self.pending()
+        """Return whether nothing is pending and nothing is left to read."""
+        return self.all_read() and not self.pending()
 
-    def all_given(self) -> bool:
-        """Nothing is left to read."""
+    def all_read(self) -> bool:
+        """Return whether nothing is left to read."""
         try:
             groups = self._ask("XINFO", "GROUPS", "in")
             last = self._ask("XINFO", "STREAM", "in")
         except RedisError:
             return False
-        told = dict(zip(last[::2], last[1::2], strict=True))
+        newest = dict(zip(last[::2], last[1::2], strict=True))
         for group in groups:
             found = dict(zip(group[::2], group[1::2], strict=True))
             if found[b"name"].decode() == self.keys.group:
-                return bool(found[b"last-delivered-id"] == told[b"last-generated-id"])
+                return bool(found[b"last-delivered-id"] == newest[b"last-generated-id"])
         return False
 
     def check(
         self, *, dead: Mapping[str, str] | None = None, gone: Sequence[str] = (), log: Callable[[], str] = str
     ) -> Report:
-        """Wait for the drain, then judge the history: each message, but for those `gone`, has one effect.
+        """Wait for the drain, then check the history: each message, except those in `gone`, has one effect.
 
-        `dead`: the messages that end as dead letters, and why; no other may.
+        `dead`: the messages that must end as dead letters, and the reason; no other may.
         """
-        eventually(self.drained, "the drain", log=lambda: self._standing() + log())
+        eventually(self.drained, "the drain", log=lambda: self._progress() + log())
         enqueued = [Event(kind="enqueued", stream="in", id=one) for one in self.enqueued if one not in set(gone)]
         effects = [
             Event(kind="committed", stream="in", id=row["id"], handler="work", position=at)
             for at, row in enumerate(self.outputs())
             if row["id"] not in set(gone)
         ]
-        effects += [Event(kind="dead", stream="in", id=one.id, handler="work") for one in self.letters()]
+        effects += [Event(kind="dead", stream="in", id=one.id, handler="work") for one in self.dead_letters()]
         runs = [event for event in self.runs() if event.id not in set(gone)]
         report = check([*enqueued, *runs, *effects], handlers={"in": ["work"]})
         report.raise_if_bad()
-        assert {letter.id: letter.reason for letter in self.letters()} == (dead or {})
+        assert {letter.id: letter.reason for letter in self.dead_letters()} == (dead or {})
         assert {event.id for event in effects if event.kind == "committed"} <= {event.id for event in runs}
         assert not self._ask("EXISTS", self.keys.strikes), self._ask("HGETALL", self.keys.strikes)
         return report
 
-    def _standing(self) -> str:
-        return f"{self.done()} of {len(self.enqueued)} done, {self.pending()} pending\n"
+    def _progress(self) -> str:
+        return f"{self.effect_count()} of {len(self.enqueued)} done, {self.pending()} pending\n"
 
     def _ask(self, *command: str | int) -> Any:
         return self.client.patiently(lambda: self.client.execute(*command), what="test", limit_ms=1000 * FAIL_SAFE_S)
 
 
-class Standstill:
-    """Watches how effects come in; `longest_s` is the longest time in which none came though some were due."""
+class StandstillWatch:
+    """Watches the arrival of effects; `longest_s` is the longest time without one while some were due."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Expectations) -> None:
         self._books = books
         self._over = threading.Event()
         self._client = Client(books.client.url)
         self.longest_s = 0.0
 
     def watch(self) -> None:
-        """Look every 20 ms, until told to end."""
+        """Check every 20 ms, until `end`."""
         seen, since = -1, time.monotonic()
         while not self._over.wait(0.02):
             with suppress(RedisError):
@@ -317,14 +317,14 @@ class Standstill:
         self._client.close()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._over.set()
 
 
 @contextmanager
-def watched(books: Books) -> Iterator[Standstill]:
-    """A watch over the time until effects come in again."""
-    watch = Standstill(books)
+def watched(books: Expectations) -> Iterator[StandstillWatch]:
+    """Watch for standstills during the block."""
+    watch = StandstillWatch(books)
     thread = threading.Thread(target=watch.watch)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""Reading loops at work in this process, on a real Redis, and what comes of their messages."""
+"""Reading loops in this process, on a real Redis, and helpers for their messages."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,18 +22,18 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 
 KEYS = HandlerKeys("app", "handle", "in")
 QUICK = WorkerPolicy(block_ms=100, claim_ms=60_000, sweep_ms=50, stop_ms=60_000)
-"""Looks often, and is patient: nothing runs out because a thread got no CPU for some seconds.
+"""Refreshes often, and expires late: no claim expires because a thread got no processor for some seconds.
 
-Where the end of a claim or of a stop is the point, the test says how long they last.
+Tests of the end of a claim or of a stop set their own durations.
 """
 LONG_AGO_MS = 3_600_000
-"""Longer than any claim of a test lasts."""
+"""Longer than any claim of a test lasts, in milliseconds."""
 READ_WITHIN_MS = 600_000
-"""Of the health that `look_again` takes."""
+"""The read limit of the health that `wait_for_reads` takes, in milliseconds."""
 
 
-class RememberingLoop(ReadingLoop):
-    """A reading loop that remembers how it ended."""
+class RecordingLoop(ReadingLoop):
+    """A reading loop that records how it ended."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -42,7 +42,7 @@ class RememberingLoop(ReadingLoop):
         self.ended = threading.Event()
 
     def work(self) -> None:
-        """Run to the end, whatever it is."""
+        """Run to the end, and record how it ended."""
         try:
             self.leftovers = self.run()
         except Exception as error:  # noqa: BLE001 - `working` raises it
@@ -52,9 +52,9 @@ class RememberingLoop(ReadingLoop):
 
 
 @contextmanager
-def working(client: Client, handler: Handler, name: str = "w1", **options: Any) -> Iterator[RememberingLoop]:
-    """A loop that works meanwhile; whatever ended it is raised."""
-    loop = RememberingLoop(handler, client.url, consumer=name, **{"policy": QUICK, **options})
+def working(client: Client, handler: Handler, name: str = "w1", **options: Any) -> Iterator[RecordingLoop]:
+    """Run a loop during the block; raises the error that ended it, if any."""
+    loop = RecordingLoop(handler, client.url, consumer=name, **{"policy": QUICK, **options})
     thread = threading.Thread(target=loop.work, daemon=True)
     thread.start()
     try:
@@ -76,15 +76,15 @@ def ending(
     *,
     match: str | None = None,
     **options: Any,
-) -> Iterator[RememberingLoop]:
-    """A loop that has to end by itself, at the end of the block at the latest, and with such an error."""
+) -> Iterator[RecordingLoop]:
+    """Run a loop that must end by itself with this error, at the end of the block at the latest."""
     with pytest.raises(error, match=match), working(client, handler, name, **options) as loop:  # noqa: PT012 - no other line raises these
         yield loop
         eventually(loop.ended.is_set, f"the end of the loop by {error.__name__}")
 
 
 def make(function: Callable[..., Any], **options: Any) -> Handler:
-    """The function as the handler `app.handle`: of the stream `in`, into the stream `out`, unless told otherwise."""
+    """Make a handler `app.handle` of the function, by default of the stream `in`, into the stream `out`."""
     app = App("app")
     streams = () if {"pattern", "announced"} & options.keys() else ("in",)
     app.handler(*streams, **{"name": "handle", "into": "out", "retry": Retry(attempts=3, delay_ms=10), **options})(
@@ -94,23 +94,23 @@ def make(function: Callable[..., Any], **options: Any) -> Handler:
 
 
 def double(message: Message) -> dict[str, Any]:
-    """A handler with an output that says which attempt it was."""
+    """A handler with an output that holds the number of its attempt."""
     return {"n": message.text("n"), "attempt": message.attempt}
 
 
 def fill(client: Client, count: int, stream: str = "in", first: int = 0) -> None:
-    """Add entries with numbers that count up."""
+    """Add entries with increasing numbers."""
     client.pipeline([("XADD", stream, "*", "n", n) for n in range(first, first + count)])
 
 
 def fill_at_maxmemory(client: Client, count: int, stream: str = "in", first: int = 0) -> None:
-    """`fill`, though Redis refuses writes."""
+    """Add entries as `fill`, though Redis refuses writes."""
     add = "#!lua flags=allow-oom\nfor n = ARGV[1], ARGV[2] do redis.call('XADD', KEYS[1], '*', 'n', n) end"
     client.execute("EVAL", add, 1, stream, first, first + count - 1)
 
 
 def deliver_to(client: Client, consumer: str, *, times: int) -> None:
-    """Have a consumer that is gone hold what is new, delivered so often, and leave it to others."""
+    """Deliver new entries to a consumer that is gone, `times` times, and leave them idle for other consumers."""
     client.execute("XREADGROUP", "GROUP", KEYS.group, consumer, "STREAMS", "in", ">")
     for entry_id, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000, consumer):
         client.execute(
@@ -118,38 +118,38 @@ def deliver_to(client: Client, consumer: str, *, times: int) -> None:
         )  # fmt: skip
 
 
-def pause(client: Client, *loops: RememberingLoop) -> None:
-    """Pause the handler on the stream `in`, and wait until the loops have noticed, and the reads under way have ended."""
+def pause(client: Client, *loops: RecordingLoop) -> None:
+    """Pause the handler on the stream `in`; wait until the loops have noticed and their current reads have ended."""
     CommitStore(client, app="app", handler="handle").pause(["in"], paused=True)
     for loop in loops:
-        eventually(lambda: all(one.paused for one in loop._side.streams.values()), "the pause")  # noqa: B023 - at once
-        eventually(lambda: not loop.report._reading, "the end of its reads")  # noqa: B023 - at once
+        eventually(lambda: all(one.paused for one in loop._ordering.streams.values()), "the pause")  # noqa: B023 - at once
+        eventually(lambda: not loop.loop_metrics._is_poll_wanted, "the end of its reads")  # noqa: B023 - at once
 
 
-def goes_on(client: Client) -> None:
-    """Resume it."""
+def resume(client: Client) -> None:
+    """Resume the handler on the stream `in`."""
     CommitStore(client, app="app", handler="handle").pause(["in"], paused=False)
 
 
-def look_again(health: Health, clock: LeapClock, times: int = 3) -> None:
-    """Wait until loops that tell `health` have looked at Redis, each so many times from now on."""
+def wait_for_reads(health: Health, clock: LeapClock, times: int = 3) -> None:
+    """Wait until all loops that report to `health` have read from Redis, `times` times each."""
     for _ in range(times):
         clock.leap(READ_WITHIN_MS + 1_000)
         eventually(lambda: not health.failures(), "a sign of life")
 
 
 def outputs(client: Client) -> list[int]:
-    """The numbers of all outputs, in the order of their commits."""
+    """Return the numbers of all outputs, in the order of their commits."""
     return [int(pairs[1]) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
 
 
 def dead(client: Client) -> list[DeadLetter]:
-    """The dead letters of the handler."""
+    """Return the dead letters of the handler."""
     return [DeadLetter.parse(*entry) for entry in client.execute("XRANGE", KEYS.dead, "-", "+")]
 
 
 def pending(client: Client) -> int | None:
-    """How many entries workers hold; None before the first worker has joined."""
+    """Return the number of pending entries; None before the first worker has joined."""
     try:
         return int(client.execute("XPENDING", "in", KEYS.group)[0])
     except GroupMissing:
@@ -157,12 +157,12 @@ def pending(client: Client) -> int | None:
 
 
 def scripts_called(client: Client) -> int:
-    """How many scripts the server has run for all clients."""
+    """Return how many scripts the server has run for all clients."""
     stats = client.execute("INFO", "commandstats").decode()
     return int(stats.partition("cmdstat_evalsha:calls=")[2].partition(",")[0] or 0)
 
 
 def now_ms(client: Client) -> float:
-    """The server's clock, to the microsecond."""
+    """Return the server's time, in milliseconds."""
     seconds, microseconds = client.execute("TIME")
     return int(seconds) * 1_000 + int(microseconds) / 1_000

@@ -1,4 +1,4 @@
-"""When each of many streams is looked at next."""
+"""Timers: when each of many streams is due next."""
 
 from math import inf
 
@@ -13,11 +13,11 @@ def test_what_is_due_comes_out_once_in_order_and_no_more_than_asked_for() -> Non
     agenda = DelayQueue()
     for name, due_ms in (("late", 30.0), ("first", 10.0), ("second", 20.0)):
         agenda.put(name, due_ms)
-    assert agenda.take(25, 1) == ["first"]
-    assert agenda.take(25, 9) == ["second"]
-    assert agenda.take(25, 9) == []
+    assert agenda.pop_due(25, 1) == ["first"]
+    assert agenda.pop_due(25, 9) == ["second"]
+    assert agenda.pop_due(25, 9) == []
     assert agenda.wait_ms(25) == 5
-    assert agenda.take(30, 9) == ["late"]
+    assert agenda.pop_due(30, 9) == ["late"]
     assert agenda.wait_ms(30) == inf
 
 
@@ -25,10 +25,10 @@ def test_the_last_word_counts_whether_it_is_earlier_or_later() -> None:
     agenda = DelayQueue()
     agenda.put("a", 10)
     agenda.put("a", 50)
-    assert agenda.take(20, 9) == []
+    assert agenda.pop_due(20, 9) == []
     agenda.put("a", 20)
-    assert agenda.take(20, 9) == ["a"]
-    assert agenda.take(99, 9) == []
+    assert agenda.pop_due(20, 9) == ["a"]
+    assert agenda.pop_due(99, 9) == []
 
 
 def test_what_is_put_again_and_again_takes_no_more_and_more_room() -> None:
@@ -37,5 +37,5 @@ def test_what_is_put_again_and_again_takes_no_more_and_more_room() -> None:
         agenda.put("same", 1e9)
         agenda.put("earlier each time", 1e9 - turn)
         agenda.put("late", 2e9)
-    assert len(agenda._order) < 1_100
-    assert agenda.take(3e9, 9) == ["earlier each time", "same", "late"]
+    assert len(agenda._heap) < 1_100
+    assert agenda.pop_due(3e9, 9) == ["earlier each time", "same", "late"]

@@ -86,7 +86,7 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_order, ("a",), {"key": 7}, "key must be the name of a field or a function"),
     (takes_order, ("a",), {"key": async_key}, "must be a plain function, not async"),
     (takes_order, ("a",), {"retry": 3}, "retry must be a Retry"),
-    (takes_order, ("a",), {"into": "a"}, "read what it writes"),
+    (takes_order, ("a",), {"into": "a"}, "read its own output"),
     (takes_order, (), {"pattern": "a*", "into": "abc"}, "one of its streams"),
     (takes_order, ("a,b",), {}, "must not contain a comma"),
     (takes_order, ("a",), {"into": 5}, "into must be the name of a stream"),
@@ -102,8 +102,8 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_rest, ("a",), {}, "must be a plain parameter"),
     (takes_orders, ("a",), {"key": "customer"}, "takes lists and has a key"),
     (takes_orders_and_state, ("a",), {"key": "customer"}, "without a State"),
-    (takes_orders_and_message, ("a",), {}, "takes lists and single things"),
-    (takes_list_of_anything, ("a",), {}, "Any is no model"),
+    (takes_orders_and_message, ("a",), {}, "takes lists and single values"),
+    (takes_list_of_anything, ("a",), {}, "Any is not a model"),
     (takes_order, ("a",), {"batch_size": 5}, "batch_size is for handlers that take a list"),
     (takes_orders, ("a",), {"batch_size": 0}, "batch_size must be a whole number from 1"),
     (takes_orders, ("a",), {"batch_wait_ms": -1}, "batch_wait_ms must be a number"),
@@ -123,7 +123,7 @@ def test_a_mistake_in_a_handler_is_one_line_that_says_what_to_change(
 
 
 def test_a_bare_decorator_is_explained() -> None:
-    with pytest.raises(ConfigError, match="needs the stream that it reads"):
+    with pytest.raises(ConfigError, match="needs a stream to read"):
         App("app").handler(takes_order)  # type: ignore[arg-type]
 
 
@@ -205,9 +205,9 @@ def test_a_mistake_in_an_app_file_is_one_clear_line(tmp_path: Path, text: str, s
 
 
 def test_a_missing_file_or_module_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no file 'nowhere/app\.py'"):
+    with pytest.raises(ConfigError, match=r"file 'nowhere/app\.py'"):
         load_app("nowhere/app.py:app")
-    with pytest.raises(ConfigError, match="there is no module 'no_such_module_here'"):
+    with pytest.raises(ConfigError, match="module 'no_such_module_here' not found"):
         load_app("no_such_module_here:app")
 
 
@@ -266,11 +266,11 @@ def test_a_stream_whose_slot_no_other_key_can_share_is_refused(stream: str) -> N
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("queue.py", "stand in for Python's own module 'queue'"),
-        ("json.py", "stand in for Python's own module 'json'"),
+        ("queue.py", "shadow Python's own module 'queue'"),
+        ("json.py", "shadow Python's own module 'json'"),
         ("my.app.py", "cannot be imported by its name"),
         ("__main__.py", "cannot be imported by its name"),
-        ("msgspec.py", r"named like the module 'msgspec' in .*__init__\.py"),
+        ("msgspec.py", r"has the name of the module 'msgspec' in .*__init__\.py"),
     ],
 )
 def test_a_file_that_workers_could_not_import_by_its_name_must_be_renamed(tmp_path: Path, name: str, says: str) -> None:
@@ -291,6 +291,6 @@ def test_a_file_with_a_dash_in_its_name_is_loaded(tmp_path: Path, monkeypatch: p
 def test_a_file_beside_the_app_that_hides_a_module_of_python_is_refused(tmp_path: Path) -> None:
     (tmp_path / "neighbour_app.py").write_text("")
     (tmp_path / "json.py").write_text("")
-    with pytest.raises(ConfigError, match=r"'json\.py', beside the app, would stand in for"):
+    with pytest.raises(ConfigError, match=r"'json\.py', beside the app, would shadow"):
         load_app(f"{tmp_path}/neighbour_app.py:app")
     assert str(tmp_path) not in sys.path

@@ -53,8 +53,8 @@ def test_a_policy_at_the_edge_of_sense_is_accepted(option: dict[str, Any]) -> No
 
 
 def test_no_consumer_is_called_like_the_one_that_stands_for_nobody() -> None:
-    with pytest.raises(ConfigError, match="cannot be called 'waiting'"):
-        Balancer("redis://127.0.0.1:1", "calls", consumer="waiting")
+    with pytest.raises(ConfigError, match="cannot be called 'unassigned'"):
+        Balancer("redis://127.0.0.1:1", "calls", consumer="unassigned")
 
 
 def test_a_weight_is_a_number_or_is_asked_for_each_time() -> None:
@@ -101,11 +101,11 @@ def fill_once_a_thread_waits(box: NotificationQueue[int], count: int) -> None:
 
 def test_items_are_taken_in_order_and_waited_for() -> None:
     box: NotificationQueue[int] = NotificationQueue()
-    assert box.take(0) is None
+    assert box.get(0) is None
     threading.Thread(target=fill_once_a_thread_waits, args=(box, 3)).start()
-    assert [box.take(FAIL_SAFE_S) for _ in range(3)] == [0, 1, 2]
+    assert [box.get(FAIL_SAFE_S) for _ in range(3)] == [0, 1, 2]
     began_s = time.monotonic()
-    assert box.take(0.05) is None
+    assert box.get(0.05) is None
     assert time.monotonic() - began_s >= 0.05
 
 
@@ -114,7 +114,7 @@ def test_many_threads_take_each_item_once() -> None:
     taken: list[int] = []
 
     def take() -> None:
-        while (item := box.take()) is not None:
+        while (item := box.get()) is not None:
             taken.append(item)
 
     threads = [threading.Thread(target=take, daemon=True) for _ in range(4)]
@@ -133,17 +133,17 @@ def test_what_is_unwanted_is_withdrawn_and_the_rest_stays_in_order() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     for n in range(6):
         box.put(n)
-    assert box.take() == 0
-    assert box.withdraw(lambda n: n % 2 == 1 or n == 0) == [1, 3, 5]
-    assert (box.waiting(), len(box)) == ([2, 4], 2)
+    assert box.get() == 0
+    assert box.remove(lambda n: n % 2 == 1 or n == 0) == [1, 3, 5]
+    assert (box.queued(), len(box)) == ([2, 4], 2)
 
 
 def test_after_the_end_what_is_left_is_taken_and_nobody_waits() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     box.put(1)
     box.end()
-    assert [box.take(), box.take()] == [1, None]
-    assert asyncio.run(box.take_soon()) is None
+    assert [box.get(), box.get()] == [1, None]
+    assert asyncio.run(box.get_async()) is None
 
 
 def test_the_end_comes_once_and_nothing_after_it() -> None:
@@ -151,15 +151,15 @@ def test_the_end_comes_once_and_nothing_after_it() -> None:
     assert box.end(1, 2)
     assert not box.end(3)
     box.put(4)
-    assert [box.take(0), box.take(0), box.take(0)] == [1, 2, None]
+    assert [box.get(0), box.get(0), box.get(0)] == [1, 2, None]
 
 
 def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
     box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
-        waiting = [asyncio.create_task(box.take_soon()) for _ in range(3)]
-        await eventually_async(lambda: len(box._sleepers) == 3, "all of them to wait")
+        waiting = [asyncio.create_task(box.get_async()) for _ in range(3)]
+        await eventually_async(lambda: len(box._waiters) == 3, "all of them to wait")
         threading.Thread(target=box.end).start()
         return await asyncio.wait_for(asyncio.gather(*waiting), FAIL_SAFE_S)
 
@@ -167,7 +167,7 @@ def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
 
 
 def fill_once_somebody_waits(box: NotificationQueue[int], count: int) -> None:
-    eventually(lambda: box._sleepers, "somebody to wait")
+    eventually(lambda: box._waiters, "somebody to wait")
     fill(box, count)
 
 
@@ -176,7 +176,7 @@ def test_items_put_by_a_thread_wake_the_event_loop() -> None:
 
     async def program() -> list[int | None]:
         threading.Thread(target=fill_once_somebody_waits, args=(box, 3)).start()
-        return [await asyncio.wait_for(box.take_soon(), FAIL_SAFE_S) for _ in range(3)]
+        return [await asyncio.wait_for(box.get_async(), FAIL_SAFE_S) for _ in range(3)]
 
     assert asyncio.run(program()) == [0, 1, 2]
 
@@ -185,13 +185,13 @@ def test_many_tasks_take_each_item_once() -> None:
     box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
-        tasks = [asyncio.create_task(box.take_soon()) for _ in range(50)]
+        tasks = [asyncio.create_task(box.get_async()) for _ in range(50)]
         await asyncio.sleep(0)
         await asyncio.to_thread(fill, box, 50)
         return await asyncio.wait_for(asyncio.gather(*tasks), FAIL_SAFE_S)
 
     assert sorted(item for item in asyncio.run(program()) if item is not None) == list(range(50))
-    assert not box._sleepers, "those who wait no more are forgotten"
+    assert not box._waiters, "those who wait no more are forgotten"
 
 
 def test_a_wait_that_is_cancelled_costs_no_item() -> None:
@@ -200,7 +200,7 @@ def test_a_wait_that_is_cancelled_costs_no_item() -> None:
     async def program() -> list[int]:
         taken = []
         for n in range(200):
-            task = asyncio.create_task(box.take_soon())
+            task = asyncio.create_task(box.get_async())
             await asyncio.sleep(0)
             box.put(n)
             if n % 3 == 0:
@@ -212,7 +212,7 @@ def test_a_wait_that_is_cancelled_costs_no_item() -> None:
                 continue
             assert item is not None
             taken.append(item)
-        while (item := box.take(0)) is not None:
+        while (item := box.get(0)) is not None:
             taken.append(item)
         return taken
 
@@ -222,10 +222,10 @@ def test_a_wait_that_is_cancelled_costs_no_item() -> None:
 def test_a_loop_that_ended_while_it_waited_does_not_stop_the_filler() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     loop = asyncio.new_event_loop()
-    waiting = loop.create_task(box.take_soon())
+    waiting = loop.create_task(box.get_async())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     box.put(1)
-    assert box.take(0) == 1
+    assert box.get(0) == 1
     waiting.get_coro().close()
     waiting._log_destroy_pending = False  # type: ignore[attr-defined]

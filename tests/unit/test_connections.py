@@ -55,13 +55,13 @@ class Door:
 def test_where_there_are_too_many_the_one_that_has_waited_longest_for_a_request_goes() -> None:
     door = Door(3)
     (first, first_line), (_, second_line), (third, third_line) = door.come(), door.come(), door.come()
-    door.all.arrived(first)
+    door.all.clear_wait(first)
     _, fourth_line = door.come()
     assert [line.ended for line in (first_line, second_line, third_line, fourth_line)] == ["", "aborted", "", ""]
-    door.all.expect(first)  # it was answered, and waits from now on
+    door.all.await_client(first)  # it was answered, and waits from now on
     door.come()
     assert (first_line.ended, third_line.ended) == ("", "aborted")
-    door.all.lost(third, None)
+    door.all.remove(third, None)
     assert (len(door.all), door.cut("crowded")) == (3, 2)
 
 
@@ -69,13 +69,13 @@ def test_who_has_sent_a_request_is_closed_for_nobody() -> None:
     door = Door(2)
     working = [door.come() for _ in range(2)]
     for connection, _ in working:
-        door.all.arrived(connection)
+        door.all.clear_wait(connection)
     newcomer, line = door.come()
     _, later_line = door.come()
     assert [one.ended for _, one in working] == ["", ""]
     assert line.ended == "aborted", "newcomers take each other's place"
     assert later_line.ended == ""
-    door.all.expect(newcomer)  # what is heard of one that is cut changes nothing
+    door.all.await_client(newcomer)  # what is heard of one that is cut changes nothing
     assert len(door.all) == 3
 
 
@@ -85,20 +85,20 @@ def test_a_request_is_refused_only_if_all_others_are_at_work() -> None:
     assert len(door.all) == 1, "the first had sent nothing"
     door = Door(1)
     working, line = door.come()
-    door.all.arrived(working)
+    door.all.clear_wait(working)
     asking, _ = door.come()
-    door.all.arrived(asking)
-    assert door.all.are_full()
-    door.all.expect(working)
-    assert not door.all.are_full()
+    door.all.clear_wait(asking)
+    assert door.all.is_full()
+    door.all.await_client(working)
+    assert not door.all.is_full()
     assert line.ended == "aborted", "it was done, and made room"
 
 
 def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
     door = Door(10)
     (_, silent), (body, body_line), (working, working_line) = door.come(), door.come(), door.come()
-    door.all.expect_body(body)
-    door.all.arrived(working)
+    door.all.await_body(body)
+    door.all.clear_wait(working)
     door.clock.now_ms += REQUEST_MS - 3
     door.all.sweep()
     assert silent.ended == ""
@@ -108,7 +108,7 @@ def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
     door.clock.now_ms += 2 * REQUEST_MS
     door.all.sweep()
     assert (body_line.ended, working_line.ended) == ("aborted", "")
-    door.all.expect(working)
+    door.all.await_client(working)
     door.clock.now_ms += REQUEST_MS
     door.all.sweep()
     assert working_line.ended == "aborted"
@@ -118,12 +118,12 @@ def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
 def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
     door = Door(3)
     (loading, loading_line), (last, last_line), (stream, stream_line) = door.come(), door.come(), door.come()
-    stream.keep()
+    stream.exempt_reading()
     for connection in (loading, last, stream):
-        door.all.arrived(connection)
-    door.all.expect(loading, "reading")
-    door.all.expect(stream, "reading")
-    door.all.expect(last)
+        door.all.clear_wait(connection)
+    door.all.await_client(loading, "reading")
+    door.all.await_client(stream, "reading")
+    door.all.await_client(last)
     last_line.unread = 1  # of the answer that is complete
     door.clock.now_ms += 100 * REQUEST_MS
     door.all.sweep()
@@ -136,14 +136,14 @@ def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
 def test_the_time_for_the_next_request_begins_when_the_answer_has_been_taken() -> None:
     door = Door(3)
     (done, done_line), (going_on, going_on_line), (stream, stream_line) = door.come(), door.come(), door.come()
-    stream.keep()
+    stream.exempt_reading()
     for connection in (done, going_on, stream):
-        door.all.arrived(connection)
-        door.all.expect(connection, "reading")
-    door.all.expect(done)
+        door.all.clear_wait(connection)
+        door.all.await_client(connection, "reading")
+    door.all.await_client(done)
     door.clock.now_ms += REQUEST_MS
     for connection in (done, going_on, stream):
-        door.all.took(connection)
+        door.all.on_read(connection)
     door.all.sweep()
     assert done_line.ended == ""
     door.clock.now_ms += REQUEST_MS
@@ -166,7 +166,7 @@ def test_that_there_are_too_many_is_said_once_a_minute(caplog: pytest.LogCapture
 def test_a_stop_closes_those_that_owe_something() -> None:
     door = Door(2)
     (_, silent), (working, working_line) = door.come(), door.come()
-    door.all.arrived(working)
+    door.all.clear_wait(working)
     door.all.close_waiting()
     assert (silent.ended, working_line.ended) == ("closed", "")
     door.all.abort_all()

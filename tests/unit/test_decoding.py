@@ -419,9 +419,9 @@ def test_a_model_that_is_none_or_cannot_be_filled_is_a_config_error() -> None:
         a: int = pydantic.Field(validation_alias=pydantic.AliasChoices("a", "b"))
 
     wrong: list[tuple[Any, str]] = [
-        (int, "int is no model; use a plain dataclass"),
-        (pydantic.dataclasses.dataclass(type("Hybrid", (), {})), "Hybrid is no model"),
-        (pydantic.RootModel[int], "is no model"),
+        (int, "int is not a model; use a dataclass"),
+        (pydantic.dataclasses.dataclass(type("Hybrid", (), {})), "Hybrid is not a model"),
+        (pydantic.RootModel[int], "is not a model"),
         (dataclasses.make_dataclass("Empty", []), "Empty has no fields"),
         (dataclasses.make_dataclass("M", [("a", "Nowhere")]), "M: its annotations cannot be read: name 'Nowhere'"),
         (dataclasses.make_dataclass("M", [("a", InitVar[int])]), "M.a: InitVar is not supported"),

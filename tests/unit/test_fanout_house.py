@@ -9,7 +9,7 @@ import pytest
 from millstream.observability.metrics import NOBODY
 from millstream.router import Item, Router
 from millstream.services.gateway.close_reasons import CloseReason
-from millstream.services.gateway.connection import Pace
+from millstream.services.gateway.connection import FlowControl
 from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
 from tests.support.waiting import eventually_async
 
@@ -38,14 +38,14 @@ class Deaf:
     async def send_in_parts(self, parts: Iterable[bytes]) -> None:
         await self.cut.wait()
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         await self.cut.wait()
 
     async def close(self, ending: CloseReason) -> None:
         await self.cut.wait()
         raise OSError("it was cut")
 
-    async def heard(self) -> bool:
+    async def receive(self) -> bool:
         await self.cut.wait()
         return False
 
@@ -54,16 +54,16 @@ class Deaf:
 
 
 def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.services.gateway.connection._FAREWELL_S", HOUR_S)
+    monkeypatch.setattr("millstream.services.gateway.connection._CLOSE_TIMEOUT_S", HOUR_S)
 
     async def main() -> Any:
-        pace = Pace(heartbeat_s=HOUR_S, stall_s=HOUR_S)
-        house = ConnectionManager(Router("redis://127.0.0.1:1"), room=ConnectionLimits(), pace=pace, metrics=NOBODY)
+        pace = FlowControl(heartbeat_s=HOUR_S, stall_s=HOUR_S)
+        house = ConnectionManager(Router("redis://127.0.0.1:1"), limits=ConnectionLimits(), pace=pace, metrics=NOBODY)
         wire = Deaf()
         serving = asyncio.create_task(house.serve(wire, b"", []))
-        await eventually_async(lambda: house.traffic.open == 1, "the connection")
+        await eventually_async(lambda: house.counts.open == 1, "the connection")
         await house.close(0.01)
         await serving
-        return wire.cut.is_set(), house.traffic.open, house.traffic.ended
+        return wire.cut.is_set(), house.counts.open, house.counts.ended
 
     assert asyncio.run(main()) == (True, 0, 1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.services.gateway.gc_freeze import GcFreeze, Traffic
+from millstream.services.gateway.gc_freeze import ConnectionCounts, GcFreeze
 
 pytestmark = [pytest.mark.router]
 
@@ -35,21 +35,21 @@ def collections_by_hand() -> Iterator[None]:
 
 
 def test_what_came_is_passed_by_until_as_many_have_left_as_are_there() -> None:
-    traffic = Traffic(0, 0)
+    traffic = ConnectionCounts(0, 0)
     pauses = GcFreeze(lambda: traffic)
     Knot()
-    traffic = Traffic(5_000, 0)
-    pauses.look()
+    traffic = ConnectionCounts(5_000, 0)
+    pauses.update()
     frozen = gc.get_freeze_count()
     assert frozen > 0
     gc.collect()
     assert Knot.alive == 1, "it is frozen"
-    traffic = Traffic(5_050, 5_000)
-    pauses.look()
+    traffic = ConnectionCounts(5_050, 5_000)
+    pauses.update()
     assert gc.get_freeze_count() <= frozen, "hardly more have come"
     gc.collect()
     assert Knot.alive == 1, "not enough have left"
-    traffic = Traffic(5_050, 5_051)
-    pauses.look()
+    traffic = ConnectionCounts(5_050, 5_051)
+    pauses.update()
     assert Knot.alive == 0
     assert gc.get_freeze_count() > 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millstream.services.gateway import server as serving
-from millstream.services.gateway.auth import Access, stream_tokens
+from millstream.services.gateway.auth import Authorizer, new_stream_tokens
 from millstream.services.web.errors import Refused
 from tests.support.waiting import eventually_async
 
@@ -21,12 +21,12 @@ OLD, NEW = "0123456789abcdef-old", "0123456789abcdef-new"
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_LOOK_S", 0.01)
+    monkeypatch.setattr(serving, "_RELOAD_S", 0.01)
 
 
-async def following(access: Access, path: Path, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def following(access: Authorizer, path: Path, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `body` while the file is followed."""
-    task = asyncio.create_task(serving._follow_file(access, path))
+    task = asyncio.create_task(serving._reload_tokens(access, path))
     try:
         await body()
     finally:
@@ -38,7 +38,7 @@ async def following(access: Access, path: Path, body: Callable[[], Coroutine[Any
 def test_a_token_file_that_changes_while_the_server_starts_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"{OLD} *\n")
-    tokens = stream_tokens()
+    tokens = new_stream_tokens()
     tokens.read(path)
     path.write_text(f"{NEW} *\n")
 
@@ -46,7 +46,7 @@ def test_a_token_file_that_changes_while_the_server_starts_is_read_again(tmp_pat
         await eventually_async(lambda: tokens.find(NEW) is not None, "the new token")
         assert tokens.find(OLD) is None
 
-    asyncio.run(following(Access(tokens), path, body))
+    asyncio.run(following(Authorizer(tokens), path, body))
 
 
 @pytest.mark.parametrize("mistake", ["", "short *\n"])
@@ -55,16 +55,16 @@ def test_a_mistake_in_the_token_file_shuts_nobody_out_and_lets_nobody_in(
 ) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"{OLD} *\n")
-    tokens = stream_tokens()
-    access = Access(tokens)
+    tokens = new_stream_tokens()
+    access = Authorizer(tokens)
 
     async def body() -> None:
         await eventually_async(lambda: tokens.find(OLD) is not None, "the first token")
         path.write_text(mistake)
-        await eventually_async(lambda: "the tokens stay as they were" in caplog.text, "a look at the mistake")
-        assert access.admit(["s"], token=OLD, ticket=None)
+        await eventually_async(lambda: "keeping the previous tokens" in caplog.text, "a look at the mistake")
+        assert access.authorize(["s"], token=OLD, ticket=None)
         with pytest.raises(Refused):
-            access.admit(["s"], token=None, ticket=None)
+            access.authorize(["s"], token=None, ticket=None)
         path.write_text(f"{NEW} *\n")
         await eventually_async(lambda: tokens.find(NEW) is not None, "the mistake to be mended")
 

@@ -256,7 +256,7 @@ def test_the_worst_hours_and_aircraft_are_those_of_the_committed_entries() -> No
     hours = hours_of_day(career + other)
     assert [(hour.hour, hour.flights, hour.mean_delay) for hour in hours] == [(6, 2, 30.0), (21, 1, 20.0)]
     assert hours[0].late_share == 0.5
-    assert [(last.tailnum, last.mean_delay) for last in worst_aircraft(career + other, least=1)] == [
+    assert [(last.tailnum, last.mean_delay) for last in worst_aircraft(career + other, min_flights=1)] == [
         ("N1", 30.0),
         ("N2", 20.0),
     ]

@@ -1,4 +1,4 @@
-"""What a worker has in hand, and how its entries are begun by one thread and given up by another."""
+"""Entries in flight on a worker: one thread starts them, another removes them."""
 
 import asyncio
 import threading
@@ -20,7 +20,12 @@ from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
-from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation, deaths_allowed, isolated_after
+from millstream.worker.running.poison_isolation import (
+    PoisonIsolation,
+    ProcessIsolation,
+    crashes_allowed,
+    isolated_after,
+)
 from millstream.worker.running.runner import AsyncRunner, LoadSample, Runner, ThreadRunner
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -46,9 +51,9 @@ def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(
     stream: ReliableStream, hand: InFlight
 ) -> None:
     first, again = delivery(stream), delivery(stream)
-    hand.take([first], 0)
-    hand.take([again], 0)
-    hand.drop([first])
+    hand.add([first], 0)
+    hand.add([again], 0)
+    hand.remove([first])
     assert (again in hand, first in hand, len(hand)) == (True, False, 1)
 
 
@@ -58,9 +63,9 @@ def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: Reliable
     for one in lease.entries:
         one.lease = lease
     lease.waiting.extend(lease.entries)
-    hand.take_leases([lease], 0)
+    hand.add_leases([lease], 0)
     first, second = lease.entries
-    assert (hand.begin(first, 99), hand.begin(second, 100)) == (True, False)
+    assert (hand.start(first, 99), hand.start(second, 100)) == (True, False)
     assert (first.running, second.running, lease.lost) == (True, False, True)
 
 
@@ -68,7 +73,7 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
     stream: ReliableStream, hand: InFlight
 ) -> None:
     entries = [delivery(stream, number) for number in range(20_000)]
-    hand.take(entries, 0)
+    hand.add(entries, 0)
     begun: list[Delivery] = []
     started = threading.Event()
 
@@ -76,13 +81,13 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
         for number, one in enumerate(entries):
             if number == 100:
                 started.set()
-            if hand.begin(one, 0):
+            if hand.start(one, 0):
                 begun.append(one)
 
     thread = threading.Thread(target=begin)
     thread.start()
     eventually(started.is_set)
-    given_up = hand.drop_waiting()
+    given_up = hand.remove_waiting()
     thread.join()
     assert len(given_up) + len(begun) == len(entries)
     assert not {one.id for one in given_up} & {one.id for one in begun}
@@ -92,11 +97,11 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
 def test_whoever_reads_is_woken_once_there_is_room_worth_a_read(stream: ReliableStream) -> None:
     hand = InFlight(WorkerPolicy(prefetch=4), 2)
     entries = [delivery(stream, number) for number in range(4)]
-    hand.take(entries, 0)
-    hand.drop(entries[:1])
-    assert (hand.freed.is_set(), hand.room()) == (False, 0)
-    hand.drop(entries[1:2])
-    assert (hand.freed.is_set(), hand.room()) == (True, 2)
+    hand.add(entries, 0)
+    hand.remove(entries[:1])
+    assert (hand.room_freed.is_set(), hand.free_slots()) == (False, 0)
+    hand.remove(entries[1:2])
+    assert (hand.room_freed.is_set(), hand.free_slots()) == (True, 2)
 
 
 # Runners
@@ -139,7 +144,7 @@ def running(runner: Runner, hand: InFlight) -> Iterator[None]:
         yield
     finally:
         hand.buffer.put(None)
-        runner.nudge()
+        runner.notify()
         thread.join(FAIL_SAFE_S)
     assert not thread.is_alive()
 
@@ -149,9 +154,9 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
     stream: ReliableStream, hand: InFlight, function: Callable[..., Any]
 ) -> None:
     one = delivery(stream)
-    hand.take([one], 0)
+    hand.add([one], 0)
     with running(runner_of(function, RUNNERS[function], hand), hand):
-        (ran,), _ = hand.outbox.collect(FAIL_SAFE_S)
+        (ran,), _ = hand.completions.collect(FAIL_SAFE_S)
     assert ran[0] == (one,)
     assert (one.running, one.ran) == (True, True)
 
@@ -160,12 +165,12 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
 
 
 def nudged_while_it_runs(runner: Runner, hand: InFlight, entries: int) -> int:
-    """Nudge it as a reading loop does until that many have run; return how many threads there were besides the first."""
+    """Notify it as a reading loop does until so many have run; return how many threads there were besides the first."""
     assert isinstance(runner, ThreadRunner)
 
     def have_run() -> bool:
-        runner.nudge()
-        return len(hand.outbox) >= entries
+        runner.notify()
+        return len(hand.completions) >= entries
 
     with running(runner, hand):
         eventually(have_run)
@@ -176,19 +181,19 @@ def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: Reliable
     def waits(message: Message) -> None:
         time.sleep(0.02)
 
-    hand.take([delivery(stream, number) for number in range(100)], 0)
+    hand.add([delivery(stream, number) for number in range(100)], 0)
     assert nudged_while_it_runs(runner_of(waits, ThreadRunner, hand, 4), hand, 100) == 3
 
 
 def test_so_do_short_lists_that_wait(stream: ReliableStream, hand: InFlight) -> None:
     def waits(messages: list[Message]) -> None:
-        time.sleep(0.003)  # one ends between any two looks
+        time.sleep(0.003)  # one ends between any two samples
 
-    hand.take([delivery(stream, number) for number in range(400)], 0)
+    hand.add([delivery(stream, number) for number in range(400)], 0)
     assert nudged_while_it_runs(runner_of(waits, ThreadBatchRunner, hand, 4, batch_size=1), hand, 400) == 3
 
 
-BEFORE = LoadSample(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, since_ms=0.0)
+BEFORE = LoadSample(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, stalled_since_ms=0.0)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +209,8 @@ BEFORE = LoadSample(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, s
 def test_another_thread_is_made_where_it_is_of_use(
     ended: int, took_ms: float, cpu_ms: float, since_ms: float, asks: bool
 ) -> None:
-    now = LoadSample(starved=0, finished=ended, took_ms=took_ms, at_ms=10.0, cpu_ms=cpu_ms, since_ms=since_ms)
-    assert now.asks_for_more(BEFORE) == asks
+    now = LoadSample(starved=0, finished=ended, took_ms=took_ms, at_ms=10.0, cpu_ms=cpu_ms, stalled_since_ms=since_ms)
+    assert now.needs_thread(BEFORE) == asks
 
 
 def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_message(
@@ -213,14 +218,14 @@ def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_messa
 ) -> None:
     runner = runner_of(plain, ThreadRunner, hand, 4)
     assert isinstance(runner, ThreadRunner)
-    hand.nudge = runner.nudge
+    hand.on_buffered = runner.notify
     with running(runner, hand):
         for number in range(20):
-            eventually(lambda: runner._idle)
-            runner.nudge()
-            time.sleep(0.01)  # so long that it looks whether it needs more
-            hand.take([delivery(stream, number)], 0)
-            eventually(lambda: len(hand.outbox) == number + 1)  # noqa: B023 - it is over by then
+            eventually(lambda: runner._idle_threads)
+            runner.notify()
+            time.sleep(0.01)  # long enough to sample the load
+            hand.add([delivery(stream, number)], 0)
+            eventually(lambda: len(hand.completions) == number + 1)  # noqa: B023 - it is over by then
         assert not runner._threads
 
 
@@ -230,7 +235,7 @@ def test_an_entry_that_was_lost_meanwhile_is_not_run_alone(
 ) -> None:
     runner = runner_of(function, RUNNERS[function], hand)
     with running(runner, hand):
-        assert runner.alone(delivery(stream)) is None
+        assert runner.run_isolated(delivery(stream)) is None
 
 
 def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
@@ -243,13 +248,13 @@ def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
         await asyncio.sleep(2 * FAIL_SAFE_S)
 
     runner = runner_of(endless, AsyncRunner, hand)
-    hand.keep(one := delivery(stream))
+    hand.add_unbuffered(one := delivery(stream))
     outcomes: list[object] = []
-    waiting = threading.Thread(target=lambda: outcomes.append(runner.alone(one)))
+    waiting = threading.Thread(target=lambda: outcomes.append(runner.run_isolated(one)))
     waiting.start()
     with running(runner, hand):
         eventually(started.is_set)
-        runner.cancel()
+        runner.cancel_all()
     waiting.join(FAIL_SAFE_S)
     assert len(outcomes) == 1
 
@@ -259,7 +264,7 @@ def nothing(_: Message) -> None:
 
 
 class Alone:
-    """A runner that says whether anything else ran when it was asked to run one message alone."""
+    """A runner that records whether anything else ran when it ran a message in isolation."""
 
     def __init__(self, others: Sequence[InFlight]) -> None:
         self._others = others
@@ -271,7 +276,7 @@ class Alone:
 
 
 class Unmarked(ReliableStream):
-    """A stream that notes nothing of isolated runs."""
+    """A stream that records no isolated runs."""
 
     def isolation(self, delivery: Delivery) -> tuple[int, str]:
         return 0, ""
@@ -288,7 +293,7 @@ def test_a_message_is_never_given_up_for_the_death_of_one_process_alone(
     attempts: int, losses: int, deaths: int
 ) -> None:
     retry = Retry(attempts=attempts)
-    assert (isolated_after(retry), deaths_allowed(retry)) == (losses, deaths)
+    assert (isolated_after(retry), crashes_allowed(retry)) == (losses, deaths)
 
 
 def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(hand: InFlight) -> None:
@@ -310,19 +315,19 @@ def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(h
         guard = guard_of(hand)
         guard_of(other)
         running, waiting, suspect = delivery(there), delivery(there, 2), delivery(here)
-        other.take([running, waiting], 0)
-        assert other.begin(running, 0)
-        hand.keep(suspect)
-        guard.suspect(suspect)
+        other.add([running, waiting], 0)
+        assert other.start(running, 0)
+        hand.add_unbuffered(suspect)
+        guard.add_suspect(suspect)
         thread = threading.Thread(target=guard.run)
         thread.start()
-        while other.begin(waiting, 0):
+        while other.start(waiting, 0):
             waiting.running = False
-        assert other.begin(waiting, 0) is None
+        assert other.start(waiting, 0) is None
         assert runner.saw == []
         running.ran = True
-        assert hand.outbox.collect(FAIL_SAFE_S)[0]
-        guard.suspect(None)
+        assert hand.completions.collect(FAIL_SAFE_S)[0]
+        guard.add_suspect(None)
         thread.join()
     assert runner.saw == [False]
-    assert other.begin(waiting, 0)
+    assert other.start(waiting, 0)

@@ -205,11 +205,11 @@ def test_a_read_that_failed_is_not_held_against_a_worker_that_has_nothing_to_rea
     health: Health, clock: HandClock
 ) -> None:
     report = LoopMetrics("a.b", time_limit_ms=1_000, health=health)
-    report.polling()
-    report.redis_failed(OSError())
+    report.on_poll_wanted()
+    report.count_redis_error(OSError())
     clock.now_ms += 31_000
-    report.answered()
+    report.on_reply()
     assert health.failures() == ["a.b: Redis has not answered a read for 31.0 s"]
-    report.resting()
-    report.answered()
+    report.on_idle()
+    report.on_reply()
     assert health.failures() == []

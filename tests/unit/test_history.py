@@ -564,7 +564,7 @@ def test_a_line_that_lacks_only_its_end_counts(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_is_no_event_is_refused_with_its_place(lines: list[str], where: str) -> None:
-    with pytest.raises(ConfigError, match=f"{where}: .*mend or remove"):
+    with pytest.raises(ConfigError, match=f"{where}: .*correct or remove"):
         read_events(lines)
 
 

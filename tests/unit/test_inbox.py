@@ -89,7 +89,7 @@ def test_a_table_in_a_schema_is_named_in_full_where_sql_wants_it() -> None:
 def test_a_driver_that_counts_no_rows_is_refused_rather_than_believed() -> None:
     spy = Spy(rowcount=-1)
     with (
-        pytest.raises(ConfigError, match="how many rows"),
+        pytest.raises(ConfigError, match="rowcount"),
         Inbox("a.b", paramstyle="qmark").once(spy, Message("orders", "5-1", ())),
     ):
         pass
@@ -98,7 +98,7 @@ def test_a_driver_that_counts_no_rows_is_refused_rather_than_believed() -> None:
 
 @pytest.mark.parametrize("table", ["", "a b", "a;DROP TABLE x", "a.b.c", "1a", "a" * 60])
 def test_a_table_that_could_be_anything_else_is_refused(table: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be a table"):
+    with pytest.raises(ConfigError, match="is not a valid table"):
         Inbox("a.b", paramstyle="qmark", table=table)
 
 

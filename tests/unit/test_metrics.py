@@ -92,10 +92,10 @@ def test_every_metric_is_reported_by_somebody() -> None:
 def test_the_lag_is_unknown_where_that_of_any_stream_is() -> None:
     recorder = Recorder()
     report = LoopMetrics("a.b", time_limit_ms=1_000, metrics=recorder)
-    report.waiting([StreamBacklog(2, None, 1), StreamBacklog(3, None, 4)])
+    report.set_backlog([StreamBacklog(2, None, 1), StreamBacklog(3, None, 4)])
     assert recorder.value(metrics.LAG, handler="a.b") == 5
     assert recorder.value(metrics.DEAD_LETTERS, handler="a.b") == 5
-    report.waiting([StreamBacklog(2, None, 1), StreamBacklog(None, None, 0)])
+    report.set_backlog([StreamBacklog(2, None, 1), StreamBacklog(None, None, 0)])
     assert math.isnan(recorder.value(metrics.LAG, handler="a.b"))
     assert math.isnan(exported(recorder)["millstream_lag_messages", frozenset({("handler", "a.b")})])
 

@@ -1,4 +1,4 @@
-"""The outbox of a worker: what is collected together, when, and in which order."""
+"""The completion queue of a worker: which outcomes are collected together, when, and in which order."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from millstream.handlers.attempt import Outcome, RetryLater
-from millstream.worker.completion_queue import CompletionQueue, Ran
+from millstream.worker.completion_queue import CompletionQueue, FinishedRun
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker]
@@ -16,18 +16,18 @@ pytestmark = [pytest.mark.worker]
 FOR_EVER_S = 3_600.0
 
 
-def ran(number: int, producer: int = 0) -> Ran:
+def ran(number: int, producer: int = 0) -> FinishedRun:
     outcome: Outcome = RetryLater(number, str(producer))
     return (), outcome
 
 
-def numbers(found: list[Ran]) -> list[float]:
+def numbers(found: list[FinishedRun]) -> list[float]:
     return [outcome.delay_ms for _, outcome in found if isinstance(outcome, RetryLater)]
 
 
 @contextmanager
 def collecting(outbox: CompletionQueue) -> Iterator[list[list[float]]]:
-    """Collect once meanwhile; at the end it must have come to that."""
+    """Collect once during the block; at its end the collected runs must be these."""
     found: list[list[float]] = []
     thread = threading.Thread(target=lambda: found.append(numbers(outbox.collect(None)[0])), daemon=True)
     thread.start()
@@ -89,7 +89,7 @@ def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
     outbox = CompletionQueue(2, linger_s=FOR_EVER_S)
     for number in range(3):
         outbox.put(ran(number), urgent=False)
-    outbox.end()
+    outbox.close()
     first, second = outbox.collect(None), outbox.collect(None)
     assert [(numbers(some), ended) for some, ended in (first, second)] == [([0, 1], False), ([2], True)]
 
@@ -102,7 +102,7 @@ def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
         for number in range(each):
             outbox.put(ran(number, producer), urgent=number % 7 == 0)
             if number % 1_000 == 0:
-                time.sleep(0.002)  # so that the collector falls asleep now and then
+                time.sleep(0.002)  # lets the collector go idle now and then
 
     threads = [threading.Thread(target=produce, args=(producer,)) for producer in range(producers)]
     for thread in threads:
@@ -111,9 +111,9 @@ def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
     while sum(map(len, seen.values())) < each * producers:
         began_s = time.monotonic()
         found, ended = outbox.collect(FAIL_SAFE_S)
-        # Who was woken late, by what others have brought along already, finds nothing; nobody sleeps beside something.
+        # A late notification may find nothing, as an earlier collect took all; no collector may sleep on a run.
         slept_on = time.monotonic() - began_s >= FAIL_SAFE_S / 2
-        assert found or not slept_on, "something was put in, and nobody was woken"
+        assert found or not slept_on, "a run was put, and the collector was not notified"
         assert not ended
         assert len(found) <= 100
         for _, outcome in found:

@@ -72,7 +72,7 @@ CIRCLE.append(CIRCLE)
         ({"a": Address(street="x", lat=math.nan)}, "field 'a' cannot be written"),
         ({"a": CIRCLE}, "field 'a' cannot be written"),
         ({"a": 1 + 2j}, "a builtins.complex has no text form; use str, bytes"),
-        ({"a": [object()]}, "there is no JSON for a object"),
+        ({"a": [object()]}, "a object has no JSON form"),
         ({"a": "\ud800"}, "field 'a' cannot be written"),
         ({"a": ["\ud800"]}, "field 'a' cannot be written"),
         ({"a": 10**5000}, "field 'a' cannot be written"),

@@ -35,7 +35,7 @@ def answers(*messages: dict[str, Any], at_work: int = 0) -> tuple[list[bytes], l
         limits = Limits(connections=1, body_bytes=10)
         connections = Connections(limits, metrics=NOBODY)
         for _ in range(at_work):
-            connections.arrived(connections.open(cast("Any", None)))
+            connections.clear_wait(connections.open(cast("Any", None)))
         scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
         await RequestLimits(app, connections)(scope, receive, send)
 

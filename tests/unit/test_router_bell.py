@@ -23,10 +23,10 @@ BUDGET = Budget(1 << 30)
 
 
 class Desk:
-    def drained(self, inbox: SubscriberBuffer) -> None:
+    def on_drained(self, inbox: SubscriberBuffer) -> None:
         pass
 
-    def left(self, inbox: SubscriberBuffer) -> None:
+    def on_left(self, inbox: SubscriberBuffer) -> None:
         pass
 
 
@@ -69,13 +69,13 @@ def test_a_task_that_waits_again_waits_for_the_same_bell() -> None:
     async def body(bench: Bench) -> None:
         await started(bench.follow())
         first = bench.waker()
-        wake = first._wake
+        wake = first._callback
         for number in range(3):
-            asyncio.get_running_loop().call_soon(bench.put(number).ring)
+            asyncio.get_running_loop().call_soon(bench.put(number).wake)
             await asyncio.sleep(0)
             assert bench.taken[-1] == f"{number}-0", "it went on at once"
             assert bench.waker() is first
-            assert first._wake is wake
+            assert first._callback is wake
 
     in_loop(body)
 
@@ -86,7 +86,7 @@ def test_a_wait_that_is_cancelled_loses_nothing_even_when_it_had_been_woken() ->
             task = await started(bench.follow())
             bell = bench.put(number) if number else bench.waker()
             task.cancel()
-            asyncio.get_running_loop().call_soon(bell.ring)
+            asyncio.get_running_loop().call_soon(bell.wake)
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert bench.taken == []
@@ -101,10 +101,10 @@ def test_a_bell_that_rings_for_nothing_does_no_harm() -> None:
     async def body(bench: Bench) -> None:
         task = await started(bench.follow())
         for _ in range(2):
-            asyncio.get_running_loop().call_soon(bench.waker().ring)
+            asyncio.get_running_loop().call_soon(bench.waker().wake)
             await asyncio.sleep(0)
         assert not task.done()
-        asyncio.get_running_loop().call_soon(bench.put(1, 2).ring)
+        asyncio.get_running_loop().call_soon(bench.put(1, 2).wake)
         await asyncio.sleep(0)
         assert bench.taken == ["1-0", "2-0"]
 
@@ -118,7 +118,7 @@ def test_an_iterator_may_be_waited_for_with_a_limit() -> None:
             await asyncio.wait_for(anext(turns), 0.01)
         waiting = await started(asyncio.wait_for(anext(turns), FAIL_SAFE_S))
         await asyncio.sleep(0)
-        asyncio.get_running_loop().call_soon(bench.put(1).ring)
+        asyncio.get_running_loop().call_soon(bench.put(1).wake)
         assert (await waiting).id == "1-0"
 
     in_loop(body)
@@ -143,9 +143,9 @@ class Overtaken(SubscriberBuffer):
 
     pump: ThreadReactor
 
-    def may_sleep(self, waker: WakeTarget) -> bool:
-        free = super().may_sleep(waker)
-        if free and not self.given:
+    def prepare_wait(self, waker: WakeTarget) -> bool:
+        free = super().prepare_wait(waker)
+        if free and not self.put_count:
             delivered = threading.Event()
             self.put(batch_of([[b"1-0", []]], BUDGET))
             self.pump.call(lambda: self.pump.wake(self))
@@ -184,7 +184,7 @@ def test_waiting_for_the_next_one_can_be_cancelled_with_and_without_a_default(de
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await anext(turns, *default)
-        asyncio.get_running_loop().call_soon(lambda: bench.put(1).ring())
+        asyncio.get_running_loop().call_soon(lambda: bench.put(1).wake())
         item = await anext(turns, *default)
         assert isinstance(item, Message)
         bench.inbox.ending = True
@@ -199,7 +199,7 @@ def test_waiting_for_the_next_one_can_be_a_task_of_its_own() -> None:
         turns: Any = aiter(bench.subscription)
         task = asyncio.create_task(anext(turns))
         await asyncio.sleep(0)
-        asyncio.get_running_loop().call_soon(bench.put(1).ring)
+        asyncio.get_running_loop().call_soon(bench.put(1).wake)
         assert (await task).id == "1-0"
         task = asyncio.create_task(anext(turns))
         await asyncio.sleep(0)
@@ -219,7 +219,7 @@ def test_a_cancellation_is_for_the_task_that_was_cancelled_though_another_waits_
             return await anext(turns)
 
         def ring() -> None:
-            bench.put(1).ring()
+            bench.put(1).wake()
 
         loop = asyncio.get_running_loop()
         first = await started(take())

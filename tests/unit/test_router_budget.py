@@ -27,7 +27,7 @@ def inbox(budget: Budget, limit_bytes: int, *, when_full: WhenFull = "wait", lim
 
 def some(found: SubscriberBuffer, most: int) -> list[str | int]:
     """The ids of the next messages, and how many were dropped before each."""
-    items = (item for _ in range(most) if (item := found.take()) is not None)
+    items = (item for _ in range(most) if (item := found.next_item()) is not None)
     return [
         item.id if isinstance(item, Message) else item.count for item in items if isinstance(item, Message | Dropped)
     ]
@@ -51,7 +51,7 @@ def test_a_message_larger_than_the_buffer_comes_all_the_same_once_the_rest_is_ta
     found.put(batch(budget, 8_000))
     large = batch(budget, 1_000_000, first=2)
     assert not found.fits(large)
-    found.take()
+    found.next_item()
     assert found.fits(large)
     found.put(large)
     assert not found.drained
@@ -75,12 +75,12 @@ def test_what_subscribers_share_is_counted_once_and_until_the_last_has_taken_it(
         one.put(shared)
     size = shared.size
     del shared
-    assert budget.balance() == size
+    assert budget.update() == size
     everything(both[0])
-    assert budget.balance() == size
+    assert budget.update() == size
     everything(both[1])
     gc.collect()
-    assert budget.balance() == 0
+    assert budget.update() == 0
 
 
 def test_a_spent_budget_leaves_each_enough_to_go_on_until_a_quarter_is_free() -> None:
@@ -93,13 +93,13 @@ def test_a_spent_budget_leaves_each_enough_to_go_on_until_a_quarter_is_free() ->
     small = batch(budget, *[1_000] * 50)
     assert 0 < other.fitting(small) <= LEAST_BYTES // 1_000
     del small
-    hoarder.take()
-    budget.balance()
+    hoarder.next_item()
+    budget.update()
     assert budget.spent, "nobody gains from a few bytes"
-    hoarder.take()
-    hoarder.take()
-    hoarder.take()
-    budget.balance()
+    hoarder.next_item()
+    hoarder.next_item()
+    hoarder.next_item()
+    budget.update()
     assert not budget.spent
     assert hoarder.fits(batch(budget, 100, first=11))
 

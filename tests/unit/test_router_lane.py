@@ -9,7 +9,7 @@ from millstream.errors import CommandFailed
 from millstream.observability.metrics import NOBODY
 from millstream.router.budget import Budget
 from millstream.router.cursors import CursorCallbacks, CursorTable
-from millstream.router.oversized_streams import LAST
+from millstream.router.oversized_streams import MOST_BREAKS
 from millstream.router.read_request import ReaderCallbacks
 from millstream.router.stream_reader import StreamReader
 from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
@@ -26,7 +26,7 @@ class Told:
         self.up = True
         self.asked: list[tuple[list[Any], Any]] = []
 
-    def ask(self, commands: list[Any], then: Any) -> None:
+    def request(self, commands: list[Any], then: Any) -> None:
         self.asked.append((list(commands), then))
 
     def answer(self, *replies: Any) -> None:
@@ -47,10 +47,10 @@ class Bench:
         self.link = Told()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         budget = Budget(1 << 30)
-        shelf = CursorTable(CursorCallbacks(want=self._want, wake=lambda inbox: None), NOBODY, budget)
+        shelf = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NOBODY, budget)
         calls = ReaderCallbacks(
-            done=lambda cursor: None, want=self._want, moved=lambda: None,
-            ask_at=lambda node, cursors: None, later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
+            on_read=lambda cursor: None, schedule=self._want, on_moved=lambda: None,
+            read_at=lambda node, cursors: None, call_later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
         )  # fmt: skip
         link: Any = self.link
         self.lane = StreamReader(link, shelf, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
@@ -60,10 +60,10 @@ class Bench:
         ]
         for name, inbox in zip(streams, self.inboxes, strict=True):
             shelf.add(inbox, name, b"0-0")
-        self.lane.go()
+        self.lane.flush()
 
     def _want(self, cursor: Cursor) -> None:
-        self.lane.want(cursor)
+        self.lane.schedule(cursor)
 
     def cursor(self, at: int = 0) -> Cursor:
         found = self.inboxes[at].cursor
@@ -73,9 +73,9 @@ class Bench:
 
 def test_what_changes_while_it_is_read_is_read_again() -> None:
     bench = Bench(b"s")
-    bench.lane.want(bench.cursor(), changed=True)
+    bench.lane.schedule(bench.cursor(), changed=True)
     bench.link.answer({b"s": [[b"1-0", []]]}, info(1))
-    bench.lane.go()
+    bench.lane.flush()
     [(commands, _)] = bench.link.asked
     assert commands[0][-2:] == (b"s", b"0-18446744073709551615"), "from the entry that it has got"
 
@@ -86,8 +86,8 @@ def test_replies_stay_small_whatever_the_size_of_entries() -> None:
     for number, size in enumerate((100, 2_000, 1_000_000), 1):
         bench.link.answer({b"s": [[b"%d-0" % number, [b"n", b"x" * size]]]}, *[info(1)][: number == 1])
         bench.cursor().ordinal = None
-        bench.lane.want(bench.cursor())
-        bench.lane.go()
+        bench.lane.schedule(bench.cursor())
+        bench.lane.flush()
         counts.append(bench.link.asked[0][0][0][2])
         bench.cursor().last = b"0-0"
     one = 1  # the last entry is read again each time
@@ -98,21 +98,21 @@ def test_replies_stay_small_whatever_the_size_of_entries() -> None:
 def test_changes_do_not_wait_behind_a_long_history() -> None:
     bench = Bench(b"old", b"new")
     bench.link.answer({b"old": [[b"1-0", []]], b"new": [[b"1-0", []]]}, info(1), info(1))
-    bench.lane.want(bench.cursor(0))
-    bench.lane.go()
-    bench.lane.want(bench.cursor(1), changed=True)
-    bench.lane.go()
+    bench.lane.schedule(bench.cursor(0))
+    bench.lane.flush()
+    bench.lane.schedule(bench.cursor(1), changed=True)
+    bench.lane.flush()
     assert [commands[0][4] for commands, _ in bench.link.asked] == [b"old", b"new"]
 
 
 def test_a_broken_link_leaves_nothing_waiting() -> None:
     bench = Bench(b"a", b"b")
-    bench.lane.want(bench.cursor(0), changed=True)
+    bench.lane.schedule(bench.cursor(0), changed=True)
     bench.lane.reset()
-    assert not any(cursor.asked or cursor.queued or cursor.stale for cursor in (bench.cursor(0), bench.cursor(1)))
+    assert not any(cursor.in_flight or cursor.queued or cursor.stale for cursor in (bench.cursor(0), bench.cursor(1)))
     bench.link.asked.clear()
-    bench.lane.want(bench.cursor(0))
-    bench.lane.go()
+    bench.lane.schedule(bench.cursor(0))
+    bench.lane.flush()
     assert len(bench.link.asked) == 1
 
 
@@ -121,8 +121,8 @@ def test_of_large_entries_fewer_streams_are_read_at_a_time_rather_than_one_entry
     bench = Bench(*names, reply_bytes=100_000)
     bench.link.answer({name: [[b"1-0", [b"n", b"x" * 20_000]]] for name in names}, info(1), info(1), info(1))
     for at in range(3):
-        bench.lane.want(bench.cursor(at))
-    bench.lane.go()
+        bench.lane.schedule(bench.cursor(at))
+    bench.lane.flush()
     [(commands, _)] = bench.link.asked
     assert streams_asked(bench) == [{b"a", b"b"}]
     assert commands[0][2] == 100_000 // (2 << 14) + 1, "several entries of each, and the last one again"
@@ -132,12 +132,12 @@ def test_who_was_to_be_read_when_the_link_broke_is_read_first() -> None:
     names = [b"%d" % n for n in range(30)]
     bench = Bench(*names)
     bench.link.answer({}, *[info(0)] * 10)
-    bench.lane.go()
+    bench.lane.flush()
     bench.lane.reset()
-    assert [cursor.key for cursor in bench.lane.interrupted()] == names[10:], (
+    assert [cursor.key for cursor in bench.lane.pop_interrupted()] == names[10:], (
         "of ten each, the first request is answered"
     )
-    assert not bench.lane.interrupted()
+    assert not bench.lane.pop_interrupted()
 
 
 def hang_up(bench: Bench) -> None:
@@ -145,8 +145,8 @@ def hang_up(bench: Bench) -> None:
     bench.link.asked.clear()
     bench.lane.reset(hung_up=True)
     for cursor in [bench.cursor(at) for at, inbox in enumerate(bench.inboxes) if inbox.cursor]:
-        bench.lane.want(cursor)
-    bench.lane.go()
+        bench.lane.schedule(cursor)
+    bench.lane.flush()
 
 
 def rest(bench: Bench) -> float:
@@ -155,14 +155,14 @@ def rest(bench: Bench) -> float:
     bench.timers = [timer for timer in bench.timers if timer[0] >= RECOVERY_MS]
     for _, action in waits:
         action()
-    bench.lane.go()
+    bench.lane.flush()
     return max(wait_ms for wait_ms, _ in waits)
 
 
 def nothing_new(bench: Bench) -> None:
     """Answer the first request under way."""
     bench.link.answer(*[{} if command[0] == "XREAD" else info(0) for command in bench.link.asked[0][0]])
-    bench.lane.go()
+    bench.lane.flush()
 
 
 def streams_asked(bench: Bench) -> list[set[bytes]]:
@@ -196,20 +196,20 @@ def test_the_stream_that_ends_every_connection_is_found_in_ever_smaller_groups_a
 
 def test_who_is_answered_after_a_break_is_suspected_no_more() -> None:
     bench = Bench(b"s")
-    for _ in range(3 * LAST):
+    for _ in range(3 * MOST_BREAKS):
         hang_up(bench)
         rest(bench)
         nothing_new(bench)
-        bench.lane.want(bench.cursor())
-        bench.lane.go()
+        bench.lane.schedule(bench.cursor())
+        bench.lane.flush()
     assert bench.inboxes[0].ending is None
 
 
 def test_a_link_that_was_silent_for_too_long_is_no_reason_for_suspicion() -> None:
     bench = Bench(b"s")
-    for _ in range(3 * LAST):
+    for _ in range(3 * MOST_BREAKS):
         bench.lane.reset()
-        bench.lane.want(bench.cursor())
-        bench.lane.go()
+        bench.lane.schedule(bench.cursor())
+        bench.lane.flush()
     assert bench.inboxes[0].ending is None
     assert not bench.timers

@@ -16,8 +16,8 @@ def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake
     pump = ThreadReactor(SYSTEM_CLOCK, print)
     pump.start()
     try:
-        pump._ring()
-        eventually(lambda: not select.select([pump._bell], [], [], 0)[0], "silence")
+        pump._notify()
+        eventually(lambda: not select.select([pump._wake_socket], [], [], 0)[0], "silence")
         called = threading.Event()
         pump.call(called.set)
         assert called.wait(FAIL_SAFE_S)

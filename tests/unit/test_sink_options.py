@@ -18,7 +18,7 @@ def options(**given: str) -> SinkOptions:
 def test_names_of_options_are_read_in_any_case_and_spark_adds_its_own() -> None:
     given = {"URL": URL, "STREAM": "a", "maxLen": "7", "EXACTTRIM": "True", "checkpointlocation": "x", "queryname": "q"}
     found = parse_sink(given, {})
-    assert found == SinkOptions(url=URL, layout=Layout(stream="a"), terms=WriteOptions(maxlen=7, exactly=True))
+    assert found == SinkOptions(url=URL, layout=Layout(stream="a"), write_options=WriteOptions(maxlen=7, exact=True))
 
 
 def test_the_defaults_are_those_of_the_documentation() -> None:
@@ -42,19 +42,19 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         ({"maxlen": "-1"}, "must be a whole number of 0 or more"),
         ({"maxlen": "1", "minid": "1-1"}, "not by both"),
         ({"minid": "x"}, "is not an entry id"),
-        ({"exactTrim": "true"}, "goes with maxlen or minid"),
+        ({"exactTrim": "true"}, "needs maxlen or minid"),
         ({"maxlen": "1", "exactTrim": "ture"}, "did you mean 'true'?"),
-        ({"existingIds": "skip"}, "goes with idColumn"),
+        ({"existingIds": "skip"}, "needs idColumn"),
         ({"idColumn": "i", "existingIds": "skipp"}, "did you mean 'skip'?"),
         ({"fieldsAs": "colums"}, "did you mean 'columns'?"),
-        ({"fieldsColumn": "f"}, "goes with fieldsAs=fields"),
-        ({"jsonField": "f"}, "goes with fieldsAs=json"),
-        ({"txnAppId": "a"}, "go together"),
+        ({"fieldsColumn": "f"}, "needs fieldsAs=fields"),
+        ({"jsonField": "f"}, "needs fieldsAs=json"),
+        ({"txnAppId": "a"}, "belong together"),
         ({"target": "hahs"}, "did you mean 'hash'?"),
-        ({"target": "hash", "keyColumn": "k"}, "what tells a newer row from an older one"),
+        ({"target": "hash", "keyColumn": "k"}, "the column that is greater in newer rows"),
         ({"target": "hash", "keyColumn": "k", "guardColumn": "g", "guardField": '"'}, "must be letters"),
-        ({"target": "json", "stream": "a"}, "option stream does not go with target=json"),
-        ({"keyColumn": "k"}, "option keyColumn does not go with target=stream"),
+        ({"target": "json", "stream": "a"}, "option stream needs target=stream"),
+        ({"keyColumn": "k"}, "option keyColumn needs target=hash or target=json"),
         ({"txnAppId": "a b", "txnVersion": "1"}, "must be 1 to 100 letters"),
         ({"txnAppId": "a", "txnVersion": "one"}, "must be a whole number of 0 or more"),
     ],
@@ -74,5 +74,5 @@ def test_without_a_url_it_says_how_to_give_one() -> None:
 def test_a_number_of_a_write_is_for_batches_only() -> None:
     numbered = options(stream="a", txnAppId="nightly", txnVersion="7")
     assert numbered.transaction == ("nightly", 7)
-    with pytest.raises(ConfigError, match="a streaming query counts its batches itself"):
+    with pytest.raises(ConfigError, match="a streaming query numbers its own batches"):
         numbered.check_streaming()

@@ -29,7 +29,7 @@ def shown(error: BaseException) -> str:
         ({"url": "redis://h:1/0x"}, "'0x' is no database"),
         ({"maxOffsetsPerTrigger": "0"}, "must be a whole number"),
         ({"starttt": "x"}, "option 'starttt' is unknown"),
-        ({"startingOffsets": "9-0", "endingOffsets": "8-0"}, "which is before that"),
+        ({"startingOffsets": "9-0", "endingOffsets": "8-0"}, "and end before that"),
     ],
 )
 def test_a_wrong_option_is_refused_when_the_source_is_made_in_few_lines(given: dict[str, str], complaint: str) -> None:
@@ -77,8 +77,8 @@ def test_errors_leave_through_a_door_without_their_way_and_their_cause_and_other
 def test_a_count_of_lost_entries_is_told_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
     losses, at = LossPolicy(fail=False), Position(EntryId(5, 0), 5)
     losses.report(Loss(stream="live", start=at, count=None))
-    assert "deleted or re-created" in caplog.text
-    assert "not known here" in caplog.text
+    assert "deleted or recreated" in caplog.text
+    assert "The number of lost entries is unknown" in caplog.text
     assert "(0 " not in caplog.text
     caplog.clear()
     losses.report(Loss(stream="orders", start=at, count=7))

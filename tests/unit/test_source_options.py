@@ -18,7 +18,12 @@ def options(**given: str) -> SourceOptions:
 
 def test_names_of_options_are_read_in_any_case() -> None:
     found = parse({"URL": URL, "SUBSCRIBE": "a, b,a", "maxoffsetspertrigger": "7", "FailOnDataLoss": "False"}, {})
-    assert (found.url, found.streams, found.limits.per_trigger, found.fail_on_data_loss) == (URL, ("a", "b"), 7, False)
+    assert (found.url, found.streams, found.limits.max_per_trigger, found.fail_on_data_loss) == (
+        URL,
+        ("a", "b"),
+        7,
+        False,
+    )
 
 
 def test_the_defaults_are_those_of_the_documentation() -> None:
@@ -46,8 +51,8 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"maxOffsetsPerTrigger": str(2**63)}, "must be a whole number of 1 or more, up to 9223372036854775807"),
         ({"maxOffsetsPerTrigger": "9" * 5_000}, "must be a whole number of 1 or more, up to 9223372036854775807"),
         ({"minOffsetsPerTrigger": "0"}, "must be a whole number of 1 or more"),
-        ({"minOffsetsPerTrigger": "8", "maxOffsetsPerTrigger": "7"}, "minOffsetsPerTrigger=8 is more than"),
-        ({"maxTriggerDelay": "1m"}, "is how long minOffsetsPerTrigger may wait"),
+        ({"minOffsetsPerTrigger": "8", "maxOffsetsPerTrigger": "7"}, "minOffsetsPerTrigger=8 must not be more than"),
+        ({"maxTriggerDelay": "1m"}, "limits the wait of minOffsetsPerTrigger"),
         ({"minOffsetsPerTrigger": "8", "maxTriggerDelay": "soon"}, "must be a time like 15m, 30s or 500ms"),
         ({"minOffsetsPerTrigger": "8", "maxTriggerDelay": "5 weeks"}, "must be a time like 15m, 30s or 500ms"),
         ({"assign": '{"orders": [0]}'}, 'a stream does not have: name whole streams by option("subscribe", "a,b")'),
@@ -67,23 +72,23 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"startingOffsetsByTimestamp": '{"orders": {"0": 5}}'}, "milliseconds since 1970 or a time like"),
         ({"startingOffsetsByTimestamp": '{"orders": -5}'}, "milliseconds since 1970 or a time like"),
         ({"startingOffsetsByTimestamp": '{"ordres": 5}'}, "not subscribed to; did you mean 'orders'?"),
-        ({"startingOffsetsByTimestampStrategy": "latest"}, "give one of them"),
+        ({"startingOffsetsByTimestampStrategy": "latest"}, "set one of them"),
         ({"startingTimestamp": "5", "startingOffsetsByTimestampStrategy": "last"}, "must be error or latest"),
-        ({"startingGroup": "workers"}, "is read with startingOffsets=group only"),
-        ({"startingOffsets": "group", "group": ""}, 'say which one by option("startingGroup", NAME)'),
-        ({"keyField": "k"}, "does not go with layout=columns"),
-        ({"layout": "packed", "fieldsAs": "map"}, "does not go with layout=packed"),
-        ({"frontierApp": "a"}, "go together"),
+        ({"startingGroup": "workers"}, "option startingGroup needs startingOffsets=group"),
+        ({"startingOffsets": "group", "group": ""}, 'name the group by option("startingGroup", NAME)'),
+        ({"keyField": "k"}, "option keyField needs layout=packed"),
+        ({"layout": "packed", "fieldsAs": "map"}, "option fieldsAs needs layout=columns"),
+        ({"frontierApp": "a"}, "belong together"),
         ({"readFrom": "replicas"}, "must be primary or replica; did you mean 'replica'?"),
         ({"readAs": "grup"}, "must be log or group; did you mean 'group'?"),
-        ({"readAs": "group"}, 'which consumer group to share by option("group", NAME)'),
+        ({"readAs": "group"}, 'name the consumer group to share by option("group", NAME)'),
         ({"readAs": "group", "group": ""}, "option group is empty"),
         ({"readAs": "group", "group": "g", "consumer": "a b"}, "consumer name 'a b' must be"),
         ({"readAs": "group", "group": "g", "adoptAfter": "999ms"}, "must be 1s or more"),
         ({"readAs": "group", "group": "g", "startingOffsets": "group"}, "must be earliest, latest or an entry id"),
-        ({"readAs": "group", "group": "g", "startingGroup": "h"}, "option startingGroup does not go with readAs=group"),
-        ({"adoptAfter": "5m"}, "option adoptAfter does not go with readAs=log"),
-        ({"startingOffsets": "9-1", "endingOffsets": "9-0"}, "after 9-1 and to end at 9-0, which is before"),
+        ({"readAs": "group", "group": "g", "startingGroup": "h"}, "option startingGroup needs readAs=log"),
+        ({"adoptAfter": "5m"}, "option adoptAfter needs readAs=group"),
+        ({"startingOffsets": "9-1", "endingOffsets": "9-0"}, "after 9-1 and end before that, at 9-0"),
         (
             {"startingTimestamp": "9", "endingOffsets": '{"orders": "5-0"}'},
             "'orders' from 1970-01-01T00:00:00.009+00:00 and",
@@ -91,9 +96,9 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"startingTimestamp": "1700000000"}, "for seconds write 1700000000000"),
         (
             {"endingOffsets": "5-0", "maxOffsetsPerTrigger": "5"},
-            "do not go together: maxOffsetsPerTrigger is for spark.rea",
+            "cannot be combined: maxOffsetsPerTrigger is for spark.rea",
         ),
-        ({"endingOffsets": "5-0", "startingOffsets": "latest"}, "do not go together: startingOffsets=latest"),
+        ({"endingOffsets": "5-0", "startingOffsets": "latest"}, "cannot be combined: startingOffsets=latest"),
         ({"pushDownPredicate": "true", "readAs": "group", "group": "g"}, "but pushDownPredicate is for spark.read"),
     ],
 )
@@ -116,7 +121,12 @@ def test_starts_are_words_ids_or_json_per_stream() -> None:
     assert options(startingOffsets="5-7").starting == OffsetBounds(default=EntryId(5, 7))
     json = '{"a": "5-7", "b": "latest", "c": ["9-1", 12]}'
     edges = options(subscribe="a,b,c,d", startingOffsets=json).starting
-    assert [edges.of(name, "earliest") for name in "abcd"] == [EntryId(5, 7), "latest", EntryId(9, 1), "earliest"]
+    assert [edges.for_stream(name, "earliest") for name in "abcd"] == [
+        EntryId(5, 7),
+        "latest",
+        EntryId(9, 1),
+        "earliest",
+    ]
     packed = options(layout="packed", frontierApp="a", frontierHandler="h", startingOffsets="frontier")
     assert packed.starting == OffsetBounds(default="frontier")
     assert packed.columns == Columns(packed=True)
@@ -129,11 +139,11 @@ def test_a_time_includes_the_entries_of_its_millisecond_at_the_start_and_not_at_
     moment = Timestamp(1357000000000)
     found = options(startingTimestamp=text, startingOffsets="latest", endingTimestamp=text)
     assert (found.starting, found.ending) == (OffsetBounds(default=moment), OffsetBounds(default=moment))
-    assert moment.before == EntryId(1356999999999, 2**64 - 1)
+    assert moment.last_id_before == EntryId(1356999999999, 2**64 - 1)
 
 
 def test_time_zero_is_the_beginning() -> None:
-    assert Timestamp(0).before == ZERO_ID
+    assert Timestamp(0).last_id_before == ZERO_ID
 
 
 @pytest.mark.parametrize("side", ["starting", "ending"])
@@ -144,11 +154,11 @@ def test_a_time_for_all_goes_before_a_time_for_one_and_that_before_an_offset(sid
     }
     found = options(subscribe="a,b,c,d", **given)
     edges = found.starting if side == "starting" else found.ending
-    usual = [edges.of(name, "latest") for name in "abcd"]
+    usual = [edges.for_stream(name, "latest") for name in "abcd"]
     assert usual == [EntryId(1, 0), Timestamp(7), Timestamp(9), "latest"]
     found = options(subscribe="a,b,c,d", **given, **{f"{side}Timestamp": "5"})
     edges = found.starting if side == "starting" else found.ending
-    assert {edges.of(name, "latest") for name in "abcd"} == {Timestamp(5)}
+    assert {edges.for_stream(name, "latest") for name in "abcd"} == {Timestamp(5)}
 
 
 def test_a_read_may_end_where_it_begins_and_each_stream_has_ends_of_its_own() -> None:
@@ -162,23 +172,23 @@ def test_a_read_may_end_where_it_begins_and_each_stream_has_ends_of_its_own() ->
 
 
 def test_limits_of_a_batch_are_those_of_the_kafka_source() -> None:
-    assert options(minOffsetsPerTrigger="8").limits == Limits(least_per_trigger=8, most_delay_ms=900_000)
+    assert options(minOffsetsPerTrigger="8").limits == Limits(min_per_trigger=8, max_delay_ms=900_000)
     for text, ms in {"2m": 120_000, "30 s": 30_000, "500ms": 500, "7": 7, "1H": 3_600_000, "0s": 0}.items():
-        assert options(minOffsetsPerTrigger="8", maxTriggerDelay=text).limits.most_delay_ms == ms
+        assert options(minOffsetsPerTrigger="8", maxTriggerDelay=text).limits.max_delay_ms == ms
 
 
 def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> None:
     assert options(startingOffsets="group").starting_group == "spark-source"
     assert options(startingOffsets="group", group="mine").starting_group == "mine"
     found = options(startingOffsets='{"orders": "GROUP"}', startingGroup="workers", group="")
-    assert (found.starting_group, found.starting.of("orders", "latest")) == ("workers", "group")
+    assert (found.starting_group, found.starting.for_stream("orders", "latest")) == ("workers", "group")
 
 
 def test_a_query_that_shares_a_group_takes_a_bounded_batch_and_waits_before_it_adopts() -> None:
     found = options(readAs="Group", group="g")
-    assert (found.sharing, found.limits.per_trigger) == (Sharing(consumer="spark", adopt_after_ms=300_000), 10_000)
+    assert (found.sharing, found.limits.max_per_trigger) == (Sharing(consumer="spark", claim_idle_ms=300_000), 10_000)
     found = options(readAs="group", group="g", consumer="mine", adoptAfter="90s", maxOffsetsPerTrigger="7")
-    assert (found.sharing, found.limits.per_trigger) == (Sharing(consumer="mine", adopt_after_ms=90_000), 7)
+    assert (found.sharing, found.limits.max_per_trigger) == (Sharing(consumer="mine", claim_idle_ms=90_000), 7)
     with pytest.raises(ConfigError, match=r"is for spark\.readStream"):
         found.check_batch()
 

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.spark]
     [
         ("sc://head:15002", {}, {}, "--master sc://head:15002: handlers and stages need"),
         ("local[*]", {"spark.remote": "sc://head"}, {}, "drop it, and name the cluster by --master"),
-        ("local[*]", {"spark.api.mode": "Connect"}, {}, "drop it, or say classic"),
-        ("local[*]", {}, {"SPARK_API_MODE": "connect"}, "drop it, or say classic"),
+        ("local[*]", {"spark.api.mode": "Connect"}, {}, "drop it, or set it to classic"),
+        ("local[*]", {}, {"SPARK_API_MODE": "connect"}, "drop it, or set it to classic"),
         ("local[*]", {}, {"SPARK_REMOTE": "sc://head"}, "the variable SPARK_REMOTE is set"),
         ("local[*]", {}, {"SPARK_CONNECT_MODE_ENABLED": "1"}, "unset it, and name the cluster by --master"),
     ],

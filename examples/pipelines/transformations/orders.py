@@ -14,9 +14,9 @@ URL = os.environ.get("MILLSTREAM_URL", "redis://127.0.0.1:6379/0")
 
 
 def incoming(group: str) -> DataFrame:
-    """What is new in `orders`; `group` shows in Redis how far this flow has come."""
+    """Return the new entries of `orders`; `group` shows this flow's progress in Redis."""
     reader = spark.readStream.format("redis-streams").options(url=URL, subscribe="orders", group=group)
-    # Each run reads what is there when it begins: the first one would find nothing if it began at the latest entry.
+    # Each run reads the entries that exist at its start: from the latest entry on, the first run would read none.
     return reader.option("startingOffsets", "earliest").schema("_id string, customer string, amount double").load()
 
 
@@ -28,11 +28,11 @@ def orders() -> DataFrame:
 
 @dp.materialized_view
 def turnover() -> DataFrame:
-    """Made anew from the table in each run."""
+    """Turnover by customer, recomputed from the table in each run."""
     return spark.read.table("orders").groupBy("customer").agg(F.sum("amount").alias("turnover"))
 
 
-# Large orders keep their ids. So none is there twice, not even when `--full-refresh-all` has the flow begin anew.
+# Large orders keep their ids, so none is written twice, even if `--full-refresh-all` restarts the flow.
 TO = {"url": URL, "stream": "orders:large", "idColumn": "_id", "existingIds": "skip"}
 dp.create_sink("large_orders", "redis-streams", TO)
 

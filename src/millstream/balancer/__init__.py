@@ -1,7 +1,7 @@
-"""Whole streams shared among the consumers of a service: each has one owner at a time, and a new one when that is gone.
+"""Stream leases: shares whole streams among the consumers of a service, each stream with one owner at a time.
 
-* `Balancer`: one consumer; it is told which streams are its own, and which are not any more
-* `announce`: gives a service one more stream to share
+* `Balancer`: one consumer; it is notified of the streams assigned to it and revoked from it
+* `announce`: adds a stream to a service
 
 After redis-stream-client-go; `docs/leases.md` goes through its architecture.
 """

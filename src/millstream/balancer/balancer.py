@@ -1,9 +1,9 @@
-"""One consumer of a balanced service: it holds leases on whole streams, and its program is told what becomes of them.
+"""Balancer: one consumer of a balanced service, which leases whole streams and notifies its program of changes.
 
-The spine is `_live`: a round with Redis, what follows from it, and a wait for the moment at which something can be
-different: an announcement, a stream that is given back, the end of somebody's lease.
+The spine is `_run`: a heartbeat to Redis, the changes its reply brings, and a wait for the next possible change: an
+announcement, a released stream, the expiry of another consumer's leases.
 
-After redis-stream-client-go ("Architecture"), whose wire form, notifications and calls these are.
+After redis-stream-client-go ("Architecture"): its wire format, its notifications and its calls.
 """
 
 import logging
@@ -17,7 +17,7 @@ from millstream.balancer.lease_metrics import LeaseMetrics
 from millstream.balancer.notification_queue import NotificationQueue
 from millstream.balancer.notifications import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
 from millstream.balancer.policy import BalancerPolicy
-from millstream.balancer.protocol import WAITING, HeartbeatReply, HeartbeatRequest, Service, announce
+from millstream.balancer.protocol import UNASSIGNED, HeartbeatReply, HeartbeatRequest, Service, announce
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
 from millstream.observability.metrics import NOBODY, Metrics
@@ -28,77 +28,89 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEATS = 3
 _LEAST_GAP_MS = 10.0
-_SERVER_TICK_MS = 100.0  # an idle Redis looks at the time so often, and ends what blocks so much too late
-_LIMITS_LOOKED_AT_MS = 100.0
-_FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
+_SERVER_TICK_MS = 100.0  # an idle Redis checks timeouts this often, and ends a blocking read up to this much late
+_CHECK_LIMITS_MS = 100.0
+_FIRST_BACKOFF_MS, _LAST_BACKOFF_MS = 50.0, 1000.0
 _LEAST_TIMEOUT_MS = 100
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """A lease, and what only this process knows of it. Times are of the monotonic clock."""
+class _HeldLease:
+    """A lease with its local state. Times are of the monotonic clock."""
 
     lease: Lease
     since_ms: float
-    expected_ms: float | None = None
-    leaves_ms: float | None = None
+    deadline_ms: float | None = None
+    revoke_at_ms: float | None = None
 
 
 class Balancer:
-    """Takes part in `service` as a consumer, from `start` to `close`; it is also a context manager.
+    """Takes part in `service` as a consumer, from `start` to `close`; also a context manager.
 
-    * `consumer`: its name, which no other living process may have; by default the host's. A process that is started
-      again under the name of one that died gets in when that one's leases have ended.
-    * `replaces`: whoever had the name before is known to be dead: its streams need not wait for the end of their leases
-    * `metrics`: where figures go; see `millstream.observability.metrics`
+    * `consumer`: its name, unique among living processes; by default the host's. A process restarted under the name of
+      a dead one joins once the leases of that have expired.
+    * `replaces`: the previous process of this name is known to be dead: its streams are reassigned without waiting for
+      their leases
+    * `metrics`: destination of the metrics; see `millstream.observability.metrics`
 
-    Notifications are taken by iterating, in a thread or an event loop, or one by one with `next`. All methods may be
-    called from any thread. A promise is made by the lease: of all consumers at most one holds a stream by the server's
-    clock. What a process does after its lease has ended, as after a pause, only the lease's token can tell.
+    Iterate over it for notifications, in a thread or an event loop, or call `next`. All methods may be called from any
+    thread. The lease makes the promise: by the server's clock at most one consumer holds a stream. Only the lease's
+    token can fence writes of a process whose lease has expired, as after a pause.
     """
 
     def __init__(
-        self, url: str, service: str, *, consumer: str | None = None, policy: BalancerPolicy | None = None,
-        replaces: bool = False, metrics: Metrics = NOBODY, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        service: str,
+        *,
+        consumer: str | None = None,
+        policy: BalancerPolicy | None = None,
+        replaces: bool = False,
+        metrics: Metrics = NOBODY,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._replaces = replaces
         self.policy = policy or BalancerPolicy()
         self.consumer = check_identifier("consumer name", consumer or host_name(100))
-        if self.consumer == WAITING:
+        if self.consumer == UNASSIGNED:
             raise ConfigError(
-                f"a consumer cannot be called {WAITING!r}: so Redis calls those that nobody has; use another name"
+                f"a consumer cannot be called {UNASSIGNED!r}, which is the name for unassigned streams; use another name"
             )
-        # A wait and a round that are not answered are over when the lease is.
+        # A wait and a heartbeat without a reply together end no later than the lease.
         timeout_ms = max(_LEAST_TIMEOUT_MS, self.policy.lease_ms // _HEARTBEATS)
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
-        self._waiting = Client(url, timeout_ms=timeout_ms + self.policy.lease_ms // _HEARTBEATS, clock=clock)
+        self._blocking_client = Client(url, timeout_ms=timeout_ms + self.policy.lease_ms // _HEARTBEATS, clock=clock)
         self._service = Service(self._client, service, consumer=self.consumer, incarnation=secrets.token_hex(8))
-        self._measures = LeaseMetrics(metrics, service)
+        self._metrics = LeaseMetrics(metrics, service)
         self._clock = clock
-        self._turn = threading.RLock()  # one conversation with Redis at a time, so that what is known does not go back
-        self._held: dict[str, _Held] = {}
-        self._lost: list[Lease] = []  # since Redis was last heard of: it may have forgotten them
-        self._until_ms = 0.0
-        self._born: str | None = None
-        self._wants_all = False  # what Redis knows may be something else than what is known here
-        self._unheard = False  # because a call failed, and may have been executed
-        self._is_full = False  # there was more to take, but the program has too many notifications waiting
-        self._told_free: dict[str, float] = {}
-        self._notices: NotificationQueue[Notice] = NotificationQueue()
+        # One call to Redis at a time, so that an older reply never overwrites a newer one.
+        self._lock = threading.RLock()
+        self._held: dict[str, _HeldLease] = {}
+        self._lost_leases: list[Lease] = []  # lost since the last heartbeat: Redis may have forgotten them
+        self._valid_until_ms = 0.0
+        self._created: str | None = None
+        self._requests_all = False  # the leases in Redis may differ from those held here
+        self._uncertain = False  # a call failed, and may have been executed
+        self._is_full = False  # more streams to take, but too many notifications queued
+        self._announced_unassigned: dict[str, float] = {}
+        self._notifications: NotificationQueue[Notice] = NotificationQueue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # What the program calls
+    # Public methods
 
     def start(self) -> "Balancer":
-        """Join. Raises NameHeld if another process keeps the name for longer than a lease, and RedisError."""
+        """Join the service.
+
+        Raises NameHeld if another process keeps the name for longer than a lease, and RedisError.
+        """
         if self._thread is not None:
-            raise ConfigError("a balancer is started once; make another one")
+            raise ConfigError("this balancer has been started already; create a new one")
         try:
             first = self._join()
         except _Closed:
-            raise ConfigError("a balancer that was closed is not started any more; make another one") from None
-        self._thread = threading.Thread(target=self._live, args=(first,), name=f"balancer-{self.consumer}", daemon=True)
+            raise ConfigError("this balancer is closed; create a new one") from None
+        self._thread = threading.Thread(target=self._run, args=(first,), name=f"balancer-{self.consumer}", daemon=True)
         self._thread.start()
         return self
 
@@ -109,17 +121,20 @@ class Balancer:
         self.close()
 
     def next(self, timeout_s: float | None = None) -> Notice | None:
-        """Wait so many seconds for the next notification; None if there is none. After Terminated there is none."""
-        return self._notices.take(timeout_s)
+        """Wait up to `timeout_s` seconds for the next notification; None if there is none.
+
+        Terminated is the last one.
+        """
+        return self._notifications.get(timeout_s)
 
     def __iter__(self) -> Iterator[Notice]:
-        """Notifications, until the one of the end."""
+        """Notifications, up to Terminated."""
         while (notice := self.next()) is not None:
             yield notice
 
     async def __aiter__(self) -> AsyncIterator[Notice]:
-        """Notifications, until the one of the end, in an event loop."""
-        while (notice := await self._notices.take_soon()) is not None:
+        """Notifications, up to Terminated, in an event loop."""
+        while (notice := await self._notifications.get_async()) is not None:
             yield notice
 
     def announce(self, stream: str, info: object = None) -> str:
@@ -127,64 +142,67 @@ class Balancer:
         return announce(self._client, self._service.keys.service, stream, info)
 
     def claim(self, stream: str) -> Lease:
-        """Take a stream that nobody has, beyond the share if need be. No StreamAdded follows.
+        """Take a stream without an owner, beyond the share if need be. No StreamAdded follows.
 
         Raises StreamNotFound, AlreadyOwned, LeaseLost, RedisError.
         """
-        with self._turn:
+        with self._lock:
             if self._stopping.is_set():
-                raise LeaseLost(f"{self.consumer!r} is closed, and takes no stream any more", stream=stream)
+                raise LeaseLost(
+                    f"{self.consumer!r} is closed and claims no stream; create a new balancer", stream=stream
+                )
             began_ms = self._clock.monotonic_ms()
             try:
                 lease = self._service.claim(stream)
             except MillstreamError as error:
                 if isinstance(error, Unavailable):
-                    self._doubt()  # it may be ours
-                self._measures.claimed(type(error).__name__, self._clock.monotonic_ms() - began_ms)
+                    self._mark_uncertain()  # the claim may have succeeded
+                self._metrics.claimed(type(error).__name__, self._clock.monotonic_ms() - began_ms)
                 raise
-            self._measures.claimed("ok", self._clock.monotonic_ms() - began_ms)
-            self._told_free.pop(stream, None)
+            self._metrics.claimed("ok", self._clock.monotonic_ms() - began_ms)
+            self._announced_unassigned.pop(stream, None)
             known = self._held.get(stream)
             if known is None or known.lease.token != lease.token:
-                self._hold(lease)
+                self._add_lease(lease)
             return lease
 
     def done(self, *streams: str | Lease) -> None:
-        """Say that streams have no more to come: they are forgotten. Raises LeaseLost if one is not ours, RedisError.
+        """Report streams as complete: the service removes them. Raises LeaseLost if one is not ours, RedisError.
 
-        Of a stream that may have gone and come back meanwhile, give the lease under which the work was done.
+        For a stream that may have been revoked and assigned again meanwhile, pass the lease under which the work was
+        done.
         """
-        self._hand_in("done", streams)
+        self._end_leases("done", streams)
 
     def release(self, *streams: str | Lease) -> None:
-        """Let others have streams, at once. Raises LeaseLost if one is not ours any more, RedisError."""
-        self._hand_in("released", streams)
+        """Release streams to other consumers, at once. Raises LeaseLost if one is not ours any more, RedisError."""
+        self._end_leases("released", streams)
 
     def lease(self, stream: str) -> Lease | None:
-        """The lease on a stream, as long as this process may believe in it."""
+        """The lease on a stream, while it is valid by the local clock; else None."""
         held = self._held.get(stream)
-        return held.lease if held is not None and self._may_believe() else None
+        return held.lease if held is not None and self._is_valid() else None
 
     @property
     def leases(self) -> Sequence[Lease]:
-        """All leases that this process may believe in."""
-        return [held.lease for held in list(self._held.values())] if self._may_believe() else []
+        """All leases that are valid by the local clock."""
+        return [held.lease for held in list(self._held.values())] if self._is_valid() else []
 
     def expect(self, stream: str, within_ms: float | None) -> None:
-        """Say that work on a stream gets on within so many milliseconds: if nothing is said until then, its lease ends.
+        """Set a deadline for progress on a stream: unless it is renewed within so many milliseconds, the lease ends.
 
-        However healthy the process: a stream that is stuck goes to others, if their shares have room for it, or comes
-        back under a new token; its siblings stay. None takes it back.
+        However healthy the process: a stuck stream goes to other consumers, if their shares have room for it, or comes
+        back under a new token; the other streams stay. None removes the deadline.
         """
         held = self._held.get(stream)
         if held is not None:
-            held.expected_ms = None if within_ms is None else self._clock.monotonic_ms() + within_ms
+            held.deadline_ms = None if within_ms is None else self._clock.monotonic_ms() + within_ms
 
     def close(self, timeout_s: float = 10.0) -> int:
-        """Leave: take no more, give back every stream, and say Terminated. Return how many streams others may have now.
+        """Leave: take no more streams, release all, and put Terminated. Return how many streams were released.
 
-        Nothing is taken as done that was not. Safe to repeat. If Redis does not answer within `timeout_s` seconds, others get
-        the streams when the leases end; the log says how many.
+        No stream counts as done that was not. Safe to repeat. If Redis does not answer within `timeout_s` seconds, the
+        streams go to other consumers when the leases expire; the log says how many.
         """
         if self._stopping.is_set():
             return 0
@@ -193,287 +211,307 @@ class Balancer:
         outcome: list[int | str] = []
         leaving = threading.Thread(target=lambda: outcome.append(self._leave()), name="balancer-leaves", daemon=True)
         leaving.start()
-        if self._thread is threading.current_thread():  # which has to come to its own end first
+        if self._thread is threading.current_thread():  # it cannot join itself
             return 0
         for thread in (leaving, self._thread):
             if thread is not None:
                 thread.join(max(0.0, end_ms - self._clock.monotonic_ms()) / 1000)
         self._terminate(None)
-        said = outcome[0] if outcome else f"no answer within {timeout_s:g} s"
-        if isinstance(said, int):
-            return said
-        logger.warning("%s leaves %d streams to others when its leases end (%s)", self.consumer, count, said)
+        result = outcome[0] if outcome else f"no answer within {timeout_s:g} s"
+        if isinstance(result, int):
+            return result
+        logger.warning(
+            "consumer %s left without releasing %d streams: they are reassigned when its leases expire (%s)",
+            self.consumer,
+            count,
+            result,
+        )
         return 0
 
     def _leave(self) -> int | str:
-        """End with Redis, after whatever is being said to it; how many streams others may have now, or why none."""
-        with self._turn:
+        """Leave the service, after a call in progress; how many streams were released, or the error text."""
+        with self._lock:
             try:
-                return self._service.retire(self._ended_how())
+                return self._service.leave(self._end_reason())
             except MillstreamError as error:
                 return text_of(error)
             finally:
                 for held in list(self._held.values()):
-                    self._drop(held, "closed")
+                    self._remove_lease(held, "closed")
                 self._client.close()
 
-    def _hand_in(self, how: Literal["done", "released"], streams: Sequence[str | Lease]) -> None:
-        with self._turn:
-            held: dict[str, _Held] = {}
+    def _end_leases(self, how: Literal["done", "released"], streams: Sequence[str | Lease]) -> None:
+        with self._lock:
+            ours: dict[str, _HeldLease] = {}
             lost: list[str] = []
-            for one in streams:
-                name = one if isinstance(one, str) else one.stream
+            for item in streams:
+                name = item if isinstance(item, str) else item.stream
                 found = self._held.get(name)
-                if found is None or (isinstance(one, Lease) and one.token != found.lease.token):
+                if found is None or (isinstance(item, Lease) and item.token != found.lease.token):
                     lost.append(name)
                 else:
-                    held[name] = found
+                    ours[name] = found
             try:
-                refused = self._service.hand_in(how, [one.lease for one in held.values()])
+                refused = self._service.end_leases(how, [item.lease for item in ours.values()])
             except Unavailable:
-                self._doubt()  # they may be ours no more
+                self._mark_uncertain()  # the leases may have ended
                 raise
-            for name, ours in held.items():
-                self._drop(ours, "refused" if name in refused else how)
+            for name, ended in ours.items():
+                self._remove_lease(ended, "refused" if name in refused else how)
         lost += sorted(refused)
         if lost:
             raise LeaseLost(
-                f"{', '.join(map(repr, lost))}: this consumer's lease has ended, others may have it", stream=lost[0]
+                f"{', '.join(map(repr, lost))}: this consumer's lease has ended; another may own the stream",
+                stream=lost[0],
             )
 
     # The thread
 
     def _join(self) -> HeartbeatReply:
-        """The first round. The name may still be that of a process that died a moment ago."""
+        """Send the first heartbeat, and retry while the name may still be that of a process that died a moment ago."""
         end_ms = self._clock.monotonic_ms() + 2 * self.policy.lease_ms
         while True:
             try:
-                return self._round()
+                return self._heartbeat()
             except Unavailable:
-                self._doubt()
+                self._mark_uncertain()
                 raise
             except NameHeld:
                 if self._clock.monotonic_ms() >= end_ms:
                     raise
-                self._clock.sleep_ms(_FIRST_WAIT_MS)
+                self._clock.sleep_ms(_FIRST_BACKOFF_MS)
 
-    def _live(self, found: HeartbeatReply) -> None:
-        """Round after round until it is closed."""
+    def _run(self, reply: HeartbeatReply) -> None:
+        """Send heartbeats until the balancer is closed."""
         error: Exception | None = None
         try:
             while not self._stopping.is_set():
-                if self._wants_all:
+                if self._requests_all:
                     self._stopping.wait(_LEAST_GAP_MS / 1000)
-                elif not found.more:
-                    self._wait(found)
-                found = self._outlasting()
+                elif not reply.has_more:
+                    self._wait(reply)
+                reply = self._heartbeat_with_retry()
         except _Closed:
             pass
-        except Exception as fatal:  # noqa: BLE001 - whatever it is, the program must hear that nothing is renewed
-            logger.error("%s of %s has ended: %s", self.consumer, self._service.keys.label, text_of(fatal))
+        except Exception as fatal:  # noqa: BLE001 - on any error the program must learn that its leases are not renewed
+            logger.error(
+                "consumer %s of %s stopped: %s; its leases are no longer renewed",
+                self.consumer,
+                self._service.keys.label,
+                text_of(fatal),
+            )
             error = fatal
-            with self._turn:
-                self._lose_all("lost contact")
+            with self._lock:
+                self._revoke_all("lost contact")
         finally:
-            self._waiting.close()
+            self._blocking_client.close()
             self._terminate(error)
 
     def _terminate(self, error: Exception | None) -> None:
-        if self._notices.end(Terminated(error=error)):
-            self._measures.told(Terminated.__name__)
+        if self._notifications.end(Terminated(error=error)):
+            self._metrics.notified(Terminated.__name__)
 
-    def _outlasting(self) -> HeartbeatReply:
-        """A round, however long Redis is away meanwhile."""
-        wait_ms, since_ms = _FIRST_WAIT_MS, self._clock.monotonic_ms()
+    def _heartbeat_with_retry(self) -> HeartbeatReply:
+        """Send a heartbeat, and retry with back-off while Redis is unavailable."""
+        wait_ms, since_ms = _FIRST_BACKOFF_MS, self._clock.monotonic_ms()
         while not self._stopping.is_set():
             try:
-                found = self._round()
+                reply = self._heartbeat()
             except (Unavailable, NameHeld) as error:
-                self._doubt()
-                if wait_ms == _FIRST_WAIT_MS:
-                    logger.warning("%s cannot be heard of: %s", self.consumer, error)
-                with self._turn:
-                    if self._held and self._clock.monotonic_ms() >= self._until_ms:
-                        self._lose_all("lost contact")
+                self._mark_uncertain()
+                if wait_ms == _FIRST_BACKOFF_MS:
+                    logger.warning("consumer %s lost contact with Redis: %s; retrying", self.consumer, error)
+                with self._lock:
+                    if self._held and self._clock.monotonic_ms() >= self._valid_until_ms:
+                        self._revoke_all("lost contact")
                 self._stopping.wait(wait_ms / 1000)
-                wait_ms = min(2 * wait_ms, _LAST_WAIT_MS)
+                wait_ms = min(2 * wait_ms, _LAST_BACKOFF_MS)
             else:
-                if wait_ms > _FIRST_WAIT_MS:
+                if wait_ms > _FIRST_BACKOFF_MS:
                     away_ms = self._clock.monotonic_ms() - since_ms
-                    logger.warning("%s is heard of again after %.1f s", self.consumer, away_ms / 1000)
-                return found
+                    logger.warning("consumer %s reconnected to Redis after %.1f s", self.consumer, away_ms / 1000)
+                return reply
         raise _Closed
 
-    def _round(self) -> HeartbeatReply:
-        """Ask Redis, and draw the conclusions. Raises RedisError, NameHeld."""
-        with self._turn:
+    def _heartbeat(self) -> HeartbeatReply:
+        """Send one heartbeat, and apply its reply. Raises RedisError, NameHeld."""
+        with self._lock:
             if self._stopping.is_set():
                 raise _Closed
-            if self._until_ms and self._clock.monotonic_ms() >= self._until_ms:
-                self._begin_anew()
+            if self._valid_until_ms and self._clock.monotonic_ms() >= self._valid_until_ms:
+                self._rejoin()
             now_ms = self._clock.monotonic_ms()
             held = self._held.values()
-            stuck = [one for one in held if _is_past(one.expected_ms, now_ms)]
-            overran = [one for one in held if _is_past(one.leaves_ms, now_ms) and not _is_past(one.expected_ms, now_ms)]
-            bid = self._bid(stuck, overran)
-            found = self._service.round(bid)
-            self._is_full = len(found.given) >= bid.take and found.has < found.share
-            self._measures.round(found, self._clock.monotonic_ms() - now_ms)
-            self._conclude(found, [*stuck, *overran], now_ms)
-            return found
+            stuck = [one for one in held if _is_past(one.deadline_ms, now_ms)]
+            overran = [
+                one for one in held if _is_past(one.revoke_at_ms, now_ms) and not _is_past(one.deadline_ms, now_ms)
+            ]
+            request = self._request(stuck, overran)
+            reply = self._service.heartbeat(request)
+            self._is_full = len(reply.added) >= request.most_new and reply.held < reply.share
+            self._metrics.heartbeat(reply, self._clock.monotonic_ms() - now_ms)
+            self._apply(reply, [*stuck, *overran], now_ms)
+            return reply
 
-    def _bid(self, stuck: Sequence[_Held], overran: Sequence[_Held]) -> HeartbeatRequest:
+    def _request(self, stuck: Sequence[_HeldLease], overran: Sequence[_HeldLease]) -> HeartbeatRequest:
         policy = self.policy
         return HeartbeatRequest(
             lease_ms=policy.lease_ms,
             weight=policy.weight_now(),
             limit=policy.most_streams,
-            take=max(0, policy.most_waiting - len(self._notices)),
+            most_new=max(0, policy.most_waiting - len(self._notifications)),
             recovers=policy.recover == "share",
-            leaving=sum(1 for one in self._held.values() if one.leaves_ms is not None),
-            wants_all=self._wants_all,
+            releasing=sum(1 for one in self._held.values() if one.revoke_at_ms is not None),
+            requests_all=self._requests_all,
             moves=policy.moves if policy.recover == "share" else 0,
             most_losses=policy.most_losses,
-            replaces=self._replaces and self._born is None,
+            replaces=self._replaces and self._created is None,
             stuck=[one.lease for one in stuck],
             overran=[one.lease for one in overran],
         )
 
-    def _conclude(self, found: HeartbeatReply, expired: Sequence[_Held], asked_ms: float) -> None:
-        self._find_unknown(found)
+    def _apply(self, reply: HeartbeatReply, expired: Sequence[_HeldLease], sent_ms: float) -> None:
+        self._handle_unknown(reply)
         for held in [one for one in expired if self._held.get(one.lease.stream) is one]:
-            self._disown(held, "stuck")
-        if self._wants_all and not found.is_new:
-            tokens = {lease.stream: lease.token for lease in found.all}
+            self._revoke(held, "stuck")
+        if self._requests_all and not reply.is_new:
+            tokens = {lease.stream: lease.token for lease in reply.all_held}
             for held in list(self._held.values()):
                 if tokens.get(held.lease.stream) != held.lease.token:
-                    self._disown(held, "forgotten" if self._unheard else "taken away")
-            given = [lease for lease in found.all if lease.stream not in self._held]  # in replies that were lost, too
+                    self._revoke(held, "forgotten" if self._uncertain else "taken away")
+            added = [lease for lease in reply.all_held if lease.stream not in self._held]  # those of lost replies, too
         else:
-            given = [*found.given]
-        self._born = found.born
-        self._until_ms = asked_ms + self.policy.lease_ms
-        self._lost.clear()
-        for lease in given:
-            if lease.stream in self._held:  # and the same round gave it back
-                self._disown(self._held[lease.stream], "taken away")
-            self._hold(lease)
-            self._put(StreamAdded(lease=lease))
-        self._unheard = False
-        self._wants_all = found.has != len(self._held)  # somebody has ended a lease from outside
-        if found.excess:
-            self._give_back(found.excess)
-        self._tell_free(found.free, asked_ms)
+            added = [*reply.added]
+        self._created = reply.created
+        self._valid_until_ms = sent_ms + self.policy.lease_ms
+        self._lost_leases.clear()
+        for lease in added:
+            if lease.stream in self._held:  # the same heartbeat had ended it
+                self._revoke(self._held[lease.stream], "taken away")
+            self._add_lease(lease)
+            self._notify(StreamAdded(lease=lease))
+        self._uncertain = False
+        self._requests_all = reply.held != len(self._held)  # an operator has ended a lease
+        if reply.excess:
+            self._revoke_excess(reply.excess)
+        self._announce_unassigned(reply.unassigned, sent_ms)
 
-    def _find_unknown(self, found: HeartbeatReply) -> None:
-        """See whether Redis knew this consumer: it may have been thought dead, or Redis has lost its memory."""
-        if self._born not in (None, found.born) and (found.is_new or self._wants_all):
-            logger.warning("%s has lost its memory: its streams are announced again", self._service.keys.label)
-            for lease in (*self._lost, *(held.lease for held in self._held.values())):
-                self._announce_again(lease)
-            self._lose_all("forgotten")
-        elif found.is_new:
-            self._lose_all("expired")
+    def _handle_unknown(self, reply: HeartbeatReply) -> None:
+        """Handle a consumer that Redis did not know: it was evicted, or Redis lost the state of the service."""
+        if self._created not in (None, reply.created) and (reply.is_new or self._requests_all):
+            logger.warning("Redis lost the state of %s; re-announcing its streams", self._service.keys.label)
+            for lease in (*self._lost_leases, *(held.lease for held in self._held.values())):
+                self._reannounce(lease)
+            self._revoke_all("forgotten")
+        elif reply.is_new:
+            self._revoke_all("expired")
 
-    def _announce_again(self, lease: Lease) -> None:
+    def _reannounce(self, lease: Lease) -> None:
         try:
             self.announce(lease.stream, lease.info)
-        except ConfigError:  # others may announce what we would not
+        except ConfigError:  # a stream announced by another program may have info that we reject
             self.announce(lease.stream)
 
-    def _begin_anew(self) -> None:
-        """Too late for the leases, whoever has them: those that may still count are ended, so that new ones have new tokens."""
-        how = self._ended_how()
-        self._lose_all("lost contact" if self._unheard else "expired")
-        self._service.retire(how)
+    def _rejoin(self) -> None:
+        """Rejoin: this consumer's leases have expired by its own clock.
+
+        Redis may still count some as valid: they are ended, so that new leases get new tokens.
+        """
+        how = self._end_reason()
+        self._revoke_all("lost contact" if self._uncertain else "expired")
+        self._service.leave(how)
         self._service.incarnation = secrets.token_hex(8)
-        self._until_ms = 0.0
+        self._valid_until_ms = 0.0
 
-    def _give_back(self, count: int) -> None:
-        """Give back some streams: first those that the program has not heard of."""
-        unheard = {id(notice.lease) for notice in self._notices.waiting() if isinstance(notice, StreamAdded)}
-        staying = [one.lease for one in self._held.values() if one.leaves_ms is None]
-        last = {id(lease) for lease in [lease for lease in staying if id(lease) in unheard][-count:]}
-        # The program may have heard of some meanwhile.
-        withdrawn = self._notices.withdraw(lambda notice: isinstance(notice, StreamAdded) and id(notice.lease) in last)
-        leaving = [self._held[notice.lease.stream] for notice in withdrawn if isinstance(notice, StreamAdded)]
-        for held in leaving:  # what cannot be said now is found out, and told again, by the next round
-            self._drop(held, "released")
-        self._service.hand_in("released", [held.lease for held in leaving])
-        others = [one for one in self._held.values() if one.leaves_ms is None and one.expected_ms is None]
-        busy = [one for one in self._held.values() if one.leaves_ms is None and one.expected_ms is not None]
-        for held in (*reversed(others), *reversed(busy)):
-            if len(leaving) >= count:
+    def _revoke_excess(self, count: int) -> None:
+        """Revoke some streams: first those whose StreamAdded is still queued."""
+        queued = {id(notice.lease) for notice in self._notifications.queued() if isinstance(notice, StreamAdded)}
+        kept = [one.lease for one in self._held.values() if one.revoke_at_ms is None]
+        last = {id(lease) for lease in [lease for lease in kept if id(lease) in queued][-count:]}
+        # The program may have taken some notifications meanwhile.
+        taken_back = self._notifications.remove(
+            lambda notice: isinstance(notice, StreamAdded) and id(notice.lease) in last
+        )
+        revoked = [self._held[notice.lease.stream] for notice in taken_back if isinstance(notice, StreamAdded)]
+        for held in revoked:  # if this release fails, the next heartbeat detects and reports it
+            self._remove_lease(held, "released")
+        self._service.end_leases("released", [held.lease for held in revoked])
+        idle = [one for one in self._held.values() if one.revoke_at_ms is None and one.deadline_ms is None]
+        busy = [one for one in self._held.values() if one.revoke_at_ms is None and one.deadline_ms is not None]
+        for held in (*reversed(idle), *reversed(busy)):
+            if len(revoked) >= count:
                 break
-            leaving.append(held)
-            held.leaves_ms = self._clock.monotonic_ms() + self.policy.drain_ms
-            self._put(StreamDisowned(lease=held.lease, why="rebalanced", drain_ms=self.policy.drain_ms))
+            revoked.append(held)
+            held.revoke_at_ms = self._clock.monotonic_ms() + self.policy.drain_ms
+            self._notify(StreamDisowned(lease=held.lease, why="rebalanced", drain_ms=self.policy.drain_ms))
 
-    def _tell_free(self, free: Sequence[str], now_ms: float) -> None:
-        """Say which streams are free, and again those that nobody took."""
+    def _announce_unassigned(self, unassigned: Sequence[str], now_ms: float) -> None:
+        """Announce unassigned streams, and announce again those not claimed for the length of a lease."""
         again_ms = now_ms - self.policy.lease_ms
-        told = {stream: self._told_free.get(stream, float("-inf")) for stream in free}
-        for stream in free:
-            if told[stream] <= again_ms and len(self._notices) < self.policy.most_waiting:
-                told[stream] = now_ms
-                self._put(StreamExpired(stream=stream))
-        self._told_free = told
+        announced_ms = {stream: self._announced_unassigned.get(stream, float("-inf")) for stream in unassigned}
+        for stream in unassigned:
+            if announced_ms[stream] <= again_ms and len(self._notifications) < self.policy.most_waiting:
+                announced_ms[stream] = now_ms
+                self._notify(StreamExpired(stream=stream))
+        self._announced_unassigned = announced_ms
 
-    def _may_believe(self) -> bool:
-        return self._clock.monotonic_ms() < self._until_ms and not self._stopping.is_set()
+    def _is_valid(self) -> bool:
+        return self._clock.monotonic_ms() < self._valid_until_ms and not self._stopping.is_set()
 
-    def _ended_how(self) -> Literal["released", "expired", "lapsed"]:
-        """What becomes of the leases if this consumer leaves now."""
-        if not self._until_ms or self._clock.monotonic_ms() < self._until_ms:
+    def _end_reason(self) -> Literal["released", "expired", "lapsed"]:
+        """The reason under which the leases end if this consumer leaves now."""
+        if not self._valid_until_ms or self._clock.monotonic_ms() < self._valid_until_ms:
             return "released"
-        return "lapsed" if self._unheard else "expired"
+        return "lapsed" if self._uncertain else "expired"
 
-    def _doubt(self) -> None:
-        """A call has failed, and may have been executed."""
-        self._wants_all = self._unheard = True
+    def _mark_uncertain(self) -> None:
+        """A call has failed, and may have been executed: compare all leases in the next heartbeat."""
+        self._requests_all = self._uncertain = True
 
-    def _hold(self, lease: Lease) -> None:
-        self._held[lease.stream] = _Held(lease, self._clock.monotonic_ms())
+    def _add_lease(self, lease: Lease) -> None:
+        self._held[lease.stream] = _HeldLease(lease, self._clock.monotonic_ms())
 
-    def _drop(self, held: _Held, how: str) -> None:
+    def _remove_lease(self, held: _HeldLease, how: str) -> None:
         del self._held[held.lease.stream]
-        self._measures.ended(how, self._clock.monotonic_ms() - held.since_ms)
+        self._metrics.ended(how, self._clock.monotonic_ms() - held.since_ms)
 
-    def _disown(self, held: _Held, why: Why) -> None:
-        self._drop(held, why)
-        self._put(StreamDisowned(lease=held.lease, why=why))
+    def _revoke(self, held: _HeldLease, why: Why) -> None:
+        self._remove_lease(held, why)
+        self._notify(StreamDisowned(lease=held.lease, why=why))
 
-    def _lose_all(self, why: Why) -> None:
+    def _revoke_all(self, why: Why) -> None:
         for held in list(self._held.values()):
-            self._lost.append(held.lease)
-            self._disown(held, why)
+            self._lost_leases.append(held.lease)
+            self._revoke(held, why)
 
-    def _put(self, notice: Notice) -> None:
-        self._measures.told(type(notice).__name__)
-        self._notices.put(notice)
+    def _notify(self, notice: Notice) -> None:
+        self._metrics.notified(type(notice).__name__)
+        self._notifications.put(notice)
 
-    def _wait(self, found: HeartbeatReply) -> None:
-        """Until something may be different, but not beyond the next sign of life."""
+    def _wait(self, reply: HeartbeatReply) -> None:
+        """Wait until something may have changed, but not beyond the next heartbeat."""
         now_ms = self._clock.monotonic_ms()
-        wait_ms = self._until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms
-        if found.next_ms is not None:
-            wait_ms = min(wait_ms, found.next_ms)
+        wait_ms = self._valid_until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms
+        if reply.next_expiry_ms is not None:
+            wait_ms = min(wait_ms, reply.next_expiry_ms)
         if self._is_full or any(
-            one.expected_ms is not None or one.leaves_ms is not None for one in list(self._held.values())
+            one.deadline_ms is not None or one.revoke_at_ms is not None for one in list(self._held.values())
         ):
-            wait_ms = min(wait_ms, _LIMITS_LOOKED_AT_MS)
-        if wait_ms <= _SERVER_TICK_MS:  # it could not be told so exactly, and that would be too late for a lease
+            wait_ms = min(wait_ms, _CHECK_LIMITS_MS)
+        if wait_ms <= _SERVER_TICK_MS:  # a blocking read is not that exact, and would end too late for the lease
             self._stopping.wait(max(wait_ms, _LEAST_GAP_MS) / 1000)
             return
         wait_ms = max(wait_ms - _SERVER_TICK_MS, _LEAST_GAP_MS)
         keys = self._service.keys
         try:
-            self._waiting.execute("XREAD", "BLOCK", int(wait_ms), "STREAMS", keys.input, keys.events, *found.newest)
+            self._blocking_client.execute(
+                "XREAD", "BLOCK", int(wait_ms), "STREAMS", keys.input, keys.events, *reply.newest_ids
+            )
         except Unavailable:
-            self._doubt()
-            self._stopping.wait(_FIRST_WAIT_MS / 1000)
+            self._mark_uncertain()
+            self._stopping.wait(_FIRST_BACKOFF_MS / 1000)
         else:
-            self._stopping.wait(_LEAST_GAP_MS / 1000)  # what comes in one go is seen in one go
+            self._stopping.wait(_LEAST_GAP_MS / 1000)  # collect a burst in one heartbeat
 
 
 def _is_past(end_ms: float | None, now_ms: float) -> bool:
@@ -481,4 +519,4 @@ def _is_past(end_ms: float | None, now_ms: float) -> bool:
 
 
 class _Closed(Exception):
-    """It was closed meanwhile."""
+    """The balancer was closed meanwhile."""

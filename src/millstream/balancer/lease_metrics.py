@@ -1,4 +1,4 @@
-"""What a balancer measures: what redis-stream-client-go's recorder has, by service and never by stream."""
+"""LeaseMetrics: the metrics of redis-stream-client-go's recorder, by service and never by stream."""
 
 from typing import TYPE_CHECKING
 
@@ -10,35 +10,35 @@ if TYPE_CHECKING:
 
 
 class LeaseMetrics:
-    """Reports what happens to one consumer of `service`."""
+    """Reports the metrics of one consumer of `service`."""
 
     def __init__(self, metrics: Metrics, service: str) -> None:
         self._metrics = metrics
         self._service = service
 
-    def round(self, found: "HeartbeatReply", took_ms: float) -> None:
-        """One round, and what it has found."""
+    def heartbeat(self, reply: "HeartbeatReply", took_ms: float) -> None:
+        """One heartbeat, and its reply."""
         metrics, service = self._metrics, self._service
         metrics.observe(m.LEASE_ROUND_SECONDS, took_ms / 1000, service=service)
-        for state, count in (("total", found.total), ("share", found.share), ("held", found.has)):
+        for state, count in (("total", reply.total), ("share", reply.share), ("held", reply.held)):
             metrics.set(m.LEASE_STREAMS, count, service=service, state=state)
-        if found.given:
-            metrics.count(m.LEASES_TAKEN, len(found.given), service=service)
-        if found.found_lost:
-            metrics.count(m.LEASES_LOST, found.found_lost, service=service)
-        if found.late_ms is not None:
-            metrics.observe(m.LEASE_RECOVERY_SECONDS, found.late_ms / 1000, service=service)
+        if reply.added:
+            metrics.count(m.LEASES_TAKEN, len(reply.added), service=service)
+        if reply.owner_losses:
+            metrics.count(m.LEASES_LOST, reply.owner_losses, service=service)
+        if reply.recovery_ms is not None:
+            metrics.observe(m.LEASE_RECOVERY_SECONDS, reply.recovery_ms / 1000, service=service)
 
     def claimed(self, outcome: str, took_ms: float) -> None:
-        """One claim by the program: "ok", or the error."""
+        """One claim by the program: "ok", or the name of the error."""
         self._metrics.count(m.LEASE_CLAIMS, service=self._service, outcome=outcome)
         self._metrics.observe(m.LEASE_CLAIM_SECONDS, took_ms / 1000, service=self._service)
 
     def ended(self, how: str, lasted_ms: float) -> None:
-        """One lease of this consumer, which has lasted so long."""
+        """One ended lease of this consumer, and how long it lasted."""
         self._metrics.count(m.LEASES_ENDED, service=self._service, how=how)
         self._metrics.observe(m.LEASES_LASTED, lasted_ms / 1000, service=self._service)
 
-    def told(self, notice: str) -> None:
+    def notified(self, notice: str) -> None:
         """One notification."""
         self._metrics.count(m.LEASE_NOTICES, service=self._service, notice=notice)

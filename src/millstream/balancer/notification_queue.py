@@ -1,4 +1,4 @@
-"""A queue that one thread fills and others empty, waiting in a thread or in an event loop."""
+"""NotificationQueue: a queue that one thread fills and others drain, in a thread or in an event loop."""
 
 import asyncio
 import threading
@@ -10,34 +10,34 @@ T = TypeVar("T")
 
 
 class NotificationQueue(Generic[T]):
-    """Holds what was put until it is taken, in order. Its filler looks at `len` and slows down: nothing is dropped.
+    """Keeps items in order until they are taken. The producer checks `len` and slows down: no item is dropped.
 
-    After `end`, what is left may be taken, and then nobody waits any more.
+    After `end`, the remaining items may still be taken, and then no call waits any more.
     """
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._ended = False
         self._changed = threading.Condition()
-        self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def waiting(self) -> list[T]:
-        """What nobody has taken yet."""
+    def queued(self) -> list[T]:
+        """The queued items."""
         with self._changed:
             return [*self._items]
 
     def put(self, item: T) -> None:
-        """Add an item, and wake whoever waits. After the end nothing is added."""
+        """Append an item, and wake the waiters. Ignored after `end`."""
         with self._changed:
             if not self._ended:
                 self._items.append(item)
                 self._wake()
 
     def end(self, *last: T) -> bool:
-        """Put the last items of all, and say that there are no more; False if it had ended before."""
+        """Append the last items, and close the queue; False if it was closed before."""
         with self._changed:
             if self._ended:
                 return False
@@ -46,37 +46,37 @@ class NotificationQueue(Generic[T]):
             self._wake()
             return True
 
-    def withdraw(self, unwanted: Callable[[T], bool]) -> list[T]:
-        """Take back what is unwanted and nobody has taken yet; return it."""
+    def remove(self, unwanted: Callable[[T], bool]) -> list[T]:
+        """Remove the queued items that are `unwanted`; return them."""
         with self._changed:
-            withdrawn = [item for item in self._items if unwanted(item)]
+            removed = [item for item in self._items if unwanted(item)]
             self._items = deque(item for item in self._items if not unwanted(item))
-            return withdrawn
+            return removed
 
-    def take(self, timeout_s: float | None = None) -> T | None:
-        """Wait for the next item, for so many seconds; None if none has come, or none will come."""
+    def get(self, timeout_s: float | None = None) -> T | None:
+        """Wait for the next item, for so many seconds; None on timeout, or at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._ended, timeout_s)
             return self._items.popleft() if self._items else None
 
-    async def take_soon(self) -> T | None:
-        """Wait for the next item in the running event loop; None if none will come. To be cancelled costs no item."""
-        sleeper = asyncio.get_running_loop(), asyncio.Event()
+    async def get_async(self) -> T | None:
+        """Wait for the next item in the running event loop; None at the end. A cancelled wait loses no item."""
+        waiter = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:
-            self._sleepers.add(sleeper)
+            self._waiters.add(waiter)
         try:
             while True:
-                ended = self._ended  # looked at first: what was put before it is still taken
-                if (item := self.take(0)) is not None or ended:
+                ended = self._ended  # read first: items put before the end are still taken
+                if (item := self.get(0)) is not None or ended:
                     return item
-                await sleeper[1].wait()
-                sleeper[1].clear()
+                await waiter[1].wait()
+                waiter[1].clear()
         finally:
             with self._changed:
-                self._sleepers.discard(sleeper)
+                self._waiters.discard(waiter)
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        for loop, event in self._sleepers:
+        for loop, event in self._waiters:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)

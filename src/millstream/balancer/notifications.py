@@ -1,23 +1,29 @@
-"""What a balancer tells its program: leases, and what becomes of them."""
+"""Notifications of a balancer to its program: leases, and their changes."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Why = Literal["rebalanced", "stuck", "expired", "lost contact", "forgotten", "taken away"]
-"""Why a stream is not to be worked on any more: others are to have it; its own time ran out; the consumer was not heard
-of for too long; it does not hear of Redis; Redis does not know of the lease any more, after a failure or because a call
-whose reply was lost has ended it; a person has ended it (`millstream release`, `millstream done`)."""
+"""Why work on a stream must stop.
+
+* "rebalanced": the stream goes to another consumer
+* "stuck": its own deadline passed
+* "expired": the consumer sent no heartbeat for too long
+* "lost contact": the consumer cannot reach Redis
+* "forgotten": Redis does not know the lease any more, after a failure or because a call whose reply was lost ended it
+* "taken away": an operator ended it (`millstream release`, `millstream done`)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """One consumer's hold on one stream.
+    """One consumer's lease on one stream.
 
-    * `token`: the fencing token, greater than those of all leases on the stream before. Hand it to whatever is written
-      to: a writer with a smaller one is stale (M. Kleppmann, "How to do distributed locking", 2016).
-    * `info`: what the announcement says of the stream
+    * `token`: the fencing token, greater than those of all earlier leases on the stream. Pass it to every store the
+      program writes to: a writer with a smaller one is stale (M. Kleppmann, "How to do distributed locking", 2016).
+    * `info`: the info of the stream's announcement
     * `announced`: id of the announcement
-    * `losses`: how often owners of the stream were lost since one last gave it back
+    * `losses`: how many owners of the stream were lost since the last release by an owner
     """
 
     stream: str
@@ -29,7 +35,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamAdded:
-    """A stream is this consumer's to work on."""
+    """A stream is assigned to this consumer."""
 
     lease: Lease
 
@@ -41,17 +47,17 @@ class StreamAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamExpired:
-    """Nobody has the stream any more: `claim` it, or leave it to others. It is said again until somebody has it."""
+    """The stream has no owner: `claim` it, or leave it to others. Repeated until it has an owner."""
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDisowned:
-    """Work on a stream has to end.
+    """Work on a stream must stop.
 
-    If it is "rebalanced", the lease still holds: finish what is in hand and `release` it within `drain_ms`. Else others
-    may have it already, and what is written under the lease is refused.
+    If `why` is "rebalanced", the lease is still valid: finish the messages in flight and `release` it within `drain_ms`
+    milliseconds. Otherwise another consumer may own the stream already, and writes under the lease are refused.
     """
 
     lease: Lease
@@ -66,7 +72,7 @@ class StreamDisowned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminated:
-    """Nothing comes any more. `error`: why, unless the balancer was closed."""
+    """The last notification. `error`: the cause, unless the balancer was closed."""
 
     error: Exception | None = field(default=None)
 

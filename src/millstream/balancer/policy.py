@@ -1,4 +1,4 @@
-"""How a consumer balances, as data."""
+"""BalancerPolicy: the settings of a consumer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ _LEAST_LEASE_MS, _MOST_LEASE_MS = 300, 300_000
 class BalancerPolicy:
     """How a `Balancer` takes and keeps streams.
 
-    * `lease_ms`: so long after a consumer was last heard of its streams go to others, in milliseconds; it is heard of
-      three times as often. The price of a short one is that a pause of the process costs it its streams.
-    * `most_streams`: so many streams at most; None = its whole share
-    * `weight`: its part of all streams, beside the weights of the others. A function is asked in every round, so that a
-      consumer whose streams lag can have fewer of them.
-    * `recover`: "share" takes what other consumers lost or gave back, up to the share of this one. "claim" leaves it to
-      the program, which is told by `StreamExpired` and calls `claim`; nothing is moved for balance then.
-    * `moves`: fraction of all streams that may change hands in a second for the sake of balance; ten may in any case
-    * `drain_ms`: a stream that is to be given back is taken away after so many milliseconds, if it was not released
-    * `most_waiting`: while so many notifications wait for the program, no more streams are taken
-    * `most_losses`: a stream whose owner was lost so many times without an orderly release between is given up as a dead
-      letter of the service; None = never
+    * `lease_ms`: milliseconds without a heartbeat after which a consumer's streams are reassigned; it sends three
+      heartbeats in that time. The price of a short lease: a pause of the process costs it its streams.
+    * `most_streams`: the most streams; None = its whole share
+    * `weight`: its share of all streams, relative to the weights of the others. A function is called at every
+      heartbeat, so that a consumer with a backlog can have fewer streams.
+    * `recover`: "share" takes streams that other consumers lost or released, up to the share of this one. "claim"
+      leaves that to the program, which gets `StreamExpired` and calls `claim`; no stream is moved for balance then.
+    * `moves`: fraction of all streams that may be moved in a second for the sake of balance; ten may in any case
+    * `drain_ms`: milliseconds after which a revoked stream that was not released is taken away
+    * `most_waiting`: while so many notifications are queued, no more streams are taken
+    * `most_losses`: a stream that lost so many owners without a release in between becomes a dead letter of the
+      service; None = never
 
-    Raises ConfigError for values that make no sense.
+    Raises ConfigError for values out of range.
     """
 
     lease_ms: int = 5_000
@@ -53,19 +53,17 @@ class BalancerPolicy:
                 raise ConfigError(f"{name}={value}: use 1 or more")
 
     def weight_now(self) -> float:
-        """The weight at this moment. Raises ConfigError for one that cannot be, or that its function fails to say."""
+        """The current weight. Raises ConfigError if it is out of range, or its function fails."""
         if not callable(self.weight):
             return self.weight
         try:
             return check_weight(self.weight())
         except Exception as error:
-            raise ConfigError(f"the weight cannot be told: {text_of(error)}") from error
+            raise ConfigError(f"weight() failed: {text_of(error)}; return a number from 0.001 to 1,000,000") from error
 
 
 def check_weight(weight: float) -> float:
-    """Return `weight` if shares can be made of it; raise ConfigError if not."""
+    """Return `weight` if it is valid; raise ConfigError if not."""
     if not 0.001 <= weight <= 1_000_000:
-        raise ConfigError(
-            f"weight={weight}: use a number from 0.001 to 1,000,000, like 1 for all consumers that are alike"
-        )
+        raise ConfigError(f"weight={weight}: use a number from 0.001 to 1,000,000, such as 1 for equal shares")
     return weight

@@ -1,6 +1,7 @@
-"""The protocol of a balanced service: what its consumers ask Redis, typed. Each call is one atomic step.
+"""Protocol of a balanced service: the typed calls of its consumers to Redis. Each call is one atomic step.
 
-Streams are announced as entries of `<service>-input`, in the form of redis-stream-client-go, whose producers may be kept.
+Streams are announced as entries of `<service>-input`, in the format of redis-stream-client-go, so its producers work
+unchanged.
 """
 
 import json
@@ -19,35 +20,34 @@ CLAIM_STREAM = Script("leases/claim_stream")
 END_LEASES = Script("leases/end_leases")
 LEAVE_SERVICE = Script("leases/leave_service")
 
-WAITING = "waiting"
-"""The consumer of the group that stands for nobody."""
-FIELD = "lbs-input"
+UNASSIGNED = "unassigned"
+"""The consumer of the group that has the announcements of streams without an owner."""
+ANNOUNCEMENT_FIELD = "lbs-input"
 _NAME, _INFO = "DataStreamName", "Info"
 
 _HANDLER, _ANNOUNCED = "handler", "announced"
 
-_ROUND_MS = 1_000
+_MOVES_PERIOD_MS = 1_000
 _AT_ONCE = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatRequest:
-    """What a consumer says of itself in a round. As of BalancerPolicy.
+    """One heartbeat of a consumer. Fields of the same name are as in BalancerPolicy.
 
-    * `take`: most streams that it takes now; `leaving`: how many it is giving back already
-    * `replaces`: another process that has the name, or had it a moment ago, is known to be dead
-    * `stuck`, `overran`: leases that are not to be renewed, since the work on them stands still, or since the time to give
-      them back is over
-    * `wants_all`: ask for all that it has
+    * `most_new`: the most streams to assign now; `releasing`: how many it is releasing already
+    * `replaces`: the previous process of this name is known to be dead
+    * `stuck`, `overran`: leases not to be renewed: without progress, or past the time to release them
+    * `requests_all`: ask for all leases of the consumer
     """
 
     lease_ms: int
     weight: float
     limit: int | None
-    take: int
+    most_new: int
     recovers: bool
-    leaving: int
-    wants_all: bool
+    releasing: int
+    requests_all: bool
     moves: float
     most_losses: int | None
     replaces: bool = False
@@ -57,36 +57,37 @@ class HeartbeatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatReply:
-    """What a round has found.
+    """The reply to a heartbeat.
 
-    * `born`: tells the service's memory from one that was lost and begun anew; `is_new`: the consumer was not known
-    * `next_ms`: when another consumer may be found dead, in milliseconds; None = there is no other
-    * `total`, `has`, `share`: streams of the service, of this consumer, and its part
-    * `excess`: how many of its streams it is to give back; `more`: there is more to take at once
+    * `created`: identifies the state of the service in Redis: it changes if that was lost; `is_new`: the consumer was
+      unknown
+    * `next_expiry_ms`: milliseconds until the leases of another consumer may expire; None = there is no other
+    * `total`, `held`, `share`: streams of the service, those of this consumer, and its share
+    * `excess`: how many streams it must release; `more`: there are more streams to take at once
     * `newest`: ids of the last announcement and the last event
-    * `found_lost`: streams that were found without their owner; `late_ms`: how long after their leases had ended, None if
-      none had ended by themselves
-    * `given`: new leases; `free`: streams to claim; `all`: all that it has, if it asked
+    * `owner_losses`: streams found without their owner; `recovery_ms`: milliseconds since their leases expired, None if
+      none had expired
+    * `added`: new leases; `unassigned`: streams without an owner; `all_held`: all leases of the consumer, if requested
     """
 
-    born: str
+    created: str
     is_new: bool
-    next_ms: float | None
+    next_expiry_ms: float | None
     total: int
-    has: int
+    held: int
     share: int
     excess: int
-    more: bool
-    newest: tuple[bytes, bytes]
-    found_lost: int
-    late_ms: int | None
-    given: Sequence[Lease]
-    free: Sequence[str]
-    all: Sequence[Lease]
+    has_more: bool
+    newest_ids: tuple[bytes, bytes]
+    owner_losses: int
+    recovery_ms: int | None
+    added: Sequence[Lease]
+    unassigned: Sequence[str]
+    all_held: Sequence[Lease]
 
 
 class Service:
-    """The streams of `service`, seen by the consumer `consumer` in its life `incarnation`.
+    """The streams of `service`, as seen by the consumer `consumer` in its incarnation `incarnation`.
 
     Every method may be repeated when its reply was lost. All raise RedisError.
     """
@@ -97,12 +98,26 @@ class Service:
         self.incarnation = incarnation
         self._client = client
 
-    def round(self, bid: HeartbeatRequest) -> HeartbeatReply:
-        """Stay alive and take part. Raises NameHeld while another process has the consumer's name."""
-        fixed: list[Arg] = [self.keys.group, self.consumer, self.incarnation, bid.lease_ms, bid.weight, bid.limit or 0]
-        fixed += (bid.take, int(bid.recovers), bid.leaving, int(bid.wants_all), _ROUND_MS, bid.moves)
-        fixed += (bid.most_losses or 0, int(bid.replaces))
-        for why, leases in (("stuck", bid.stuck), ("overran", bid.overran)):
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        """Send a heartbeat. Raises NameHeld while another process has the consumer's name."""
+        fixed: list[Arg] = [
+            self.keys.group,
+            self.consumer,
+            self.incarnation,
+            request.lease_ms,
+            request.weight,
+            request.limit or 0,
+        ]
+        fixed += (
+            request.most_new,
+            int(request.recovers),
+            request.releasing,
+            int(request.requests_all),
+            _MOVES_PERIOD_MS,
+            request.moves,
+        )
+        fixed += (request.most_losses or 0, int(request.replaces))
+        for why, leases in (("stuck", request.stuck), ("overran", request.overran)):
             fixed += [part for lease in leases for part in (to_wire(lease.stream), lease.token, why)]
         reply = self._run(HEARTBEAT, fixed)
         if reply[0] == b"HELD":
@@ -110,43 +125,59 @@ class Service:
                 f"a consumer of {self.keys.label} called {self.consumer!r} is running; give this one another name",
                 consumer=self.consumer,
             )
-        _, born, is_new, next_ms, total, has, share, excess, more, *rest = reply
-        announced, event, found_lost, late_ms, given, free, everything = rest
+        _, created, is_new, next_ms, total, held, share, excess, more, *others = reply
+        announced, event, owner_losses, recovery_ms, added, unassigned, all_held = others
         return HeartbeatReply(
-            born=born.decode(), is_new=bool(is_new), next_ms=None if next_ms < 0 else float(next_ms), total=total, has=has,
-            share=share, excess=excess, more=bool(more), newest=(announced, event), found_lost=found_lost,
-            late_ms=None if late_ms < 0 else late_ms, given=[*map(_lease, given)], free=[*map(from_wire, free)], all=[*map(_lease, everything)],
-        )  # fmt: skip
+            created=created.decode(),
+            is_new=bool(is_new),
+            next_expiry_ms=None if next_ms < 0 else float(next_ms),
+            total=total,
+            held=held,
+            share=share,
+            excess=excess,
+            has_more=bool(more),
+            newest_ids=(announced, event),
+            owner_losses=owner_losses,
+            recovery_ms=None if recovery_ms < 0 else recovery_ms,
+            added=[*map(_lease, added)],
+            unassigned=[*map(from_wire, unassigned)],
+            all_held=[*map(_lease, all_held)],
+        )
 
     def claim(self, stream: str) -> Lease:
-        """Take a stream that nobody has. Raises StreamNotFound, AlreadyOwned, LeaseLost if the consumer itself is lost."""
+        """Take a stream without an owner.
+
+        Raises StreamNotFound, AlreadyOwned, LeaseLost if the consumer itself was evicted.
+        """
         reply = self._run(CLAIM_STREAM, (self.keys.group, self.consumer, self.incarnation, to_wire(stream)))
         match reply[0]:
             case b"OK":
                 return _lease(reply[1])
             case b"OWNED":
                 owner = from_wire(reply[1])
-                raise AlreadyOwned(f"stream {stream!r} is {owner!r}'s", stream=stream, consumer=owner)
+                raise AlreadyOwned(f"consumer {owner!r} owns stream {stream!r}", stream=stream, consumer=owner)
             case b"UNKNOWN":
                 raise StreamNotFound(
-                    f"stream {stream!r} is not among those of {self.keys.label}: it is not announced, not read yet, or done",
+                    f"{self.keys.label} has no stream {stream!r}: it is not announced, its announcement is unread, "
+                    "or it is done",
                     stream=stream,
                 )
         raise LeaseLost(
-            f"{self.consumer!r} was not heard of for too long, and joins again; then claim {stream!r} again",
+            f"{self.consumer!r} sent no heartbeat for too long and is rejoining; claim {stream!r} again after that",
             stream=stream,
         )
 
-    def hand_in(self, how: Literal["done", "released"], leases: Sequence[Lease]) -> set[str]:
-        """End leases; return the streams that were not this consumer's any more, of which nothing was changed."""
+    def end_leases(self, how: Literal["done", "released"], leases: Sequence[Lease]) -> set[str]:
+        """End leases; return the streams that this consumer no longer owns, which are left unchanged."""
         if not leases:
             return set()
         return {*map(from_wire, self._run(END_LEASES, (self.keys.group, self.consumer, how, *_pairs(leases))))}
 
-    def retire(self, how: Literal["released", "expired", "lapsed"] = "released") -> int:
-        """Leave; return how many streams others may have now.
+    def leave(self, how: Literal["released", "expired", "lapsed"] = "released") -> int:
+        """Leave the service; return how many streams were released.
 
-        If the leases have ended before: "expired" counts as a loss of their owner, "lapsed" does not, as Redis was away.
+        If the leases have expired before: "expired" counts as a loss of their owner; "lapsed" does not, as Redis was
+        unavailable.
         """
         return int(self._run(LEAVE_SERVICE, (self.keys.group, self.consumer, self.incarnation, how)))
 
@@ -155,21 +186,21 @@ class Service:
 
 
 def end_leases(client: Client, service: str, how: Literal["done", "released"], streams: Sequence[str]) -> set[str]:
-    """End leases whoever has them, as a person may: its owner is told. Return the streams that the service does not know.
+    """End leases of any owner, on behalf of an operator; each owner is notified.
 
-    Raises ConfigError, RedisError.
+    Return the streams unknown to the service. Raises ConfigError, RedisError.
     """
     keys = ServiceKeys(service)
     args: list[Arg] = [part for stream in streams for part in (to_wire(stream), "")]
     return {*map(from_wire, client.script(END_LEASES, (keys.input, keys.meta), (keys.group, "", how, *args)))}
 
 
-def note_trouble(client: Client, service: str, lease: Lease, why: str | None) -> None:
-    """Say for people why its owner cannot work on a stream; None if it can again. It is forgotten with the lease.
+def record_stream_error(client: Client, service: str, lease: Lease, why: str | None) -> None:
+    """Record why the owner cannot work on a stream, for operators; None clears it. The end of the lease clears it too.
 
     Raises RedisError.
     """
-    name, troubles = to_wire(lease.stream), ServiceKeys(service).troubles
+    name, troubles = to_wire(lease.stream), ServiceKeys(service).stream_errors
     if why is None:
         client.execute("HDEL", troubles, name)
     else:
@@ -177,31 +208,31 @@ def note_trouble(client: Client, service: str, lease: Lease, why: str | None) ->
 
 
 def announce(client: Client, service: str, stream: str, info: object = None) -> str:
-    """Announce a stream to the consumers of `service`, with anything that JSON can hold; return the announcement's id.
+    """Announce a stream to the consumers of `service`; return the id of the announcement.
 
-    While it is not done, to announce it again changes nothing. Raises ConfigError for an empty name or information that
-    JSON cannot hold, RedisError.
+    `info`: any JSON value. Announcing a stream again before it is done changes nothing. Raises ConfigError for an empty
+    name or an info that is not JSON, RedisError.
     """
     return bytes(client.execute(*_announcement(service, stream, info))).decode()
 
 
 def announce_all(client: Client, service: str, streams: Sequence[str], info: object = None) -> list[str]:
-    """Announce streams of which the same is to be said; return the announcements' ids. Raises as `announce` does.
+    """Announce streams with the same info; return the ids of the announcements. Raises as `announce` does.
 
     If one of them cannot be announced, none is.
     """
-    found = [_announcement(service, stream, info) for stream in streams]
+    announcements = [_announcement(service, stream, info) for stream in streams]
     return [
         bytes(raise_if_error(reply)).decode()
-        for start in range(0, len(found), _AT_ONCE)
-        for reply in client.pipeline(found[start : start + _AT_ONCE])
+        for start in range(0, len(announcements), _AT_ONCE)
+        for reply in client.pipeline(announcements[start : start + _AT_ONCE])
     ]
 
 
 def service_of(client: Client, label: str) -> str | None:
-    """The service whose consumers are the workers of a handler, as far as they have said; None if they have not.
+    """The service whose consumers are the workers of a handler, as these have recorded it; None if they have not.
 
-    Raises ConfigError if no handler can have this name, RedisError.
+    Raises ConfigError if the name is not valid for a handler, RedisError.
     """
     own = ServiceKeys.of_handler(label)
     announced = client.execute("HGET", own.meta, _ANNOUNCED)
@@ -210,43 +241,48 @@ def service_of(client: Client, label: str) -> str | None:
     return own.service if client.execute("EXISTS", own.input) else None
 
 
-def note_workers(client: Client, service: str, label: str) -> str:
-    """Note that the consumers of a service are the workers of this handler; return of which they are. Raises RedisError."""
+def record_workers(client: Client, service: str, label: str) -> str:
+    """Record that the consumers of a service are the workers of this handler; return the recorded handler.
+
+    Raises RedisError.
+    """
     keys, own = ServiceKeys(service), ServiceKeys.of_handler(label)
-    known, elsewhere = client.execute("HMGET", keys.meta, _HANDLER, _ANNOUNCED)
-    if elsewhere is not None:
+    known, other_service = client.execute("HMGET", keys.meta, _HANDLER, _ANNOUNCED)
+    if other_service is not None:
         client.execute("HDEL", keys.meta, _ANNOUNCED)  # the handler has a service of its own now
     if known is None:
         client.execute("HSETNX", keys.meta, _HANDLER, label)
         known = client.execute("HGET", keys.meta, _HANDLER) or to_wire(label)
     if from_wire(known) == label and service != own.service:
-        with suppress(AccessDenied):  # people are told less, and that is all
+        with suppress(AccessDenied):  # operators see less, and nothing else changes
             if client.execute("HGET", own.meta, _ANNOUNCED) != service.encode():
                 client.execute("HSET", own.meta, _ANNOUNCED, service)
     return from_wire(known)
 
 
 def claim_service(client: Client, service: str, label: str) -> None:
-    """Note that a service is that of this handler. Raises ConfigError if it is another's, RedisError."""
-    known = note_workers(client, service, label)
+    """Record that a service belongs to this handler. Raises ConfigError if it is another's, RedisError."""
+    known = record_workers(client, service, label)
     if known != label:
         raise ConfigError(
-            f"the streams of service {service!r} are shared by the workers of {known}: give {label} a service of its own, "
-            f"or, if {known} is no more, HDEL {ServiceKeys(service).meta} handler"
+            f"the workers of {known} own the streams of service {service!r}: give {label} a service of its own, "
+            f"or, if {known} no longer exists, HDEL {ServiceKeys(service).meta} handler"
         )
 
 
 def _announcement(service: str, stream: str, info: object) -> Command:
     if not stream:
-        raise ConfigError("a stream that is announced must have a name")
+        raise ConfigError("an announced stream must have a name")
     check_stream(stream)
     if stream == ServiceKeys(service).input:
-        raise ConfigError(f"{stream!r} is where the streams of {service!r} are announced; it cannot be one of them")
+        raise ConfigError(
+            f"{stream!r} holds the announcements of {service!r} and cannot be announced; use another stream"
+        )
     try:
         text = to_wire(json.dumps({_NAME: stream, _INFO: info}, ensure_ascii=False))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the information on stream {stream!r} cannot be announced: {error}") from error
-    return ("XADD", ServiceKeys(service).input, "*", FIELD, text)
+        raise ConfigError(f"the info of stream {stream!r} is not JSON: {error}") from error
+    return ("XADD", ServiceKeys(service).input, "*", ANNOUNCEMENT_FIELD, text)
 
 
 def _pairs(leases: Sequence[Lease]) -> list[Arg]:
@@ -257,9 +293,9 @@ def _lease(reply: Sequence[Any]) -> Lease:
     stream, token, announced, items, losses = reply
     fields = dict(zip(items[::2], items[1::2], strict=True))
     try:
-        info = json.loads(fields.get(FIELD.encode(), b"null"))[_INFO]
+        info = json.loads(fields.get(ANNOUNCEMENT_FIELD.encode(), b"null"))[_INFO]
     except (ValueError, TypeError, KeyError, RecursionError):
-        info = None  # the stream is known, which is what counts
+        info = None  # the lease is valid without it
     return Lease(
         stream=from_wire(stream), token=int(token), info=info, announced=announced.decode(), losses=int(losses)
     )

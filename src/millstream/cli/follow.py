@@ -71,7 +71,7 @@ class Follower:
         self._known.add(name)
         if place == END:  # where that is, is known when the server has said so
             self._beginning.add(name)
-        return self._router.subscribe(name, after=place, tell_start=True)
+        return self._router.subscribe(name, after=place, report_start=True)
 
     def _has_begun(self, name: str) -> None:
         self._beginning.discard(name)

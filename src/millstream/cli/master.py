@@ -102,7 +102,7 @@ def master(
     from millstream.services.master.server import Serving, run_master
     from millstream.services.master.settings import MasterSettings
     from millstream.services.web.connections import Limits
-    from millstream.services.web.origin_check import MachineNames
+    from millstream.services.web.origin_check import AllowedHosts
 
     if not ticket_stream or not concurrency_stream_group:
         raise ConfigError("name the stream and its group: --ticket-stream and --concurrency-stream-group")
@@ -115,7 +115,7 @@ def master(
     tokens = _tokens(token, token_file, insecure=insecure_no_token)
     serving = Serving(
         url=url, tokens=tokens, host=host, port=port, allowed=AllowList(allow_health or LOOPBACK), most_page=most_page,
-        names=None if tokens else MachineNames(host, allow_host or ()),
+        names=None if tokens else AllowedHosts(host, allow_host or ()),
         limits=Limits(connections=connections, request_s=request_s, body_bytes=most_body),
     )  # fmt: skip
     warn_if_evicting_at(url)

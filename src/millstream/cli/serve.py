@@ -82,25 +82,25 @@ def serve(
 ) -> None:
     """Let browsers and others follow streams live: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
     needs("serve", "starlette", "uvicorn", "websockets")
-    from millstream.services.gateway.auth import Access, stream_tokens
-    from millstream.services.gateway.connection import Pace
+    from millstream.services.gateway.auth import Authorizer, new_stream_tokens
+    from millstream.services.gateway.connection import FlowControl
     from millstream.services.gateway.connections import ConnectionLimits
-    from millstream.services.gateway.server import Serving, run_serving
+    from millstream.services.gateway.server import GatewayOptions, run_gateway
     from millstream.services.web.origin_check import LOOPBACK
 
-    tokens = stream_tokens()
+    tokens = new_stream_tokens()
     if token_file is not None:
         tokens.read(token_file)
     if not tokens and not insecure_no_token and (token_file is not None or host not in LOOPBACK):
         raise ConfigError("give --token-file: without, anybody could read all streams (--insecure-no-token)")
-    serving = Serving(
-        url=url, access=Access(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port, origins=allow_origin or (), pages=page,
-        names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, request_s=request_s, stop_s=stop_s,
-        pace=Pace(
+    serving = GatewayOptions(
+        url=url, authorizer=Authorizer(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port, origins=allow_origin or (), pages=page,
+        host_names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, request_s=request_s, stop_s=stop_s,
+        flow=FlowControl(
             heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes, budget_bytes=budget_bytes,
             when_full=when_full,
         ),
-        room=ConnectionLimits(connections=connections, per_token=per_token or connections),
+        limits=ConnectionLimits(connections=connections, per_token=per_token or connections),
     )  # fmt: skip
 
     def ready(where: str) -> None:
@@ -109,6 +109,6 @@ def serve(
         else:
             talk(f"streams are served on {where}; Ctrl-C stops")
 
-    run_serving(serving, on_ready=ready)
+    run_gateway(serving, on_ready=ready)
     if as_json:
         say_json({"event": "stopped"}, flush=True)

@@ -12,7 +12,7 @@ import typer
 
 from millstream.admin.inspection import inspect_handlers
 from millstream.balancer.protocol import announce_all, end_leases, service_of
-from millstream.balancer.service_status import ServiceState, StreamState, survey
+from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
 from millstream.cli.terminal import age, clip, confirm, counted, say, say_json, table, talk
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
@@ -47,7 +47,7 @@ def streams(
     """Show a service's consumers and their shares; its streams, who has them since when, and their lag."""
     with Client(url) as client:
         name = _meant(client, service)
-        found = survey(client, name)
+        found = fetch_service_state(client, name)
         shown = found.streams[:count]
         lags = _lags_of(client, name, [one.name for one in shown], group)
     if group is not None and shown and all(lag.count is None for lag in lags.values()):
@@ -83,8 +83,8 @@ def streams(
         [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
     )
     for one in shown:
-        if one.left_out is not None:
-            talk(f"{visible(one.name)} is left out for now, and tried again: {one.left_out}")
+        if one.excluded_reason is not None:
+            talk(f"{visible(one.name)} is left out for now, and tried again: {one.excluded_reason}")
     if len(found.streams) > count:
         talk(f"{len(found.streams) - count:,} more; --count shows them")
 
@@ -100,7 +100,7 @@ def _state(one: StreamState) -> str:
         return "unreadable"
     if one.consumer is None:
         return "free"
-    return "owned" if one.left_out is None else "left out"
+    return "owned" if one.excluded_reason is None else "left out"
 
 
 def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, _Lag]) -> None:
@@ -113,7 +113,7 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
     ]  # fmt: skip
     rows = [
         {
-            "stream": one.name, "state": _state(one), "left_out": one.left_out, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,
+            "stream": one.name, "state": _state(one), "left_out": one.excluded_reason, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,
             "lag": lags.get(one.name, _Lag()).count, "lag_exact": lags.get(one.name, _Lag()).exact,
         }
         for one in shown

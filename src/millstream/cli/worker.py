@@ -28,9 +28,9 @@ from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process.heartbeat import Heartbeat
 from millstream.worker.process.supervisor import (
     FINAL_CODE,
-    MISTAKE_CODE,
     ORPHAN_END_MS,
     ORPHAN_MS,
+    SOFTWARE_ERROR_CODE,
     STUCK_CODE,
     Launch,
     Supervisor,
@@ -110,7 +110,7 @@ def worker(
             on_line=lines.take,
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
-            client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.is_set)
+            client.patiently(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
             warn_if_evicting(client)
             if app.stages:
                 talk(f"left out, as they need Spark: the stages {', '.join(app.stages)}; `millstream run` runs them")
@@ -146,7 +146,7 @@ def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int
         _end(FINAL_CODE)
     except Exception:  # noqa: BLE001 - a mistake of ours: the supervisor begins anew
         talk_lines(traceback.format_exc())
-        _end(MISTAKE_CODE)
+        _end(SOFTWARE_ERROR_CODE)
     for delivery in leftovers:
         talk(
             f"message {delivery.id.decode()} of {delivery.stream.stream} was still running; another worker does it again"

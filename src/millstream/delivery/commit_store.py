@@ -503,9 +503,9 @@ class CommitStore:
         try:
             return self._client.scripts([(script, keys, args) for keys, args in calls])
         except CommandFailed as error:
-            if "STALE" in str(error):
+            if error.code == "STALE":
                 raise self._taken_over() from error
-            if "PARKED" in str(error):
+            if error.code == "PARKED":
                 raise ConfigError(
                     f"{'.'.join(self._owner)} has parked keys, but the handler has no key: "
                     "list them with `millstream keys`, then unpark them or skip their messages"

@@ -256,12 +256,12 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
     try:
         return client.script(PARK_UNPARK_SKIP, _script_keys(keys), (keys.group, *args))
     except CommandFailed as error:
-        if "NOTKEYED" in str(error):
+        if error.code == "NOTKEYED":
             raise ConfigError(
                 f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so its keys cannot be "
                 "parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
             ) from error
-        if "MOVING" in str(error):
+        if error.code == "MOVING":
             raise ConfigError(
                 f"the key migrates to {keys.stream} and goes on by itself when its messages in the earlier partition are "
                 "done: wait for that"

@@ -1,1 +1,1 @@
-"""The demo: a year of real flights through `examples/airline.py`, and a check of every one."""
+"""The demo: processes a year of real flights with `examples/airline.py`, and checks every one."""

@@ -1,4 +1,4 @@
-"""Reads back what the run has left in Redis and holds it against what it has to be, entry by entry."""
+"""Audit: reads the run's results from Redis and compares them with the expected ones, entry by entry."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,11 +32,11 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What stands in Redis after the run.
+    """The contents of Redis after the run.
 
     * `published`: row of each entry of `flights`, in stream order
     * `departures`: the entries of `departures`, in stream order
-    * `unreadable`: what is wrong with entries of `departures` that are no departure
+    * `unreadable`: the errors of entries of `departures` that cannot be parsed
     * `dead`: row and reason of each dead letter
     * `states`: state of each aircraft
     """
@@ -50,14 +50,14 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The verdict. Every count of a fault is 0 in a good run.
+    """The verdict. Every fault counter is 0 in a correct run.
 
-    * `lost`: flights that neither are in `departures` nor have a dead letter
+    * `lost`: flights with neither an entry in `departures` nor a dead letter
     * `duplicated`: entries and dead letters beyond the first of their flight
-    * `unexpected`: entries that no flight explains, and dead letters of flights that should live
-    * `order_violations`: entries that stand before an earlier flight of their aircraft
-    * `wrong_values`: entries with a field that differs from the reference; `wrong_states`: the same of states
-    * `examples`: some of the faults in words
+    * `unexpected`: entries without a flight, and dead letters of flights that have to succeed
+    * `order_violations`: entries before an entry of an earlier flight of their aircraft
+    * `wrong_values`: entries with a field that differs from the reference; `wrong_states`: states that differ
+    * `examples`: some of the faults, as text
     """
 
     messages: int
@@ -74,7 +74,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no fault of any kind."""
+        """Whether there is no fault."""
         return not (
             self.lost
             or self.duplicated
@@ -85,27 +85,27 @@ class Audit:
         )
 
     def figures(self) -> dict[str, Any]:
-        """All but the examples, ready for JSON."""
+        """Return everything but the examples, ready for JSON."""
         return {name: value for name, value in vars(self).items() if name != "examples"}
 
 
-# --- Judging ------------------------------------------------------------------------------------------------
+# --- Comparing ----------------------------------------------------------------------------------------------
 
 
 def audit(expected: Expected, results: Results) -> Audit:
-    """Judge `results`. A pure function: what it says depends on nothing else."""
-    right = {told.row: told for career in expected.departures.values() for told in career}
+    """Compare `results` with `expected`. A pure function."""
+    right = {departure.row: departure for flights in expected.departures.values() for departure in flights}
     source: dict[str | None, list[str]] = {
-        tailnum: [str(told.row) for told in career] for tailnum, career in expected.departures.items()
+        tailnum: [str(departure.row) for departure in flights] for tailnum, flights in expected.departures.items()
     }
     source[None] = [str(row) for row in sorted(expected.unkeyed)]
     history = check_outputs(
         source,
-        [(told.tailnum, str(told.row)) for told in results.departures],
+        [(departure.tailnum, str(departure.row)) for departure in results.departures],
         [str(row) for row, _ in results.dead],
     )
     misplaced = list(_publishing_faults(len(right) + len(expected.unkeyed), results.published))
-    wrongly_dead = list(_wrong_deaths(expected.unkeyed, results.dead))
+    wrongly_dead = list(_wrong_dead_letters(expected.unkeyed, results.dead))
     wrong_values = [*results.unreadable, *_wrong_values(right, results.departures)]
     wrong_states = list(_wrong_states(expected.states, results.states))
     found = (history.lost, history.duplicated, history.unexpected, history.out_of_order)
@@ -126,30 +126,30 @@ def audit(expected: Expected, results: Results) -> Audit:
 
 
 def _publishing_faults(flights: int, published: Sequence[int]) -> Iterator[str]:
-    """The check is worth nothing if the stream it starts from is not the source."""
+    """Yield differences between the stream of flights and the source; the audit is valid only without any."""
     if len(published) != flights:
         yield f"the stream flights has {len(published)} entries, expected {flights}"
-    for place, row in enumerate(published):
-        if row != place:
-            yield f"entry {place} of the stream flights is flight {row}"
+    for index, row in enumerate(published):
+        if row != index:
+            yield f"entry {index} of the stream flights is flight {row}"
 
 
-def _wrong_deaths(unkeyed: set[int], dead: Iterable[tuple[int, str]]) -> Iterator[str]:
+def _wrong_dead_letters(unkeyed: set[int], dead: Iterable[tuple[int, str]]) -> Iterator[str]:
     for row, reason in dead:
         if row not in unkeyed or reason != "missing-key":
-            yield f"flight {row} died of {reason}, expected {'missing-key' if row in unkeyed else 'an entry'}"
+            yield f"flight {row} is a dead letter ({reason}), not {'missing-key' if row in unkeyed else 'an entry'}"
 
 
 def _wrong_values(right: Mapping[int, Departure], departures: Iterable[Departure]) -> Iterator[str]:
-    for told in departures:
-        wanted = right.get(told.row)
-        if wanted is not None and told != wanted:
+    for departure in departures:
+        wanted = right.get(departure.row)
+        if wanted is not None and departure != wanted:
             fields = [
-                f"{name} {found!r} for {value!r}"
-                for name, found, value in zip(Departure._fields, told, wanted, strict=True)
+                f"{name} is {found!r}, expected {value!r}"
+                for name, found, value in zip(Departure._fields, departure, wanted, strict=True)
                 if found != value
             ]
-            yield f"flight {told.row} of {told.tailnum} is told wrong: {', '.join(fields)}"
+            yield f"flight {departure.row} of {departure.tailnum} has wrong values: {', '.join(fields)}"
 
 
 def _wrong_states(expected: Mapping[str, Mapping[str, int]], states: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -164,14 +164,14 @@ def _wrong_states(expected: Mapping[str, Mapping[str, int]], states: Mapping[str
 
 
 def read_results(client: Client) -> Results:
-    """Read everything back. Raises RedisError."""
+    """Read all results from Redis. Raises RedisError."""
     departures: list[Departure] = []
     unreadable: list[str] = []
     for entry_id, items in _entries(client, OUTPUT):
         try:
             departures.append(_parse(items))
         except (KeyError, TypeError, ValueError) as error:
-            unreadable.append(f"entry {entry_id.decode()} of {OUTPUT} is no departure: {error!r}")
+            unreadable.append(f"entry {entry_id.decode()} of {OUTPUT} is not a departure: {error!r}")
     letters = [DeadLetter.parse(letter_id, items) for letter_id, items in _entries(client, KEYS.dead)]
     return Results(
         published=[_row(items) for _, items in _entries(client, KEYS.stream)],
@@ -192,13 +192,13 @@ def _entries(client: Client, stream: str) -> Iterator[tuple[bytes, Sequence[byte
 def _parse(items: Sequence[bytes]) -> Departure:
     names = [name.decode() for name in items[::2]]
     if len(set(names)) < len(names):
-        raise ValueError("a field stands there twice")
+        raise ValueError("a field occurs twice")
     values = {name: _FIELDS[name](value.decode()) for name, value in zip(names, items[1::2], strict=True)}
     return Departure(**values)
 
 
 def _row(items: Sequence[bytes]) -> int:
-    """The flight's place in the source; -1, which no flight has, if there is none."""
+    """Return the flight's place in the source; -1, which no flight has, if there is none."""
     fields = dict(zip(items[::2], items[1::2], strict=True))
     return int(fields.get(b"row", b"-1"))
 

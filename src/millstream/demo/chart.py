@@ -1,4 +1,4 @@
-"""The picture that the demo saves: what the flights say, and how the run went."""
+"""The demo's chart: delays through the day, and the run's throughput."""
 
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ _INK, _PALE, _ACCENT, _BAD = "#1f2933", "#9aa5b1", "#2f6fab", "#c8553d"
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError if the chart cannot be drawn here: better at once than after the run."""
+    """Raise ConfigError if matplotlib is missing: better now than after the run."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the demo's chart needs matplotlib; install it with: pip install millstream[demo]")
 
 
 def draw_chart(path: Path, departures: Iterable[Departure], samples: Sequence[Sample], kills: Sequence[Kill]) -> None:
-    """Save a picture of the delays through the day, and of the run, at `path` (PNG)."""
+    """Save a chart of the delays through the day, and of the run, to `path` (PNG)."""
     import matplotlib as mpl
 
     mpl.use("Agg")

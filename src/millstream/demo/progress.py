@@ -1,4 +1,4 @@
-"""How far the run is, read from Redis, so that it does not matter which processes have died meanwhile."""
+"""Progress of the run, read from Redis, so that it does not depend on processes that die meanwhile."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LINE_EVERY_S = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What Redis says: entries published, done and dead, and whether the frontier is at the last."""
+    """Progress in Redis: entries published, done and dead; `caught_up`: the committed offset is the last entry."""
 
     published: int
     done: int
@@ -26,7 +26,7 @@ class Standing:
 
 
 def read_standing(client: Client) -> Standing:
-    """Ask Redis how far the pipeline is. Raises RedisError."""
+    """Read the pipeline's progress from Redis. Raises RedisError."""
     replies = client.pipeline(
         [
             ("XLEN", KEYS.stream),
@@ -34,13 +34,13 @@ def read_standing(client: Client) -> Standing:
             ("HMGET", KEYS.meta, "committed", "dead", "frontier"),
         ]
     )
-    published, newest, (done, dead, frontier) = (raise_if_error(reply) for reply in replies)
-    caught_up = bool(newest) and newest[0][0] == frontier
+    published, last, (done, dead, committed_id) = (raise_if_error(reply) for reply in replies)
+    caught_up = bool(last) and last[0][0] == committed_id
     return Standing(published=published, done=int(done or 0), dead=int(dead or 0), caught_up=caught_up)
 
 
 class ProgressView:
-    """Shows progress towards `total` entries: bars in a terminal, a line every three seconds in a pipe."""
+    """Shows progress towards `total` entries: bars in a terminal, otherwise a line every three seconds."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
@@ -51,11 +51,11 @@ class ProgressView:
             TextColumn("{task.description:>9}"),
             BarColumn(bar_width=30),
             TaskProgressColumn(),
-            TextColumn("{task.fields[told]}", markup=False),
+            TextColumn("{task.fields[details]}", markup=False),
             console=console,
         )
-        self._published = self._bars.add_task("published", total=total, told="")
-        self._done = self._bars.add_task("committed", total=total, told="")
+        self._published = self._bars.add_task("published", total=total, details="")
+        self._done = self._bars.add_task("committed", total=total, details="")
         live = console.is_terminal
         self._live = Live(self._bars, console=console, refresh_per_second=5, transient=True) if live else None
 
@@ -68,25 +68,25 @@ class ProgressView:
         if self._live:
             self._live.stop()
 
-    def show(self, sample: Sample, standing: Standing, batches: int) -> None:
-        """Show where the run is now."""
+    def show(self, sample: Sample, progress: Standing, batches: int) -> None:
+        """Show the current progress."""
         self._recent.append(sample)
         while sample.at_s - self._recent[0].at_s > _WINDOW_S:
             self._recent.popleft()
-        told = self._tell(standing, batches)
+        details = self._tell(progress, batches)
         if self._live:
-            self._bars.update(self._published, completed=standing.published)
-            self._bars.update(self._done, completed=standing.done, told=told)
+            self._bars.update(self._published, completed=progress.published)
+            self._bars.update(self._done, completed=progress.done, details=details)
         elif sample.at_s - self._line_at_s >= _LINE_EVERY_S:
             self._line_at_s = sample.at_s
-            share = f"{sample.at_s:6.1f} s  {standing.done:,} of {self._total:,} done  "
-            self._console.print(share + told, markup=False, highlight=False, soft_wrap=True)
+            share = f"{sample.at_s:6.1f} s  {progress.done:,} of {self._total:,} done  "
+            self._console.print(share + details, markup=False, highlight=False, soft_wrap=True)
 
-    def _tell(self, standing: Standing, batches: int) -> str:
+    def _tell(self, progress: Standing, batches: int) -> str:
         first, last = self._recent[0], self._recent[-1]
         rate = (last.done - first.done) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
-        left = f"  {(self._total - standing.done) / rate:,.0f} s left" if rate > 0 else ""
+        left = f"  {(self._total - progress.done) / rate:,.0f} s left" if rate > 0 else ""
         return (
-            f"{rate:,.0f} entries/s  lag {standing.published - standing.done:,}  {batches:,} batches  "
-            f"{standing.dead:,} dead letters{left}"
+            f"{rate:,.0f} entries/s  lag {progress.published - progress.done:,}  {batches:,} batches  "
+            f"{progress.dead:,} dead letters{left}"
         )

@@ -1,4 +1,4 @@
-"""Publishes the flights beside the pipeline, in a thread of its own."""
+"""FlightPublisher: publishes the flights in a thread of its own while the pipeline runs."""
 
 import threading
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from millstream.redis_client.client import Client
 
 
 class FlightPublisher:
-    """Publishes `flights` once `start` is called. `check` raises what went wrong; `stop` ends it early.
+    """Publishes `flights` once `start` is called. `check` raises a failure; `stop` ends it early.
 
-    Flights from row `hold_at` on wait for `release`, so that what is to happen in mid-run does.
+    Flights from row `hold_at` on wait for `release`, so that kills in mid-run do happen in mid-run.
     """
 
     def __init__(self, url: str, flights: Flights, *, hold_at: int | None = None) -> None:
@@ -25,11 +25,11 @@ class FlightPublisher:
         self._thread = threading.Thread(target=self._run, name="millstream-demo-flights", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start publishing."""
         self._thread.start()
 
     def release(self) -> None:
-        """Let the flights that are held back go on."""
+        """Publish the flights from row `hold_at` on."""
         self._released.set()
 
     def check(self) -> bool:
@@ -39,7 +39,7 @@ class FlightPublisher:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """End it, published or not."""
+        """Stop the thread, whether all flights are published or not."""
         self._stopped.set()
         self._released.set()
         if self._thread.ident is not None:
@@ -50,7 +50,7 @@ class FlightPublisher:
         try:
             with Publisher(self._client, KEYS.stream) as publisher:
                 publisher.send(self._in_time(publisher))
-        except Exception as failure:  # noqa: BLE001 - raised where the thread is watched
+        except Exception as failure:  # noqa: BLE001 - raised by `check`
             self._failure = failure
 
     def _in_time(self, publisher: Publisher) -> Iterator[dict[str, str]]:

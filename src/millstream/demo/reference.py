@@ -1,7 +1,7 @@
-"""What the demo has to come out as, worked out once more in plain Python, with nothing of millstream.
+"""Reference: the demo's expected results, computed a second time in plain Python, without millstream.
 
-It shares no code with `examples/airline.py` and takes other ways where there are any: one aircraft after the
-other instead of message by message, local times with their zone instead of UTC, lists instead of a state.
+It shares no code with `examples/airline.py` and computes differently where possible: aircraft by aircraft instead of
+message by message, local times with their zone instead of UTC, lists instead of a state.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ Row = Mapping[str, str]
 
 
 class Departure(NamedTuple):
-    """One entry of `departures`; None stands for a field that it must not have."""
+    """One entry of `departures`; None stands for an absent field."""
 
     row: int
     tailnum: str
@@ -42,10 +42,10 @@ class Departure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The right result.
+    """The expected results.
 
     * `departures`: aircraft -> its entries in order
-    * `states`: aircraft -> what its state must say at the end
+    * `states`: aircraft -> its final state
     * `unkeyed`: rows without a tail number, each of them a dead letter
     """
 
@@ -55,23 +55,23 @@ class Expected:
 
 
 def expected_results(flights: Iterable[Row]) -> Expected:
-    """Work out what becomes of `flights`, the fields of each message in the order of publication."""
-    fleet: dict[str, list[Row]] = defaultdict(list)
+    """Compute the results of `flights`, the fields of each message in order of publication."""
+    by_aircraft: dict[str, list[Row]] = defaultdict(list)
     unkeyed = set()
     for flight in flights:
         if "tailnum" in flight:
-            fleet[flight["tailnum"]].append(flight)
+            by_aircraft[flight["tailnum"]].append(flight)
         else:
             unkeyed.add(int(flight["row"]))
-    departures = {tailnum: _career(career) for tailnum, career in fleet.items()}
-    states = {tailnum: _final_state(career) for tailnum, career in departures.items()}
+    departures = {tailnum: _departures_of(rows) for tailnum, rows in by_aircraft.items()}
+    states = {tailnum: _final_state(entries) for tailnum, entries in departures.items()}
     return Expected(departures, states, unkeyed)
 
 
-def _career(flights: list[Row]) -> list[Departure]:
-    """All flights of one aircraft: first what is said of each, then more of those not cancelled."""
+def _departures_of(flights: list[Row]) -> list[Departure]:
+    """Return the entries of one aircraft: first the fields of all flights, then those of flights not cancelled."""
     cancellations = accumulate("dep_delay" not in flight for flight in flights)
-    told = [_basics(*each) for each in zip(flights, count(1), cancellations, strict=False)]
+    entries = [_basics(*each) for each in zip(flights, count(1), cancellations, strict=False)]
     flown = [number for number, flight in enumerate(flights) if "dep_delay" in flight]
     delays = [int(flights[number]["dep_delay"]) for number in flown]
     arrivals = [int(flights[number]["arr_delay"]) if "arr_delay" in flights[number] else None for number in flown]
@@ -81,7 +81,7 @@ def _career(flights: list[Row]) -> list[Departure]:
     for nth, number in enumerate(flown):
         came_late = nth > 0 and (arrivals[nth - 1] or 0) >= _LATE
         arrival = arrivals[nth]
-        told[number] = told[number]._replace(
+        entries[number] = entries[number]._replace(
             dep_delay=delays[nth],
             recovered=None if arrival is None else delays[nth] - arrival,
             hours_since=round((left[nth] - left[nth - 1]) / timedelta(hours=1), 2) if nth else None,
@@ -89,7 +89,7 @@ def _career(flights: list[Row]) -> list[Departure]:
             mean_delay=round(totals[nth] / (nth + 1), 2),
             worst_delay=worst[nth],
         )
-    return told
+    return entries
 
 
 def _basics(flight: Row, number: int, cancellations: int) -> Departure:
@@ -114,15 +114,15 @@ def _utc(year: str, month: str, day: str, clock: str) -> datetime:
 
 
 def _scheduled(flight: Row) -> datetime:
-    """The scheduled departure in UTC: the difference of two local times is wrong where the clocks change."""
+    """Return the scheduled departure in UTC: differences of local times are wrong across clock changes."""
     return _utc(flight["year"], flight["month"], flight["day"], flight["sched_dep_time"])
 
 
-def _final_state(career: list[Departure]) -> dict[str, int]:
-    delays = [flight.dep_delay for flight in career if flight.dep_delay is not None]
-    state = {"number": len(career)}
-    if len(delays) < len(career):
-        state["cancellations"] = len(career) - len(delays)
+def _final_state(entries: list[Departure]) -> dict[str, int]:
+    delays = [flight.dep_delay for flight in entries if flight.dep_delay is not None]
+    state = {"number": len(entries)}
+    if len(delays) < len(entries):
+        state["cancellations"] = len(entries) - len(delays)
     if delays:
         state |= {"total_delay": sum(delays), "worst_delay": max(delays)}
     return state

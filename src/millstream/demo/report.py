@@ -1,4 +1,4 @@
-"""What the demo has to say at its end: the verdict and two tables."""
+"""The demo's final report: the verdict and two tables."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _ENOUGH_FLIGHTS = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """How far the run was `at_s` seconds after publication began: entries published and entries done."""
+    """Progress `at_s` seconds after publication began: entries published and entries done."""
 
     at_s: float
     published: int
@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """A process that was ended with SIGKILL: when, what it was, and how many entries were done by then."""
+    """A process killed with SIGKILL: when, which one, and how many entries were done by then."""
 
     at_s: float
     what: str
@@ -37,10 +37,10 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The whole run.
+    """The result of the whole run.
 
-    * `startup_seconds`: until Spark was there and the pipeline consumed
-    * `seconds`: from then, when the first flight was published, until the last one was committed
+    * `startup_seconds`: until Spark had started and the pipeline consumed
+    * `seconds`: from then, the publication of the first flight, until the commit of the last one
     """
 
     audit: Audit
@@ -54,11 +54,11 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Messages per second, publishing, processing, committing and perhaps restarting included."""
+        """Messages per second, including publishing, processing, committing and any restarts."""
         return self.audit.messages / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `millstream demo --json` prints."""
+        """Return the object that `millstream demo --json` prints."""
         return {
             **self.audit.figures(),
             "ok": self.audit.ok,
@@ -102,7 +102,7 @@ def _verdict(outcome: Outcome) -> Table:
         ("duplicated", audit.duplicated, ""),
         ("unexpected", audit.unexpected, ""),
         ("order violations", audit.order_violations, "in the entries of each aircraft"),
-        ("wrong values", wrong, "worked out a second time, states too"),
+        ("wrong values", wrong, "compared with a second computation, states too"),
     )
     for name, count, how in faults:
         table.add_row(name, f"[red]{count:,}[/]" if count else "[green]0[/]", how)
@@ -114,16 +114,16 @@ def _verdict(outcome: Outcome) -> Table:
 # --- What the flights say -----------------------------------------------------------------------------------
 
 
-def worst_aircraft(departures: Iterable[Departure], least: int = _ENOUGH_FLIGHTS) -> list[Departure]:
-    """The last departure of each aircraft with at least `least` flights, worst mean delay first."""
+def worst_aircraft(departures: Iterable[Departure], min_flights: int = _ENOUGH_FLIGHTS) -> list[Departure]:
+    """The last departure of each aircraft with at least `min_flights` flights, worst mean delay first."""
     last = {flight.tailnum: flight for flight in departures if flight.mean_delay is not None}
-    seasoned = [flight for flight in last.values() if flight.number >= least]
+    seasoned = [flight for flight in last.values() if flight.number >= min_flights]
     return sorted(seasoned or last.values(), key=lambda flight: flight.mean_delay or 0.0, reverse=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hour:
-    """Departures of one scheduled hour of the day: mean delay in minutes, share of the late ones."""
+    """Departures of one scheduled hour of the day: number, mean delay in minutes, share of late ones."""
 
     hour: int
     flights: int
@@ -132,7 +132,7 @@ class Hour:
 
 
 def hours_of_day(departures: Iterable[Departure]) -> list[Hour]:
-    """How each hour of the day did, in the order of the clock. Cancelled flights do not count."""
+    """Return the delays of each hour of the day, in order. Cancelled flights do not count."""
     delays: dict[int, list[int]] = defaultdict(list)
     for flight in departures:
         if flight.dep_delay is not None:

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: publish, process, perhaps kill, then check and report."""
+"""The demo's run: publish, process, kill on request, then check and report."""
 
 import shutil
 import signal
@@ -24,7 +24,7 @@ from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.client import Client
 from millstream.redis_client.redaction import redact
 
-_LOOK_MS = 20
+_POLL_MS = 20
 _SHOW_MS = 200
 _STALL_MS = 300_000
 _KILL_AT = (1 / 3, 2 / 3)
@@ -33,13 +33,13 @@ _HOLD_AT = 5 / 6
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What the demo is to do.
+    """Settings of the demo.
 
-    * `flights`: how many, the first ones in the order of departure; None = all
-    * `kill`: end Python workers and the driver with SIGKILL in mid-run
-    * `url`: a Redis to use; None starts one for the demo
-    * `data_dir`: folder for everything the demo writes; emptied first if the demo has made it
-    * `keep`: leave the data in Redis and the checkpoints when it is over
+    * `flights`: number of flights, the first ones in order of departure; None = all
+    * `kill`: kill Python workers and the driver with SIGKILL in mid-run
+    * `url`: URL of a Redis to use; None starts one for the demo
+    * `data_dir`: folder for everything the demo writes; emptied first if an earlier demo created it
+    * `keep`: keep the data in Redis and the checkpoints at the end
     """
 
     flights: int | None = None
@@ -54,13 +54,13 @@ class DemoSettings:
 
 
 def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_CLOCK) -> Outcome:
-    """Run the demo, telling `console` how it goes; everything that it started has ended when this returns.
+    """Run the demo and print its progress to `console`; every process that it started has ended when this returns.
 
-    Raises ConfigError for what must be changed first, PipelineFailed if the pipeline stops by itself,
-    RedisError, ServerError, and KeyboardInterrupt on Ctrl-C and SIGTERM.
+    Raises ConfigError for a wrong setting, PipelineFailed if the pipeline stops by itself, RedisError, ServerError, and
+    KeyboardInterrupt on Ctrl-C and SIGTERM.
     """
     with ExitStack() as stack:
-        stack.enter_context(_orderly_interrupts())
+        stack.enter_context(_interrupt_once())
         require_matplotlib()
         target = f"{find_example()}:app"
         data_dir = stack.enter_context(fresh_folder(settings.data_dir))
@@ -96,7 +96,7 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
 
 
 class _Run:
-    """The part from the start of the pipeline until all is committed. Times count from the first publication."""
+    """Runs the pipeline until all flights are committed. Times count from the first publication."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _Run:
         self.kills: list[Kill] = []
 
     def to_its_end(self) -> Sample:
-        """Process all flights; return the moment at which everything was committed."""
+        """Process all flights; return the sample taken when everything was committed."""
         try:
             self._start_pipeline()
             self._began_ms = self._clock.monotonic_ms()
@@ -135,7 +135,7 @@ class _Run:
             self._pipeline.stop()
 
     def _start_pipeline(self) -> None:
-        """Start it and wait until it consumes, so that the flights come in while it does."""
+        """Start the pipeline and wait until it consumes, so that flights are published while it does."""
         self._console.print("starting millstream run")
         self._began_ms = self._clock.monotonic_ms()
         with self._console.status("Spark is starting"):
@@ -143,54 +143,52 @@ class _Run:
             while not self._pipeline.consuming:
                 self._pipeline.check()
                 self._check_progress(0)
-                self._clock.sleep_ms(_LOOK_MS)
+                self._clock.sleep_ms(_POLL_MS)
         self.startup_s = self._elapsed_s()
-        self._console.print(f"it consumes after {self.startup_s:.1f} s; publishing the flights")
+        self._console.print(f"the pipeline consumes after {self.startup_s:.1f} s; publishing the flights")
 
     def _watch(self, view: ProgressView) -> Sample:
         shown_ms = 0.0
         while True:
             published = self._publisher.check()
             self._pipeline.check()
-            standing = read_standing(self._client)
-            self._check_progress(standing.published + standing.done)
-            sample = self._sample(standing)
-            over = published and standing.caught_up
-            if over or self._clock.monotonic_ms() - shown_ms >= _SHOW_MS:
+            progress = read_standing(self._client)
+            self._check_progress(progress.published + progress.done)
+            sample = self._sample(progress)
+            is_finished = published and progress.caught_up
+            if is_finished or self._clock.monotonic_ms() - shown_ms >= _SHOW_MS:
                 shown_ms = self._clock.monotonic_ms()
                 self.samples.append(sample)
-                view.show(sample, standing, self._pipeline.batches)
-            if over:
+                view.show(sample, progress, self._pipeline.batches)
+            if is_finished:
                 return sample
-            if self._kills_to_come and standing.done >= self._kills_to_come[0]:
+            if self._kills_to_come and progress.done >= self._kills_to_come[0]:
                 self._kill()
-            self._clock.sleep_ms(_LOOK_MS)
+            self._clock.sleep_ms(_POLL_MS)
 
     def _check_progress(self, progress: int) -> None:
         now_ms = self._clock.monotonic_ms()
         if progress != self._progress:
             self._progress, self._progress_ms = progress, now_ms
         elif now_ms - self._progress_ms > _STALL_MS:
-            raise PipelineFailed(
-                f"nothing has moved for {_STALL_MS / 60_000:.0f} minutes; see {self._pipeline.log_path}"
-            )
+            raise PipelineFailed(f"no progress for {_STALL_MS / 60_000:.0f} minutes; see {self._pipeline.log_path}")
 
-    def _sample(self, standing: Standing) -> Sample:
-        return Sample(at_s=self._elapsed_s(), published=standing.published, done=standing.done)
+    def _sample(self, progress: Standing) -> Sample:
+        return Sample(at_s=self._elapsed_s(), published=progress.published, done=progress.done)
 
     def _elapsed_s(self) -> float:
         return (self._clock.monotonic_ms() - self._began_ms) / 1000
 
     def _kill(self) -> None:
-        """Kill a Python worker, then the driver, and start the pipeline again from its checkpoint."""
+        """Kill a Python worker, then the driver, and restart the pipeline from its checkpoint."""
         worker = self._pipeline.kill_worker()
         if worker is None:
-            return  # Spark is about to start one: look again in a moment
+            return  # Spark is about to start one: `_watch` tries again
         self._note("a Python worker of Spark", [worker])
         self._note("the driver, Python and JVM", self._pipeline.kill_driver())
         self._kills_to_come.pop(0)
         self._pipeline.start()
-        self._console.print("starting millstream run again, with the same checkpoint")
+        self._console.print("restarting millstream run with the same checkpoint")
         if not self._kills_to_come:
             self._publisher.release()
 
@@ -203,8 +201,8 @@ class _Run:
 
 
 @contextmanager
-def _orderly_interrupts() -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM end the program in order, once: what follows is bounded and must not be cut."""
+def _interrupt_once() -> Iterator[None]:
+    """Raise KeyboardInterrupt on the first Ctrl-C or SIGTERM in the block; ignore later ones, so cleanup finishes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

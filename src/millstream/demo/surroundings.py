@@ -1,4 +1,4 @@
-"""What the demo finds and what it leaves: the app's file, its folder, its Redis."""
+"""The demo's environment: the app's file, the data folder, and Redis."""
 
 import fcntl
 import shutil
@@ -16,20 +16,20 @@ _MARKER = ".millstream-demo"
 
 
 def find_example() -> Path:
-    """The app: in an installed millstream it lies beside this file, in a clone in the folder of examples."""
+    """Find the app: beside this file in an installed millstream, in the examples folder in a clone."""
     here = Path(__file__).resolve()
-    places = (here.parent / "airline_example" / "airline.py", here.parents[3] / "examples" / "airline.py")
-    for place in places:
-        if place.is_file():
-            return place
-    raise ConfigError(f"the demo's app is missing; it should be {places[0]}: install millstream again")
+    paths = (here.parent / "airline_example" / "airline.py", here.parents[3] / "examples" / "airline.py")
+    for path in paths:
+        if path.is_file():
+            return path
+    raise ConfigError(f"the demo's app is missing; it should be {paths[0]}: reinstall millstream")
 
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """Make `folder`, or empty it if an earlier demo has made it, and hold it against other demos.
+    """Create `folder`, or empty it if an earlier demo created it, and lock it against other demos.
 
-    Raises ConfigError if it is somebody else's, in use, or cannot be written.
+    Raises ConfigError if it holds other files, is in use, or cannot be written.
     """
     folder = folder.absolute()
     with _claim(folder):
@@ -37,10 +37,10 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
 
 
 def _claim(folder: Path) -> IO[str]:
-    """Lock and empty the folder; closing what this returns frees it."""
+    """Lock and empty the folder; closing the returned file releases the lock."""
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / _MARKER).exists():
-            raise ConfigError(f"{folder} is not empty and not the demo's; give another --data-dir")
+            raise ConfigError(f"{folder} is not empty and was not created by the demo; give another --data-dir")
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             marker = stack.enter_context((folder / _MARKER).open("a"))
@@ -64,7 +64,7 @@ def _empty(folder: Path) -> None:
 
 @contextmanager
 def embedded_server(data_dir: Path, *, keep: bool) -> Iterator[str]:
-    """Run a redis-server with its data below `data_dir`; give its URL. Removes the data unless told to `keep` it."""
+    """Run a redis-server with its data below `data_dir`; yield its URL. Removes the data unless `keep`."""
     try:
         with EmbeddedServer(data_dir=data_dir / "redis") as server:
             yield server.url
@@ -78,13 +78,13 @@ def _own_keys() -> list[str]:
 
 
 def require_unused(client: Client) -> None:
-    """Raise ConfigError if the Redis holds anything that the demo would write to."""
+    """Raise ConfigError if Redis already has a key that the demo writes."""
     for key in _own_keys():
         if client.execute("EXISTS", key):
-            raise ConfigError(f"this Redis has a key {key!r} already; give the --url of an empty database")
+            raise ConfigError(f"this Redis already has a key {key!r}; give the --url of an empty database")
 
 
 def clean(client: Client) -> None:
-    """Remove from Redis what the demo wrote."""
+    """Remove the demo's keys from Redis."""
     for key in _own_keys():
         client.execute("UNLINK", key)

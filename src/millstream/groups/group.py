@@ -100,7 +100,7 @@ class Group:
         try:
             self._ask("XGROUP", "CREATE", *self._at, wire_id(at), *options, *_entries_read(entries_read))
         except CommandFailed as error:
-            if "BUSYGROUP" not in str(error):
+            if error.code != "BUSYGROUP":
                 raise
             return False
         return True

@@ -1,1 +1,1 @@
-"""Handlers and stages as data, and one attempt of a handler: pure, apart from `sql_inbox`."""
+"""Handlers and stages as data, and single attempts of handlers: without I/O, except for `sql_inbox`."""

@@ -1,6 +1,6 @@
-"""The life of one message: decode, run, then commit, retry or dead-letter.
+"""One attempt of a handler on a message or batch: decode, run, and return the outcome.
 
-Nothing here does I/O or waits: `attempt` says what became of one run of the handler, and the engine acts on it.
+Nothing here does I/O or waits: the engine commits, retries, dead-letters or parks by the outcome.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from millstream.handlers.handler import Handler
 from millstream.model import Message, State
 
 MAX_ITEMS = 7_000
-"""Names and values in one entry: more cannot be passed on inside a script (Lua's `unpack`)."""
+"""Most names and values in one entry: a script cannot pass on more (Lua's `unpack`)."""
 
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
@@ -28,7 +28,7 @@ _decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 @dataclass(slots=True)
 class Done:
-    """The handler succeeded: commit these outputs and this state (b"" = none left)."""
+    """The handler succeeded: commit its outputs and its state (b"" = an empty one)."""
 
     outputs: "Outputs"
     state: bytes
@@ -53,7 +53,7 @@ class RetryLater:
 
 @dataclass(slots=True)
 class Parked:
-    """The message cannot be processed, and its key shall wait for a person."""
+    """The message cannot be processed: park its key until an operator acts."""
 
     reason: Reason
     error: str
@@ -63,68 +63,68 @@ Outcome = Done | DeadLettered | RetryLater | Parked
 Outputs = Sequence[Sequence[bytes]]
 
 NOTHING = Done((), b"")
-"""What becomes of a message that the handler need not see."""
+"""The outcome of a message that the handler does not have to see."""
 
 BatchOutcome = tuple[list[DeadLettered | None], Outcome]
-"""What became of each message by itself, None where it was run; and of all that were run, together."""
+"""The dead letter of each message that could not be decoded, else None; and the common outcome of the others."""
 
 Ended = tuple[Outputs, BaseException | None]
-"""What a handler returned, or what it raised."""
+"""The outputs of a handler, and the exception that it raised, if any."""
 
 Guard = Callable[[Callable[[], Ended], float], Ended]
-"""How an engine calls a plain function: told the time limit in milliseconds, which it enforces as well as it can,
-by raising TimeLimit in the function."""
+"""How an engine calls a plain function under a time limit in milliseconds, which it enforces as well as it can, by
+raising TimeLimit in the function."""
 
 
 class TimeLimit(BaseException):
-    """A handler took longer than its time limit. Not an Exception, so that a handler's own `except` lets it pass."""
+    """A handler exceeded its time limit. Not an Exception, so that `except Exception` in a handler lets it pass."""
 
 
 _NO_STATE = State()
 
 
 def load_state(blob: bytes) -> State:
-    """Read a key's state as it stands in Redis; b"" is an empty one."""
+    """Decode a key's state as stored in Redis; b"" is an empty one."""
     return State(_decode_state(blob)) if blob else State()
 
 
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
-    """Run an async `handler` once on `message` with the state in `blob` and say what became of it. Never raises.
+    """Run an async `handler` once on `message` with the state in `blob` and return the outcome. Never raises.
 
-    Call it in a task of its own: what the handler does to "the current task" then ends with it. If it is the caller
-    who cancels the task, the outcome must be ignored.
+    Call it in a task of its own: whatever the handler does to "the current task" ends with that task. If the caller
+    cancels the task, it must ignore the outcome.
     """
     prepared = _prepare(handler, message, blob)
     if isinstance(prepared, DeadLettered):
         return prepared
     state, arguments = prepared
-    return _judge(handler, message, state, await _run(handler, arguments))
+    return _outcome_of(handler, message, state, await _run(handler, arguments))
 
 
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard | None = None) -> Outcome:
-    """Run a plain `handler` once, under `guard` if given, and say what became of it. Never raises."""
+    """Run a plain `handler` once, under `guard` if given, and return the outcome. Never raises."""
     prepared = _prepare(handler, message, blob)
     if isinstance(prepared, DeadLettered):
         return prepared
     state, arguments = prepared
-    return _judge(handler, message, state, _run_plain(handler, arguments, guard))
+    return _outcome_of(handler, message, state, _run_plain(handler, arguments, guard))
 
 
 def overdue(handler: Handler, message: Message, *, alone: bool = True) -> Outcome:
-    """What becomes of an attempt, `alone` or in a batch, that went beyond its time limit and could not be ended."""
-    return _failed(handler, message, TimeLimit()) if alone else _split(handler, TimeLimit())
+    """Return the outcome of an attempt, `alone` or in a batch, that exceeded its time limit and did not end."""
+    return _failure_outcome(handler, message, TimeLimit()) if alone else _retry_singly(handler, TimeLimit())
 
 
 async def attempt_batch(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
-    """Run an async `handler` once on all of `messages` that can be decoded. Call it as `attempt` is called."""
+    """Run an async `handler` once on all of `messages` that can be decoded. Never raises; call it as `attempt`."""
     run, dead, arguments = _prepare_batch(handler, messages)
-    return dead, _judge_batch(handler, run, await _run(handler, arguments)) if run else NOTHING
+    return dead, _batch_outcome(handler, run, await _run(handler, arguments)) if run else NOTHING
 
 
 def attempt_batch_plain(handler: Handler, messages: Sequence[Message], guard: Guard | None = None) -> BatchOutcome:
     """Run a plain `handler` once, under `guard` if given, on all of `messages` that can be decoded. Never raises."""
     run, dead, arguments = _prepare_batch(handler, messages)
-    return dead, _judge_batch(handler, run, _run_plain(handler, arguments, guard)) if run else NOTHING
+    return dead, _batch_outcome(handler, run, _run_plain(handler, arguments, guard)) if run else NOTHING
 
 
 def _prepare_batch(
@@ -137,16 +137,16 @@ def _prepare_batch(
     return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
 
 
-def _judge_batch(handler: Handler, messages: Sequence[Message], ended: Ended) -> Outcome:
+def _batch_outcome(handler: Handler, messages: Sequence[Message], ended: Ended) -> Outcome:
     _, raised = ended
     if len(messages) > 1 and raised is not None:
-        return _split(handler, raised)
-    return _judge(handler, messages[0], _NO_STATE, ended)
+        return _retry_singly(handler, raised)
+    return _outcome_of(handler, messages[0], _NO_STATE, ended)
 
 
-def _split(handler: Handler, error: BaseException) -> RetryLater:
-    # Nobody knows which of the batch is to blame, so none dies of it: each gets at least one attempt of its own.
-    return RetryLater(handler.retry.delay_after(1), _words(handler, error))
+def _retry_singly(handler: Handler, error: BaseException) -> RetryLater:
+    # Any message of the batch may be the cause, so none is dead-lettered: each gets at least one attempt of its own.
+    return RetryLater(handler.retry.delay_after(1), _error_text(handler, error))
 
 
 def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | DeadLettered:
@@ -159,32 +159,32 @@ def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, di
         return DeadLettered("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
 
 
-def _judge(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
+def _outcome_of(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
     outputs, raised = ended
     if raised is not None:
-        return _judge_error(handler, message, raised)
+        return _error_outcome(handler, message, raised)
     if not handler.wants_state:
         return Done(outputs, b"") if outputs else NOTHING
     try:
         if not all(type(name) is str for name in state):
-            raise TypeError("a name in it is not text")
+            raise TypeError("a name is not text")
         return Done(outputs, _encode_state(state) if state else b"")
     except (TypeError, OverflowError, RecursionError, ValueError) as error:
         return DeadLettered(
-            "bad-output", f"the state cannot be kept: {error}; use text, bytes, numbers, lists and mappings"
+            "bad-output", f"the state cannot be stored: {error}; use text, bytes, numbers, lists and mappings"
         )
 
 
-def _judge_error(handler: Handler, message: Message, raised: BaseException) -> Outcome:
+def _error_outcome(handler: Handler, message: Message, raised: BaseException) -> Outcome:
     if isinstance(raised, Reject):
         return DeadLettered("rejected", text_of(raised))
     if isinstance(raised, OutputError):
         return DeadLettered("bad-output", str(raised))
-    return _failed(handler, message, raised)
+    return _failure_outcome(handler, message, raised)
 
 
 async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
-    """Await the handler's coroutine, for as long as its time limit, in the current task."""
+    """Await the handler's coroutine in the current task, for at most its time limit."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task(loop)
     assert task is not None
@@ -194,44 +194,44 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
         expired.append(True)
         task.cancel()
 
-    # asyncio.timeout does the same, at three times the price.
+    # asyncio.timeout does the same at three times the cost.
     timer = loop.call_later(handler.time_limit_ms / 1000, expire)
     try:
         ended: Ended = encode_results(handler, await handler.function(**arguments)), None
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
-            raise  # the handler has not raised it: the loop is gone
+            raise  # the handler did not raise it: the loop is closed
         ended = (), TimeLimit() if expired else error
     timer.cancel()
     if task.cancelling():
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)  # a cancellation that has not come yet comes here, and not to the engine
+            await asyncio.sleep(0)  # delivers a pending cancellation here, not to the engine
     return ended
 
 
 def _run_plain(handler: Handler, arguments: dict[str, Any], guard: Guard | None) -> Ended:
     if guard is None:
-        return _called(handler, arguments)
+        return _call(handler, arguments)
     try:
-        return guard(lambda: _called(handler, arguments), handler.time_limit_ms)
-    except TimeLimit as error:  # it rang when the function had just returned
+        return guard(lambda: _call(handler, arguments), handler.time_limit_ms)
+    except TimeLimit as error:  # the alarm fired just after the function returned
         return (), error
 
 
-def _called(handler: Handler, arguments: dict[str, Any]) -> Ended:
-    # Errors are carried, not raised, to here: a StopIteration, for one, cannot pass through a coroutine.
+def _call(handler: Handler, arguments: dict[str, Any]) -> Ended:
+    # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
         return encode_results(handler, handler.function(**arguments)), None
-    except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
+    except BaseException as error:  # noqa: BLE001 - it becomes an outcome
         return (), error
 
 
 def encode_results(handler: Handler, result: object) -> Outputs:
-    """Turn what a handler returned into entries for its `into` stream. Raises OutputError."""
+    """Encode a handler's result as entries for its `into` stream. Raises OutputError."""
     if result is None:
         return ()
     if handler.into is None:
-        raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to put it')
+        raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to write it to')
     if isinstance(result, (list, tuple, Iterator)):
         entries = [encode_output(entry) for entry in result]
     else:
@@ -243,7 +243,7 @@ def encode_results(handler: Handler, result: object) -> Outputs:
 
 
 def letter(handler: Handler, message: Message, dead: DeadLettered) -> DeadLetter:
-    """The dead letter of `message`."""
+    """Return the dead letter of `message`."""
     return DeadLetter(
         stream=message.stream,
         id=message.id,
@@ -260,7 +260,7 @@ def letter(handler: Handler, message: Message, dead: DeadLettered) -> DeadLetter
 
 
 def refuse_unkeyed(handler: Handler, message: Message) -> DeadLettered | None:
-    """What becomes of a message of a keyed handler that has no key, before the handler sees it."""
+    """Dead-letter a keyed handler's message without a key; None if the handler may process it."""
     if handler.key is None or message.key is not None:
         return None
     try:
@@ -273,30 +273,30 @@ def refuse_unkeyed(handler: Handler, message: Message) -> DeadLettered | None:
     return DeadLettered("missing-key", str(missing))
 
 
-def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome:
-    text = _words(handler, error)
+def _failure_outcome(handler: Handler, message: Message, error: BaseException) -> Outcome:
+    text = _error_text(handler, error)
     if message.attempt < handler.retry.attempts or handler.retry.then == "block":
         return RetryLater(handler.retry.delay_after(message.attempt), text)
-    # What lies above the user's own frames is ours and helps nobody.
-    frames = frame = error.__traceback__
+    # The frames above the user's own are millstream's and tell a reader nothing.
+    user_frames = frame = error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_globals is globals():
-            frames = frame.tb_next
+            user_frames = frame.tb_next
         frame = frame.tb_next
     return given_up(
-        handler, DeadLettered("failed", text, "".join(traceback.format_exception(type(error), error, frames)))
+        handler, DeadLettered("failed", text, "".join(traceback.format_exception(type(error), error, user_frames)))
     )
 
 
 def given_up(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:
-    """What becomes of a message that has failed for the last time, or has ended its process again and again.
+    """Return the outcome of a message after its last failed attempt, or after it crashed its process too often.
 
-    The latter parks the key even if it is to be tried for ever: it would take worker after worker with it.
+    A poison pill parks its key even under `then="block"`: retried without end, it would kill process after process.
     """
     return dead if handler.retry.then == "dead-letter" else Parked(dead.reason, dead.error)
 
 
-def _words(handler: Handler, error: BaseException) -> str:
+def _error_text(handler: Handler, error: BaseException) -> str:
     if isinstance(error, TimeLimit):
         return f"it took longer than its time limit of {handler.time_limit_ms:,.0f} ms"
     return f"{type(error).__name__}: {text_of(error)}"

@@ -1,4 +1,4 @@
-"""A dead letter: what is kept of a message that could not be processed."""
+"""DeadLetter: a message that could not be processed, with its entry, its error and its origin."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,40 +12,35 @@ from millstream.redis_client.client import Arg
 from millstream.redis_client.redaction import redacted
 
 Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed", "skipped"]
-"""Why a message died.
+"""Why a message was dead-lettered.
 
 * `missing-key`: it lacks the field that its handler is keyed by
 * `undecodable`: its fields do not fit the handler's model
 * `rejected`: the handler raised Reject
 * `failed`: the handler raised something else on its last attempt
-* `bad-output`: what the handler returned or kept in its state cannot be written
-* `crashed`: the process ended each time it was tried
-* `skipped`: a person had its key pass over it
+* `bad-output`: the handler's output or state cannot be written
+* `crashed`: the process ended in each attempt
+* `skipped`: an operator skipped it, so that its key goes on
 """
 
-
 _MAX_TEXT = 4_000
-
-
-_MOST_ATTEMPTS = 2**31
-
-
-_LAST_MS = 253_402_300_799_999
-"""The last millisecond of the year 9999, which dates go up to."""
+_MAX_ATTEMPTS = 2**31
+_MAX_MS = 253_402_300_799_999
+"""The last millisecond of the year 9999, the last of `datetime`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetter:
-    """One dead letter, with everything needed to understand and to replay it.
+    """One dead letter, with everything needed to understand and to redrive it.
 
     * `stream`, `id`, `pairs`: the original entry, its names and values byte for byte
-    * `key`: the key it was ordered by; None where it has none
-    * `app`, `handler`, `attempts`: who failed on it, after how many runs
-    * `reason`, `error`, `traceback`: why, the last two as text of at most 4,000 characters, without passwords in URLs
-    * `time_ms`: when it died, in Unix milliseconds
+    * `key`: the key it was ordered by; None without one
+    * `app`, `handler`, `attempts`: the handler that failed on it, and its number of attempts
+    * `reason`, `error`, `traceback`: why; the last two are text of at most 4,000 characters, without passwords in URLs
+    * `time_ms`: when it was dead-lettered, in Unix milliseconds
     * `letter_id`: its id in the dead-letter stream; "" before it is written
 
-    Raises ConfigError for a reason that there is not: nobody could list, read or send back such a letter.
+    Raises ConfigError for an unknown reason: such a letter could not be listed, read or redriven.
     """
 
     stream: str
@@ -64,12 +59,12 @@ class DeadLetter:
     def __post_init__(self) -> None:
         if self.reason not in get_args(Reason):
             raise ConfigError(
-                f"a dead letter cannot have the reason {self.reason!r}: take one of {', '.join(get_args(Reason))}, and say "
-                "in `error` what is special about it"
+                f"a dead letter cannot have the reason {self.reason!r}: use one of {', '.join(get_args(Reason))}, and put "
+                "details into `error`"
             )
 
     def items(self) -> list[bytes | str | int]:
-        """Names and values of its entry in the dead-letter stream."""
+        """Return the names and values of its entry in the dead-letter stream."""
         key: list[bytes | str | int] = [] if self.key is None else ["key", self.key]
         return [
             *("id", self.id, "stream", self.stream, "app", self.app, "handler", self.handler),
@@ -88,12 +83,12 @@ class DeadLetter:
 
     @classmethod
     def parse(cls, letter_id: bytes, items: Sequence[bytes]) -> "DeadLetter":
-        """Read an entry of a dead-letter stream back. Raises KeyError, ValueError or ConfigError if it is not one of ours."""
+        """Parse an entry of a dead-letter stream. Raises KeyError, ValueError or ConfigError for any other entry."""
         values = {items[i].decode(): items[i + 1] for i in range(0, len(items), 2)}
         text = {name: values[name].decode("utf-8", "replace") for name in values if name not in ("key", "fields")}
         pairs = msgspec.msgpack.decode(values["fields"], type=list[bytes])
         if len(pairs) % 2:
-            raise ValueError("its fields are not names and values in turn")
+            raise ValueError("its fields are not pairs of name and value")
         return cls(
             stream=text["stream"],
             id=str(EntryId.parse(text["id"])),
@@ -101,29 +96,29 @@ class DeadLetter:
             key=values.get("key"),
             app=text["app"],
             handler=text["handler"],
-            attempts=_number(text, "attempts", _MOST_ATTEMPTS),
+            attempts=_number(text, "attempts", _MAX_ATTEMPTS),
             reason=msgspec.convert(text["reason"], Reason),
             error=text["error"],
             traceback=text["traceback"],
-            time_ms=_number(text, "time_ms", _LAST_MS),
+            time_ms=_number(text, "time_ms", _MAX_MS),
             letter_id=letter_id.decode(),
         )
 
 
 def reason_of(items: Sequence[Arg]) -> str:
-    """The reason in the items of a dead letter that was made here."""
+    """Return the reason in the result of `DeadLetter.items`."""
     return str(items[items.index("reason") + 1])
 
 
-def _number(text: Mapping[str, str], name: str, most: int) -> int:
-    """A number as it was written. Raises ValueError for what nobody here has written."""
+def _number(text: Mapping[str, str], name: str, limit: int) -> int:
+    """Parse a number as `DeadLetter.items` writes it. Raises ValueError for any other text."""
     digits = text[name]
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(most)) and int(digits) <= most):
-        raise ValueError(f"its {name} is no number up to {most:,}")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(limit)) and int(digits) <= limit):
+        raise ValueError(f"its {name} is not a number up to {limit:,}")
     return int(digits)
 
 
 def _clip(text: str) -> bytes:
-    # The end of a traceback says more than its beginning. An error may quote what is no valid text.
+    # The end of a traceback tells more than its beginning. An error may quote bytes that are not valid text.
     clipped = text if len(text) <= _MAX_TEXT else "..." + text[-_MAX_TEXT + 3 :]
     return clipped.encode("utf-8", "backslashreplace")

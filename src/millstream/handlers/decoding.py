@@ -1,6 +1,6 @@
-"""From the fields of a message to the handler's model, and from a handler's output to the fields of an entry.
+"""Codec: decodes the fields of a message into the handler's model, and encodes a handler's output as fields.
 
-Redis knows only bytes, so every value has one text form. What each type accepts:
+Redis stores only bytes, so every value has one text form. Each type accepts:
 
     str                 UTF-8 text; empty is empty text
     bytes               anything
@@ -13,9 +13,9 @@ Redis knows only bytes, so every value has one text form. What each type accepts
     list, dict, ...     JSON: collections and nested models, checked against the annotation
     T | None            None if the field is empty, or absent without a default
 
-A decoder has two halves that must agree. `_Decoder.slowly` is the definition and gives the reasons. In front of it
-stands a function generated for the model, as `dataclasses` and `attrs` generate theirs: it may give up on anything
-unusual, but what it accepts is what the slow one would return.
+A decoder has two implementations that must agree. `_Decoder.slowly` is the definition and gives the reasons. A function
+generated for the model, as `dataclasses` and `attrs` generate theirs, runs first: it may fail on anything unusual, but
+must never return anything else than the slow one would.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ SUPPORTED = (
     "other collections and nested models; each also as `T | None`"
 )
 SHOWN_CHARS = 80
-# Entries of one producer share their field names, so the places of the wanted fields are remembered per set
+# Entries of one producer share their field names, so the positions of the wanted fields are cached per list
 # of names. Both limits keep a producer with ever-changing names from filling the memory.
 MAX_LAYOUTS = 256
 MAX_LAYOUT_BYTES = 4096
@@ -54,30 +54,30 @@ _MISSING: Any = object()
 
 
 def compile_decoder(model: type) -> Callable[[Sequence[bytes]], object]:
-    """Build the function that turns an entry's fields, `[name, value, name, value, ...]`, into a `model`.
+    """Build the function that decodes an entry's fields, `[name, value, name, value, ...]`, into a `model`.
 
-    `model` is a dataclass, msgspec.Struct, TypedDict or pydantic model. Fields are found by their name, or by their
-    msgspec `rename` or pydantic alias; names that the model does not want are ignored, repeated or not. In a pydantic
-    model, a field of a type not known here goes to pydantic as text. A Struct's tag is ignored.
+    `model` is a dataclass, msgspec.Struct, TypedDict or pydantic model. Fields are matched by name, or by msgspec
+    `rename` or pydantic alias; other names in the entry are ignored, repeated or not. In a pydantic model, a field of
+    an unsupported type goes to pydantic as text. A Struct's tag is ignored.
 
-    The function raises DecodeError, naming the field, for whatever does not fit, the model's own checks included. It
-    cannot be pickled: build it again from the model. Raises ConfigError here for what cannot be decoded at all.
+    The function raises DecodeError, naming the field, for a value that does not fit or fails the model's own checks. It
+    cannot be pickled: build it again from the model. Raises ConfigError here for a model that cannot be decoded at all.
     """
     return _Decoder(model).generate()
 
 
 def wire_types(model: type) -> dict[str, object]:
-    """The names under which fields of `model` are looked for in an entry, and their types. Raises ConfigError as above."""
+    """Return the names of `model`'s fields in an entry, with their types. Raises ConfigError as `compile_decoder`."""
     return {field.wire: _unwrap(field.annotation)[0] for field in _fields_of(model)}
 
 
 def encode_output(output: object) -> list[bytes]:
-    """Turn what a handler returned into the fields of an entry, `[name, value, name, value, ...]`, for XADD.
+    """Encode a handler's output as the fields of an entry, `[name, value, name, value, ...]`, for XADD.
 
-    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. A None is left out, any other
-    value decodes to itself again, except that an optional text or bytes that is empty comes back as None. Raises
-    OutputError for NaN and infinities at any depth, a type without a text form, a name that is empty, repeated or no
-    text, and if no field is left.
+    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. None is left out; any other
+    value decodes to itself, except that an empty optional text or bytes decodes to None. Raises OutputError for NaN and
+    infinities at any depth, a type without a text form, a name that is empty, repeated or not text, and for an output
+    without fields.
     """
     fields: list[bytes] = []
     plain = True
@@ -101,7 +101,7 @@ def encode_output(output: object) -> list[bytes]:
 
 
 class _Field(NamedTuple):
-    """A field as its model declares it. `absent` makes its default; None if it has none."""
+    """A field as its model declares it. `absent` returns its default; None if it has none."""
 
     name: str
     wire: str
@@ -111,7 +111,7 @@ class _Field(NamedTuple):
 
 
 def _is_pydantic(model: object) -> bool:
-    # A pydantic model can only exist once pydantic is imported, so it is never imported for the question.
+    # A pydantic model can exist only once pydantic is imported, so this check never imports it.
     pydantic = sys.modules.get("pydantic")
     return pydantic is not None and isinstance(model, type) and issubclass(model, pydantic.BaseModel)
 
@@ -127,7 +127,7 @@ def _fields_of(model: Any) -> list[_Field]:
     elif dataclasses.is_dataclass(model) and not hasattr(model, "__pydantic_fields__"):
         read = _dataclass_fields
     else:
-        raise ConfigError(f"{name} is no model; use a plain dataclass, msgspec.Struct, TypedDict or pydantic.BaseModel")
+        raise ConfigError(f"{name} is not a model; use a dataclass, msgspec.Struct, TypedDict or pydantic.BaseModel")
     try:
         fields = sorted(read(model), key=lambda field: field.keyword)
     except (NameError, TypeError) as error:
@@ -189,7 +189,7 @@ def _pydantic_fields(model: Any) -> Iterator[_Field]:
 
 
 def _constructor(model: Any, fields: Sequence[_Field]) -> Callable[..., object]:
-    """What is called with the values of `fields`: by position, the keyword fields by name."""
+    """Return the callable that builds the model from the values of `fields`: positional, keyword fields by name."""
     names = [field.wire for field in fields]
 
     def present(*values: object) -> dict[str, object]:
@@ -208,10 +208,10 @@ def _constructor(model: Any, fields: Sequence[_Field]) -> Callable[..., object]:
 
 
 class _Kind(NamedTuple):
-    """How the text of one type is read.
+    """How the text of one type is decoded.
 
     * `expected`: completes "the field must be ..."
-    * `convert`: raises anything for a text that it refuses
+    * `convert`: decodes a text; raises any exception for an invalid one
     * `shortcut`: the same as a faster expression; it may raise where `convert` would not, never the reverse
     """
 
@@ -225,13 +225,13 @@ _BOOLS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
 
 def _to_int(raw: bytes) -> int:
-    if not raw.lstrip(b"+-").isdigit():  # int() itself takes blanks and underscores
+    if not raw.lstrip(b"+-").isdigit():  # int() itself accepts blanks and underscores
         raise ValueError
     return int(raw)
 
 
 def _numeral(raw: bytes) -> str:
-    if raw.strip(_NUMERAL):  # float() and Decimal() themselves take blanks, underscores, nan and inf
+    if raw.strip(_NUMERAL):  # float() and Decimal() accept blanks, underscores, nan and inf
         raise ValueError
     return raw.decode()
 
@@ -243,7 +243,7 @@ def _to_float(raw: bytes) -> float:
     return number
 
 
-# JSON's numbers are a part of what is accepted, and msgspec reads them in a third of the time; but -0 as 0.
+# JSON's numbers are a subset of the accepted ones, and msgspec reads them in a third of the time; but -0 as 0.
 _SHORTCUT_WORDS: dict[str, Any] = {
     "numeral": _NUMERAL,
     "json_int": msgspec.json.Decoder(int).decode,
@@ -263,7 +263,7 @@ _SCALARS: dict[object, _Kind] = {
 
 
 def _unwrap(annotation: Any) -> tuple[Any, bool, list[msgspec.Meta]]:
-    """Take `| None`, Annotated and NewType off: what is left, whether None is allowed, the constraints."""
+    """Strip `| None`, Annotated and NewType; return the bare type, whether None is allowed, and the constraints."""
     optional = False
     constraints: list[msgspec.Meta] = []
     while True:
@@ -282,7 +282,7 @@ def _unwrap(annotation: Any) -> tuple[Any, bool, list[msgspec.Meta]]:
 
 
 def _kind_of(annotation: Any, constraints: Sequence[msgspec.Meta], foreign: bool) -> _Kind:
-    """How `annotation` is read; TypeError if it is not supported. `foreign`: pydantic has the last word."""
+    """Return how `annotation` is decoded. Raises TypeError if unsupported. `foreign`: pydantic validates the value."""
     whole: Any = typing.Annotated[(annotation, *constraints)] if constraints else annotation
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
@@ -322,7 +322,7 @@ def _enum_kind(annotation: type[enum.Enum]) -> _Kind:
         try:
             return known.convert(raw)
         except KeyError:
-            return annotation(raw.decode())  # an enum may have a _missing_ of its own
+            return annotation(raw.decode())  # an enum may define _missing_
 
     return _Kind(known.expected, convert)
 
@@ -351,7 +351,7 @@ def _json_kind(annotation: Any, foreign: bool) -> _Kind:
         _to_json(value)
         return value
 
-    # JSON has no NaN, but msgspec's Decimal and pydantic's numbers take the text "NaN" for one.
+    # JSON has no NaN, but msgspec's Decimal and pydantic's numbers accept the text "NaN".
     lenient = any(isinstance(leaf, (shapes.DecimalType, shapes.CustomType)) for leaf in inner)
     return _Kind(expected, decode_and_check if lenient else decode)
 
@@ -361,7 +361,7 @@ def _validate(model: Any, value: object) -> object:
 
 
 def _inner_shapes(node: object, seen: set[int]) -> Iterator[shapes.Type]:
-    """Every type inside `node`, itself included. Types may contain themselves."""
+    """Yield every type inside `node`, itself included. Types may be recursive."""
     if isinstance(node, tuple):
         for item in node:
             yield from _inner_shapes(item, seen)
@@ -374,7 +374,7 @@ def _inner_shapes(node: object, seen: set[int]) -> Iterator[shapes.Type]:
 
 
 class _Reader(NamedTuple):
-    """A field with all that is needed to read it. `absent` is None if every message must have it."""
+    """Reads one field of an entry. `absent` is None if every message must have the field."""
 
     field: _Field
     kind: _Kind
@@ -382,14 +382,14 @@ class _Reader(NamedTuple):
     absent: Callable[[], object] | None
 
     def read(self, raw: bytes | None) -> object:
-        """Read one value, None standing for an absent one. Raises DecodeError with the reason."""
+        """Decode one value; None stands for an absent field. Raises DecodeError with the reason."""
         if raw is None:
             return self.absent() if self.absent is not None else None
         if not raw and self.optional:
             return None
         try:
             return self.kind.convert(raw)
-        # The code of a nested model or an enum may raise anything; it concerns this message only.
+        # The code of a nested model or an enum may raise anything; only this message fails.
         except Exception as error:
             found = f"not {_shown(raw)}" if raw else "but it is empty"
             detail = f" ({_one_line(error)})" if isinstance(error, msgspec.MsgspecError) else ""
@@ -409,7 +409,7 @@ def _reader(model: type, field: _Field) -> _Reader:
 
 
 class _Decoder:
-    """The decoder of one model: how each field is read, and where it stands in the layouts met so far."""
+    """The decoder of one model: a reader for each field, and the cached layouts of entries."""
 
     def __init__(self, model: type) -> None:
         fields = _fields_of(model)
@@ -420,21 +420,21 @@ class _Decoder:
         self.layouts: dict[tuple[bytes, ...], Picker] = {}
 
     def learn(self, pairs: Sequence[bytes]) -> Picker:
-        """Find the wanted fields in an entry, for this one and all with the same names in the same order."""
+        """Find the wanted fields in an entry, and cache them for entries with the same names in the same order."""
         if len(pairs) % 2:
             raise DecodeError("the last field has a name but no value")
         names = tuple(pairs[::2])
-        places = [-1] * len(self.readers)
-        for place, name in enumerate(names):
+        positions = [-1] * len(self.readers)
+        for position, name in enumerate(names):
             if (index := self.wanted.get(name)) is None:
                 continue
-            if places[index] >= 0:
+            if positions[index] >= 0:
                 raise DecodeError(f"field {self.readers[index].field.wire!r} appears twice")
-            places[index] = 2 * place + 1
-        for place, reader in zip(places, self.readers, strict=True):
-            if place < 0 and reader.absent is None:
+            positions[index] = 2 * position + 1
+        for position, reader in zip(positions, self.readers, strict=True):
+            if position < 0 and reader.absent is None:
                 raise DecodeError(f"field {reader.field.wire!r} is missing; it must be {reader.kind.expected}")
-        picker = _picker(places)
+        picker = _picker(positions)
         if len(self.layouts) >= MAX_LAYOUTS:
             self.layouts.clear()
         if sum(map(len, names)) <= MAX_LAYOUT_BYTES:
@@ -449,13 +449,13 @@ class _Decoder:
         count = len(values) - len(keywords)  # the keyword fields are the last
         try:
             return self.build(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
-        # The model's own code may raise anything; it concerns this message only.
+        # The model's own code may raise anything; only this message fails.
         except Exception as error:
             reason = f"{type(error).__name__}: {_one_line(error)}"
             raise DecodeError(f"{self.model.__name__} refuses the fields: {reason}") from error
 
     def generate(self) -> Callable[[Sequence[bytes]], object]:
-        """Write the fast function: the call that builds the model, with one expression per field."""
+        """Generate the fast function: the call that builds the model, with one expression per field."""
         ours = {"build": self.build, "layouts": self.layouts, "learn": self.learn, "slowly": self.slowly}
         scope: dict[str, Any] = _SHORTCUT_WORDS | ours
         raws, positional, keywords = "", "", ""
@@ -472,7 +472,7 @@ class _Decoder:
                 keywords += f"{reader.field.name!r}: {value}, "
             else:
                 positional += f"{value}, "
-        by_name = f"**{{{keywords}}}" if keywords else ""  # an empty mapping would cost a call its speed
+        by_name = f"**{{{keywords}}}" if keywords else ""  # an empty mapping would slow the call down
         source = f"""
 def decode(pairs):
     try:
@@ -486,12 +486,12 @@ def decode(pairs):
         return typing.cast(Callable[[Sequence[bytes]], object], scope["decode"])
 
 
-def _picker(places: Sequence[int]) -> Picker:
-    """What takes the values at `places` out of an entry; None for those at -1."""
-    if len(places) == 1:  # itemgetter returns one value bare
-        return lambda pairs: (pairs[places[0]] if places[0] >= 0 else None,)
-    pick: Any = operator.itemgetter(*places)
-    return pick if min(places) >= 0 else lambda pairs: pick((*pairs, None))
+def _picker(positions: Sequence[int]) -> Picker:
+    """Return a function that picks the values at `positions` of an entry; None for those at -1."""
+    if len(positions) == 1:  # itemgetter returns one value bare
+        return lambda pairs: (pairs[positions[0]] if positions[0] >= 0 else None,)
+    pick: Any = operator.itemgetter(*positions)
+    return pick if min(positions) >= 0 else lambda pairs: pick((*pairs, None))
 
 
 def _items(output: Any) -> Iterable[tuple[object, object]]:
@@ -506,7 +506,7 @@ def _items(output: Any) -> Iterable[tuple[object, object]]:
 
 @cache
 def _output_names(kind: Any) -> list[tuple[str, str]] | None:
-    """The fields of a record as (attribute, name in the entry); None if `kind` is no record."""
+    """Return a record's fields as (attribute, name in the entry); None if `kind` is not a record."""
     if issubclass(kind, msgspec.Struct):
         return list(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
     if dataclasses.is_dataclass(kind):
@@ -538,7 +538,7 @@ def _finite(value: Decimal) -> str:
 
 
 def _to_json(value: object) -> bytes:
-    """The JSON text of `value`. Raises ValueError for NaN, which msgspec's own encoder writes as null."""
+    """Return the JSON text of `value`. Raises ValueError for NaN, which msgspec's own encoder writes as null."""
     plain = msgspec.to_builtins(value, builtin_types=(Decimal,), enc_hook=_dump)
     text = json.dumps(plain, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_finite)
     return text.encode()
@@ -546,18 +546,18 @@ def _to_json(value: object) -> bytes:
 
 def _dump(value: Any) -> object:
     if not _is_pydantic(type(value)):
-        raise TypeError(f"there is no JSON for a {type(value).__name__}")
+        raise TypeError(f"a {type(value).__name__} has no JSON form")
     return value.model_dump(mode="json", by_alias=True)
 
 
 class _TextForms(dict[type, Callable[[Any], bytes]]):
-    """How a value of each type is written. Subclasses and records are added when they are first met."""
+    """The encoder of each type. Subclasses and records are added on first use."""
 
     def __missing__(self, kind: Any) -> Callable[[Any], bytes]:
         base = next((base for base in kind.__mro__ if base in self), None)
         if issubclass(kind, enum.Enum):  # it may be a str or an int as well
             self[kind] = lambda value: self[type(value.value)](value.value)
-        elif base in (int, float):  # msgspec writes no subclass of them
+        elif base in (int, float):  # msgspec encodes no subclass of them
             self[kind] = lambda value: self[base](base(value))
         elif base is not None:
             self[kind] = self[base]
@@ -587,7 +587,7 @@ def _clip(text: str) -> str:
 
 
 def _shown(raw: bytes) -> str:
-    """A value for a message to people: quoted, without control characters, and short."""
+    """Return a value for an error message: quoted, short, and without control characters."""
     try:
         return _clip(repr(raw.decode()[: SHOWN_CHARS + 1]))
     except UnicodeDecodeError:
@@ -595,6 +595,6 @@ def _shown(raw: bytes) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    # The text may quote the message, so whatever could move a terminal's cursor is escaped.
+    # The text may quote the message, so terminal control characters are escaped.
     text = " ".join(str(error)[:400].split())
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""A handler, compiled once: what it reads, how it is keyed, how its messages become its arguments."""
+"""Handler: a handler compiled once: its streams, its key, and how messages become its arguments."""
 
 import difflib
 import fnmatch
@@ -29,30 +29,30 @@ OPTIONS = (
     "batch_size", "batch_wait_ms", "partitions", "order", "announced", "name",
 )  # fmt: skip
 
-_LARGEST_BATCH = 1_000
-_LONGEST_MS = 7 * 86_400_000
-_LONGEST_WAIT_MS = 60_000
+_MAX_BATCH = 1_000
+_MAX_TIME_LIMIT_MS = 7 * 86_400_000
+_MAX_WAIT_MS = 60_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handler:
     """One handler of an app.
 
-    * `app`, `name`: together they name its state, frontier and dead letters in Redis: do not change them lightly
-    * `streams` / `pattern` / `announced`: the streams it reads by name, by glob, or as they are announced to the service
-      of that name; exactly one of the three
+    * `app`, `name`: they name its state, committed offset and dead letters in Redis: do not change them lightly
+    * `streams` / `pattern` / `announced`: the streams it reads: by name, by glob, or those announced to the service of
+      that name; exactly one of the three
     * `key`: the field, or a function of the Message, that orders its messages; None for no order
     * `into`: the stream that its results go to; `into_maxlen` trims that stream to about so many entries
-    * `retry`: what happens when it fails
-    * `missing_key`: what becomes of a message without its key: a dead letter, or processed without order
-    * `concurrency`: how many messages of different keys, or how many batches, an async handler works on at once
-    * `time_limit_ms`: an attempt that takes longer has failed, in milliseconds
+    * `retry`: its retry policy
+    * `missing_key`: a message without its key becomes a dead letter, or is processed without order
+    * `concurrency`: how many messages of different keys, or how many batches, an async handler processes at once
+    * `time_limit_ms`: an attempt that takes longer fails, in milliseconds
     * `rate`: most messages a second of each stream, over all workers together; None for no limit
-    * `in_batches`: it is called with lists, of up to `batch_size` messages; `batch_wait_ms` is how long the first
-      of them waits for more, in milliseconds
+    * `in_batches`: it takes lists of up to `batch_size` messages; `batch_wait_ms` is how long the first message of a
+      list waits for more, in milliseconds
     * `order`: "stream" keeps all messages of a stream in order, one at a time: its `key` is the stream's name. Workers
-      share whole streams then, each of which one of them has a lease on.
-    * `partitions`: `streams` are bases, each of so many partitions, if nobody has made or grown them before; or None
+      then lease whole streams, one owner each.
+    * `partitions`: `streams` are bases, each created with so many partitions unless it exists already; or None
     """
 
     app: str
@@ -80,12 +80,12 @@ class Handler:
 
     @functools.cached_property
     def label(self) -> str:
-        """`app.handler`, as it stands in messages and in Redis."""
+        """`app.handler`, its name in logs, errors and Redis."""
         return f"{self.app}.{self.name}"
 
     @functools.cached_property
     def wants_state(self) -> bool:
-        """True if the handler takes the key's state."""
+        """True if the handler takes the state of its key."""
         return any(source == "state" for _, source in self.arguments)
 
     @functools.cached_property
@@ -94,13 +94,13 @@ class Handler:
 
     @property
     def key_field(self) -> str | None:
-        """The field that it is keyed by; None if it has no key or a function decides."""
+        """The field that it is keyed by; None without a key or with a key function."""
         return self.key if isinstance(self.key, str) else None
 
     def key_of(self, message: Message) -> bytes | None:
         """Return the message's key, or None if the handler has no key or the message lacks it.
 
-        Raises DecodeError if the key function fails or returns something that is not a key.
+        Raises DecodeError if the key function fails or returns an unsupported type.
         """
         if self.key is None:
             return None
@@ -117,7 +117,7 @@ class Handler:
         return str(found).encode() if isinstance(found, int) else found or None
 
     def bind(self, message: Message, state: State) -> dict[str, Any]:
-        """The handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
+        """Return the handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
         if self._message_only is not None:
             return {self._message_only: message}
         bound: dict[str, Any] = {}
@@ -129,21 +129,21 @@ class Handler:
         return bound
 
     def missing(self) -> MissingKey:
-        """The error of a message that lacks its key."""
-        wanted = f"field {self.key!r}" if isinstance(self.key, str) else "key: the key function found none"
+        """Return the error of a message that lacks its key."""
+        wanted = f"field {self.key!r}" if isinstance(self.key, str) else "key: the key function returned none"
         return MissingKey(f"the message has no {wanted}, which {self.label} is keyed by")
 
 
 @functools.lru_cache(maxsize=256)
 def _decoder(model: type) -> Callable[[Sequence[bytes]], object]:
-    # Kept beside the handler, not in it: a handler is sent to other processes, a compiled decoder cannot be.
+    # Cached outside the handler: a handler is pickled to other processes, and a compiled decoder cannot be.
     return compile_decoder(model)
 
 
 def compile_handler(
     app: str, function: Callable[..., Any], streams: tuple[str, ...], options: Mapping[str, Any]
 ) -> Handler:
-    """Check a handler and its options once, before any message. Raises ConfigError with one line on what to change."""
+    """Check and compile a handler once, before any message. Raises ConfigError with one line on what to change."""
     name = str(options.get("name") or getattr(function, "__name__", ""))
     check_identifier("handler name", name)
     where = f"handler {name!r}"
@@ -152,7 +152,7 @@ def compile_handler(
         hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
     _check_options(where, streams, options)
-    options = _ordered(where, options)
+    options = _with_order_key(where, options)
     arguments, model, in_batches = _arguments(where, function)
     _check_batches(where, in_batches, options)
     _check_partitions(where, streams, options)
@@ -165,7 +165,7 @@ def compile_handler(
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
         raise ConfigError(f"{where}: key {key!r} is not a field of {model.__name__}; {hint}")
     if key is None and any(source == "state" for _, source in arguments):
-        raise ConfigError(f'{where} takes a State but has no key; give it key="field", since state belongs to a key')
+        raise ConfigError(f'{where} takes a State but has no key; give it key="field", since state is kept by key')
     return Handler(
         app=app,
         function=function,
@@ -178,19 +178,19 @@ def compile_handler(
     )
 
 
-def _ordered(where: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options with the key that `order` stands for."""
+def _with_order_key(where: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options with the key that `order` implies."""
     order, announced = options.get("order", "key"), options.get("announced")
     if order not in ("key", "stream"):
-        raise ConfigError(f"{where}: order must be 'key', which is the usual, or 'stream'")
+        raise ConfigError(f"{where}: order must be 'key' (the default) or 'stream'")
     if order == "key":
         if announced is not None:
-            raise ConfigError(f'{where}: announced streams are leased as a whole; add order="stream"')
+            raise ConfigError(f'{where}: announced streams are leased whole; add order="stream"')
         return options
     for other in ("key", "partitions"):
         if options.get(other) is not None:
             raise ConfigError(
-                f'{where}: order="stream" keeps whole streams in order, with no {other}; drop one of the two'
+                f'{where}: order="stream" keeps whole streams in order and excludes {other}; drop one of the two'
             )
     if announced is not None:
         check_service(announced)
@@ -198,12 +198,12 @@ def _ordered(where: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stream_of(message: Message) -> bytes:
-    """The key of a handler with order="stream"."""
+    """Return the key of a message in a handler with order="stream"."""
     return to_wire(message.stream)
 
 
 def check_streams(where: str, streams: Sequence[str]) -> None:
-    """Raise ConfigError if `streams` cannot all be streams that are read together."""
+    """Raise ConfigError if `streams` cannot be read together."""
     if any(not isinstance(stream, str) or not stream for stream in streams):
         raise ConfigError(f'{where}: stream names must be non-empty text, like "orders"')
     if any("," in stream or stream != stream.strip() for stream in streams):
@@ -228,12 +228,12 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
     if not isinstance(options.get("retry", Retry()), Retry):
         raise ConfigError(f"{where}: retry must be a Retry, like retry=Retry(attempts=4)")
     if key is None and options.get("order") != "stream" and options.get("retry", Retry()).then == "park":
-        raise ConfigError(f'{where}: Retry(then="park") parks a key, and it has none; give it key="field"')
+        raise ConfigError(f'{where}: Retry(then="park") parks keys, and the handler has none; give it key="field"')
     into = options.get("into")
     if into is not None and not (isinstance(into, str) and into):
         raise ConfigError(f"{where}: into must be the name of a stream")
     if into is not None and (into in streams or fnmatch.fnmatchcase(into, options.get("pattern") or "")):
-        raise ConfigError(f"{where}: it would read what it writes, since into={into!r} is one of its streams")
+        raise ConfigError(f"{where}: it would read its own output: into={into!r} is one of its streams; rename one")
     if options.get("into_maxlen") is not None and not (
         isinstance(options["into_maxlen"], int) and options["into_maxlen"] > 0
     ):
@@ -244,7 +244,7 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
     if not isinstance(concurrency, int) or concurrency < 1:
         raise ConfigError(f"{where}: concurrency must be a whole number of at least 1")
     limit = options.get("time_limit_ms", 1)
-    if not _is_number(limit) or not 0 < limit <= _LONGEST_MS:
+    if not _is_number(limit) or not 0 < limit <= _MAX_TIME_LIMIT_MS:
         raise ConfigError(f"{where}: time_limit_ms must be a number of milliseconds above 0 and at most a week")
     rate = options.get("rate")
     if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
@@ -257,24 +257,22 @@ def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> 
         raise ConfigError(f"{where}: {given[0]} is for handlers that take a list[Message] or a list of their model")
     if in_batches and options.get("key") is not None:
         raise ConfigError(
-            f"{where} takes lists and has a key: messages of a batch are in no order; drop one of the two"
+            f"{where} takes lists and has a key, but the messages of a batch are unordered; drop one of the two"
         )
     size, wait_ms = options.get("batch_size", 1), options.get("batch_wait_ms", 0)
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST_BATCH:
-        raise ConfigError(f"{where}: batch_size must be a whole number from 1 to {_LARGEST_BATCH:,}")
-    if not _is_number(wait_ms) or not 0 <= wait_ms <= _LONGEST_WAIT_MS:
-        raise ConfigError(f"{where}: batch_wait_ms must be a number of milliseconds from 0 to {_LONGEST_WAIT_MS:,}")
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_BATCH:
+        raise ConfigError(f"{where}: batch_size must be a whole number from 1 to {_MAX_BATCH:,}")
+    if not _is_number(wait_ms) or not 0 <= wait_ms <= _MAX_WAIT_MS:
+        raise ConfigError(f"{where}: batch_wait_ms must be a number of milliseconds from 0 to {_MAX_WAIT_MS:,}")
 
 
 def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
     if options.get("partitions") is None:
         return
     if options.get("key") is None:
-        raise ConfigError(
-            f'{where} reads partitions, which keep the order of keys, and has no key; give it key="field"'
-        )
+        raise ConfigError(f'{where} reads partitions, which order messages by key, and has no key; give it key="field"')
     if not streams:
-        raise ConfigError(f"{where}: partitions have a base, not a pattern; name it like a stream")
+        raise ConfigError(f"{where}: partitions need the name of a base stream, not a pattern")
     try:
         check_count(options["partitions"])
         for stream in streams:
@@ -288,7 +286,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[str, Source], ...], type | None, bool]:
-    """How each parameter is filled, the model among them, and whether with lists. Decided by the annotations."""
+    """Return the source of each parameter by its annotation, the model, and whether the handler takes lists."""
     try:
         hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters
@@ -319,7 +317,7 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[st
     if not any(source in ("message", "model") for _, source in found):
         raise ConfigError(f"{where} must take the message: def {function.__name__}(message: Message) or a typed model")
     if 0 < lists < len(found):
-        raise ConfigError(f"{where} takes lists and single things: let all of its parameters be lists, without a State")
+        raise ConfigError(f"{where} takes lists and single values: make all of its parameters lists, without a State")
     return tuple(found), model, lists > 0
 
 
@@ -327,7 +325,7 @@ MOST_PARTITIONS = 4_096
 
 
 def check_count(count: int) -> int:
-    """Return `count` if there can be so many partitions; raise ConfigError if not."""
+    """Return `count` if it is a valid number of partitions. Raises ConfigError otherwise."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_PARTITIONS:
         raise ConfigError(f"partitions={count!r}: use a whole number from 1 to {MOST_PARTITIONS:,}")
     return count

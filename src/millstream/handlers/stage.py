@@ -1,6 +1,6 @@
-"""A stage: ordinary PySpark over the rows of streams, declared in the same app as the handlers.
+"""Stage: an ordinary PySpark query over the rows of streams, declared in the same app as the handlers.
 
-Nothing here imports pyspark: workers load the same file. What a stage makes is checked where it runs, in `spark/run/stage_query.py`.
+Nothing here imports pyspark: workers load the same app file. `spark/run/stage_query.py` checks the query it returns.
 """
 
 import difflib
@@ -17,18 +17,18 @@ from millstream.redis_client.key_names import check_identifier
 
 OPTIONS = ("into", "name")
 
-_OF_THE_RUN = ("url", "subscribe", "subscribepattern", "group", "layout", "keyfield", "frontierapp", "frontierhandler")
+_RUN_OPTIONS = ("url", "subscribe", "subscribepattern", "group", "layout", "keyfield", "frontierapp", "frontierhandler")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a stage reads as one streaming DataFrame.
+    """One input of a stage: the streams that it reads as one streaming DataFrame.
 
-    * `streams`: a stream, or several; or a handler of the same app, whose output stream it is then
+    * `streams`: a stream, or several; or a handler of the same app, which stands for its output stream
     * `schema`: the columns: text such as "customer string, amount double", a StructType, or a model as handlers take
-      them; None for those of the source, with all fields in one column
-    * `pattern`: instead of `streams`, those that fit the glob, as they appear
-    * `options`: of the source, like {"maxOffsetsPerTrigger": 1000}, over those of the run
+      them; None for the source's own columns, with all fields in one
+    * `pattern`: instead of `streams`, all streams that match the glob, new ones included
+    * `options`: of the source, like {"maxOffsetsPerTrigger": 1000}; they override the run's
     """
 
     streams: str | Sequence[str] | Callable[..., Any] = ()
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """Rows, checked: with the names of the streams."""
+    """Rows after the check, with the names of the streams."""
 
     streams: tuple[str, ...]
     pattern: str | None
@@ -48,7 +48,7 @@ class Input:
     options: Mapping[str, object]
 
     def reads(self, stream: str) -> bool:
-        """True if `stream` is among what is read."""
+        """True if the input reads `stream`."""
         return stream in self.streams or (self.pattern is not None and fnmatch.fnmatchcase(stream, self.pattern))
 
 
@@ -57,9 +57,8 @@ class Stage:
     """One stage of an app.
 
     * `app`, `name`: together they name its checkpoint and the group that shows its progress
-    * `function`: is given a streaming DataFrame for each of `inputs`; returns a DataFrame, or a DataStreamWriter that is
-      not started
-    * `into`: the stream that the rows go to; None if the function says where, by a writer
+    * `function`: takes a streaming DataFrame for each of `inputs`; returns a DataFrame or an unstarted DataStreamWriter
+    * `into`: the stream that the rows go to; None if the function returns a writer
     """
 
     app: str
@@ -70,7 +69,7 @@ class Stage:
 
     @property
     def label(self) -> str:
-        """`app.stage`, as it stands in messages."""
+        """`app.stage`, its name in logs and errors."""
         return f"{self.app}.{self.name}"
 
 
@@ -90,15 +89,15 @@ def compile_stage(
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
     found = tuple(_input(where, given, handlers) for given in inputs)
     if not found:
-        raise ConfigError(f'{where}: say what it reads, like @app.stage(Rows("orders", Order))')
+        raise ConfigError(f'{where} needs an input, like @app.stage(Rows("orders", Order))')
     named = [stream for one in found for stream in one.streams]
     if len(set(named)) < len(named):
-        raise ConfigError(f"{where}: a stream is named twice; take it once, and use the DataFrame twice")
+        raise ConfigError(f"{where}: a stream is named twice; name it once, and use the DataFrame twice")
     into = options.get("into")
     if into is not None and not (isinstance(into, str) and into):
         raise ConfigError(f"{where}: into must be the name of a stream")
     if into is not None and any(one.reads(into) for one in found):
-        raise ConfigError(f"{where}: it would read what it writes, since into={into!r} is one of its streams")
+        raise ConfigError(f"{where}: it would read its own output: into={into!r} is one of its streams; rename one")
     _check_function(where, function, len(found))
     return Stage(app=app, name=name, function=function, inputs=found, into=into)
 
@@ -116,23 +115,23 @@ def _input(where: str, given: object, handlers: Mapping[str, Handler]) -> Input:
         )
     check_streams(where, names)
     for option in rows.options:
-        if option.lower() in _OF_THE_RUN:
-            raise ConfigError(f"{where}: the option {option} of its rows is set by the run; leave it out")
+        if option.lower() in _RUN_OPTIONS:
+            raise ConfigError(f"{where}: the run sets the option {option} of its rows; leave it out")
     if isinstance(rows.schema, type):
         wire_types(rows.schema)
     return Input(streams=names, pattern=rows.pattern, schema=rows.schema, options=rows.options)
 
 
 def _output(where: str, function: Callable[..., Any], handlers: Mapping[str, Handler]) -> str:
-    """The stream that the handler `function` writes to."""
+    """Return the output stream of the handler `function`."""
     handler = next((one for one in handlers.values() if one.function is function), None)
     name = getattr(function, "__name__", repr(function))
     if handler is None:
         raise ConfigError(
-            f'{where}: {name!r} is no handler of this app; name a stream, like @app.stage(Rows("orders", Order))'
+            f'{where}: {name!r} is not a handler of this app; name a stream, like @app.stage(Rows("orders", Order))'
         )
     if handler.into is None:
-        raise ConfigError(f'{where}: the handler {name!r} writes to no stream; give it into="stream"')
+        raise ConfigError(f'{where}: the handler {name!r} has no output stream; give it into="stream"')
     return handler.into
 
 
@@ -143,5 +142,5 @@ def _check_function(where: str, function: Callable[..., Any], count: int) -> Non
         inspect.signature(function).bind(*range(count))
     except TypeError as error:
         raise ConfigError(
-            f"{where} reads {count} input{'s' if count > 1 else ''}, each a DataFrame, which its parameters do not take: {error}"
+            f"{where} has {count} input{'s' if count > 1 else ''}: give it a parameter for the DataFrame of each: {error}"
         ) from error

@@ -289,7 +289,7 @@ def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: 
     try:
         client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _FORWARDED_MS, *pairs))
     except CommandFailed as error:
-        if "SEALED" not in str(error):
+        if error.code != "SEALED":
             raise
         raise Unavailable(f"{owner} was closed by a growth meanwhile; trying again") from error
     return True

@@ -177,17 +177,16 @@ class ProducerSession:
                 PUBLISH, keys, args, replicas=terms.replicas, timeout_ms=terms.timeout_ms
             )
         except CommandFailed as error:
-            refusal, _, held = str(error).partition(": ")[2].partition(" ")  # after the name of the script
-            if refusal == "SEALED":
+            if error.code == "SEALED":
                 raise Sealed(f"{self._stream} is closed to this producer: the partitions have grown") from error
-            if refusal == "PARTITIONED":
+            if error.code == "PARTITIONED":
                 raise ConfigError(
                     f"{self._stream} is a partition: publish with a PartitionedProducer, which finds each key's partition"
                 ) from error
-            if refusal == "FULL":
+            if error.code == "FULL":
                 raise StreamFull(
-                    f"{self._stream} has no room, it holds {held} of at most {self._max_length} entries: publish again "
-                    "when some are processed and removed"
+                    f"{self._stream} has no room, it holds {error.detail} of at most {self._max_length} entries: publish "
+                    "again when some are processed and removed"
                 ) from error
             raise
 

@@ -39,7 +39,7 @@ from millstream.redis_client.error_translation import (
 from millstream.redis_client.key_names import PREFIX, from_wire
 from millstream.redis_client.lua import text_of
 from millstream.redis_client.redaction import keep_secret, redact
-from millstream.redis_client.resp import Node, Redirection, ReplySize, RespConnection, packed, routing_key
+from millstream.redis_client.resp import Node, Redirection, ReplySize, RespConnection, pack_command, routing_key
 from millstream.redis_client.urls import Shard, hosts, split_url, url_of_node
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ Reply = Any
 T = TypeVar("T")
 
 _REDIRECTS = 8
-_SKIP = packed(("CLIENT", "REPLY", "SKIP"))
+_SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
 _NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
 
 
@@ -494,8 +494,8 @@ class Client:
             parts: list[bytes] = []
             for index, command in enumerate(commands):
                 if silent:
-                    parts += (_SKIP, packed(silent[index]))
-                parts.append(packed(command))
+                    parts += (_SKIP, pack_command(silent[index]))
+                parts.append(pack_command(command))
             connection.send_packed_command([b"".join(parts)])  # each item would be a write of its own
             return [self._read(connection, meter) for _ in commands]
 

@@ -25,7 +25,7 @@ from millstream.redis_client.escaping import visible
 from millstream.redis_client.key_names import to_wire
 from millstream.redis_client.redaction import redact, redacted
 from millstream.redis_client.resp import Arg, Command, routing_key
-from millstream.redis_client.urls import wrong_address
+from millstream.redis_client.urls import explain_refusal
 
 REDIS_ERRORS = (redis.exceptions.RedisError, RedisClusterException, OSError)
 
@@ -34,6 +34,7 @@ _DENIED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in scri
 """How Redis 7.0, and how later ones and Valkey, say that a script has done what its user may not do."""
 
 _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 leaves out the hash
+_CODE = re.compile("[A-Z]{2,}")
 _COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _TYPES = {"X": "stream", "H": "hash", "Z": "zset", "B": "list", "L": "list", "R": "list", "S": "set"}
 """What a command needs, by the first letter of its name."""
@@ -106,7 +107,7 @@ def translate(error: Exception, url: str, command: Command | None = None) -> Red
         why := error.__cause__ or error.__context__, REDIS_ERRORS
     ):
         return translate(why, url, command)  # why the last node could not be asked, or would not answer
-    if command is None and (wrong := wrong_address(text, where)):
+    if command is None and (wrong := explain_refusal(text, where)):
         raise ConfigError(wrong) from error
     if isinstance(error, redis.exceptions.NoScriptError):
         return ScriptMissing(f"{name_of(command)} is not on the server")
@@ -154,7 +155,10 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
         return GroupMissing(text)
     if text.startswith(_AWAY):
         return Unavailable(f"Redis at {where} cannot serve now: {text}")
-    return CommandFailed(f"{name}: {text}")
+    code, _, detail = text.partition(" ")
+    if not _CODE.fullmatch(code):
+        return CommandFailed(f"{name}: {text}", detail=text)
+    return CommandFailed(f"{name}: {text}", code=code, detail=detail)
 
 
 # --- Scripts and keys ---

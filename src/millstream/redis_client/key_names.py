@@ -380,8 +380,8 @@ class ServiceKeys:
 
     * `input`, `group`: where streams are announced, and the consumer group on it that shows the owners
     * `meta`: hash with the newest token, the time of the last heartbeat and of the creation
-    * `owners`: hash stream -> token and consumer; `free`: list of the unassigned streams
-    * `troubles`: hash stream -> token of its owner, and the error for which it excludes the stream
+    * `owners`: hash stream -> token and consumer; `unassigned`: list of the unassigned streams
+    * `stream_errors`: hash stream -> token of its owner, and the error for which it excludes the stream
     * `consumers`, `alive`: hash consumer -> incarnation, weight, limit; sorted set consumer -> end of its leases
     * `events`: stream of events, on which consumers block; `dead`: stream of dead-lettered announcements
     """
@@ -434,14 +434,14 @@ class ServiceKeys:
         return f"{self.base}:owners"
 
     @property
-    def troubles(self) -> str:
+    def stream_errors(self) -> str:
         """Hash: why the owner of a stream cannot process it, and its token."""
-        return f"{self.base}:troubles"
+        return f"{self.base}:errors"
 
     @property
-    def free(self) -> str:
+    def unassigned(self) -> str:
         """List: unassigned streams, the next one first."""
-        return f"{self.base}:free"
+        return f"{self.base}:unassigned"
 
     @property
     def consumers(self) -> str:

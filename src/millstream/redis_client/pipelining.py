@@ -1,24 +1,24 @@
-"""Questions to Redis that many parts ask: many at once; what time it is."""
+"""Pipelining: sends many commands in few round trips; and the time of the server."""
 
 from collections.abc import Sequence
 
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.redis_client.resp import ReplySize
 
-_PIPELINE = 1_000
+_COMMANDS_PER_TRIP = 1_000
 
 
 def send_all(client: Client, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
-    """Replies of many commands, errors among them, in round trips that fit into memory. Raises RedisError."""
+    """Replies to many commands, errors among them, in round trips of bounded size. Raises RedisError."""
     return [
         reply
-        for start in range(0, len(commands), _PIPELINE)
-        for reply in client.pipeline(commands[start : start + _PIPELINE], meter)
+        for start in range(0, len(commands), _COMMANDS_PER_TRIP)
+        for reply in client.pipeline(commands[start : start + _COMMANDS_PER_TRIP], meter)
     ]
 
 
 def call_all(client: Client, commands: Sequence[Command]) -> list[Reply]:
-    """The same, but raises the first error among them."""
+    """As `send_all`, but raises the first error reply."""
     return [raise_if_error(reply) for reply in send_all(client, commands)]
 
 

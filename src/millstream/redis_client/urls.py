@@ -1,4 +1,4 @@
-"""The URLs of Redis deployments as text: what is wrong with one, their hosts, and those of their other nodes."""
+"""URLs of Redis deployments: validation, their hosts, and the URLs of their other nodes."""
 
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -8,22 +8,25 @@ from millstream.redis_client.redaction import redact
 from millstream.redis_client.resp import Node
 
 _ENCODE = (
-    "write what is special in user and password as %XX, which is %40 for @, %3A for :, %2F for /, %3F for ?, %23 for #, %25 for %, "
-    "%5B and %5D for [ and ]"
+    "percent-encode special characters in user and password: %40 for @, %3A for :, %2F for /, %3F for ?, %23 for #, "
+    "%25 for %, %5B and %5D for [ and ]"
 )
 
 
 class Shard(NamedTuple):
-    """A primary and its replicas, as a cluster tells them; None where there is only one, which has to be asked for its replicas."""
+    """A primary and its replicas, as a cluster reports them.
+
+    None where there is one primary only, which has to be queried for its replicas.
+    """
 
     primary: Node | None = None
     replicas: tuple[Node, ...] | None = None
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of `url`. Raises ConfigError where a password that is not encoded would be taken for something else.
+    """The parts of `url`. Raises ConfigError where a password that is not encoded would be parsed as another part.
 
-    What Python says of such a URL is not passed on: it quotes pieces of the password.
+    The error of Python for such a URL is not passed on: it quotes pieces of the password.
     """
     try:
         parts = urlsplit(url)
@@ -35,18 +38,18 @@ def split_url(url: str) -> SplitResult:
 
 
 def hosts(netloc: str, default_port: int) -> list[Node]:
-    """The hosts of `user:pw@h1:p1,h2:p2`. Raises ValueError for a port that is no number."""
+    """The hosts of `user:pw@h1:p1,h2:p2`. Raises ValueError for a port that is not a number."""
     pairs = []
     for host in netloc.rpartition("@")[2].split(","):
         name, _, port = host.partition(":")
         if port and not port.isdecimal():
-            raise ValueError("the port of a host is no number")
+            raise ValueError("the port of a host is not a number")
         pairs.append((name, int(port or default_port)))
     return pairs
 
 
 def url_of_node(url: str, node: Node) -> str:
-    """The URL of one server of the deployment at `url`: with its credentials, its database and all that it says of connections."""
+    """The URL of one server of the deployment at `url`: with its credentials, database and connection options."""
     parts = urlsplit(url)
     scheme, _, kind = parts.scheme.partition("+")
     credentials, at, _ = parts.netloc.rpartition("@")
@@ -54,18 +57,18 @@ def url_of_node(url: str, node: Node) -> str:
     if kind == "sentinel":
         path = "/" + path.strip("/").partition("/")[2]  # after the name of the service
     elif kind == "cluster" or scheme == "unix":
-        path = ""  # that of a socket is no database
+        path = ""  # the path of a socket is not a database
     host = f"[{node[0]}]" if ":" in node[0] else node[0]
     scheme = "redis" if scheme == "unix" else scheme
     return urlunsplit((scheme, f"{credentials}{at}{host}:{node[1]}", path, parts.query, ""))
 
 
-def wrong_address(text: str, where: str) -> str | None:
-    """What is wrong with the URL, if that is what the server's refusal of the connection means."""
+def explain_refusal(text: str, where: str) -> str | None:
+    """The mistake in the URL, if the server's refusal of the connection points to one."""
     if "Cluster mode is not enabled" in text or "cluster support disabled" in text:
-        return f"{where} is no Redis Cluster but a single server; connect with redis://HOST:PORT/DB"
+        return f"{where} is a single server, not a Redis Cluster; connect with redis://HOST:PORT/DB"
     if "unknown command 'SENTINEL'" in text:
-        return f"{where} is no Sentinel; connect with redis://HOST:PORT/DB, or give the Sentinels' own addresses"
+        return f"{where} is not a Sentinel; connect with redis://HOST:PORT/DB, or give the addresses of the Sentinels"
     if "DB index is out of range" in text:
         return f"{where} has no database of this number; Redis has 16, 0 to 15, unless it is configured otherwise"
     return None

@@ -1,4 +1,4 @@
-"""The router without a thread of its own: a guest of the event loop it is used in."""
+"""AsyncioReactor: runs the router in the event loop that uses it, without a thread of its own."""
 
 import asyncio
 import threading
@@ -6,18 +6,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from millstream.clock import Clock
-from millstream.router.reactor import Reactor, Watched
+from millstream.router.reactor import Reactor, Selectable
 from millstream.router.waker import Waker, wake_all
 
 
 class AsyncioReactor(Reactor):
-    """Guest of the running event loop: no thread to hand over to, which is what is fastest for subscribers in that loop.
+    """Runs in the running event loop: no hand-over between threads, which is fastest for subscribers in that loop.
 
-    asyncio runs what is ready in turn, so whoever blocks the loop holds up the router too. Timers go by the loop's clock.
+    asyncio runs ready callbacks in turn, so code that blocks the loop blocks the router too. Timers use the loop's
+    clock.
     """
 
-    def __init__(self, clock: Clock, crashed: Callable[[Exception], None]) -> None:
-        super().__init__(clock, crashed)
+    def __init__(self, clock: Clock, on_crash: Callable[[Exception], None]) -> None:
+        super().__init__(clock, on_crash)
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._writing: set[int] = set()
@@ -26,7 +27,7 @@ class AsyncioReactor(Reactor):
         """Nothing to start: the loop runs."""
 
     def stop(self, timeout_ms: float) -> bool:
-        """Run what was asked for, and be called no more; whether that was within `timeout_ms`, for other threads."""
+        """Run the pending calls, then stop; for another thread, whether that took no longer than `timeout_ms`."""
         if threading.get_ident() != self._thread_id:
             stopped = threading.Event()
             self.call(lambda: stopped.set() if self.stop(0) else None)
@@ -37,31 +38,31 @@ class AsyncioReactor(Reactor):
         self._finish()
         return True
 
-    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+    def call_later(self, delay_ms: float, action: Callable[[], None]) -> None:
         """Run `action` after `delay_ms` milliseconds."""
-        self._loop.call_later(delay_ms / 1000, self._round, action)
+        self._loop.call_later(delay_ms / 1000, self._run_round, action)
 
-    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+    def watch(self, connection: Selectable, *, writing: bool = False) -> None:
         """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
-        number = connection.fileno()
-        self._loop.add_reader(number, self._round, connection.ready)
+        descriptor = connection.fileno()
+        self._loop.add_reader(descriptor, self._run_round, connection.on_ready)
         if writing:
-            self._loop.add_writer(number, self._round, connection.ready)
-            self._writing.add(number)
-        elif number in self._writing:
-            self._loop.remove_writer(number)
-            self._writing.discard(number)
+            self._loop.add_writer(descriptor, self._run_round, connection.on_ready)
+            self._writing.add(descriptor)
+        elif descriptor in self._writing:
+            self._loop.remove_writer(descriptor)
+            self._writing.discard(descriptor)
 
-    def unwatch(self, connection: Watched) -> None:
-        """Wait for it no more; before it is closed."""
-        number = connection.fileno()
-        if number < 0 or self._loop.is_closed():
+    def unwatch(self, connection: Selectable) -> None:
+        """Stop watching it; before it is closed."""
+        descriptor = connection.fileno()
+        if descriptor < 0 or self._loop.is_closed():
             return
-        self._loop.remove_reader(number)
-        self._loop.remove_writer(number)
-        self._writing.discard(number)
+        self._loop.remove_reader(descriptor)
+        self._loop.remove_writer(descriptor)
+        self._writing.discard(descriptor)
 
-    def _round(self, action: Callable[[], None]) -> None:
+    def _run_round(self, action: Callable[[], None]) -> None:
         if self._stopped:
             return
         try:
@@ -70,15 +71,15 @@ class AsyncioReactor(Reactor):
         except Exception as error:  # noqa: BLE001 - see _crash
             self._crash(error)
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         if threading.get_ident() == self._thread_id:
-            self._loop.call_soon(self._round, self._run_calls)
+            self._loop.call_soon(self._run_round, self._run_calls)
             return
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._round, self._run_calls)
+        with suppress(RuntimeError):  # the loop is closed, and its tasks with it
+            self._loop.call_soon_threadsafe(self._run_round, self._run_calls)
 
-    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Waker]) -> None:
+    def _wake_in(self, loop: asyncio.AbstractEventLoop | None, wakers: list[Waker]) -> None:
         if loop is self._loop and asyncio.current_task(loop) is None:  # there is one if a task has closed the router
-            wake_all(bells)
+            wake_all(wakers)
         else:
-            super()._ring_in(loop, bells)
+            super()._wake_in(loop, wakers)

@@ -1,6 +1,7 @@
-"""The classic way to learn what changed: a pool of connections, each blocked in an XREAD over a batch of streams.
+"""Pool: learns of changes by a pool of connections, each blocked in an XREAD over a batch of streams.
 
-A blocked read only says *that* a stream has changed; reading is the lane's. So both ways keep the same promises.
+A blocked read reports only *that* a stream has changed; the stream reader reads the entries. So both ways of learning
+of changes keep the same promises.
 """
 
 from collections import deque
@@ -14,10 +15,10 @@ from millstream.router.policy import PoolPolicy
 from millstream.router.subscriber_buffer import Cursor
 
 
-class Pool:
-    """Waits for changes of the cursors it is given, each until it has changed once.
+class BlockingPool:
+    """Waits for the next change of each armed cursor, once.
 
-    `connect`: makes a link; `changed`: is told of a cursor to be read.
+    `connect`: opens a connection; `changed`: called with a cursor to be read.
     """
 
     def __init__(
@@ -30,99 +31,99 @@ class Pool:
         by_slot: bool,
     ) -> None:
         self._connect = connect
-        self._changed = changed
+        self._on_changed = changed
         self._policy = policy
-        self._link_policy = ConnectionPolicy(greeting=greeting, timeout_ms=15_000.0 + (policy.block_ms or 0))
+        self._connection_policy = ConnectionPolicy(greeting=greeting, timeout_ms=15_000.0 + (policy.block_ms or 0))
         self._by_slot = by_slot
-        self._waiting: deque[Cursor] = deque()
+        self._queued: deque[Cursor] = deque()
         self._workers: list[_Worker] = []
-        self._asked = 0
+        self._blocked = 0
 
     @property
     def workers(self) -> int:
         """Connections now."""
         return len(self._workers)
 
-    def arm(self, cursor: Cursor) -> None:
-        """Tell when it changes after its `last`. Once."""
-        if not cursor.armed and cursor.inboxes and not cursor.paused:
-            cursor.armed = True
-            self._waiting.append(cursor)
+    def watch(self, cursor: Cursor) -> None:
+        """Report the next change of the cursor after its `last`. Once."""
+        if not cursor.watched and cursor.buffers and not cursor.paused:
+            cursor.watched = True
+            self._queued.append(cursor)
 
-    def go(self) -> None:
-        """Give the idle workers something to do, and have as many as are needed."""
+    def flush(self) -> None:
+        """Send reads to the idle workers, and grow or shrink the pool to the demand."""
         policy = self._policy
-        if not self._waiting and len(self._workers) <= policy.workers:
+        if not self._queued and len(self._workers) <= policy.workers:
             return
-        needed = -(-(len(self._waiting) + self._asked) // policy.streams)
+        needed = -(-(len(self._queued) + self._blocked) // policy.streams)
         while needed and len(self._workers) < min(max(needed, policy.workers), policy.max_workers):
             self._workers.append(_Worker(self, len(self._workers)))
         for worker in tuple(self._workers):
             if len(self._workers) > max(policy.workers, 2 * needed) and not worker.batch:
                 self._workers.remove(worker)
-                worker.link.close()
-            elif self._waiting and worker.link.up and not worker.batch:
+                worker.connection.close()
+            elif self._queued and worker.connection.up and not worker.batch:
                 self._send(worker)
 
     def close(self) -> None:
-        """Close every connection, and forget what was waited for."""
-        for cursor in [*self._waiting, *(cursor for worker in self._workers for cursor in worker.batch)]:
-            cursor.armed = False
+        """Close every connection, and disarm every cursor."""
+        for cursor in [*self._queued, *(cursor for worker in self._workers for cursor in worker.batch)]:
+            cursor.watched = False
         for worker in self._workers:
-            worker.link.close()
+            worker.connection.close()
         self._workers.clear()
-        self._waiting.clear()
-        self._asked = 0
+        self._queued.clear()
+        self._blocked = 0
 
-    def connected(self, events: ConnectionEvents, name: str) -> ReconnectingConnection:
-        """A link for a worker."""
-        return self._connect(self._link_policy, events, name)
+    def connect_worker(self, events: ConnectionEvents, name: str) -> ReconnectingConnection:
+        """A connection for a worker."""
+        return self._connect(self._connection_policy, events, name)
 
-    def returned(self, worker: "_Worker", reply: Any) -> None:
-        """A read has ended: `reply` says for which streams there is something; an error, that it has to be looked at.
+    def on_reply(self, worker: "_Worker", reply: Any) -> None:
+        """A read has ended: `reply` names the streams that have changed; after an error all of them count as changed.
 
-        So it does if the connection broke: the reply may have been too large, and would be again.
+        That includes a broken connection: the reply may have been too large, and would be again.
         """
         batch, worker.batch = worker.batch, []
-        self._asked -= len(batch)
-        found = dict(reply or ()) if not isinstance(reply, Exception) else None
+        self._blocked -= len(batch)
+        changed = dict(reply or ()) if not isinstance(reply, Exception) else None
         for cursor in batch:
-            cursor.armed = False
-            if found is None or cursor.key in found:
-                self._changed(cursor)
+            cursor.watched = False
+            if changed is None or cursor.key in changed:
+                self._on_changed(cursor)
             else:
-                self.arm(cursor)
+                self.watch(cursor)
 
     def _send(self, worker: "_Worker") -> None:
         batch: dict[bytes, Cursor] = {}
-        others = []
-        while self._waiting and len(batch) < self._policy.streams:
-            cursor = self._waiting.popleft()
-            if not cursor.inboxes or cursor.paused:
-                cursor.armed = False
+        requeued = []
+        while self._queued and len(batch) < self._policy.streams:
+            cursor = self._queued.popleft()
+            if not cursor.buffers or cursor.paused:
+                cursor.watched = False
             elif cursor.key in batch:
-                others.append(cursor)
+                requeued.append(cursor)
             elif self._by_slot and batch and slot_of(cursor.key) != slot_of(next(iter(batch))):
-                others.append(cursor)
+                requeued.append(cursor)
                 break
             else:
                 batch[cursor.key] = cursor
-        self._waiting.extendleft(reversed(others))
+        self._queued.extendleft(reversed(requeued))
         if not batch:
             return
         worker.batch = list(batch.values())
-        self._asked += len(batch)
+        self._blocked += len(batch)
         block: tuple[Arg, ...] = () if self._policy.block_ms is None else ("BLOCK", self._policy.block_ms)
-        places = [cursor.last for cursor in worker.batch]
-        command = ("XREAD", "COUNT", 1, *block, "STREAMS", *batch, *places)
-        worker.link.ask([command], lambda replies: self.returned(worker, replies[0]))
+        ids = [cursor.last for cursor in worker.batch]
+        command = ("XREAD", "COUNT", 1, *block, "STREAMS", *batch, *ids)
+        worker.connection.request([command], lambda replies: self.on_reply(worker, replies[0]))
 
 
 class _Worker:
-    """One connection, and what it waits for."""
+    """One connection, and the batch of cursors it is blocked on."""
 
-    def __init__(self, pool: Pool, number: int) -> None:
+    def __init__(self, pool: BlockingPool, number: int) -> None:
         self.batch: list[Cursor] = []
         broken = Unavailable("the connection broke")
-        events = ConnectionEvents(up=lambda: None, down=lambda _: pool.returned(self, broken))
-        self.link = pool.connected(events, f"worker {number}")
+        events = ConnectionEvents(on_up=lambda: None, on_down=lambda _: pool.on_reply(self, broken))
+        self.connection = pool.connect_worker(events, f"worker {number}")

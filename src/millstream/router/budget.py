@@ -1,6 +1,6 @@
-"""What the buffers of all subscriptions hold, in bytes, and how much that may be.
+"""Budget: bytes held by the buffers of all subscriptions, and their limit.
 
-Subscribers of one stream share the entries of a reply, so each reply is counted once, for as long as anybody has it.
+Subscribers of one stream share the entries of a reply, so each reply is counted once, for as long as a buffer holds it.
 """
 
 from collections import deque
@@ -8,17 +8,17 @@ from collections import deque
 from millstream.router.gap_detection import Entry
 
 LEAST_BYTES = 16 * 1024
-"""What a buffer may hold, and a reply should not exceed, while there is no more room: smaller steps only cost more."""
+"""Limit of a buffer, and of a reply, while the budget is spent: smaller steps only cost more."""
 
 _ENTRY_BYTES, _PART_BYTES = 180, 41
-"""What Python takes for an entry, and for each of its names and values, beside their own bytes."""
+"""Memory that Python adds for an entry, and for each of its names and values, beside their own bytes."""
 
 
 class Budget:
-    """At most `most_bytes` are read ahead. `spent`: so much is held, and from then on until a quarter of it is free again.
+    """Limits read-ahead to `most_bytes`. `spent`: the limit was reached, and not yet a quarter of it is free again.
 
-    `spent` may be read in any thread, and `free` called there, even while an object is destroyed; the rest is for the
-    router's thread.
+    Any thread may read `spent` and call `release`, even while an object is destroyed; the rest is for the router's
+    thread.
     """
 
     __slots__ = ("_freed", "_held", "most_bytes", "spent")
@@ -29,18 +29,18 @@ class Budget:
         self._held = 0
         self._freed: deque[int] = deque()
 
-    def take(self, size: int) -> None:
-        """So many bytes are held from now on."""
+    def add(self, size: int) -> None:
+        """Add bytes that are held from now on."""
         self._held += size
         if self._held >= self.most_bytes and not self.spent:
-            self.balance()
+            self.update()
 
-    def free(self, size: int) -> None:
-        """So many bytes are held no more."""
+    def release(self, size: int) -> None:
+        """Subtract bytes that are held no more."""
         self._freed.append(size)
 
-    def balance(self) -> int:
-        """Look whether the budget is spent; returns how many bytes are held."""
+    def update(self) -> int:
+        """Update `spent`; returns the bytes held."""
         while self._freed:
             self._held -= self._freed.popleft()
         if self._held >= self.most_bytes:
@@ -51,7 +51,7 @@ class Budget:
 
 
 class Batch:
-    """Entries that were read together, with the size of each; counted in the budget until nobody has them any more."""
+    """Entries read together, with the size of each; counted in the budget until the last reference is dropped."""
 
     __slots__ = ("_budget", "entries", "size", "sizes")
 
@@ -60,21 +60,21 @@ class Batch:
         self.sizes = sizes
         self.size = size = sizes[0] if len(sizes) == 1 else sum(sizes)
         self._budget = budget
-        budget.take(size)
+        budget.add(size)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __del__(self) -> None:
-        self._budget.free(self.size)
+        self._budget.release(self.size)
 
     def part(self, start: int, end: int) -> "Batch":
-        """The entries from place `start` to before `end`."""
+        """The entries from index `start` to before `end`."""
         return Batch(self.entries[start:end], self.sizes[start:end], self._budget)
 
 
 def batch_of(entries: list[Entry], budget: Budget) -> Batch:
-    """Entries as they came from Redis, of which there is one or more."""
+    """A batch of one or more entries as Redis returned them."""
     return Batch(entries, tuple([_size_of(entry) for entry in entries]), budget)
 
 

@@ -1,4 +1,7 @@
-"""One connection of the router that is kept up: dialled aside, greeted, given up when it is silent, dialled again."""
+"""ReconnectingConnection: a connection of the router that redials itself.
+
+It dials in a helper thread, sends the greeting, and replaces a connection that is silent or broken.
+"""
 
 import logging
 from collections import deque
@@ -13,34 +16,39 @@ from millstream.router.reactor import Reactor
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
-_WORD_EVERY_MS = 5000.0
+_WARN_EVERY_MS = 5000.0
 _TICK_MS = 250.0
-_CHUNKS = 8  # in one go; others want their turn too
+_MOST_CHUNKS = 8  # per call, so that other connections get their turn
 
-Then = Callable[[list[Any]], None]
+ReplyCallback = Callable[[list[Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionEvents:
-    """Whom a link tells. All are called in the pump's thread.
+    """Callbacks of a connection, all called in the reactor's thread.
 
-    * `up`: it can be asked now; nothing of before is in flight
-    * `down`: it broke; what was asked and not answered will not be. It is told whether the other side has ended it
-    * `push`: a word of the server that nobody asked for
-    * `denied`: the server does not let us in; `refused`: it refuses the greeting. It is tried again all the same
+    * `on_up`: it accepts requests now; no earlier request is in flight
+    * `on_down`: it broke, and requests in flight will get no reply; its argument: whether the server closed it
+    * `on_push`: the server sent an unsolicited message
+    * `on_denied`: the server denies access; `on_refused`: it refuses the greeting. The connection redials all the same
     """
 
-    up: Callable[[], None]
-    down: Callable[[bool], None]
-    push: Callable[[Push], None] = lambda push: None
-    denied: Callable[[MillstreamError], None] = lambda error: None
-    refused: Callable[[MillstreamError], None] = lambda error: None
+    on_up: Callable[[], None]
+    on_down: Callable[[bool], None]
+    on_push: Callable[[Push], None] = lambda push: None
+    on_denied: Callable[[MillstreamError], None] = lambda error: None
+    on_refused: Callable[[MillstreamError], None] = lambda error: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionPolicy:
-    """How a link is kept. `greeting`: sent first, and none of it may be refused. `idle_ms`: after so long a silence the
-    server is asked `alive`. `timeout_ms`: after so long without an answer it is given up. `role`: what ROLE must say."""
+    """How a connection is opened and checked.
+
+    * `greeting`: commands sent first, of which the server may refuse none
+    * `idle_ms`: milliseconds of silence until a PING (or ROLE)
+    * `timeout_ms`: milliseconds without a reply until the connection is closed and redialled
+    * `role`: the reply that ROLE must give; None: any
+    """
 
     greeting: Sequence[Command]
     idle_ms: float = 1000.0
@@ -49,11 +57,14 @@ class ConnectionPolicy:
 
 
 class ReconnectingConnection:
-    """A connection by `dial`, which may block and is called aside. Replies come in the order of the questions."""
+    """A connection opened by `dial`, which may block and runs in a helper thread.
+
+    Replies come in the order of requests.
+    """
 
     def __init__(
         self,
-        pump: Reactor,
+        reactor: Reactor,
         dial: Callable[[], RespConnection],
         name: str,
         *,
@@ -62,170 +73,173 @@ class ReconnectingConnection:
     ) -> None:
         self.up = False
         self.name = name
-        self._pump = pump
+        self._reactor = reactor
         self._dial = dial
         self._policy = policy
         self._events = events
-        self._wire: RespConnection | None = None
+        self._resp: RespConnection | None = None
         self._closed = False
-        self._asked: deque[tuple[int, Then]] = deque()
+        self._in_flight: deque[tuple[int, ReplyCallback]] = deque()
         self._replies: list[Any] = []
-        self._heard_ms = self._away_since_ms = self._up_since_ms = pump.clock.monotonic_ms()
-        self._wait_ms = 0.0
-        self._said_ms: float | None = None
-        self._said = False
+        self._last_reply_ms = self._down_since_ms = self._up_since_ms = reactor.clock.monotonic_ms()
+        self._backoff_ms = 0.0
+        self._warned_ms: float | None = None
+        self._warned = False
         self._redial()
-        self._tick()
+        self._check_alive()
 
-    def ask(self, commands: Sequence[Command], then: Then) -> None:
-        """Send commands; `then` gets their replies, errors among them. Never, if the link breaks before."""
-        if self._wire is None:
+    def request(self, commands: Sequence[Command], on_reply: ReplyCallback) -> None:
+        """Send commands; `on_reply` gets their replies, errors among them.
+
+        It is not called if the connection breaks before.
+        """
+        if self._resp is None:
             return
-        if not self._asked:
-            self._heard_ms = self._pump.clock.monotonic_ms()
-        self._asked.append((len(commands), then))
-        self._guarded(lambda wire: wire.send(commands))
+        if not self._in_flight:
+            self._last_reply_ms = self._reactor.clock.monotonic_ms()
+        self._in_flight.append((len(commands), on_reply))
+        self._or_reconnect(lambda resp: resp.send(commands))
 
     def close(self) -> None:
-        """End it for good."""
+        """Close it for good."""
         self._closed = True
-        self._hang_up()
+        self._disconnect()
 
-    # What the pump calls
+    # Called by the reactor
 
     def fileno(self) -> int:
-        """The descriptor of the connection that is open now."""
-        return self._wire.fileno() if self._wire else -1
+        """The descriptor of the open connection; -1 if there is none."""
+        return self._resp.fileno() if self._resp else -1
 
-    def ready(self) -> None:
-        """Read what has come in, send what waits."""
-        if self._wire is not None and self._wire.clogged:
-            self._guarded(lambda wire: wire.flush())
-        for _ in range(_CHUNKS):
-            if self._hear() < CHUNK_BYTES:
+    def on_ready(self) -> None:
+        """Read the replies that have arrived, and send what is unsent."""
+        if self._resp is not None and self._resp.has_unsent:
+            self._or_reconnect(lambda resp: resp.flush())
+        for _ in range(_MOST_CHUNKS):
+            if self._read_chunk() < CHUNK_BYTES:
                 return
 
     # Inside
 
-    def _hear(self) -> int:
-        """Take in some of what has come, and pass it on; returns how many bytes were read."""
-        wire = self._wire
-        if wire is None:
+    def _read_chunk(self) -> int:
+        """Read one chunk, and dispatch its replies; returns how many bytes were read."""
+        resp = self._resp
+        if resp is None:
             return 0
         try:
-            size = wire.take_in()
+            size = resp.fill()
         except Unavailable as error:
-            self._broken(error, hung_up=True)
+            self._on_broken(error, hung_up=True)
             return 0
         if size:
-            self._heard_ms = self._pump.clock.monotonic_ms()
-        for reply in wire.replies():
+            self._last_reply_ms = self._reactor.clock.monotonic_ms()
+        for reply in resp.replies():
             if type(reply) is Push:
-                self._events.push(reply)
+                self._events.on_push(reply)
             else:
-                self._answer(reply)
-            if self._wire is not wire:  # whoever was told had trouble
+                self._dispatch(reply)
+            if self._resp is not resp:  # a callback has closed it
                 return 0
         return size
 
-    def _answer(self, reply: Any) -> None:
+    def _dispatch(self, reply: Any) -> None:
         self._replies.append(reply)
-        if self._asked and len(self._replies) >= self._asked[0][0]:
+        if self._in_flight and len(self._replies) >= self._in_flight[0][0]:
             collected, self._replies = self._replies, []
-            self._asked.popleft()[1](collected)
+            self._in_flight.popleft()[1](collected)
 
     def _redial(self) -> None:
         if not self._closed:
-            self._pump.aside(self._dial, self._dialled)
+            self._reactor.run_in_helper(self._dial, self._on_dialled)
 
-    def _dialled(self, result: Any) -> None:
+    def _on_dialled(self, result: Any) -> None:
         if isinstance(result, Exception):
             if isinstance(result, (ConfigError, AccessDenied)):
-                self._events.denied(result)
-            self._endure(result)
+                self._events.on_denied(result)
+            self._redial_later(result)
             return
         if self._closed:
             result.close()
             return
-        self._wire = result
-        self._pump.watch(self)
-        self.ask(self._policy.greeting, self._greeted)
+        self._resp = result
+        self._reactor.watch(self)
+        self.request(self._policy.greeting, self._on_greeted)
 
-    def _greeted(self, replies: list[Any]) -> None:
+    def _on_greeted(self, replies: list[Any]) -> None:
         for reply in replies:
             if isinstance(reply, MillstreamError):
                 if isinstance(reply, (CommandFailed, AccessDenied)):
-                    self._events.refused(reply)
-                self._broken(reply)
+                    self._events.on_refused(reply)
+                self._on_broken(reply)
                 return
-        self._up_since_ms = self._pump.clock.monotonic_ms()
-        if self._said:
-            away_s = (self._up_since_ms - self._away_since_ms) / 1000
-            logger.warning("the router goes on at %s after %.1f s", self.name, away_s)
-        self._said = False
+        self._up_since_ms = self._reactor.clock.monotonic_ms()
+        if self._warned:
+            away_s = (self._up_since_ms - self._down_since_ms) / 1000
+            logger.warning("reconnected to %s after %.1f s", self.name, away_s)
+        self._warned = False
         self.up = True
-        self._events.up()
+        self._events.on_up()
 
-    def _guarded(self, action: Callable[[RespConnection], None]) -> None:
-        wire = self._wire
-        if wire is None:
+    def _or_reconnect(self, action: Callable[[RespConnection], None]) -> None:
+        resp = self._resp
+        if resp is None:
             return
-        clogged = wire.clogged
+        clogged = resp.has_unsent
         try:
-            action(wire)
+            action(resp)
         except Unavailable as error:
-            self._broken(error, hung_up=True)
+            self._on_broken(error, hung_up=True)
             return
-        if wire.clogged != clogged:
-            self._pump.watch(self, writing=wire.clogged)
+        if resp.has_unsent != clogged:
+            self._reactor.watch(self, writing=resp.has_unsent)
 
-    def _broken(self, error: MillstreamError, *, hung_up: bool = False) -> None:
+    def _on_broken(self, error: MillstreamError, *, hung_up: bool = False) -> None:
         was_up = self.up
         if was_up:
-            self._away_since_ms = self._pump.clock.monotonic_ms()
-            if self._away_since_ms - self._up_since_ms >= self._wait_ms:  # it was worth the dialling
-                self._wait_ms = 0.0
-        self._hang_up()
+            self._down_since_ms = self._reactor.clock.monotonic_ms()
+            if self._down_since_ms - self._up_since_ms >= self._backoff_ms:  # it was stable: no back-off
+                self._backoff_ms = 0.0
+        self._disconnect()
         if was_up:
-            self._events.down(hung_up)
-        self._endure(error)
+            self._events.on_down(hung_up)
+        self._redial_later(error)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         self.up = False
-        self._asked.clear()
+        self._in_flight.clear()
         self._replies.clear()
-        if self._wire is not None:
-            self._pump.unwatch(self)
-            self._wire.close()
-            self._wire = None
+        if self._resp is not None:
+            self._reactor.unwatch(self)
+            self._resp.close()
+            self._resp = None
 
-    def _endure(self, error: Exception) -> None:
-        """Wait with back-off, and say so, every five seconds at most."""
+    def _redial_later(self, error: Exception) -> None:
+        """Redial after a back-off, and log that every five seconds at most."""
         if self._closed:
             return
-        now_ms = self._pump.clock.monotonic_ms()
-        if self._said_ms is None or now_ms - self._said_ms >= _WORD_EVERY_MS:
-            self._said_ms, self._said = now_ms, True
-            away_s = (now_ms - self._away_since_ms) / 1000
-            logger.warning("the router waits for %s (%.0f s so far): %s", self.name, away_s, error)
-        self._pump.later(self._wait_ms, self._redial)
-        self._wait_ms = min(max(self._wait_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
+        now_ms = self._reactor.clock.monotonic_ms()
+        if self._warned_ms is None or now_ms - self._warned_ms >= _WARN_EVERY_MS:
+            self._warned_ms, self._warned = now_ms, True
+            away_s = (now_ms - self._down_since_ms) / 1000
+            logger.warning("%s unreachable for %.0f s: %s; redialling", self.name, away_s, error)
+        self._reactor.call_later(self._backoff_ms, self._redial)
+        self._backoff_ms = min(max(self._backoff_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
 
-    def _tick(self) -> None:
-        """A connection may die without a word: ask when it is silent, and give it up when it does not answer."""
+    def _check_alive(self) -> None:
+        """Detect a dead connection: send a PING when it is silent, and redial when no reply comes."""
         if self._closed:
             return
-        self._pump.later(_TICK_MS, self._tick)
-        silent_ms = self._pump.clock.monotonic_ms() - self._heard_ms
-        if self._wire is None:
+        self._reactor.call_later(_TICK_MS, self._check_alive)
+        silent_ms = self._reactor.clock.monotonic_ms() - self._last_reply_ms
+        if self._resp is None:
             return
-        if self._asked:
+        if self._in_flight:
             if silent_ms > self._policy.timeout_ms:
-                self._broken(Unavailable(f"no answer for {silent_ms / 1000:.0f} s"))
+                self._on_broken(Unavailable(f"no reply for {silent_ms / 1000:.0f} s"))
         elif self.up and silent_ms > self._policy.idle_ms:
-            self.ask([("ROLE",) if self._policy.role else ("PING",)], self._answered)
+            self.request([("ROLE",) if self._policy.role else ("PING",)], self._on_ping_reply)
 
-    def _answered(self, replies: list[Any]) -> None:
+    def _on_ping_reply(self, replies: list[Any]) -> None:
         reply, role = replies[0], self._policy.role
         if role and isinstance(reply, list) and reply[0] != role:
-            self._broken(Unavailable("it is the primary no more"))
+            self._on_broken(Unavailable("it is no longer the primary"))

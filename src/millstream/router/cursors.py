@@ -1,7 +1,8 @@
-"""Who reads which stream from where: cursors, shared by all subscribers at the same place. Used by the router's thread only.
+"""CursorTable: the cursors of a router, each shared by all subscribers at one position. For the router's thread only.
 
-A stream has one *live* cursor, which follows its end, and late ones, each for subscribers that are elsewhere: they
-came with an older id, or could not keep up. A late cursor is read by itself and given up where it reaches the live one.
+A stream has one *live* cursor, which follows its end, and late ones, each for subscribers at another position: they
+subscribed with an older id, or could not keep up. The router reads a late cursor separately, and merges it into the
+live one where it reaches that.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 from millstream.redis_client.key_names import from_wire
 from millstream.router.budget import Batch, Budget, batch_of
-from millstream.router.gap_detection import ZERO, Entry, number
+from millstream.router.gap_detection import ZERO, Entry, id_as_numbers
 from millstream.router.stream_events import Gap, Reason, Start, TooSlow
 from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
 
@@ -20,18 +21,18 @@ NEWEST = b"$"
 
 @dataclass(frozen=True, kw_only=True)
 class CursorCallbacks:
-    """What a shelf asks for: read this cursor soon; wake the inbox's subscriber."""
+    """Callbacks of a `CursorTable`: queue a cursor to be read; wake the subscriber of a buffer."""
 
-    want: Callable[[Cursor], None]
+    schedule: Callable[[Cursor], None]
     wake: Callable[[SubscriberBuffer], None]
 
 
 class CursorTable:
     """All cursors, by stream."""
 
-    def __init__(self, calls: CursorCallbacks, metrics: Metrics, budget: Budget) -> None:
+    def __init__(self, callbacks: CursorCallbacks, metrics: Metrics, budget: Budget) -> None:
         self.budget = budget
-        self._calls = calls
+        self._callbacks = callbacks
         self._metrics = metrics
         self._live: dict[bytes, Cursor] = {}
         self._late: dict[bytes, list[Cursor]] = {}
@@ -40,89 +41,89 @@ class CursorTable:
     def __len__(self) -> int:
         return len(self._live) + sum(key not in self._live for key in self._late)
 
-    def at(self, key: bytes) -> Sequence[Cursor]:
+    def of(self, key: bytes) -> Sequence[Cursor]:
         """The cursors of a stream."""
         live = self._live.get(key)
         found = (live,) if live is not None else ()
         return (*found, *self._late[key]) if key in self._late else found
 
     def streams(self) -> list[bytes]:
-        """Every stream that somebody follows."""
+        """Every stream that has a subscriber."""
         return list(self._live) + [key for key in self._late if key not in self._live]
 
-    # Coming and going
+    # Subscribing and unsubscribing
 
-    def add(self, inbox: SubscriberBuffer, key: bytes, after: bytes) -> None:
-        """Serve `inbox` with what comes after the id `after`."""
+    def add(self, buffer: SubscriberBuffer, key: bytes, after: bytes) -> None:
+        """Deliver to `buffer` the entries after the id `after`."""
         self.subscriptions += 1
-        for cursor in self.at(key):
-            if cursor.last == after != NEWEST and not (cursor.paused or cursor.lost_at):
+        for cursor in self.of(key):
+            if cursor.last == after != NEWEST and not (cursor.paused or cursor.deleted_at):
                 break
         else:
             cursor = Cursor(key, after)
             cursor.anchor = None if after in (NEWEST, ZERO) else after
             self._late.setdefault(key, []).append(cursor)
-        cursor.inboxes.append(inbox)
-        inbox.cursor = cursor
-        self._calls.want(cursor)
+        cursor.buffers.append(buffer)
+        buffer.cursor = cursor
+        self._callbacks.schedule(cursor)
 
-    def remove(self, inbox: SubscriberBuffer) -> None:
-        """Serve it no more."""
-        cursor, inbox.cursor = inbox.cursor, None
+    def remove(self, buffer: SubscriberBuffer) -> None:
+        """Stop delivering to the buffer."""
+        cursor, buffer.cursor = buffer.cursor, None
         if cursor is None:
             return
         self.subscriptions -= 1
-        cursor.inboxes.remove(inbox)
-        if not cursor.inboxes:
-            self._forget(cursor)
+        cursor.buffers.remove(buffer)
+        if not cursor.buffers:
+            self._remove_cursor(cursor)
 
-    def end(self, inbox: SubscriberBuffer, ending: bool | Exception = True) -> None:
-        """Serve it no more, and say so to its subscriber."""
-        inbox.ending = inbox.ending or ending
-        self.remove(inbox)
-        self._calls.wake(inbox)
+    def end(self, buffer: SubscriberBuffer, ending: bool | Exception = True) -> None:
+        """Stop delivering to the buffer, and end its subscription: True without an error."""
+        buffer.ending = buffer.ending or ending
+        self.remove(buffer)
+        self._callbacks.wake(buffer)
 
-    def end_at(self, cursor: Cursor, ending: bool | Exception) -> None:
+    def end_cursor(self, cursor: Cursor, ending: bool | Exception) -> None:
         """End every subscription at this cursor."""
-        for inbox in tuple(cursor.inboxes):
-            self.end(inbox, ending)
+        for buffer in tuple(cursor.buffers):
+            self.end(buffer, ending)
 
     def end_all(self, ending: bool | Exception) -> None:
         """End every subscription."""
         for key in self.streams():
-            for cursor in self.at(key):
-                self.end_at(cursor, ending)
+            for cursor in self.of(key):
+                self.end_cursor(cursor, ending)
 
-    def resume(self, inbox: SubscriberBuffer) -> None:
-        """The subscriber has room again."""
-        inbox.paused = False
-        if (cursor := inbox.cursor) is not None and cursor.paused:
+    def resume(self, buffer: SubscriberBuffer) -> None:
+        """The buffer has room again: read on for it."""
+        buffer.paused = False
+        if (cursor := buffer.cursor) is not None and cursor.paused:
             cursor.paused = False
-            self._calls.want(cursor)
+            self._callbacks.schedule(cursor)
 
-    def settle(self, cursor: Cursor) -> None:
-        """The cursor has reached the end of its stream: make it the live one, or join that."""
+    def promote(self, cursor: Cursor) -> None:
+        """The cursor has reached the end of its stream: make it the live one, or merge it into that."""
         live = self._live.get(cursor.key)
-        if live is cursor or cursor.paused or not cursor.inboxes:
+        if live is cursor or cursor.paused or not cursor.buffers:
             return
         if live is None:
-            self._drop_late(cursor)
+            self._remove_late(cursor)
             self._live[cursor.key] = cursor
-        elif not (live.lost_at or cursor.lost_at) and number(cursor.last) >= number(live.last):
-            for inbox in cursor.inboxes:
-                inbox.cursor = live
-                inbox.skip = cursor.last if cursor.last != live.last else None
-            live.inboxes += cursor.inboxes
-            cursor.inboxes = []
-            self._drop_late(cursor)
+        elif not (live.deleted_at or cursor.deleted_at) and id_as_numbers(cursor.last) >= id_as_numbers(live.last):
+            for buffer in cursor.buffers:
+                buffer.cursor = live
+                buffer.skip = cursor.last if cursor.last != live.last else None
+            live.buffers += cursor.buffers
+            cursor.buffers = []
+            self._remove_late(cursor)
 
-    def _forget(self, cursor: Cursor) -> None:
+    def _remove_cursor(self, cursor: Cursor) -> None:
         if self._live.get(cursor.key) is cursor:
             del self._live[cursor.key]
         else:
-            self._drop_late(cursor)
+            self._remove_late(cursor)
 
-    def _drop_late(self, cursor: Cursor) -> None:
+    def _remove_late(self, cursor: Cursor) -> None:
         late = self._late.get(cursor.key, [])
         if cursor in late:
             late.remove(cursor)
@@ -132,88 +133,91 @@ class CursorTable:
     # Delivery
 
     def deliver(self, cursor: Cursor, entries: list[Entry]) -> None:
-        """Give entries, the next ones of this cursor, to its subscribers."""
+        """Put the next entries of this cursor into the buffers of its subscribers."""
         start = cursor.last, cursor.ordinal, cursor.proven
         batch = batch_of(entries, self.budget)
         full = []
-        for inbox in cursor.inboxes:
-            at = 0
-            if inbox.skip is not None:
-                limit = number(inbox.skip)
-                at = sum(number(entry[0]) <= limit for entry in entries)
-                if at == len(entries):
+        for buffer in cursor.buffers:
+            first = 0
+            if buffer.skip is not None:
+                limit = id_as_numbers(buffer.skip)
+                first = sum(id_as_numbers(entry[0]) <= limit for entry in entries)
+                if first == len(entries):
                     continue
-                inbox.skip = None
-            wanted = batch.part(at, len(entries)) if at else batch
-            if inbox.fits(wanted):
-                inbox.put(wanted)
+                buffer.skip = None
+            part = batch.part(first, len(entries)) if first else batch
+            if buffer.fits(part):
+                buffer.put(part)
             else:
-                full.append((inbox, at))
-            if inbox.waker is not None:
-                self._calls.wake(inbox)
+                full.append((buffer, first))
+            if buffer.waker is not None:
+                self._callbacks.wake(buffer)
         if cursor.anchor is None:
             cursor.anchor = entries[0][0]
         cursor.last, cursor.proven = entries[-1][0], True
         largest = batch.size if len(entries) == 1 else max(batch.sizes)
-        cursor.scale = max(largest.bit_length() - 1, cursor.scale - 1)
+        cursor.size_log2 = max(largest.bit_length() - 1, cursor.size_log2 - 1)
         if cursor.ordinal is not None:
             cursor.ordinal += len(entries)
-        for inbox, at in full:  # only now: one of them may be resumed at once, and then the cursor is moved back
-            self._overflow(cursor, inbox, batch, at, start)
-            self._calls.wake(inbox)
+        for buffer, first in full:  # last: a resume may follow at once and move the cursor back
+            self._overflow(cursor, buffer, batch, first, start)
+            self._callbacks.wake(buffer)
 
-    def tell_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
-        """Tell the cursor's subscribers that entries are missing after the id `after`."""
+    def report_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
+        """Report to the cursor's subscribers that entries are missing after the id `after`."""
         gap = Gap(stream=from_wire(cursor.key), after=after.decode(), reason=reason, missed=missed)
         self._metrics.count(m.ROUTER_GAPS, reason=reason)
-        for inbox in cursor.inboxes:
-            inbox.skip = None
-            inbox.batches.append(gap)
-            self._calls.wake(inbox)
+        for buffer in cursor.buffers:
+            buffer.skip = None
+            buffer.batches.append(gap)
+            self._callbacks.wake(buffer)
 
-    def tell_start(self, cursor: Cursor) -> None:
-        """Tell subscribers who asked for it where the cursor, which was to begin at the end, begins."""
-        for inbox in cursor.inboxes:
-            if inbox.tells_start:
-                inbox.batches.append(Start(stream=inbox.stream, after=cursor.last.decode()))
-                self._calls.wake(inbox)
+    def report_start(self, cursor: Cursor) -> None:
+        """Report the start id to those subscribers of an END cursor that asked for it."""
+        for buffer in cursor.buffers:
+            if buffer.reports_start:
+                buffer.batches.append(Start(stream=buffer.stream, after=cursor.last.decode()))
+                self._callbacks.wake(buffer)
 
     def _overflow(
-        self, cursor: Cursor, inbox: SubscriberBuffer, batch: Batch, at: int, start: tuple[bytes, int | None, bool]
+        self, cursor: Cursor, buffer: SubscriberBuffer, batch: Batch, first: int, start: tuple[bytes, int | None, bool]
     ) -> None:
-        """A batch that comes after `start`, an id, its ordinal and whether it was there, does not fit from `at` on."""
-        rest = batch.part(at, len(batch))
-        if inbox.when_full == "drop-oldest":
-            self._metrics.count(m.ROUTER_DROPPED, inbox.put_dropping(rest))
+        """A batch does not fit into a buffer from the index `first` on.
+
+        `start`: where the batch begins: the id before it, the ordinal of that id, and whether its entry was there.
+        """
+        rest = batch.part(first, len(batch))
+        if buffer.when_full == "drop-oldest":
+            self._metrics.count(m.ROUTER_DROPPED, buffer.put_dropping(rest))
             return
         last, ordinal, proven = start
-        end = at + inbox.fitting(rest)
-        if end > at:
-            inbox.put(batch.part(at, end))
+        end = first + buffer.fitting(rest)
+        if end > first:
+            buffer.put(batch.part(first, end))
         reached = batch.entries[end - 1][0] if end else last
-        if inbox.when_full == "disconnect":
-            self.end(inbox, TooSlow(inbox.stream, reached.decode()))
+        if buffer.when_full == "disconnect":
+            self.end(buffer, TooSlow(buffer.stream, reached.decode()))
             return
-        place = self._own_place(cursor, inbox)
-        place.last, place.proven = reached, proven or end > 0
-        place.ordinal = None if ordinal is None else ordinal + end
-        place.paused = True
-        # Said first, looked second: the subscriber takes something out before it looks whether it is paused.
-        inbox.paused = True
-        if inbox.drained:
-            self.resume(inbox)
+        own = self._detach(cursor, buffer)
+        own.last, own.proven = reached, proven or end > 0
+        own.ordinal = None if ordinal is None else ordinal + end
+        own.paused = True
+        # Set first, checked second: the subscriber takes an item before it checks whether it is paused.
+        buffer.paused = True
+        if buffer.drained:
+            self.resume(buffer)
 
-    def _own_place(self, cursor: Cursor, inbox: SubscriberBuffer) -> Cursor:
-        """A late cursor for this inbox alone."""
-        if cursor.inboxes == [inbox]:
-            self._forget(cursor)
-            place = cursor
+    def _detach(self, cursor: Cursor, buffer: SubscriberBuffer) -> Cursor:
+        """A late cursor for this buffer alone."""
+        if cursor.buffers == [buffer]:
+            self._remove_cursor(cursor)
+            own = cursor
         else:
-            cursor.inboxes.remove(inbox)
-            place = Cursor(cursor.key, cursor.last)
-            place.careful, place.scale = cursor.careful, cursor.scale
-            place.anchor, place.next_anchor = cursor.anchor, cursor.next_anchor
-            place.inboxes.append(inbox)
-            inbox.cursor = place
-        self._late.setdefault(place.key, []).append(place)
-        return place
+            cursor.buffers.remove(buffer)
+            own = Cursor(cursor.key, cursor.last)
+            own.needs_counters, own.size_log2 = cursor.needs_counters, cursor.size_log2
+            own.anchor, own.next_anchor = cursor.anchor, cursor.next_anchor
+            own.buffers.append(buffer)
+            buffer.cursor = own
+        self._late.setdefault(own.key, []).append(own)
+        return own

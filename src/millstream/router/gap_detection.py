@@ -1,7 +1,7 @@
-"""Whether entries are missing at a reader's position: decided from a read and the stream's own counters. No I/O.
+"""Gap detection: whether entries are missing at a reader's position, by a read and the stream's own counters. No I/O.
 
-Each read begins *at* the last entry that was delivered, not after it. If that entry comes back first, nothing after it
-can have been trimmed, since trimming takes the oldest: that is the whole cost in the usual case. If it does not, the
+Each read begins *at* the last entry delivered, not after it. If that entry comes back first, nothing after it can have
+been trimmed, since a trim removes the oldest entries: in the usual case that is the whole cost. If it does not, the
 counters of XINFO STREAM (Redis 7.0: entries-added, length, max-deleted-entry-id) say exactly how many entries went
 unread, and nearly always whether it is still the same stream: two histories may end in the same counters.
 """
@@ -14,17 +14,17 @@ from millstream.errors import CommandFailed
 ZERO = b"0-0"
 _LAST_SEQ = (1 << 64) - 1
 Entry = list[Any]
-"""An entry as hiredis has it: `[id, [name, value, ...]]`."""
+"""An entry as hiredis returns it: `[id, [name, value, ...]]`."""
 
 
-def number(entry_id: bytes) -> tuple[int, int]:
-    """An id, for comparisons."""
+def id_as_numbers(entry_id: bytes) -> tuple[int, int]:
+    """An id as a pair of numbers, for comparisons."""
     ms, _, seq = entry_id.partition(b"-")
     return int(ms), int(seq)
 
 
-def before(entry_id: bytes) -> bytes:
-    """The id right before: what to read after, to get the entry itself too."""
+def id_before(entry_id: bytes) -> bytes:
+    """The id right before: an XREAD after it returns the entry itself too."""
     ms, _, seq = entry_id.partition(b"-")
     if seq != b"0":
         return b"%b-%d" % (ms, int(seq) - 1)
@@ -32,49 +32,49 @@ def before(entry_id: bytes) -> bytes:
 
 
 class StreamCounters(NamedTuple):
-    """What XINFO STREAM says of a stream that exists; an id of an entry is None where there is no entry."""
+    """The reply of XINFO STREAM for a stream that exists; `first` and `last` are None where it has no entries."""
 
-    top: bytes
+    last_generated: bytes
     first: bytes | None
     last: bytes | None
     length: int
-    added: int
-    deleted: bytes
+    entries_added: int
+    max_deleted: bytes
 
     @property
     def removed(self) -> int:
         """How many entries were ever removed."""
-        return self.added - self.length
+        return self.entries_added - self.length
 
 
-MISSING = StreamCounters(top=ZERO, first=None, last=None, length=0, added=0, deleted=ZERO)
-"""The facts of a stream that does not exist."""
+MISSING = StreamCounters(last_generated=ZERO, first=None, last=None, length=0, entries_added=0, max_deleted=ZERO)
+"""The counters of a stream that does not exist."""
 
 
 def counters_of(reply: Any) -> StreamCounters | None:
-    """Understand a reply of XINFO STREAM; None if it is an error that says nothing of the stream."""
+    """Parse a reply of XINFO STREAM; None for an error that says nothing about the stream."""
     if isinstance(reply, Exception):
         return MISSING if isinstance(reply, CommandFailed) and "no such key" in str(reply) else None
-    named = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
-    first, last = named[b"first-entry"], named[b"last-entry"]
-    length = int(named[b"length"])
+    fields = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+    first, last = fields[b"first-entry"], fields[b"last-entry"]
+    length = int(fields[b"length"])
     return StreamCounters(
-        top=named[b"last-generated-id"],
+        last_generated=fields[b"last-generated-id"],
         first=first[0] if first else None,
         last=last[0] if last else None,
         length=length,
-        added=int(named.get(b"entries-added", length)),
-        deleted=named.get(b"max-deleted-entry-id", ZERO),
+        entries_added=int(fields.get(b"entries-added", length)),
+        max_deleted=fields.get(b"max-deleted-entry-id", ZERO),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """One read: of the entries after `position`, which is the `ordinal`-th ever added (None: not known).
+    """One read: the entries after `position`, which is the `ordinal`-th entry ever added (None: unknown).
 
-    * `proven`: at `position` there was an entry of this stream; otherwise it may be any id, as a subscriber gave it
+    * `proven`: `position` was an entry of this stream; otherwise it may be any id, as a subscriber gave it
     * `present`: the entry at `position` was still there, or the position is the very beginning
-    * `full`: there may be more entries than these
+    * `full`: the stream may have more entries than these
     """
 
     position: bytes
@@ -86,73 +86,82 @@ class ReadResult:
 
 
 class Verdict(NamedTuple):
-    """What a reading means.
+    """The result of gap detection.
 
-    * `what`: "sound": deliver the entries; "again": the stream changed between read and counters; "gone": there is no
-      such stream; "another": this is not the stream that was followed, or Redis lost its end, and entries of it may lie
-      before the position; "trimmed", "recreated": a gap before the entries
-    * `missed`: how many entries are in the gap
-    * `ordinal`: that of the last of the entries
+    * `kind`: "complete": deliver the entries; "retry": the stream changed between the read and the counters; "deleted":
+      the stream does not exist; "diverged": it is another stream, or Redis lost the end of this one, and unread entries
+      may be before the position; "trimmed", "recreated": a gap before the entries
+    * `missed`: how many entries are in the gap; None: unknown
+    * `ordinal`: the ordinal of the last entry read
     """
 
-    what: Literal["sound", "again", "gone", "another", "trimmed", "recreated"]
+    kind: Literal["complete", "retry", "deleted", "diverged", "trimmed", "recreated"]
     missed: int | None = None
     ordinal: int | None = None
 
 
-def detect_gap(reading: ReadResult, facts: StreamCounters) -> Verdict:
-    """Say whether anything is missing between a position and what was read after it."""
-    entries, position = reading.entries, reading.position
-    if facts is MISSING:
+def detect_gap(result: ReadResult, counters: StreamCounters) -> Verdict:
+    """Decide whether entries are missing between a position and the entries read after it."""
+    entries, position = result.entries, result.position
+    if counters is MISSING:
         if entries:
-            return Verdict("again")
-        return Verdict("gone", ordinal=0) if position != ZERO else Verdict("sound", ordinal=0)
-    if position != ZERO and number(facts.top) < number(position):
-        return Verdict("another")
-    if reading.present and (position != ZERO or reading.ordinal is None):
-        return Verdict("sound", ordinal=_ordinal(reading, facts))
-    if facts.first is not None and number(facts.first) <= number(position):  # older ones remain
-        if not entries and facts.last is not None and number(facts.last) > number(position):
-            return Verdict("again")
-        return Verdict("another") if _is_another(reading, facts) else Verdict("sound", ordinal=_ordinal(reading, facts))
-    if facts.first != (entries[0][0] if entries else None):
-        return Verdict("again")
-    removed, ordinal = facts.removed, _ordinal(reading, facts)
-    if reading.ordinal is None:
-        return Verdict("trimmed" if removed else "sound", ordinal=ordinal)
-    if removed < reading.ordinal:  # at least as many as were delivered must have gone
+            return Verdict("retry")
+        return Verdict("deleted", ordinal=0) if position != ZERO else Verdict("complete", ordinal=0)
+    if position != ZERO and id_as_numbers(counters.last_generated) < id_as_numbers(position):
+        return Verdict("diverged")
+    if result.present and (position != ZERO or result.ordinal is None):
+        return Verdict("complete", ordinal=_ordinal(result, counters))
+    if counters.first is not None and id_as_numbers(counters.first) <= id_as_numbers(position):  # older entries remain
+        if not entries and counters.last is not None and id_as_numbers(counters.last) > id_as_numbers(position):
+            return Verdict("retry")
+        return (
+            Verdict("diverged")
+            if _has_diverged(result, counters)
+            else Verdict("complete", ordinal=_ordinal(result, counters))
+        )
+    if counters.first != (entries[0][0] if entries else None):
+        return Verdict("retry")
+    removed, ordinal = counters.removed, _ordinal(result, counters)
+    if result.ordinal is None:
+        return Verdict("trimmed" if removed else "complete", ordinal=ordinal)
+    if removed < result.ordinal:  # a trim past the position removes every delivered entry
         return Verdict("recreated", ordinal=ordinal)
-    missed = removed - reading.ordinal
-    return Verdict("trimmed" if missed else "sound", missed or None, ordinal)
+    missed = removed - result.ordinal
+    return Verdict("trimmed" if missed else "complete", missed or None, ordinal)
 
 
-def _is_another(reading: ReadResult, facts: StreamCounters) -> bool:
-    """Whether the entry at the position, which is gone while older ones remain, never was an entry of this stream.
+def _has_diverged(result: ReadResult, counters: StreamCounters) -> bool:
+    """Whether the entry at the position, missing while older entries remain, was never an entry of this stream.
 
-    A trim takes the oldest, so it must have been deleted by itself: then the stream knows of a removed entry, and of a
-    deleted id as high as the position. Redis 8.2 trims entries out of turn if asked to (ACKED), which may leave that id
-    lower: then the number of entries ever added decides.
+    A trim removes the oldest entries, so XDEL must have removed it: then the stream has a removed entry, and a deleted
+    id as high as the position. Redis 8.2 trims entries out of order on request (ACKED), which may leave that id lower:
+    then the number of entries ever added decides.
     """
-    if not reading.proven:
+    if not result.proven:
         return False
-    expected = None if reading.ordinal is None else reading.ordinal + len(reading.entries)
-    if expected is not None and facts.added < expected:
+    expected = None if result.ordinal is None else result.ordinal + len(result.entries)
+    if expected is not None and counters.entries_added < expected:
         return True
-    if number(facts.deleted) > number(reading.position):
+    if id_as_numbers(counters.max_deleted) > id_as_numbers(result.position):
         return False  # unread entries may have been deleted too
-    if facts.removed == 0:
+    if counters.removed == 0:
         return True
-    all_read = (reading.entries[-1][0] if reading.entries else reading.position) == facts.top
-    return expected is not None and all_read and facts.added != expected
+    all_read = (result.entries[-1][0] if result.entries else result.position) == counters.last_generated
+    return expected is not None and all_read and counters.entries_added != expected
 
 
-def _ordinal(reading: ReadResult, facts: StreamCounters) -> int | None:
-    """Which entry of all ever added the last one read is."""
-    entries = reading.entries
-    end = entries[-1][0] if entries else reading.position
-    if end == facts.top or facts.first is None:  # none is left, so none will be read
-        return facts.added
-    first = facts.first
-    if first is not None and entries and first == entries[0][0] and number(facts.deleted) < number(first):
-        return facts.removed + len(entries)
-    return None if reading.ordinal is None else reading.ordinal + len(entries)
+def _ordinal(result: ReadResult, counters: StreamCounters) -> int | None:
+    """The ordinal of the last entry read."""
+    entries = result.entries
+    end = entries[-1][0] if entries else result.position
+    if end == counters.last_generated or counters.first is None:  # no entry is left to read
+        return counters.entries_added
+    first = counters.first
+    if (
+        first is not None
+        and entries
+        and first == entries[0][0]
+        and id_as_numbers(counters.max_deleted) < id_as_numbers(first)
+    ):
+        return counters.removed + len(entries)
+    return None if result.ordinal is None else result.ordinal + len(entries)

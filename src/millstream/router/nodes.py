@@ -1,4 +1,4 @@
-"""Which server has which stream, and that every stream is read: a single server's simple case, and a cluster's."""
+"""ClusterNodes: which node serves which stream, for a single server and for Redis Cluster."""
 
 import logging
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from millstream.errors import MillstreamError
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 from millstream.redis_client.client import Client
-from millstream.redis_client.resp import Node, primaries, slot_of
+from millstream.redis_client.resp import Node, slot_of, slot_owners
 from millstream.router.budget import LEAST_BYTES
 from millstream.router.connection import ConnectionEvents
 from millstream.router.cursors import CursorTable
@@ -20,221 +20,238 @@ from millstream.router.subscriber_buffer import Cursor
 
 logger = logging.getLogger(__name__)
 
-_ROUND_MS = 1000.0
+_REFRESH_MS = 1000.0
 _SWEEP_EVERY_MS = 20.0
-_SOON_MS = 50.0
-_WORD_EVERY_MS = 60_000.0
+_ASK_RETRY_MS = 50.0
+_WARN_EVERY_MS = 60_000.0
 
 
 class ClusterNodes:
-    """All stations.
+    """One `NodeReader` per primary.
 
-    Whatever breaks, what keeps everything right is the same: a stream is read again from its cursor's place.
-    Everything is for the pump's thread.
+    The recovery from every failure is the same: a stream is read again from its cursor's position.
+    Every method is for the reactor's thread.
     """
 
     def __init__(
         self,
-        pump: Reactor,
+        reactor: Reactor,
         client: Client,
-        shelf: CursorTable,
+        cursors: CursorTable,
         *,
         settings: Settings,
         metrics: Metrics,
     ) -> None:
-        self.reader: ReaderName = "pool" if settings.choice == "pool" else "tracking"
-        self.decided = settings.choice != "auto"
+        self.reader: ReaderName = "pool" if settings.reader == "pool" else "tracking"
+        self.decided = settings.reader != "auto"
         self._settings = settings
-        self._pump = pump
+        self._reactor = reactor
         self._client = client
-        self._shelf = shelf
+        self._cursors = cursors
         self._metrics = metrics
-        self._stations: dict[Node | None, NodeReader] = {}
-        self._owners = primaries(())
-        self._looking = False
+        self._readers: dict[Node | None, NodeReader] = {}
+        self._owners = slot_owners(())
+        self._refreshing = False
         self._to_sweep: list[bytes] = []
         self._sweep_credit = 0.0
-        self._spent_was_said = False
-        self._calls = ReaderCallbacks(
-            done=self._done, want=self.want, moved=self._look, ask_at=self._ask_at, later=pump.later
+        self._warned_spent = False
+        self._callbacks = ReaderCallbacks(
+            on_read=self._on_read,
+            schedule=self.schedule,
+            on_moved=self._refresh_slots,
+            read_at=self._read_at,
+            call_later=reactor.call_later,
         )
 
     def start(self) -> None:
         """Connect."""
         if self._client.is_cluster:
-            self._look()
+            self._refresh_slots()
         else:
-            self._station(None)
-        self._pump.each_round.append(self._go)
-        self._pump.later(_SWEEP_EVERY_MS, self._sweep_some)
-        self._pump.later(_ROUND_MS, self._round)
+            self._reader_at(None)
+        self._reactor.after_round.append(self._flush)
+        self._reactor.call_later(_SWEEP_EVERY_MS, self._sweep_some)
+        self._reactor.call_later(_REFRESH_MS, self._each_second)
 
     def close(self) -> None:
         """Close every connection."""
-        for station in self._stations.values():
-            station.close()
-        self._stations.clear()
+        for node_reader in self._readers.values():
+            node_reader.close()
+        self._readers.clear()
         self._client.close()
 
     @property
     def connections(self) -> int:
-        """Connections now, the client's own aside."""
-        return sum(station.connections for station in self._stations.values())
+        """Connections now, the client's own not counted."""
+        return sum(node_reader.connections for node_reader in self._readers.values())
 
-    def want(self, cursor: Cursor) -> None:
-        """Read this soon."""
-        if (station := self._of(cursor.key)) is not None:
-            station.lane.want(cursor)
+    def schedule(self, cursor: Cursor) -> None:
+        """Queue the cursor to be read."""
+        if (node_reader := self._reader_of(cursor.key)) is not None:
+            node_reader.stream_reader.schedule(cursor)
 
-    # Stations
+    # Node readers
 
-    def _of(self, key: bytes) -> NodeReader | None:
+    def _reader_of(self, key: bytes) -> NodeReader | None:
         if not self._client.is_cluster:
-            return self._stations.get(None)
+            return self._readers.get(None)
         owner = self._owners[slot_of(key)]
-        return None if owner is None else self._stations.get(owner)
+        return None if owner is None else self._readers.get(owner)
 
-    def _station(self, node: Node | None) -> NodeReader:
-        found = self._stations.get(node)
-        if found is None:
+    def _reader_at(self, node: Node | None) -> NodeReader:
+        node_reader = self._readers.get(node)
+        if node_reader is None:
             events = ConnectionEvents(
-                up=lambda: self._up(node), down=self._down, denied=self._shelf.end_all, refused=self._refused
+                on_up=lambda: self._on_up(node),
+                on_down=self._on_down,
+                on_denied=self._cursors.end_all,
+                on_refused=self._on_refused,
             )
-            found = self._stations[node] = NodeReader(
-                self._pump, self._client, node, self._shelf, reader=self.reader, settings=self._settings,
-                calls=self._calls, events=events, metrics=self._metrics,
-            )  # fmt: skip
-        return found
+            node_reader = self._readers[node] = NodeReader(
+                self._reactor,
+                self._client,
+                node,
+                self._cursors,
+                reader=self.reader,
+                settings=self._settings,
+                callbacks=self._callbacks,
+                events=events,
+                metrics=self._metrics,
+            )
+        return node_reader
 
-    def _go(self) -> None:
-        self._balance()
-        for station in self._stations.values():
-            station.go()
+    def _flush(self) -> None:
+        self._update_budget()
+        for node_reader in self._readers.values():
+            node_reader.flush()
 
-    def _done(self, cursor: Cursor) -> None:
-        if self.reader == "pool" and (station := self._of(cursor.key)) is not None:
-            station.arm(cursor)
+    def _on_read(self, cursor: Cursor) -> None:
+        if self.reader == "pool" and (node_reader := self._reader_of(cursor.key)) is not None:
+            node_reader.watch(cursor)
 
-    def _ask_at(self, node: Node, cursors: list[Cursor]) -> None:
-        """Read at a node that is about to get a slot; not connected yet: later, by the usual way."""
-        station = self._station(node)
-        if station.link.up:
-            station.lane.ask_once(cursors)
+    def _read_at(self, node: Node, cursors: list[Cursor]) -> None:
+        """Read at a node that is about to get a slot; if it is not connected yet, later and through the slot map."""
+        node_reader = self._reader_at(node)
+        if node_reader.connection.up:
+            node_reader.stream_reader.read_once(cursors)
             return
         for cursor in cursors:
-            cursor.asked = cursor.stale = False
-        self._pump.later(_SOON_MS, lambda: self._want_all(cursors))
+            cursor.in_flight = cursor.stale = False
+        self._reactor.call_later(_ASK_RETRY_MS, lambda: self._schedule_all(cursors))
 
-    # Trouble
+    # Connection events
 
-    def _up(self, node: Node | None) -> None:
-        """A connection is new, or everything there has changed: nothing is known of any stream, so read them all."""
+    def _on_up(self, node: Node | None) -> None:
+        """A connection is new, or every key there has changed: read every stream of that node."""
         if not self.decided:
             self.decided = True
-            logger.info("the router reads by %s", self.reader)
-        station = self._stations.get(node)
-        if station is not None:
-            self._want_all(station.lane.interrupted())
-        self._sweep(key for key in self._shelf.streams() if self._of(key) is station)
+            logger.info("router reads by %s", self.reader)
+        node_reader = self._readers.get(node)
+        if node_reader is not None:
+            self._schedule_all(node_reader.stream_reader.pop_interrupted())
+        self._sweep(key for key in self._cursors.streams() if self._reader_of(key) is node_reader)
 
-    def _down(self, _: bool) -> None:
+    def _on_down(self, _: bool) -> None:
         if self._client.is_cluster:
-            self._look()
+            self._refresh_slots()
 
-    def _refused(self, error: MillstreamError) -> None:
-        """The server, or what is between, does not track."""
-        if self._settings.choice != "auto" or self.reader == "pool":
-            self._shelf.end_all(error)
+    def _on_refused(self, error: MillstreamError) -> None:
+        """The server, or a proxy before it, refuses CLIENT TRACKING."""
+        if self._settings.reader != "auto" or self.reader == "pool":
+            self._cursors.end_all(error)
             return
-        logger.warning("the router reads through a pool of blocking reads, as tracking is refused: %s", error)
+        logger.warning("CLIENT TRACKING refused: %s; reading through a pool of blocking reads", error)
         self.reader, self.decided = "pool", True
-        nodes = list(self._stations)
-        for station in self._stations.values():
-            station.close()
-        self._stations.clear()
+        nodes = list(self._readers)
+        for node_reader in self._readers.values():
+            node_reader.close()
+        self._readers.clear()
         for node in nodes:
-            self._station(node)
+            self._reader_at(node)
 
-    # Everything once
+    # Sweep
 
     def _sweep(self, keys: Iterable[bytes]) -> None:
         swept = 0
         for key in keys:
-            for cursor in self._shelf.at(key):
-                self.want(cursor)
+            for cursor in self._cursors.of(key):
+                self.schedule(cursor)
                 swept += 1
         self._metrics.count(m.ROUTER_RESWEPT, swept)
 
-    def _want_all(self, cursors: list[Cursor]) -> None:
+    def _schedule_all(self, cursors: list[Cursor]) -> None:
         for cursor in cursors:
-            self.want(cursor)
+            self.schedule(cursor)
 
     def _sweep_some(self) -> None:
-        """Look at a few streams, so that within `sweep_ms` all of them are."""
-        self._pump.later(_SWEEP_EVERY_MS, self._sweep_some)
-        self._sweep_credit += len(self._shelf) * _SWEEP_EVERY_MS / self._settings.read.sweep_ms
-        share = int(self._sweep_credit)
-        if not share:
+        """Read a few streams, so that all of them are read within `sweep_ms`."""
+        self._reactor.call_later(_SWEEP_EVERY_MS, self._sweep_some)
+        self._sweep_credit += len(self._cursors) * _SWEEP_EVERY_MS / self._settings.read.sweep_ms
+        count = int(self._sweep_credit)
+        if not count:
             return
-        self._sweep_credit -= share
+        self._sweep_credit -= count
         if not self._to_sweep:
-            self._to_sweep = self._shelf.streams()
-        now = self._to_sweep[-share:]
-        del self._to_sweep[-share:]
-        for key in now:
-            for cursor in self._shelf.at(key):
+            self._to_sweep = self._cursors.streams()
+        keys = self._to_sweep[-count:]
+        del self._to_sweep[-count:]
+        for key in keys:
+            for cursor in self._cursors.of(key):
                 cursor.anchor, cursor.next_anchor = cursor.next_anchor or cursor.anchor, cursor.last
-                if not cursor.asked:
-                    self.want(cursor)
-        self._metrics.count(m.ROUTER_RESWEPT, len(now))
+                if not cursor.in_flight:
+                    self.schedule(cursor)
+        self._metrics.count(m.ROUTER_RESWEPT, len(keys))
 
-    def _round(self) -> None:
-        """Once a second: figures, and the map of a cluster."""
-        self._pump.later(_ROUND_MS, self._round)
-        self._metrics.set(m.ROUTER_SUBSCRIPTIONS, self._shelf.subscriptions)
-        self._metrics.set(m.ROUTER_STREAMS, len(self._shelf))
-        self._metrics.set(m.ROUTER_HELD_BYTES, self._balance())
-        self._metrics.set(m.ROUTER_AT_BUDGET, int(self._shelf.budget.spent))
+    def _each_second(self) -> None:
+        """Once a second: report metrics, and refresh a cluster's slot map."""
+        self._reactor.call_later(_REFRESH_MS, self._each_second)
+        self._metrics.set(m.ROUTER_SUBSCRIPTIONS, self._cursors.subscriptions)
+        self._metrics.set(m.ROUTER_STREAMS, len(self._cursors))
+        self._metrics.set(m.ROUTER_HELD_BYTES, self._update_budget())
+        self._metrics.set(m.ROUTER_AT_BUDGET, int(self._cursors.budget.spent))
         if self._client.is_cluster:
-            self._look()
+            self._refresh_slots()
 
-    def _balance(self) -> int:
-        """How many bytes the buffers hold. Says when that is as much as may be, once a minute at most."""
-        budget = self._shelf.budget
-        held = budget.balance()
-        if budget.spent and not self._spent_was_said:
+    def _update_budget(self) -> int:
+        """Return the bytes held by the buffers. Warns at the limit, once a minute at most."""
+        budget = self._cursors.budget
+        held = budget.update()
+        if budget.spent and not self._warned_spent:
             logger.warning(
-                "the router is at its budget: %d bytes wait for slow subscribers, of %d (budget_bytes); until a quarter of "
-                "them is taken, it reads ahead %d bytes or one message for each", held, budget.most_bytes, LEAST_BYTES,
-            )  # fmt: skip
-            self._spent_was_said = True
-            self._pump.later(_WORD_EVERY_MS, self._say_again)
+                "router is at its budget: %d bytes buffered for slow subscribers, of %d (budget_bytes); "
+                "reading ahead only %d bytes or one message for each until a quarter of the budget is free",
+                held,
+                budget.most_bytes,
+                LEAST_BYTES,
+            )
+            self._warned_spent = True
+            self._reactor.call_later(_WARN_EVERY_MS, self._allow_warning)
         return held
 
-    def _say_again(self) -> None:
-        self._spent_was_said = False
+    def _allow_warning(self) -> None:
+        self._warned_spent = False
 
-    # A cluster's map
+    # Slot map
 
-    def _look(self) -> None:
-        """Ask which node has which slots."""
-        if not self._looking:
-            self._looking = True
-            self._pump.aside(lambda: self._client.execute("CLUSTER", "SLOTS"), self._looked)
+    def _refresh_slots(self) -> None:
+        """Fetch which node serves which slots."""
+        if not self._refreshing:
+            self._refreshing = True
+            self._reactor.run_in_helper(lambda: self._client.execute("CLUSTER", "SLOTS"), self._on_slots)
 
-    def _looked(self, reply: Any) -> None:
-        self._looking = False
+    def _on_slots(self, reply: Any) -> None:
+        self._refreshing = False
         if isinstance(reply, Exception):
-            if not self._stations:
-                logger.warning("the router waits for the cluster: %s", reply)
-                self._pump.later(_ROUND_MS, self._look)
+            if not self._readers:
+                logger.warning("cluster is unreachable: %s; retrying", reply)
+                self._reactor.call_later(_REFRESH_MS, self._refresh_slots)
             return
-        owners = primaries(reply)
+        owners = slot_owners(reply)
         moved = {slot for slot, owner in enumerate(owners) if owner != self._owners[slot]}
         self._owners = owners
         for node in {owner for owner in owners if owner is not None}:
-            self._station(node)
-        for gone in set(self._stations) - set(owners):
-            self._stations.pop(gone).close()
+            self._reader_at(node)
+        for removed in set(self._readers) - set(owners):
+            self._readers.pop(removed).close()
         if moved:
-            self._sweep(key for key in self._shelf.streams() if slot_of(key) in moved)
+            self._sweep(key for key in self._cursors.streams() if slot_of(key) in moved)

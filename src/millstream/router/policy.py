@@ -1,4 +1,4 @@
-"""How a router reads."""
+"""Policies of a router: how much it reads at a time, and the size of its pool."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,16 +10,16 @@ ReaderName = Literal["tracking", "pool"]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolPolicy:
-    """The pool of blocking reads, for servers that do not say what changed.
+    """The pool of blocking reads, for servers that do not report changes.
 
-    * `workers`: connections at least; `max_workers`: as many more as are needed for every stream to be listened to,
-      up to this. The same number twice makes a fixed pool
+    * `workers`: the fewest connections; `max_workers`: the most, opened as needed to wait on every stream. The same
+      number twice makes a fixed pool
     * `streams`: streams in one blocking read
-    * `block_ms`: how long it waits, in milliseconds; None: not at all, which keeps a core and the server busy
+    * `block_ms`: how long a read blocks, in milliseconds; None: not at all, which keeps a core and the server busy
 
-    With more streams than `max_workers` x `streams`, a message waits for its stream's turn: up to
-    streams / (max_workers x streams in a read) x `block_ms`. On Redis Cluster a read holds streams of one hash slot only.
-    Raises ConfigError for values that make no sense.
+    With more streams than `max_workers` x `streams`, a message waits for its stream's turn: up to streams /
+    (max_workers x streams in a read) x `block_ms`. On Redis Cluster a read holds streams of one hash slot only. Raises
+    ConfigError for values out of range.
     """
 
     workers: int = 8
@@ -29,23 +29,23 @@ class PoolPolicy:
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= self.max_workers or self.streams < 1:
-            raise ConfigError("PoolPolicy: give 1 worker or more, no more than max_workers, and 1 stream or more")
+            raise ConfigError("PoolPolicy: workers must be 1 to max_workers, and streams 1 or more")
         if self.block_ms is not None and self.block_ms < 1:
             raise ConfigError("PoolPolicy: block_ms must be 1 or more, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPolicy:
-    """How much is read at a time, and ahead, and how often everything is looked at.
+    """How much is read at a time, and ahead, and how often every stream is swept.
 
-    * `streams`: streams in one read; `count`: entries of each at most
-    * `reply_bytes`: what a reply should not exceed, in bytes; `count` is lowered by the size of the entries seen so far,
-      to 1 at least, and streams in one read as well
-    * `budget_bytes`: what the buffers of all subscriptions may hold together, in bytes. While they hold that much, each
-      goes on with 16 kB, or one message
-    * `sweep_ms`: within this time, in milliseconds, every stream is read once even if nothing was heard of it
+    * `streams`: the most streams in one read; `count`: the most entries of each
+    * `reply_bytes`: about the largest reply, in bytes: sizes of past entries lower `count`, to 1 at least, and the
+      streams in one read as well
+    * `budget_bytes`: the most bytes in the buffers of all subscriptions together. At that limit each subscription reads
+      ahead 16 kB, or one message
+    * `sweep_ms`: within this time, in milliseconds, every stream is read once even without a reported change
 
-    Raises ConfigError for values that make no sense.
+    Raises ConfigError for values out of range.
     """
 
     streams: int = 256
@@ -61,8 +61,8 @@ class ReadPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a router was told about reading. `choice`: which reader; "auto": the best that the server can do."""
+    """The settings of a router. `reader`: the requested reader; "auto": the best that the server supports."""
 
-    choice: Literal["auto", "tracking", "pool"]
+    reader: Literal["auto", "tracking", "pool"]
     read: ReadPolicy
     pool: PoolPolicy

@@ -1,4 +1,4 @@
-"""What runs the router: a thread of its own, or the event loop it is used in."""
+"""Reactor: the loop that runs a router, in a thread of its own or in the event loop that uses it."""
 
 import asyncio
 import logging
@@ -24,130 +24,130 @@ logger = logging.getLogger(__name__)
 _HELPERS = 4
 
 
-class Watched(Protocol):
-    """A connection that the pump waits for."""
+class Selectable(Protocol):
+    """A connection that the reactor watches."""
 
     def fileno(self) -> int:
         """Its descriptor."""
 
-    def ready(self) -> None:
-        """It can be read or written: do it."""
+    def on_ready(self) -> None:
+        """Read and write: the descriptor is ready."""
 
 
 class Reactor(ABC):
-    """What runs the router: waits for its connections, runs what other threads ask for, wakes subscribers in bursts.
+    """Runs the router: waits on its connections, runs calls of other threads, wakes subscribers in bursts.
 
-    What it calls must not block and must not raise: `crashed` is told of an error that should not have been. Everything
-    but `call` and `stop` is for its own thread. `each_round`: called whenever something has been read or asked for.
+    Its callbacks must not block and must not raise: `on_crash` receives an unexpected error. All methods but `call` and
+    `stop` are for its own thread. `after_round`: called after each round of reads and calls.
     """
 
-    def __init__(self, clock: Clock, crashed: Callable[[Exception], None]) -> None:
+    def __init__(self, clock: Clock, on_crash: Callable[[Exception], None]) -> None:
         self.clock = clock
-        self.each_round: list[Callable[[], None]] = []
-        self._crashed = crashed
+        self.after_round: list[Callable[[], None]] = []
+        self._on_crash = on_crash
         self._calls: deque[Callable[[], None]] = deque()
         self._wakes: defaultdict[asyncio.AbstractEventLoop | None, list[Waker]] = defaultdict(list)
-        self._rung = False
-        self._stopped = self._over = False
+        self._notified = False
+        self._stopped = self._finished = False
         self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="millstream-router-helper")
 
     # For other threads
 
     @abstractmethod
     def start(self) -> None:
-        """Begin."""
+        """Start running."""
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` in the pump's thread, soon."""
+        """Run `action` in the reactor's thread, soon."""
         self._calls.append(action)
-        if not self._rung:
-            self._rung = True
-            self._ring()
-        if self._over:
-            self._run_rest()
+        if not self._notified:
+            self._notified = True
+            self._notify()
+        if self._finished:
+            self._run_late_calls()
 
     @abstractmethod
     def stop(self, timeout_ms: float) -> bool:
-        """Run what was asked for, then end; whether that was within `timeout_ms`."""
+        """Run the pending calls, then stop; whether that took no longer than `timeout_ms` milliseconds."""
 
     # For its own thread
 
     @abstractmethod
-    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+    def call_later(self, delay_ms: float, action: Callable[[], None]) -> None:
         """Run `action` after `delay_ms` milliseconds."""
 
     @abstractmethod
-    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+    def watch(self, connection: Selectable, *, writing: bool = False) -> None:
         """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
 
     @abstractmethod
-    def unwatch(self, connection: Watched) -> None:
-        """Wait for it no more; before it is closed."""
+    def unwatch(self, connection: Selectable) -> None:
+        """Stop watching it; before it is closed."""
 
-    def aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Run `work`, which may block, in another thread, and `then` here with what it returned or how it failed."""
+    def run_in_helper(self, work: Callable[[], Any], on_done: Callable[[Any], None]) -> None:
+        """Run `work`, which may block, in a helper thread, then `on_done` here with its result or its error."""
 
         def finished(done: Future[Any]) -> None:
             error = done.exception()
             if error is not None and not isinstance(error, MillstreamError):
-                logger.error("the router failed inside", exc_info=error)
-            self.call(lambda: then(done.result() if error is None else error))
+                logger.error("a helper of the router failed on an unexpected error", exc_info=error)
+            self.call(lambda: on_done(done.result() if error is None else error))
 
         if not self._stopped:
             self._helpers.submit(work).add_done_callback(finished)
 
-    def wake(self, inbox: SubscriberBuffer) -> None:
-        """Wake the inbox's subscriber, if it waits: at the end of this round, together with others of its loop."""
-        waker, inbox.waker = inbox.waker, None
+    def wake(self, buffer: SubscriberBuffer) -> None:
+        """Wake the buffer's subscriber, if it waits: at the end of this round, together with others of its loop."""
+        waker, buffer.waker = buffer.waker, None
         if waker is None:
             return
         if isinstance(waker, Waker):
             self._wakes[waker.loop].append(waker)
         else:
-            with suppress(RuntimeError):  # it has stopped waiting by itself
+            with suppress(RuntimeError):  # its wait has timed out
                 waker.release()
 
     # Inside
 
     @abstractmethod
-    def _ring(self) -> None:
-        """Have `_run_calls` be called, from whatever thread."""
+    def _notify(self) -> None:
+        """Schedule `_run_calls`, from any thread."""
 
     def _run_calls(self) -> None:
-        self._rung = False  # from here on, whoever calls rings again
+        self._notified = False  # from here on, a call notifies again
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
     def _end_round(self) -> None:
-        for action in self.each_round:
+        for action in self.after_round:
             action()
         wakes = self._wakes
         if wakes:
-            self._wakes = defaultdict(list)  # first, since who is woken may close the router
-            for loop, bells in wakes.items():
-                self._ring_in(loop, bells)
+            self._wakes = defaultdict(list)  # first, since a woken task may close the router
+            for loop, wakers in wakes.items():
+                self._wake_in(loop, wakers)
 
-    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Waker]) -> None:
+    def _wake_in(self, loop: asyncio.AbstractEventLoop | None, wakers: list[Waker]) -> None:
         if loop is None:
-            logger.error("the router failed inside: %d subscribers wait in no event loop", len(bells))
+            logger.error("%d subscribers wait in no event loop and cannot be woken", len(wakers))
             return
-        with suppress(RuntimeError):  # the loop is closed, and with it whoever waited there
-            loop.call_soon_threadsafe(wake_all, bells)
+        with suppress(RuntimeError):  # the loop is closed, and its tasks with it
+            loop.call_soon_threadsafe(wake_all, wakers)
 
     def _crash(self, error: Exception) -> None:
-        """Nobody else would hear of it, and subscribers would wait for ever."""
+        """Report the error and stop: otherwise subscribers would wait for ever."""
         self._stopped = True
-        self.each_round.clear()
-        self._crashed(error)
+        self.after_round.clear()
+        self._on_crash(error)
         self._end_round()
 
     def _finish(self) -> None:
         self._helpers.shutdown(wait=False, cancel_futures=True)
-        self._over = True
-        self._run_rest()
+        self._finished = True
+        self._run_late_calls()
 
-    def _run_rest(self) -> None:
-        """What was asked for too late, such as to close a connection that has just been dialled."""
+    def _run_late_calls(self) -> None:
+        """Run calls that came too late, such as to close a connection just dialled."""
         with suppress(IndexError):
             while True:
                 self._calls.popleft()()
@@ -156,33 +156,33 @@ class Reactor(ABC):
 class ThreadReactor(Reactor):
     """A thread of its own, for routers used from plain threads or from several event loops."""
 
-    def __init__(self, clock: Clock, crashed: Callable[[Exception], None]) -> None:
-        super().__init__(clock, crashed)
+    def __init__(self, clock: Clock, on_crash: Callable[[Exception], None]) -> None:
+        super().__init__(clock, on_crash)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
+        self._sequence = count()
         self._thread = threading.Thread(target=self._run, name="millstream-router", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._wake_socket, self._notify_socket = socket.socketpair()
+        self._wake_socket.setblocking(False)
+        self._notify_socket.setblocking(False)
+        self._selector.register(self._wake_socket, selectors.EVENT_READ, None)
         self._thread.start()
 
     def stop(self, timeout_ms: float) -> bool:
-        """Run what was asked for, then end the thread; whether that was within `timeout_ms`."""
+        """Run the pending calls, then end the thread; whether that took no longer than `timeout_ms`."""
         self.call(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_ms / 1000)
         return not self._thread.is_alive()
 
-    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+    def call_later(self, delay_ms: float, action: Callable[[], None]) -> None:
         """Run `action` after `delay_ms` milliseconds."""
-        heappush(self._timers, (self.clock.monotonic_ms() + delay_ms, next(self._numbers), action))
+        heappush(self._timers, (self.clock.monotonic_ms() + delay_ms, next(self._sequence), action))
 
-    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+    def watch(self, connection: Selectable, *, writing: bool = False) -> None:
         """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         try:
@@ -190,8 +190,8 @@ class ThreadReactor(Reactor):
         except KeyError:
             self._selector.register(connection.fileno(), events, connection)
 
-    def unwatch(self, connection: Watched) -> None:
-        """Wait for it no more; before it is closed."""
+    def unwatch(self, connection: Selectable) -> None:
+        """Stop watching it; before it is closed."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.fileno())
 
@@ -201,10 +201,10 @@ class ThreadReactor(Reactor):
                 for key, _ in self._selector.select(self._longest_wait_s()):
                     if key.data is not None:
                         key.data.ready()
-                    else:  # also where its call has been run already: unread, it would end every wait at once
+                    else:  # drain it even if its call has run: unread, it would end every wait at once
                         with suppress(BlockingIOError):
-                            self._bell.recv(4096)
-                if self._rung:
+                            self._wake_socket.recv(4096)
+                if self._notified:
                     self._run_calls()
                 self._run_timers()
                 self._end_round()
@@ -212,13 +212,13 @@ class ThreadReactor(Reactor):
             self._crash(error)
         finally:
             self._selector.close()
-            self._bell.close()
-            self._ringer.close()
+            self._wake_socket.close()
+            self._notify_socket.close()
             self._finish()
 
-    def _ring(self) -> None:
-        with suppress(OSError):  # full: it will be heard; closed: nobody listens any more
-            self._ringer.send(b"!")
+    def _notify(self) -> None:
+        with suppress(OSError):  # full: a wake-up is pending already; closed: the thread has ended
+            self._notify_socket.send(b"!")
 
     def _longest_wait_s(self) -> float | None:
         if self._calls:

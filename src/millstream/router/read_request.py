@@ -1,4 +1,4 @@
-"""What a lane asks, and whom it tells."""
+"""Requests of a `StreamReader`, and its callbacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,29 +9,35 @@ from millstream.router.subscriber_buffer import Cursor
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderCallbacks:
-    """Whom a lane tells. `done`: all of a stream is read; `want`: read this, wherever it lives now; `moved`: the map of the
-    cluster is out of date; `ask_at`: read these once at that node; `later`: call that after so many milliseconds."""
+    """Callbacks of a `StreamReader`.
 
-    done: Callable[[Cursor], None]
-    want: Callable[[Cursor], None]
-    moved: Callable[[], None]
-    ask_at: Callable[[Node, list[Cursor]], None]
-    later: Callable[[float, Callable[[], None]], None]
+    * `on_read`: a stream is read to its end
+    * `schedule`: queue this cursor at the node that serves it now
+    * `on_moved`: the slot map of the cluster is out of date
+    * `read_at`: read these cursors once at that node
+    * `call_later`: run that after so many milliseconds
+    """
+
+    on_read: Callable[[Cursor], None]
+    schedule: Callable[[Cursor], None]
+    on_moved: Callable[[], None]
+    read_at: Callable[[Node, list[Cursor]], None]
+    call_later: Callable[[float, Callable[[], None]], None]
 
 
 @dataclass(slots=True)
 class Request:
-    """One round trip: the cursors of each command, those whose counters are asked for too, and how many entries of each.
+    """One round trip: the cursors of each command, those read with counters, and the most entries of each.
 
-    `queue`: from which queue they came; None: from none.
+    `queue`: the queue they came from; None: none.
     """
 
     groups: list[list[Cursor]]
-    careful: list[Cursor]
+    with_counters: list[Cursor]
     count: int
     queue: int | None
 
     @property
     def cursors(self) -> list[Cursor]:
-        """All that are read."""
+        """All cursors of the request."""
         return [cursor for group in self.groups for cursor in group]

@@ -1,4 +1,4 @@
-"""The public face: subscriptions to any number of streams, over a handful of connections and one thread."""
+"""Router: subscriptions to any number of streams, over a handful of connections and one thread."""
 
 import logging
 import os
@@ -27,12 +27,17 @@ from millstream.router.subscription import Subscription
 logger = logging.getLogger(__name__)
 
 _READ, _POOL = ReadPolicy(), PoolPolicy()
-_FULL = get_args(WhenFull)
+_WHEN_FULL = get_args(WhenFull)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterFigures:
-    """Where a router stands. `streams` of `subscriptions`; `connections` to Redis; `reader`: how it learns of changes."""
+    """A snapshot of a router.
+
+    * `subscriptions`, `streams`: how many there are
+    * `connections`: connections to Redis
+    * `reader`: how the router learns of changes: "tracking", "pool" or "undecided"
+    """
 
     subscriptions: int
     streams: int
@@ -40,43 +45,48 @@ class RouterFigures:
     reader: str
 
 
-class _Desk:
-    """Passes on what subscribers say, from whatever thread. Knows no router, which must not live on for its sake."""
+class _ReactorHost:
+    """Forwards calls of subscribers, from any thread, to the reactor.
 
-    __slots__ = ("_pump", "_shelf")
+    Holds no reference to the router, so it cannot keep it alive.
+    """
 
-    def __init__(self, pump: Reactor, shelf: CursorTable) -> None:
-        self._pump = pump
-        self._shelf = shelf
+    __slots__ = ("_cursors", "_reactor")
 
-    def drained(self, inbox: SubscriberBuffer) -> None:
-        """There is room in the inbox again."""
-        inbox.paused = False  # at once, so that it is said only once
-        self._pump.call(partial(self._shelf.resume, inbox))
+    def __init__(self, reactor: Reactor, cursors: CursorTable) -> None:
+        self._reactor = reactor
+        self._cursors = cursors
 
-    def left(self, inbox: SubscriberBuffer) -> None:
-        """Nobody takes anything out of the inbox any more."""
-        self._pump.call(partial(self._shelf.end, inbox))
+    def on_drained(self, buffer: SubscriberBuffer) -> None:
+        """The buffer has room again."""
+        buffer.paused = False  # at once, so that the buffer is reported only once
+        self._reactor.call(partial(self._cursors.resume, buffer))
+
+    def on_left(self, buffer: SubscriberBuffer) -> None:
+        """The subscriber has stopped reading the buffer."""
+        self._reactor.call(partial(self._cursors.end, buffer))
 
 
 class Router:
-    """Follows up to hundreds of thousands of streams in one process, and hands each subscriber its messages.
+    """Follows up to hundreds of thousands of streams in one process, and delivers each subscriber its messages.
 
         async with Router("redis://localhost") as router:
             async for message in router.subscribe("orders:4711", after="1700000000000-0"):
                 ...
 
-    Per subscription every message after its id comes exactly once, in the order of the stream, through lost connections,
-    restarts and failovers; what cannot come any more is told as a `Gap`. Positions are the subscriber's to keep.
+    Per subscription every message after its id comes exactly once, in stream order, through lost connections, restarts
+    and failovers. Messages that cannot be delivered any more are reported as a `Gap`. Subscribers keep their positions.
 
     * `url`: of the deployment, as for `Client`
-    * `reader`: "tracking": Redis tells what changed (CLIENT TRACKING); "pool": blocking reads take turns; "auto":
-      tracking, or the pool where that is refused. `Router.reader` says which it is, and so does the log
-    * `read`, `pool`: how much is read at a time; the pool's measures
+    * `reader`: how the router learns of changes. "tracking": Redis reports them (CLIENT TRACKING); "pool": blocking
+      reads in turn; "auto": tracking, or the pool where the server refuses it. `Router.reader` and the log say which
+    * `read`, `pool`: how much is read at a time; the size of the pool
+    * `timeout_ms`: milliseconds without a reply after which a connection is closed and dialled again
 
-    Entered by `async with`, it lives in the running event loop and needs no thread, which is fastest; as any guest of a
-    loop, it waits while somebody blocks that. Otherwise (`with`, or by itself) it has a thread of its own. Either way any
-    thread and any loop may subscribe. Connections begin with the first subscription.
+    Entered by `async with`, the router runs in the running event loop and needs no thread, which is fastest; a task
+    that blocks the loop then blocks the router too. Otherwise (`with`, or neither) it has a thread of its own. Either
+    way any thread and any loop may subscribe. The first subscription opens the connections.
+
     Raises ConfigError for a bad URL or reader.
     """
 
@@ -96,31 +106,31 @@ class Router:
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
         self._clock = clock
         self._metrics = metrics
-        self._settings = Settings(choice=reader, read=read, pool=pool)
-        self._build(ThreadReactor(clock, self._crashed))
+        self._settings = Settings(reader=reader, read=read, pool=pool)
+        self._build(ThreadReactor(clock, self._on_crash))
         self._lock = threading.Lock()
         self._state: Literal["new", "running", "closed"] = "new"
         self._failure: Exception | None = None
         self._pid = os.getpid()
 
-    def _build(self, pump: Reactor) -> None:
-        self._pump = pump
+    def _build(self, reactor: Reactor) -> None:
+        self._reactor = reactor
         budget = Budget(self._settings.read.budget_bytes)
-        self._shelf = CursorTable(CursorCallbacks(want=self._want, wake=pump.wake), self._metrics, budget)
-        self._fleet = ClusterNodes(pump, self._client, self._shelf, settings=self._settings, metrics=self._metrics)
-        self._desk = _Desk(pump, self._shelf)
+        self._cursors = CursorTable(CursorCallbacks(schedule=self._schedule, wake=reactor.wake), self._metrics, budget)
+        self._nodes = ClusterNodes(reactor, self._client, self._cursors, settings=self._settings, metrics=self._metrics)
+        self._host = _ReactorHost(reactor, self._cursors)
 
     @property
     def reader(self) -> ReaderName | None:
-        """How it learns what changed; None until the server was asked."""
-        return self._fleet.reader if self._fleet.decided else None
+        """How the router learns of changes; None until the server has replied."""
+        return self._nodes.reader if self._nodes.decided else None
 
     def figures(self) -> RouterFigures:
-        """Where it stands now."""
+        """A snapshot of the router."""
         return RouterFigures(
-            subscriptions=self._shelf.subscriptions,
-            streams=len(self._shelf),
-            connections=self._fleet.connections,
+            subscriptions=self._cursors.subscriptions,
+            streams=len(self._cursors),
+            connections=self._nodes.connections,
             reader=self.reader or "undecided",
         )
 
@@ -132,50 +142,56 @@ class Router:
         buffer: int = 1000,
         buffer_bytes: int = 1024 * 1024,
         when_full: WhenFull = "wait",
-        tell_start: bool = False,
+        report_start: bool = False,
     ) -> Subscription:
         """Follow `stream`, which need not exist yet, from the entry after the id `after` on.
 
-        * `after`: BEGINNING, END (what comes from now on), or the id of the last message that was processed
-        * `buffer`: messages that may wait for this subscriber; `buffer_bytes`: how many bytes of them, a last message aside
-        * `when_full`: "wait": its stream is not read on for it until half of them are taken, others are not held up;
-          "drop-oldest": the oldest are dropped, and a `Dropped` tells how many; "disconnect": it ends with `TooSlow`,
-          after what is buffered
-        * `tell_start`: with `after=END`, the first item is a `Start` with the id that this was: who is cut off before
-          the first message can resume there
+        * `after`: BEGINNING, END (entries added from now on), or the id of the last message that was processed
+        * `buffer`: the most messages buffered for this subscriber; `buffer_bytes`: the most bytes of them, the last
+          message not counted
+        * `when_full`: "wait": the router pauses this subscription until half of its buffer is free, and reads on for
+          the others; "drop-oldest": the oldest messages are dropped, and a `Dropped` says how many; "disconnect": the
+          subscription ends with `TooSlow`, after the buffered messages
+        * `report_start`: with `after=END`, the first item is a `Start` with the id that END stood for, so that a
+          subscriber disconnected before its first message can resume there
 
         Never waits for Redis. Raises ConfigError for a bad id, buffer or policy, and once the router is closed or has
         failed.
         """
-        if min(buffer, buffer_bytes) < 1 or when_full not in _FULL:
+        if min(buffer, buffer_bytes) < 1 or when_full not in _WHEN_FULL:
             raise ConfigError(
-                f"subscribe: buffer and buffer_bytes must be 1 or more, when_full one of {', '.join(_FULL)}"
+                f"subscribe: buffer and buffer_bytes must be 1 or more, when_full one of {', '.join(_WHEN_FULL)}"
             )
-        place = _place(after)
+        start_id = _start_id(after)
         if self._failure:
-            raise ConfigError(f"the router has failed, make a new one: {self._failure!r}")
+            raise ConfigError(f"the router has failed; create a new one: {self._failure!r}")
         if self._state != "running":
             self._start()
-        inbox = SubscriberBuffer(
-            stream, self._shelf.budget, limit=buffer, limit_bytes=buffer_bytes, when_full=when_full, tells_start=tell_start
-        )  # fmt: skip
-        self._pump.call(partial(self._shelf.add, inbox, to_wire(stream), place))
-        if self._state == "closed" or self._failure:  # meanwhile: it may have come too late to be ended with the others
-            inbox.ending = inbox.ending or self._failure or True
-        return Subscription(inbox, self._desk)
+        subscriber_buffer = SubscriberBuffer(
+            stream,
+            self._cursors.budget,
+            limit=buffer,
+            limit_bytes=buffer_bytes,
+            when_full=when_full,
+            reports_start=report_start,
+        )
+        self._reactor.call(partial(self._cursors.add, subscriber_buffer, to_wire(stream), start_id))
+        if self._state == "closed" or self._failure:  # closed meanwhile: end_all may have missed this one
+            subscriber_buffer.ending = subscriber_buffer.ending or self._failure or True
+        return Subscription(subscriber_buffer, self._host)
 
     def close(self, *, timeout_ms: float = 5_000) -> bool:
-        """End every subscription, each after what it has buffered, and close the connections.
+        """End every subscription, each after its buffered messages, and close the connections.
 
-        Returns whether all had ended within `timeout_ms` milliseconds. May be called again, and from any thread.
+        Returns whether that took no longer than `timeout_ms` milliseconds. May be called again, and from any thread.
         """
         with self._lock:
             if self._state == "new":
                 self._state = "closed"
                 return True
             self._state = "closed"
-        self._pump.call(self._end)
-        return self._pump.stop(timeout_ms)
+        self._reactor.call(self._shut_down)
+        return self._reactor.stop(timeout_ms)
 
     def __enter__(self) -> Self:
         return self
@@ -184,10 +200,10 @@ class Router:
         self.close()
 
     async def __aenter__(self) -> Self:
-        """Let the router live in the running event loop, without a thread of its own."""
+        """Run the router in the running event loop, without a thread of its own."""
         if self._state != "new":
-            raise ConfigError("the router runs already, in a thread of its own: enter it before the first subscription")
-        self._build(AsyncioReactor(self._clock, self._crashed))
+            raise ConfigError("the router already runs in a thread of its own; enter it before the first subscription")
+        self._build(AsyncioReactor(self._clock, self._on_crash))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -195,33 +211,37 @@ class Router:
 
     def _start(self) -> None:
         if self._pid != os.getpid():
-            raise ConfigError("the router was made in another process: a fork has none of its thread; make a new one")
+            raise ConfigError(
+                "the router was created in another process, and its thread does not survive a fork; create a new one"
+            )
         with self._lock:
             if self._state == "closed":
-                raise ConfigError("the router is closed: make a new one")
+                raise ConfigError("the router is closed; create a new one")
             if self._state == "new":
-                self._pump.start()
-                self._pump.call(self._fleet.start)
+                self._reactor.start()
+                self._reactor.call(self._nodes.start)
                 self._state = "running"
 
-    def _want(self, cursor: Cursor) -> None:
-        self._fleet.want(cursor)
+    def _schedule(self, cursor: Cursor) -> None:
+        self._nodes.schedule(cursor)
 
-    def _end(self) -> None:
-        self._shelf.end_all(True)
-        self._fleet.close()
+    def _shut_down(self) -> None:
+        self._cursors.end_all(True)
+        self._nodes.close()
 
-    def _crashed(self, error: Exception) -> None:
-        """Nobody may wait for what will not come."""
-        logger.critical("the router's thread failed: this is a fault of millstream", exc_info=error)
+    def _on_crash(self, error: Exception) -> None:
+        """End every subscription with the error, so that no subscriber waits for ever."""
+        logger.critical(
+            "router failed on an unexpected error (a bug in millstream); ending every subscription", exc_info=error
+        )
         self._failure = error
-        self._shelf.end_all(error)
-        self._fleet.close()
+        self._cursors.end_all(error)
+        self._nodes.close()
 
 
-def _place(after: Id) -> bytes:
-    place = wire_id(after)
-    text = place if isinstance(place, bytes) else str(place).encode()
+def _start_id(after: Id) -> bytes:
+    start_id = wire_id(after)
+    text = start_id if isinstance(start_id, bytes) else str(start_id).encode()
     if text == NEWEST:
         return NEWEST
     return str(EntryId.parse(text)).encode()

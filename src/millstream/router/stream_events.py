@@ -1,4 +1,4 @@
-"""What a subscription hands out beside messages, and why it may end. No I/O."""
+"""Stream events: what a subscription yields beside messages, and why it may end. No I/O."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,18 +10,18 @@ Reason = Literal["trimmed", "recreated", "rewound"]
 """Why entries are missing."""
 
 WhenFull = Literal["wait", "drop-oldest", "disconnect"]
-"""What becomes of a subscriber that is slower than its stream."""
+"""What happens to a subscriber slower than its stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """Entries are missing between the message before this notice and the one after it.
+    """Entries are missing between the message before this event and the one after it.
 
-    * `after`: the id up to which the subscription had got
+    * `after`: the last id the subscription had reached
     * `reason`: "trimmed": the oldest entries were removed before they were read; "recreated": the stream was deleted
-      and made anew, and the subscription goes on from its new beginning; "rewound": Redis lost the end of the stream,
-      as in a failover, and the subscription goes on from the end that it has now
-    * `missed`: how many; None where nobody can know
+      and created again, and the subscription continues from its new beginning; "rewound": Redis lost the end of the
+      stream, as in a failover, and the subscription continues from the end it has now
+    * `missed`: how many; None: unknown
     """
 
     stream: str
@@ -32,7 +32,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dropped:
-    """`count` messages were dropped here, since the subscriber was too slow and had asked for that."""
+    """`count` messages were dropped here: the subscriber was too slow, and its policy is "drop-oldest"."""
 
     stream: str
     count: int
@@ -40,20 +40,20 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The subscription, which was to begin at the stream's end, begins after the id `after`: resume there."""
+    """The subscription, made with `after=END`, starts after the id `after`: resume there."""
 
     stream: str
     after: str
 
 
 Item = Message | Gap | Dropped | Start
-"""What a subscription hands out."""
+"""An item of a subscription."""
 
 
 class TooSlow(MillstreamError):
-    """The subscriber's buffer was full, and it had asked to be disconnected then. Resume after the id `after`."""
+    """The subscriber's buffer was full, and its policy is "disconnect". Resume after the id `after`."""
 
     def __init__(self, stream: str, after: str) -> None:
-        super().__init__(f"the subscriber of {stream} is too slow and was disconnected; resume after {after}")
+        super().__init__(f"the subscriber of {stream} was too slow and is disconnected; resume after {after}")
         self.stream = stream
         self.after = after

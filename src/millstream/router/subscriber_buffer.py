@@ -1,7 +1,7 @@
-"""The buffer between the router's thread and one subscriber. The thread puts in, the subscriber takes out.
+"""SubscriberBuffer: the buffer between the router's thread, which puts items in, and one subscriber, which takes them.
 
-Batches go through as they came from the server: subscribers of one stream share the same lists. There is no lock in
-the usual way: each counter has one writer, and each side says what it wants before it looks what the other has done.
+Batches pass through as they came from the server: subscribers of one stream share the same lists. The usual path takes
+no lock: each counter has one writer, and each side writes its own state before it reads the other's.
 """
 
 import threading
@@ -20,15 +20,35 @@ _DROPPING = threading.Lock()
 
 
 class SubscriberBuffer:
-    """Entries and notices for one subscriber, at most `limit` entries and, with the next one, `limit_bytes` bytes.
+    """Entries and events for one subscriber: at most `limit` entries and `limit_bytes` bytes.
 
-    While the router's whole `budget` is spent, only as many bytes as keep it going.
-    `skip`: entries up to this id are not for it. `ending`: None while it goes on; then True, or why it ended.
+    An entry larger than that is accepted once the buffer is `drained`. While the `budget` of the whole router is spent,
+    the buffer accepts LEAST_BYTES at most.
+
+    * `skip`: entries up to this id are not for it
+    * `ending`: None while the subscription runs; then True, or the error that ended it
     """
 
     __slots__ = (
-        "at", "batch", "batches", "budget", "cursor", "dropped", "ending", "given", "given_bytes", "limit", "limit_bytes",
-        "paused", "skip", "stream", "taken", "taken_bytes", "tells_start", "waker", "when_full",
+        "batch",
+        "batches",
+        "budget",
+        "cursor",
+        "dropped",
+        "ending",
+        "index",
+        "limit",
+        "limit_bytes",
+        "paused",
+        "put_bytes",
+        "put_count",
+        "reports_start",
+        "skip",
+        "stream",
+        "taken_bytes",
+        "taken_count",
+        "waker",
+        "when_full",
     )  # fmt: skip
 
     def __init__(
@@ -39,20 +59,20 @@ class SubscriberBuffer:
         limit: int,
         limit_bytes: int,
         when_full: WhenFull,
-        tells_start: bool = False,
+        reports_start: bool = False,
     ) -> None:
         self.stream = stream
         self.budget = budget
         self.limit = limit
         self.limit_bytes = limit_bytes
         self.when_full = when_full
-        self.tells_start = tells_start
+        self.reports_start = reports_start
         self.cursor: Cursor | None = None
         self.batches: list[Batch | Gap | Dropped | Start] = []
         self.batch: Batch | None = None
-        self.at = 0
-        self.given = self.given_bytes = 0
-        self.taken = self.taken_bytes = 0
+        self.index = 0
+        self.put_count = self.put_bytes = 0
+        self.taken_count = self.taken_bytes = 0
         self.dropped = 0
         self.paused = False
         self.skip: bytes | None = None
@@ -63,17 +83,17 @@ class SubscriberBuffer:
 
     @property
     def held(self) -> int:
-        """Entries in it."""
-        return self.given - self.taken
+        """Entries in the buffer."""
+        return self.put_count - self.taken_count
 
     @property
     def held_bytes(self) -> int:
-        """What they take."""
-        return self.given_bytes - self.taken_bytes
+        """Bytes of these entries."""
+        return self.put_bytes - self.taken_bytes
 
     @property
     def drained(self) -> bool:
-        """True when so much has been taken out that reading on is worth a round trip: the next entry has room then."""
+        """True when enough is free that reading on is worth a round trip: then the next entry fits."""
         return self.held <= self.limit // 2 and self.held_bytes <= self._most_bytes // 2
 
     @property
@@ -81,15 +101,15 @@ class SubscriberBuffer:
         return min(self.limit_bytes, LEAST_BYTES) if self.budget.spent else self.limit_bytes
 
     def fits(self, batch: Batch) -> bool:
-        """Whether there is room for all of it."""
+        """Whether the whole batch fits."""
         return (
-            self.given - self.taken + len(batch.entries) <= self.limit
-            and self.given_bytes - self.taken_bytes + batch.size <= self.limit_bytes
+            self.put_count - self.taken_count + len(batch.entries) <= self.limit
+            and self.put_bytes - self.taken_bytes + batch.size <= self.limit_bytes
             and not self.budget.spent
-        ) or self.fitting(batch) == len(batch)  # first what is nearly always so
+        ) or self.fitting(batch) == len(batch)  # the usual case first
 
     def fitting(self, batch: Batch) -> int:
-        """How many of its entries there is room for, the first ones. A single one fits whatever its size, once `drained`."""
+        """How many entries of the batch fit, from its start. Once `drained`, a single entry fits whatever its size."""
         room, room_bytes = self.limit - self.held, self._most_bytes - self.held_bytes
         if len(batch) <= room and batch.size <= room_bytes:
             return len(batch)
@@ -100,38 +120,38 @@ class SubscriberBuffer:
         return count or int(self.drained)
 
     def put(self, batch: Batch) -> None:
-        """Add entries that fit."""
-        self.given += len(batch.entries)
-        self.given_bytes += batch.size
+        """Append entries that fit."""
+        self.put_count += len(batch.entries)
+        self.put_bytes += batch.size
         self.batches.append(batch)
 
     def put_dropping(self, batch: Batch) -> int:
-        """Add entries, dropping the oldest ones that do not fit; return how many those were."""
+        """Append entries, and drop the oldest that do not fit; return how many those were."""
         with _DROPPING:
             excess = left = self._excess(batch)
-            if excess and self.batch is not None:  # what is left of it comes after what is dropped of it
-                self.batches.insert(0, self.batch.part(self.at, len(self.batch)))
+            if excess and self.batch is not None:  # back into the queue, to drop from it
+                self.batches.insert(0, self.batch.part(self.index, len(self.batch)))
                 self.batch = None
-            place = 0
-            while left and place < len(self.batches):
-                waiting = self.batches[place]
-                if not isinstance(waiting, Batch):
-                    place += 1
+            index = 0
+            while left and index < len(self.batches):
+                queued = self.batches[index]
+                if not isinstance(queued, Batch):
+                    index += 1
                     continue
-                gone = min(left, len(waiting))
-                self._took(waiting.sizes[:gone])
-                left -= gone
-                if gone == len(waiting):
-                    del self.batches[place]
+                dropped = min(left, len(queued))
+                self._count_taken(queued.sizes[:dropped])
+                left -= dropped
+                if dropped == len(queued):
+                    del self.batches[index]
                 else:
-                    self.batches[place] = waiting.part(gone, len(waiting))
+                    self.batches[index] = queued.part(dropped, len(queued))
             if excess:
-                self._tell_dropped(place, excess)
+                self._insert_dropped(index, excess)
             self.put(batch.part(left, len(batch)) if left else batch)
         return excess
 
     def _excess(self, batch: Batch) -> int:
-        """How many of the oldest entries have no room beside the newest ones. The very newest always has."""
+        """How many of the oldest entries have no room beside the newest ones. The very newest always fits."""
         over = self.held + len(batch) - self.limit
         over_bytes = self.held_bytes + batch.size - self._most_bytes
         excess = 0
@@ -143,69 +163,69 @@ class SubscriberBuffer:
         return excess
 
     def _sizes(self, batch: Batch) -> Iterator[int]:
-        """Of all entries in it, and of all but the last of the batch."""
+        """The sizes of all entries in the buffer, and of all but the last of the batch."""
         if self.batch is not None:
-            yield from islice(self.batch.sizes, self.at, None)
-        for waiting in self.batches:
-            if isinstance(waiting, Batch):
-                yield from waiting.sizes
+            yield from islice(self.batch.sizes, self.index, None)
+        for queued in self.batches:
+            if isinstance(queued, Batch):
+                yield from queued.sizes
         yield from batch.sizes[:-1]
 
-    def _took(self, sizes: tuple[int, ...]) -> None:
-        self.taken += len(sizes)
+    def _count_taken(self, sizes: tuple[int, ...]) -> None:
+        self.taken_count += len(sizes)
         self.taken_bytes += sum(sizes)
 
-    def _tell_dropped(self, place: int, count: int) -> None:
+    def _insert_dropped(self, index: int, count: int) -> None:
         self.dropped += count
-        before = self.batches[place - 1] if place else None
-        if isinstance(before, Dropped):
-            self.batches[place - 1] = Dropped(stream=self.stream, count=before.count + count)
+        previous = self.batches[index - 1] if index else None
+        if isinstance(previous, Dropped):
+            self.batches[index - 1] = Dropped(stream=self.stream, count=previous.count + count)
         else:
-            self.batches.insert(place, Dropped(stream=self.stream, count=count))
+            self.batches.insert(index, Dropped(stream=self.stream, count=count))
 
     # For the subscriber
 
-    def take(self) -> Item | None:
-        """The next message or notice; None if there is none."""
+    def next_item(self) -> Item | None:
+        """The next message or event; None if the buffer is empty."""
         if self.when_full != "drop-oldest":
-            return self._take()
+            return self._next_item()
         with _DROPPING:
-            return self._take()
+            return self._next_item()
 
-    def _take(self) -> Item | None:
-        batch, at = self.batch, self.at
+    def _next_item(self) -> Item | None:
+        batch, at = self.batch, self.index
         if batch is None:
             if not self.batches:
                 return None
             following = self.batches.pop(0)
             if not isinstance(following, Batch):
                 return following
-            batch, at = self.batch, self.at = following, 0
-        self.at = at + 1
-        if self.at == len(batch):
+            batch, at = self.batch, self.index = following, 0
+        self.index = at + 1
+        if self.index == len(batch):
             self.batch = None
-        self.taken += 1
+        self.taken_count += 1
         self.taken_bytes += batch.sizes[at]
         entry_id, pairs = batch.entries[at]
         return Message(self.stream, entry_id.decode(), pairs)
 
-    def over(self) -> bool:
-        """Whether nothing will come any more; raises what ended it."""
+    def has_ended(self) -> bool:
+        """Whether no item will follow; raises the error that ended the subscription."""
         if self.ending is None or self.batches:
             return False
         if isinstance(self.ending, Exception):
             raise self.ending
         return True
 
-    def may_sleep(self, waker: WakeTarget) -> bool:
-        """Have `waker` wake the subscriber when there is something; False if there is already."""
+    def prepare_wait(self, waker: WakeTarget) -> bool:
+        """Register `waker` for the next item; False if there is an item already."""
         sleeping = self.waker
         if sleeping is not None and (not isinstance(sleeping, Waker) or sleeping.awaited):
             raise MillstreamError(
-                f"the subscription of {self.stream} is being read by somebody else: subscribe once more"
+                f"another reader waits on this subscription of {self.stream}; subscribe once more for a second reader"
             )
         self.waker = waker
-        # Said first, looked second: whoever puts something in looks for the waker after that.
+        # Set first, checked second: the router puts an item in before it reads the waker.
         if self.batches or self.ending is not None:
             self.waker = None
             return False
@@ -213,21 +233,37 @@ class SubscriberBuffer:
 
 
 class Cursor:
-    """A place in a stream, and who is served from it.
+    """A position in a stream, and the subscribers served from it.
 
-    * `last`: the last entry delivered; `ordinal`: which of all ever added that is, if known; `proven`: it was there
-    * `scale`: entries take about 2 ** `scale` bytes; 0: not known
-    * `careful`: a read needs the stream's counters too
-    * `lost_at`: the place reached in a stream that is gone, told when there is a new one
-    * `anchor`, `next_anchor`: entries delivered a while ago, to recognise the stream by
-    * `queued`, `asked`, `stale`: waits to be read; is being read; changed meanwhile. `alone`: not together with others
-    * `armed`: a pool waits for it to change
-    * `paused`: its subscriber is full
+    * `last`: the last entry delivered; `ordinal`: its ordinal among all entries ever added, if known; `proven`: that
+      entry was seen
+    * `size_log2`: an entry takes about 2 ** `size_log2` bytes; 0: unknown
+    * `needs_counters`: a read needs the stream's counters too
+    * `deleted_at`: the position in a stream that was deleted, reported as a gap once there is a new one
+    * `anchor`, `next_anchor`: entries delivered a while ago, which identify the stream
+    * `queued`, `in_flight`, `stale`: it waits to be read; it is in flight; it changed while in flight
+    * `isolated`: read it in a command of its own
+    * `watched`: the pool waits for a change
+    * `paused`: the buffer of its subscriber is full
     """
 
     __slots__ = (
-        "alone", "anchor", "armed", "asked", "careful", "inboxes", "key", "last", "lost_at", "next_anchor", "ordinal",
-        "paused", "proven", "queued", "scale", "stale",
+        "anchor",
+        "buffers",
+        "deleted_at",
+        "in_flight",
+        "isolated",
+        "key",
+        "last",
+        "needs_counters",
+        "next_anchor",
+        "ordinal",
+        "paused",
+        "proven",
+        "queued",
+        "size_log2",
+        "stale",
+        "watched",
     )  # fmt: skip
 
     def __init__(self, key: bytes, last: bytes, ordinal: int | None = None) -> None:
@@ -236,9 +272,9 @@ class Cursor:
         self.ordinal = ordinal
         self.anchor: bytes | None = None
         self.next_anchor: bytes | None = None
-        self.lost_at: bytes | None = None
-        self.inboxes: list[SubscriberBuffer] = []
-        self.careful = True
+        self.deleted_at: bytes | None = None
+        self.buffers: list[SubscriberBuffer] = []
+        self.needs_counters = True
         self.proven = False
-        self.scale = 0
-        self.queued = self.asked = self.stale = self.alone = self.armed = self.paused = False
+        self.size_log2 = 0
+        self.queued = self.in_flight = self.stale = self.isolated = self.watched = self.paused = False

@@ -1,4 +1,4 @@
-"""One subscriber's view of a stream: an iterator, for asyncio and for plain threads."""
+"""Subscription: one subscriber's view of a stream, an iterator for asyncio and for plain threads."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -11,60 +11,60 @@ from millstream.router.waker import Waker
 
 
 class SubscriptionHost(Protocol):
-    """Whom a subscription tells: there is room again; nobody takes anything out any more."""
+    """Callbacks of a subscription: its buffer has room again; the subscriber has stopped reading."""
 
-    def drained(self, inbox: SubscriberBuffer) -> None:
-        """There is room in the inbox again."""
+    def on_drained(self, buffer: SubscriberBuffer) -> None:
+        """The buffer has room again."""
 
-    def left(self, inbox: SubscriberBuffer) -> None:
-        """Nobody takes anything out of the inbox any more."""
+    def on_left(self, buffer: SubscriberBuffer) -> None:
+        """The subscriber has stopped reading the buffer."""
 
 
 class Subscription:
-    """Messages of one stream in order, each once, and the notices `Gap` and `Dropped` between them.
+    """Messages of one stream in order, each once, and the events `Gap`, `Dropped` and `Start` between them.
 
-    `async for item in subscription` or `for item in subscription`; one reader at a time. It ends with `close`, when
-    the router is closed (after what is buffered), or by an error: `TooSlow`, or WrongType and AccessDenied of Redis.
-    Dropping it is as good as closing it: the router forgets a subscription that nobody has any more.
+    `async for item in subscription` or `for item in subscription`; one reader at a time. It ends with `close`, when the
+    router is closed (after the buffered messages), or by an error: `TooSlow`, or WrongType and AccessDenied of Redis. A
+    subscription without references counts as closed: the router removes it.
     """
 
-    __slots__ = ("_desk", "_inbox")
+    __slots__ = ("_buffer", "_host")
 
-    def __init__(self, inbox: SubscriberBuffer, desk: SubscriptionHost) -> None:
-        self._inbox = inbox
-        self._desk = desk
+    def __init__(self, buffer: SubscriberBuffer, host: SubscriptionHost) -> None:
+        self._buffer = buffer
+        self._host = host
 
     @property
     def stream(self) -> str:
         """The stream's name."""
-        return self._inbox.stream
+        return self._buffer.stream
 
     @property
     def dropped(self) -> int:
-        """Messages dropped so far, since this subscriber was too slow for them."""
-        return self._inbox.dropped
+        """Messages dropped so far because this subscriber was too slow."""
+        return self._buffer.dropped
 
     @property
     def buffered(self) -> int:
-        """Messages that wait to be taken."""
-        return self._inbox.held
+        """Messages in the buffer."""
+        return self._buffer.held
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will come any more, in good order: it or the router was closed, and all it held is taken.
+        """Whether no item will follow, and no error: subscription or router was closed, and the buffer is empty.
 
-        False if an error is to come: the next `get` raises that.
+        False if an error is next: the next `get` raises it.
         """
-        inbox = self._inbox
-        return inbox.ending is True and not inbox.batches and inbox.batch is None
+        buffer = self._buffer
+        return buffer.ending is True and not buffer.batches and buffer.batch is None
 
     # asyncio
 
     def __aiter__(self) -> AsyncIterator[Item]:
-        return _Turns(self, self._inbox)
+        return _AsyncItems(self, self._buffer)
 
     async def __anext__(self) -> Item:
-        return await anext(_Turns(self, self._inbox))
+        return await anext(_AsyncItems(self, self._buffer))
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,23 +86,24 @@ class Subscription:
     def get(self, timeout_ms: float | None = None) -> Item | None:
         """The next item, waiting for it up to `timeout_ms` milliseconds (None: without end); None if there is none.
 
-        None says that the time is over or, if `ended`, that nothing will come any more: loop `while not subscription.ended`.
-        Raises what ended the subscription otherwise. Not for the thread of an event loop, unless `timeout_ms` is 0.
+        None means that the time has passed or, if `ended`, that no item will follow: loop `while not
+        subscription.ended`. Raises the error that ended the subscription. Not for the thread of an event loop, unless
+        `timeout_ms` is 0.
         """
         until_ms = None if timeout_ms is None else SYSTEM_CLOCK.monotonic_ms() + timeout_ms
         while True:
-            if (item := self._take()) is not None:
+            if (item := self._next_item()) is not None:
                 return item
-            if self._inbox.over():
+            if self._buffer.has_ended():
                 return None
             left_s = -1.0 if until_ms is None else (until_ms - SYSTEM_CLOCK.monotonic_ms()) / 1000
             if until_ms is not None and left_s <= 0:
                 return None
-            bell = threading.Lock()
-            bell.acquire()
-            if self._inbox.may_sleep(bell):
-                bell.acquire(timeout=left_s)
-                self._inbox.waker = None
+            waker = threading.Lock()
+            waker.acquire()
+            if self._buffer.prepare_wait(waker):
+                waker.acquire(timeout=left_s)
+                self._buffer.waker = None
 
     def __enter__(self) -> Self:
         return self
@@ -113,43 +114,43 @@ class Subscription:
     # Ending
 
     def close(self) -> None:
-        """Unsubscribe. What is buffered is forgotten, and an iteration under way ends."""
-        inbox = self._inbox
-        if inbox.ending is None:
-            inbox.ending = True
-            self._desk.left(inbox)
-        inbox.batch = None
-        inbox.batches.clear()
+        """Unsubscribe. Discards the buffer, and ends an iteration in progress."""
+        buffer = self._buffer
+        if buffer.ending is None:
+            buffer.ending = True
+            self._host.on_left(buffer)
+        buffer.batch = None
+        buffer.batches.clear()
 
     def __del__(self) -> None:
-        if self._inbox.ending is None:
-            self._desk.left(self._inbox)
+        if self._buffer.ending is None:
+            self._host.on_left(self._buffer)
 
     # Inside
 
-    def _take(self) -> Item | None:
-        item = self._inbox.take()
-        if self._inbox.paused:
-            self._room()
+    def _next_item(self) -> Item | None:
+        item = self._buffer.next_item()
+        if self._buffer.paused:
+            self._report_drained()
         return item
 
-    def _room(self) -> None:
-        if self._inbox.drained:
-            self._desk.drained(self._inbox)
+    def _report_drained(self) -> None:
+        if self._buffer.drained:
+            self._host.on_drained(self._buffer)
 
 
-class _Turns:
-    """A subscription in `async for`. Waits for items without making anything, for the reasons that `Waker` has.
+class _AsyncItems:
+    """A subscription in `async for`. A wait allocates nothing, for the reasons given at `Waker`.
 
-    It is its own awaitable, and its own way of awaiting: `anext(turns, default)` needs all that a coroutine has.
+    It is its own awaitable and its own iterator: `anext(items, default)` needs every method of a coroutine.
     """
 
-    __slots__ = ("_bell", "_inbox", "_subscription")
+    __slots__ = ("_buffer", "_subscription", "_waker")
 
-    def __init__(self, subscription: Subscription, inbox: SubscriberBuffer) -> None:
+    def __init__(self, subscription: Subscription, buffer: SubscriberBuffer) -> None:
         self._subscription = subscription
-        self._inbox = inbox
-        self._bell = Waker()
+        self._buffer = buffer
+        self._waker = Waker()
 
     def __aiter__(self) -> Self:
         return self
@@ -164,17 +165,17 @@ class _Turns:
         return self
 
     def __next__(self) -> Waker:
-        inbox = self._inbox
+        buffer = self._buffer
         while True:
-            if (inbox.batches or inbox.batch) and (item := inbox.take()) is not None:
-                if inbox.paused:
-                    self._subscription._room()
+            if (buffer.batches or buffer.batch) and (item := buffer.next_item()) is not None:
+                if buffer.paused:
+                    self._subscription._report_drained()
                 raise StopIteration(item)
-            if inbox.ending is not None and inbox.over():
+            if buffer.ending is not None and buffer.has_ended():
                 raise StopAsyncIteration
-            self._bell.prepare()
-            if inbox.may_sleep(self._bell):
-                return self._bell.wait()
+            self._waker.prepare()
+            if buffer.prepare_wait(self._waker):
+                return self._waker.wait()
 
     def send(self, _: object) -> Waker:
         return self.__next__()
@@ -183,4 +184,4 @@ class _Turns:
         raise kind if value is None else value
 
     def close(self) -> None:
-        """Nothing is held between two waits."""
+        """Nothing to release between two waits."""

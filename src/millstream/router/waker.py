@@ -1,15 +1,15 @@
-"""How a task waits for its subscription: by a future that is made once."""
+"""Waker: the future a task waits on for its subscription, created once."""
 
 import asyncio
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any, Self
 
-Wake = Callable[[Any], object]
+WakeCallback = Callable[[Any], object]
 
 
 class _Cancelled:
-    """Given to a task in place of its bell, which by then another task may wait for."""
+    """Passed to a cancelled task in place of its waker, which another task may wait on by then."""
 
     def result(self) -> None:
         raise asyncio.CancelledError
@@ -19,66 +19,66 @@ _CANCELLED = _Cancelled()
 
 
 class Waker:
-    """A task waits for it as often as it likes, and goes on at once when it rings. One task at a time.
+    """A reusable future: a task waits on it any number of times, and continues when it is woken. One task at a time.
 
-    A `Future` is for one use: each wait leaves four objects that live until the next message, and with 100,000 tasks
-    waiting, spread over all memory, the garbage collector takes longer to look at them than the router to read. A bell
-    stays, in the loop of its first wait, and by the second one nothing is made at all. To asyncio it is "future-like"
-    (`asyncio.isfuture`): what a task needs to wait for something, and no more.
+    A `Future` is for one use: each wait leaves four objects that live until the next message, and with 100,000 waiting
+    tasks, spread over all memory, the garbage collector takes longer to scan them than the router to read. A waker
+    stays, in the loop of its first wait, and from the second wait on nothing is allocated. To asyncio it is
+    "future-like" (`asyncio.isfuture`): it has what a task needs to wait, and no more.
     """
 
-    __slots__ = ("_asyncio_future_blocking", "_context", "_task", "_wake", "awaited", "loop")
+    __slots__ = ("_asyncio_future_blocking", "_callback", "_context", "_task", "awaited", "loop")
 
     def __init__(self) -> None:
         self.awaited = False
         self.loop: asyncio.AbstractEventLoop | None = None
         self._asyncio_future_blocking = False
         self._task: object = None
-        self._wake: Wake
+        self._callback: WakeCallback
         self._context: Context
 
     def prepare(self) -> None:
-        """In the task that will wait, before anybody else is told of the bell: who rings must know where."""
+        """Bind the waker to the running loop, before any other thread can see it."""
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
 
     def wait(self) -> Self:
-        """Begin to wait: the task has to yield what is returned."""
+        """Begin to wait: the task must yield the returned value."""
         self._asyncio_future_blocking = True
         return self
 
-    def ring(self) -> None:
-        """Run the task that waits, if there is one. In the thread of its loop, and not within another task."""
+    def wake(self) -> None:
+        """Run the waiting task, if there is one. Call it in the thread of its loop, and not within another task."""
         if self.awaited:
             self.awaited = False
-            self._context.run(self._wake, self)
+            self._context.run(self._callback, self)
 
-    # What a task calls
+    # Called by asyncio tasks
 
     def get_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop of the task that waits."""
+        """The loop of the waiting task."""
         return self.loop
 
-    def add_done_callback(self, wake: Wake, *, context: Context) -> None:
-        """Call `wake` when it rings."""
+    def add_done_callback(self, wake: WakeCallback, *, context: Context) -> None:
+        """Call `wake` when the waker is woken."""
         task = getattr(wake, "__self__", wake)
-        if task is not self._task:  # otherwise the method it gave for its first wait is as good
-            self._task, self._wake, self._context = task, wake, context
+        if task is not self._task:  # the same task passes the same method at every wait
+            self._task, self._callback, self._context = task, wake, context
         self.awaited = True
 
     def cancel(self, msg: object = None) -> bool:
-        """Wait no more: soon the task goes on with CancelledError. False if none waits."""
+        """Stop waiting: the task continues with CancelledError. False if no task waits."""
         if not self.awaited or self.loop is None:
             return False
         self.awaited = False
-        self.loop.call_soon(self._wake, _CANCELLED, context=self._context)
+        self.loop.call_soon(self._callback, _CANCELLED, context=self._context)
         return True
 
     def result(self) -> None:
-        """The wait has ended since it has rung; whose wait is cancelled asks `_Cancelled`."""
+        """The wait has ended by a wake-up; a cancelled wait calls `_Cancelled.result`."""
 
 
-def wake_all(bells: list[Waker]) -> None:
-    """Run all who wait for these."""
-    for bell in bells:
-        bell.ring()
+def wake_all(wakers: list[Waker]) -> None:
+    """Run every task that waits on these."""
+    for waker in wakers:
+        waker.wake()

@@ -1,4 +1,4 @@
-"""millstream on Apache Spark: the `redis-streams` data source and the engine that runs handlers on it.
+"""millstream on Apache Spark: the `redis-streams` source and sink, and the engine that runs handlers on them.
 
-Only this package imports pyspark.
+Only this package and `pyspark_millstream` import pyspark.
 """

@@ -1,4 +1,4 @@
-"""Where our errors leave for Spark, which shows each with its traceback: only what is wrong is to stand there."""
+"""Strips our frames from errors raised into Spark, so that users see the message, not our traceback."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def clean_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
-    """Make `call` raise our errors without the way through our code, and without what they come from.
+    """Make `call` raise MillstreamErrors without our frames and without their cause.
 
-    Their text is made for users; twenty frames before it hide it.
+    Their text is written for users; twenty frames before it hide it.
     """
 
     @wraps(call)
@@ -27,7 +27,7 @@ def clean_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def clean_traceback(items: Iterator[T]) -> Iterator[T]:
-    """The same for what raises while it is gone through."""
+    """Yield `items`, and do the same for errors that their iteration raises."""
     try:
         yield from items
     except MillstreamError as error:

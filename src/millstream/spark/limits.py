@@ -1,5 +1,5 @@
-"""The greatest numbers that Java and Spark have."""
+"""The greatest numbers of Java and Spark."""
 
-GREATEST_LONG = 2**63 - 1
-GREATEST_TIMESTAMP_MS = GREATEST_LONG // 1000
-"""The last millisecond that Spark has a timestamp for: later ones are null there."""
+MAX_LONG = 2**63 - 1
+MAX_TIMESTAMP_MS = MAX_LONG // 1000
+"""The last millisecond of a Spark timestamp: later ones become null."""

@@ -1,7 +1,8 @@
-"""What tests of programs on millstream need; import the module you use, so that none costs you the others.
+"""Test tools for programs on millstream; import only the module you use, so that you do not load the others.
 
 `millstream.testing.plugin`: pytest fixtures with a real redis-server, active once millstream is installed.
 `millstream.testing.topologies`: Cluster, Sentinel, TLS and ACL deployments of local processes.
-`millstream.testing.contract`: what a handler may rely on whichever engine runs it; `contract_cases` are the cases.
-`millstream.testing.history`: the checker that says what was lost, duplicated or out of order.
+`millstream.testing.contract`: the handler contract, which every engine keeps; `contract_cases` has the cases.
+`millstream.testing.history`: the history checker, which finds lost, duplicated and out-of-order messages.
+`millstream.testing.proxy`: a TCP proxy that breaks connections to Redis at chosen commands.
 """

@@ -1,10 +1,10 @@
-"""The handler contract: what a handler may rely on whichever engine runs it, and how an engine is put through it.
+"""The handler contract: what a handler may rely on under any engine, and how to run an engine against it.
 
-A `Case` is a handler, the entries it is given, and what must come of them: which outputs, which dead letters, and
-nothing left over. `put_through` has an engine run any number of cases at once; `judge` says whether one has held. The cases
-that millstream's own engines keep are `millstream.testing.contract_cases.CASES`.
+A `Case` is a handler, its input entries, and the required result: outputs, dead letters, and nothing left over.
+`run_cases` runs an engine on any number of cases at once; `verify` checks one case. The cases of millstream's own
+engines are `millstream.testing.contract_cases.CASES`.
 
-The idea: one suite inherited by every implementation, as the `StreamsTestMixin` of Arroyo (getsentry).
+The idea is one suite that every implementation inherits, like the `StreamsTestMixin` of Arroyo (getsentry).
 """
 
 import time
@@ -28,26 +28,26 @@ Pairs = Sequence[bytes]
 
 
 class ContractBroken(MillstreamError, AssertionError):
-    """An engine does not do what a case asks for. The message lists what is wrong."""
+    """An engine breaks a case of the contract. The message lists the differences."""
 
 
 class Engine(Protocol):
-    """What runs handlers: a worker, a Spark pipeline, or yours."""
+    """Runs handlers: a worker, a Spark pipeline, or an engine of your own."""
 
     def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
-        """Run every handler of `app` on the Redis at `url` until `until()` is true, then stop as it does in service.
+        """Run every handler of `app` on the Redis at `url` until `until()` is true, then stop as in production.
 
-        `until` is to be asked several times a second, by one thread; let what it raises through, after stopping. If the
-        engine dies of a message, start it again, as whatever supervises it in service would.
+        Call `until` several times a second, from one thread, and let its exceptions through after stopping. If a
+        message kills the engine, restart it, as its supervisor would in production.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Letter:
-    """A dead letter that must come of entry number `entry`, with its fields byte for byte.
+    """The required dead letter of entry number `entry`, with its fields byte for byte.
 
-    * `reason`, `attempts`: as the dead letter has them; `says`: part of its error text
-    * `pairs`: the fields, if not those of the entry
+    * `reason`, `attempts`: as in the dead letter; `says`: part of its error text
+    * `pairs`: the fields, if they differ from the entry's
     """
 
     entry: int
@@ -63,16 +63,16 @@ class Case:
 
     * `name`: of the case and of its handler; its stream and its output stream are named after it
     * `promise`: the promise, in a sentence
-    * `function`, `options`: the handler, as for `App.handler`; "into" is given unless `options` say otherwise
-    * `entries`: what is published, names and values; entry n gets the id `entry_id(n)`
-    * `outputs`: the fields of every entry that must stand in the output stream afterwards, in any order...
-    * `order_by`: ...but those with the same value of this field in the order given here
-    * `at_most`: with `into_maxlen`: the output stream holds no more entries than that, all of them from `outputs`
-    * `letters`: the dead letters that must come of it
-    * `stop_after`: the engine is stopped once so many outputs are there, and started again
-    * `parks`: how many messages wait in each key that comes to be parked. Of each of these, once so many do, the first is
-      skipped, and then the key goes on
-    * `kills`: the handler kills its process: run it where that harms nobody else
+    * `function`, `options`: the handler, as for `App.handler`; "into" is set unless `options` has it
+    * `entries`: the published entries, names and values; entry n gets the id `entry_id(n)`
+    * `outputs`: the fields of every entry that the output stream must hold afterwards, in any order...
+    * `order_by`: ...except that entries with the same value of this field keep the order given here
+    * `at_most`: with `into_maxlen`: the most entries that the output stream may hold, all of them from `outputs`
+    * `letters`: the required dead letters
+    * `stop_after`: the engine is stopped after so many outputs, and restarted
+    * `parks`: the keys that are parked, with the number of messages in each key queue. Once a queue has that many, its
+      first message is skipped and the key is unparked
+    * `kills`: the handler kills its process: run the case in a process of its own
     """
 
     name: str
@@ -95,12 +95,12 @@ class Case:
 
     @property
     def into(self) -> str:
-        """The stream that its handler's outputs go to."""
+        """The output stream of its handler."""
         return f"{{{self.name}}}.out"
 
     @property
     def keyed(self) -> bool:
-        """True if its handler has a key, which not every engine can keep."""
+        """True if its handler has a key, which not every engine supports."""
         return "key" in self.options or self.options.get("order") == "stream"
 
     @property
@@ -110,17 +110,17 @@ class Case:
 
 
 def entry_id(number: int) -> str:
-    """The id of a case's entry `number`, counted from 0; longer ids are not always the greater ones as text."""
+    """Return the id of a case's entry `number`, from 0. As text, the ids do not sort in their numeric order."""
     return f"{995 + number // 3}-{number % 3 * 9}"
 
 
 def entry(**fields: str | int | bytes) -> Pairs:
-    """An entry with these fields."""
+    """Return an entry with these fields."""
     return [part for item in fields.items() for part in map(_bytes, item)]
 
 
 def app_of(cases: Iterable[Case]) -> App:
-    """An app with the handlers of `cases`."""
+    """Return an app with the handlers of `cases`."""
     app = App(APP)
     for case in cases:
         options = {"into": case.into, **case.options, "name": case.name}
@@ -130,38 +130,40 @@ def app_of(cases: Iterable[Case]) -> App:
 
 
 def put_through(engine: Engine, url: str, cases: Sequence[Case], *, within_s: float = 120.0) -> None:
-    """Publish the entries of `cases` to an empty Redis and have `engine` run their handlers until all are settled.
+    """Publish the entries of `cases` to an empty Redis and run `engine` until all entries are committed.
 
-    Judge each case afterwards. Raises ContractBroken if they are not settled after `within_s` seconds, or if one that is
-    to be stopped half-way was through before.
+    Verify each case afterwards. Raises ContractBroken if entries are left after `within_s` seconds, or if a case with
+    `stop_after` was complete before the engine stopped.
     """
     stopped = [case for case in cases if case.stop_after is not None]
     with Client(url) as client:
         for case in cases:
             publish(client, case)
         if stopped:
-            far = _Deadline(lambda: all(_outputs(client, case) >= (case.stop_after or 0) for case in stopped), within_s)
-            engine(app_of(cases), url, far)
-            through = [case.name for case in stopped if _committed(client, case) >= len(case.entries)]
-            if through:
-                raise ContractBroken(f"stopped too late to show anything: {', '.join(through)}")
-        steering = [_Steering(client, case) for case in cases if case.parks]
+            halfway = _Deadline(
+                lambda: all(_outputs(client, case) >= (case.stop_after or 0) for case in stopped), within_s
+            )
+            engine(app_of(cases), url, halfway)
+            complete = [case.name for case in stopped if _committed(client, case) >= len(case.entries)]
+            if complete:
+                raise ContractBroken(f"the engine stopped too late to test a restart: {', '.join(complete)}")
+        operators = [_Operator(client, case) for case in cases if case.parks]
 
-        def settled() -> bool:
-            for one in steering:
-                one.go_on()
+        def is_complete() -> bool:
+            for operator in operators:
+                operator.skip_parked()
             return all(_committed(client, case) >= len(case.entries) for case in cases)
 
-        done = _Deadline(settled, within_s)
+        done = _Deadline(is_complete, within_s)
         try:
             engine(app_of(cases), url, done)
         except TimeoutError:
             left = [f"{case.name} {_committed(client, case)}/{len(case.entries)}" for case in cases]
-            raise ContractBroken(f"not settled after {within_s:.0f} s: {', '.join(left)}") from None
+            raise ContractBroken(f"incomplete after {within_s:.0f} s: {', '.join(left)}") from None
 
 
 def publish(client: Client, case: Case) -> None:
-    """Publish the entries of `case`; announce its stream, if its handler reads what is announced."""
+    """Publish the entries of `case`; announce its stream, if its handler reads announced streams."""
     commands: list[Command] = [("XADD", case.stream, entry_id(n), *pairs) for n, pairs in enumerate(case.entries)]
     for reply in client.pipeline(commands):
         raise_if_error(reply)
@@ -170,43 +172,43 @@ def publish(client: Client, case: Case) -> None:
 
 
 def judge(client: Client, case: Case) -> None:
-    """Raise ContractBroken unless `case` has held: its outputs, its dead letters, and nothing left over."""
-    problems = [*_outputs_wrong(client, case), *_letters_wrong(client, case), *_left_over(client, case)]
+    """Raise ContractBroken unless `case` holds: its outputs, its dead letters, and nothing left over."""
+    problems = [*_wrong_outputs(client, case), *_wrong_letters(client, case), *_leftovers(client, case)]
     if problems:
         raise ContractBroken(f"{case.name}: {case.promise}. But " + "; ".join(problems))
 
 
 @dataclass
-class _Steering:
-    """The person who decides on the parked keys of a case."""
+class _Operator:
+    """The operator who acts on the parked keys of a case."""
 
     client: Client
     case: Case
-    settled: set[bytes] = field(default_factory=set)
+    unparked: set[bytes] = field(default_factory=set)
 
-    def go_on(self) -> None:
-        """Skip the first message of each key that is parked with all of its messages, and have the key go on."""
-        for line in list_queues(self.client, self.case.keys) if self.settled < self.case.parks.keys() else ():
-            key = line.key or b""
-            is_due = key not in self.settled and self.case.parks.get(key) == line.length
-            if is_due and line.state == "parked" and skip(self.client, self.case.keys, line.name, error="skipped"):
-                unpark(self.client, self.case.keys, line.name)
-                self.settled.add(key)
+    def skip_parked(self) -> None:
+        """Skip the first message of each key that is parked with all of its messages, and unpark the key."""
+        for queue in list_queues(self.client, self.case.keys) if self.unparked < self.case.parks.keys() else ():
+            key = queue.key or b""
+            is_due = key not in self.unparked and self.case.parks.get(key) == queue.length
+            if is_due and queue.state == "parked" and skip(self.client, self.case.keys, queue.name, error="skipped"):
+                unpark(self.client, self.case.keys, queue.name)
+                self.unparked.add(key)
 
 
-# --- How far the engine is ---
+# --- Progress of the engine ---
 
 
 @dataclass(frozen=True)
 class _Deadline:
-    """Holds once `holds` does; raises TimeoutError if that takes too long, counted from its making."""
+    """True once `condition()` is; raises TimeoutError `within_s` seconds after its creation."""
 
-    holds: Callable[[], bool]
+    condition: Callable[[], bool]
     within_s: float
     began_s: float = field(default_factory=time.monotonic)
 
     def __call__(self) -> bool:
-        if self.holds():
+        if self.condition():
             return True
         if time.monotonic() - self.began_s > self.within_s:
             raise TimeoutError
@@ -221,16 +223,16 @@ def _committed(client: Client, case: Case) -> int:
     return int(client.execute("HGET", case.keys.meta, "committed") or 0)
 
 
-# --- What came of it ---
+# --- Results ---
 
 
-def _outputs_wrong(client: Client, case: Case) -> Iterator[str]:
+def _wrong_outputs(client: Client, case: Case) -> Iterator[str]:
     found = [_pairs_of(pairs) for _, pairs in client.execute("XRANGE", case.into, "-", "+")]
     wanted = [_pairs_of(part for item in output.items() for part in map(_bytes, item)) for output in case.outputs]
     extra = Counter(found) - Counter(wanted)
     missing = Counter(wanted) - Counter(found) if case.at_most is None else None
     if extra:
-        yield f"it has outputs that it should not have, or twice: {_some(extra)}"
+        yield f"it has unexpected or repeated outputs: {_some(extra)}"
     if missing:
         yield f"it lacks outputs: {_some(missing)}"
     if case.at_most is not None and not 0 < len(found) <= case.at_most:
@@ -249,39 +251,39 @@ def _grouped(outputs: Iterable[tuple[bytes, ...]], name: str) -> dict[bytes, lis
     return groups
 
 
-def _letters_wrong(client: Client, case: Case) -> Iterator[str]:
+def _wrong_letters(client: Client, case: Case) -> Iterator[str]:
     entries = client.execute("XRANGE", case.keys.dead, "-", "+")
     found = {letter.id: letter for letter in (DeadLetter.parse(*items) for items in entries)}
     if len(found) < len(entries):
-        yield f"it has {len(entries)} dead letters of {len(found)} entries"
+        yield f"it has {len(entries)} dead letters for {len(found)} entries"
     wanted = {entry_id(letter.entry): letter for letter in case.letters}
-    for strange in found.keys() - wanted.keys():
-        yield f"entry {strange} is a dead letter: {found[strange].reason}, {found[strange].error}"
+    for unexpected in found.keys() - wanted.keys():
+        yield f"entry {unexpected} is a dead letter: {found[unexpected].reason}, {found[unexpected].error}"
     for one_id, letter in wanted.items():
         if one_id not in found:
-            yield f"entry {one_id} is no dead letter ({letter.reason})"
+            yield f"entry {one_id} is not a dead letter ({letter.reason})"
         else:
-            yield from _letter_wrong(case, letter, found[one_id])
+            yield from _wrong_letter(case, letter, found[one_id])
 
 
-def _letter_wrong(case: Case, wanted: Letter, found: DeadLetter) -> Iterator[str]:
+def _wrong_letter(case: Case, wanted: Letter, found: DeadLetter) -> Iterator[str]:
     pairs = case.entries[wanted.entry] if wanted.pairs is None else wanted.pairs
     owner = APP, case.name, case.stream
-    for what, is_, should in (
+    for what, actual, expected in (
         ("reason", found.reason, wanted.reason),
         ("attempts", found.attempts, wanted.attempts),
         ("fields", list(found.pairs), list(pairs)),
         ("owner", (found.app, found.handler, found.stream), owner),
     ):
-        if is_ != should:
-            yield f"the {what} of dead letter {found.id} is {is_!r}, not {should!r} (error: {found.error})"
+        if actual != expected:
+            yield f"the {what} of dead letter {found.id} is {actual!r}, not {expected!r} (error: {found.error})"
     if wanted.says not in found.error:
         yield f"the error of dead letter {found.id} is {found.error!r}, without {wanted.says!r}"
     if wanted.reason == "failed" and "limit" not in wanted.says and case.function.__name__ not in found.traceback:
         yield f"the traceback of dead letter {found.id} does not name the handler: {found.traceback!r}"
 
 
-def _left_over(client: Client, case: Case) -> Iterator[str]:
+def _leftovers(client: Client, case: Case) -> Iterator[str]:
     committed = _committed(client, case)
     if committed != len(case.entries):
         yield f"{committed} of {len(case.entries)} entries are committed"
@@ -291,7 +293,7 @@ def _left_over(client: Client, case: Case) -> Iterator[str]:
             yield f"{group[b'pending']} entries are pending"
     left = client.execute("HGETALL", case.keys.strikes)
     if left:
-        yield f"strikes are left: {left}"
+        yield f"crash counts are left: {left}"
 
 
 def _pairs_of(items: Iterable[bytes]) -> tuple[bytes, ...]:
@@ -307,5 +309,5 @@ def _bytes(value: object) -> bytes:
 
 
 def redriven(handler: str, pairs: Pairs) -> Pairs:
-    """An entry as `millstream dlq redrive` puts it back, meant for the handler `app.name` only."""
+    """Return an entry as `millstream dlq redrive` writes it, meant for the handler `app.name` only."""
     return [REDRIVE_FIELD, handler.encode(), *pairs]

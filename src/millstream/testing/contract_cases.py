@@ -1,6 +1,6 @@
-"""The cases of the handler contract: handlers, what they are given, and what must come of it.
+"""The cases of the handler contract: handlers, their input entries, and the required results.
 
-Handlers are functions of this module, so that every process of an engine can import them. `CASES` is all of them.
+Handlers are functions of this module, so that every process of an engine can import them. `CASES` has all cases.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Output = dict[str, object]
 
 
 def outputs(message: Message) -> Any:
-    """Give as many outputs as the message asks for, in the form that it asks for."""
+    """Return the number of outputs that the message asks for, in the form that it asks for."""
     parts = [{"n": message.text("n"), "part": part} for part in range(int(message.fields["parts"]))]
     match message.text("form"):
         case "none":
@@ -56,29 +56,29 @@ _OUTPUTS: dict[str, Any] = {
 
 
 def trimmed(message: Message) -> Output:
-    """One output for each message, into a stream that is kept short."""
+    """Return one output for each message, for a stream that is trimmed."""
     return {"n": message.text("n")}
 
 
 def without_into(message: Message) -> Output | None:
-    """Return something although there is nowhere to put it."""
+    """Return an output although the handler has no output stream."""
     return {"n": 1} if message.text("n") == "1" else None
 
 
 # --- Retries ---
 
 _FIRST_DELAY_MS = 40.0
-_failed_at: dict[tuple[str, str], float] = {}
+_failed_at_s: dict[tuple[str, str], float] = {}
 
 
 def retries(message: Message) -> Output:
-    """Fail as often as the message asks for; tell whether the back-off was kept since the last failure."""
-    now, place = time.monotonic(), (message.stream, message.id)
+    """Fail as often as the message asks for; output whether the back-off since the last failure was kept."""
+    now_s, entry_ref = time.monotonic(), (message.stream, message.id)
     if message.attempt <= int(message.fields["fails"]):
-        _failed_at[place] = now
+        _failed_at_s[entry_ref] = now_s
         raise RuntimeError("not yet")
-    least_s = _FIRST_DELAY_MS / 1000 * 2 ** (message.attempt - 2)
-    waited = message.attempt == 1 or now - _failed_at.get(place, now) >= 0.9 * least_s
+    min_backoff_s = _FIRST_DELAY_MS / 1000 * 2 ** (message.attempt - 2)
+    waited = message.attempt == 1 or now_s - _failed_at_s.get(entry_ref, now_s) >= 0.9 * min_backoff_s
     return {"n": message.text("n"), "attempt": message.attempt, "waited": waited}
 
 
@@ -100,10 +100,10 @@ _RETRIES: dict[str, Any] = {
 
 
 def dead_letters(message: Message) -> Output | None:
-    """End in the way that the message asks for."""
+    """End as the message asks for."""
     match message.text("end"):
         case "fail":
-            raise LookupError("nobody knows")
+            raise LookupError("unknown customer")
         case "exit":
             sys.exit(3)
         case "reject":
@@ -133,7 +133,7 @@ _DEAD: dict[str, Any] = {
     ],
     "outputs": [{"end": "well"}],
     "letters": [
-        Letter(entry=0, reason="failed", attempts=2, says="LookupError: nobody knows"),
+        Letter(entry=0, reason="failed", attempts=2, says="LookupError: unknown customer"),
         Letter(entry=1, reason="failed", attempts=2, says="SystemExit: 3"),
         Letter(entry=2, reason="rejected", says="not this one"),
         Letter(entry=3, reason="bad-output", says="'thing' cannot be written"),
@@ -143,14 +143,14 @@ _DEAD: dict[str, Any] = {
 
 
 def crashed(message: Message) -> Output:
-    """Kill the process that runs it, if the message is poisoned."""
+    """Kill its own process, if the message is a poison pill."""
     if message.text("poison"):
         os.kill(os.getpid(), signal.SIGKILL)
     return {"n": message.text("n"), "attempt": message.attempt}
 
 
 def redriven_entries(message: Message) -> Output:
-    """Show which fields it sees."""
+    """Output the fields that the handler sees."""
     if message.text("n") == "9":
         raise Reject("again")
     return {"n": message.text("n"), "fields": ",".join(message.fields)}
@@ -160,7 +160,7 @@ def redriven_entries(message: Message) -> Output:
 
 
 def lists(messages: list[Message]) -> list[Output]:
-    """Give back the numbers of a list, but refuse one that has an unlucky one in it."""
+    """Return the numbers of a list, but reject a list with a 13 in it."""
     if any(message.text("n") == "13" for message in messages):
         raise Reject("unlucky")
     return [{"n": message.text("n")} for message in messages]
@@ -180,7 +180,7 @@ _LISTS: dict[str, Any] = {
 }
 
 
-# --- What a handler is given ---
+# --- Arguments of a handler ---
 
 
 @dataclass
@@ -209,22 +209,22 @@ class AsTypedDict(TypedDict):
 
 
 def dataclass_model(model: AsDataclass) -> Output:
-    """Show what was decoded."""
+    """Output the decoded values."""
     return {"next": model.n + 1, "tags": len(model.tags), "note": repr(model.note)}
 
 
 def struct_model(model: AsStruct, message: Message) -> Output:
-    """Show what was decoded; the entry itself may be asked for beside it."""
+    """Output the decoded values; the handler also takes the Message."""
     return {"next": model.n + 1, "tags": len(model.tags), "note": repr(model.note) if message.id else "?"}
 
 
 def typed_dict_model(model: AsTypedDict) -> Output:
-    """Show what was decoded."""
+    """Output the decoded values."""
     return {"next": model["n"] + 1, "tags": len(model["tags"]), "note": repr(model["note"])}
 
 
 def model_case(name: str, promise: str, function: Any) -> Case:
-    """The case of a model with the fields of `AsDataclass`, whatever makes it; `function` answers as its handler does."""
+    """Return the case of a model with the fields of `AsDataclass`; `function` is like `dataclass_model`."""
     return Case(
         name=name,
         promise=promise,
@@ -249,7 +249,7 @@ def model_case(name: str, promise: str, function: Any) -> Case:
 
 
 def message_access(message: Message) -> Output:
-    """Show all that a handler can know of its message."""
+    """Output everything that a handler can read from its message."""
     return {
         "stream": message.stream,
         "id": message.id,
@@ -296,18 +296,18 @@ _LIMITS: dict[str, Any] = {
 
 
 def restart(message: Message) -> Output:
-    """Take a moment; fail at first on every tenth message."""
+    """Take a moment; fail on the first attempt of every tenth message."""
     time.sleep(0.01)
     if message.attempt == 1 and message.fields["n"].endswith(b"0"):
         raise RuntimeError("not yet")
     return {"n": message.text("n")}
 
 
-# --- All of them ---
+# --- All cases ---
 
 CASES: tuple[Case, ...] = (
     Case(name="outputs", promise="none, one or many outputs are written, in their order", function=outputs, **_OUTPUTS),
-    Case(name="outputs_async", promise="so are those of async handlers", function=outputs_async, **_OUTPUTS),
+    Case(name="outputs_async", promise="so are the outputs of async handlers", function=outputs_async, **_OUTPUTS),
     Case(
         name="trimmed",
         promise="into_maxlen keeps the output stream to about so many entries",
@@ -319,7 +319,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="without_into",
-        promise="a result that has nowhere to go is a dead letter, and no loss in silence",
+        promise="an output without an output stream makes the message a dead letter, not a silent loss",
         function=without_into,
         options={"into": None},
         entries=[entry(n=0), entry(n=1)],
@@ -327,21 +327,23 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="retries",
-        promise="a failing message is tried again after its back-off, its attempts are counted, and then it is dead",
+        promise="a failing message is retried after its back-off; after its last attempt it is a dead letter",
         function=retries,
         **_RETRIES,
     ),
-    Case(name="retries_async", promise="so is one of an async handler", function=retries_async, **_RETRIES),
+    Case(name="retries_async", promise="so is a message of an async handler", function=retries_async, **_RETRIES),
     Case(
         name="dead_letters",
-        promise="what cannot be processed is a dead letter with its reason, its attempts and its bytes",
+        promise="a message that cannot be processed is a dead letter with its reason, its attempts and its bytes",
         function=dead_letters,
         **_DEAD,
     ),
-    Case(name="dead_letters_async", promise="also from async handlers", function=dead_letters_async, **_DEAD),
+    Case(
+        name="dead_letters_async", promise="so is a message of an async handler", function=dead_letters_async, **_DEAD
+    ),
     Case(
         name="crashed",
-        promise="a message that kills its process each time is a dead letter in the end, and costs no other message",
+        promise="a message that kills its process in each attempt becomes a dead letter, no other message does",
         function=crashed,
         options={"retry": Retry(attempts=3, delay_ms=1)},
         entries=[entry(n=n, **({"poison": "yes"} if n == 7 else {})) for n in range(20)],
@@ -351,7 +353,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="redriven",
-        promise="a redriven entry is run by the handler that it is meant for, which does not see that it was redriven",
+        promise="a redriven entry is run only by the handler that it is meant for, with its original fields",
         function=redriven_entries,
         entries=[
             redriven("contract.redriven", entry(n=1, v="x")),
@@ -362,9 +364,15 @@ CASES: tuple[Case, ...] = (
         outputs=[{"n": 1, "fields": "n,v"}, {"n": 3, "fields": "n"}],
         letters=[Letter(entry=3, reason="rejected", says="again", pairs=entry(n=9))],
     ),
-    model_case("dataclass_model", "a dataclass is filled from the fields, or the message is dead", dataclass_model),
-    model_case("struct_model", "a msgspec Struct is filled from the fields, or the message is dead", struct_model),
-    model_case("typed_dict_model", "a TypedDict is filled from the fields, or the message is dead", typed_dict_model),
+    model_case(
+        "dataclass_model", "a dataclass is decoded from the fields, or the message is a dead letter", dataclass_model
+    ),
+    model_case(
+        "struct_model", "a msgspec Struct is decoded from the fields, or the message is a dead letter", struct_model
+    ),
+    model_case(
+        "typed_dict_model", "a TypedDict is decoded from the fields, or the message is a dead letter", typed_dict_model
+    ),
     Case(
         name="message_access",
         promise="a handler sees its entry as it is, byte for byte, with its stream, id, attempt and fencing token",
@@ -386,21 +394,23 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="lists",
-        promise="a handler may take lists, of which only the guilty message dies, at most so many messages a second",
+        promise="a handler may take lists, of which only the failing message is dead-lettered, within its rate limit",
         function=lists,
         **_LISTS,
     ),
     Case(name="lists_async", promise="so may an async handler", function=lists_async, **_LISTS),
     Case(
         name="time_limit",
-        promise="an attempt that takes longer than the time limit has failed, and holds up no other message",
+        promise="an attempt that takes longer than the time limit fails, and delays no other message",
         function=time_limit,
         **_LIMITS,
     ),
-    Case(name="time_limit_async", promise="so has one of an async handler", function=time_limit_async, **_LIMITS),
+    Case(
+        name="time_limit_async", promise="so does an attempt of an async handler", function=time_limit_async, **_LIMITS
+    ),
     Case(
         name="restart",
-        promise="what was committed before the engine was stopped is not committed again, and the rest is not lost",
+        promise="a message committed before the engine stopped is not committed again, and no other message is lost",
         function=restart,
         options={"retry": Retry(attempts=2, delay_ms=1)},
         entries=[entry(n=n) for n in range(600)],

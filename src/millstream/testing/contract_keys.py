@@ -1,4 +1,4 @@
-"""The cases of the handler contract that are about keys: their order, their state, and what it means that one waits."""
+"""The cases of the handler contract for keys: order, state, back-off, parking and missing keys."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ Output = dict[str, object]
 
 
 def keyed(message: Message, state: State) -> Output | None:
-    """Count the messages of a key; fail, reject or forget on request."""
+    """Count the messages of a key; fail, reject or clear the state if the message asks for it."""
     state["count"] = state.get("count", 0) + 1
     match message.text("ask"):
         case "reject":
@@ -26,7 +26,7 @@ def keyed(message: Message, state: State) -> Output | None:
 
 
 async def keyed_async(message: Message, state: State) -> Output | None:
-    """As `keyed`, but the later messages of a key are quicker than the earlier ones."""
+    """As `keyed`, but later messages of a key run faster than earlier ones."""
     await asyncio.sleep(0.02 / (1 + int(message.fields["n"])))
     return keyed(message, state)
 
@@ -60,10 +60,10 @@ _STREAM_OPTIONS = {"order": "stream", "retry": Retry(attempts=3, delay_ms=20)}
 
 
 def parks(message: Message, state: State) -> Output:
-    """Count the messages of a key; fail each time on those that ask for it."""
+    """Count the messages of a key; fail in each attempt on messages that ask for it."""
     state["count"] = state.get("count", 0) + 1
     if message.text("ask") == "fail":
-        raise RuntimeError("not without a person")
+        raise RuntimeError("fails until an operator acts")
     return {"key": message.key or b"", "n": message.text("n"), "count": state["count"], "attempt": message.attempt}
 
 
@@ -93,7 +93,7 @@ _PARKS_OPTIONS = {"key": "key", "retry": Retry(attempts=2, delay_ms=10, then="pa
 
 
 def blocks(message: Message, state: State) -> Output:
-    """Fail as often as the message asks for, which is more often than there are attempts."""
+    """Fail as often as the message asks for, which is more than `Retry.attempts`."""
     state["count"] = state.get("count", 0) + 1
     if message.attempt <= int(message.fields["fails"]):
         raise RuntimeError("not yet")
@@ -111,18 +111,18 @@ _BLOCK = Retry(attempts=2, delay_ms=300, factor=1.5, jitter=0, then="block")
 
 
 def key_length(message: Message) -> str | None:
-    """The key of a message: as many letters of its word as it says."""
+    """Return the key of a message: the first `letters` letters of its word."""
     return (message.text("word") or "")[: int(message.fields["letters"])] or None
 
 
 def key_function(message: Message, state: State) -> Output:
-    """Show the key, and how often it has come."""
+    """Output the key, and the number of its messages so far."""
     state["count"] = state.get("count", 0) + 1
     return {"key": message.key or b"-", "count": state["count"]}
 
 
 def unordered(message: Message, state: State) -> Output:
-    """Show the key; a message without one has a state of its own that is not kept."""
+    """Output the key; a message without one has an empty state that is not stored."""
     state["count"] = state.get("count", 0) + 1
     return {"key": message.key or b"-", "count": state["count"]}
 
@@ -130,58 +130,58 @@ def unordered(message: Message, state: State) -> Output:
 KEYED_CASES: tuple[Case, ...] = (
     Case(
         name="keyed",
-        promise="the messages of a key run one by one in stream order, also when one is tried again, each on the state "
-        "that the one before it has committed",
+        promise="the messages of a key run one by one in stream order, with retries too, each with the state that the "
+        "previous one committed",
         function=keyed,
         options=_KEYED_OPTIONS,
         **_KEYED,
     ),
     Case(
         name="keyed_async",
-        promise="so do those of an async handler, while other keys run at the same time",
+        promise="so do the messages of an async handler, while other keys run at the same time",
         function=keyed_async,
         options=_KEYED_OPTIONS,
         **_KEYED,
     ),
     Case(
         name="whole_stream",
-        promise='with order="stream" all messages of a stream run one by one, on the state of the stream',
+        promise='with order="stream" all messages of a stream run one by one, with the state of the stream',
         function=keyed,
         options=_STREAM_OPTIONS,
         **_STREAM,
     ),
     Case(
         name="whole_stream_async",
-        promise="so do those of an async handler",
+        promise="so do the messages of an async handler",
         function=keyed_async,
         options=_STREAM_OPTIONS,
         **_STREAM,
     ),
     Case(
         name="announced",
-        promise="so do those of a stream that is announced to the handler's service",
+        promise="so do the messages of a stream that is announced to the handler's service",
         function=keyed,
         options={**_STREAM_OPTIONS, "announced": "contract-announced"},
         **_STREAM,
     ),
     Case(
         name="parks",
-        promise='with then="park" a key waits for a person after its last attempt, and goes on in order when told to, while '
-        "others go on all the time",
+        promise='with then="park" a key is parked after the last failed attempt, and continues in order after unpark; '
+        "other keys go on meanwhile",
         function=parks,
         options=_PARKS_OPTIONS,
         **_PARKS,
     ),
     Case(
         name="parks_async",
-        promise="so does one of an async handler",
+        promise="so is a key of an async handler",
         function=parks_async,
         options=_PARKS_OPTIONS,
         **_PARKS,
     ),
     Case(
         name="whole_stream_parks",
-        promise='so does a stream with order="stream"',
+        promise='so is a stream with order="stream"',
         function=parks,
         options={"order": "stream", "retry": Retry(attempts=2, delay_ms=10, then="park")},
         entries=[entry(n=n, ask="fail" if n == 2 else "") for n in range(6)],
@@ -196,7 +196,7 @@ KEYED_CASES: tuple[Case, ...] = (
     ),
     Case(
         name="blocks",
-        promise='with then="block" a message is tried again until it succeeds, and its key waits for it',
+        promise='with then="block" a message is retried until it succeeds, and its key waits for it',
         function=blocks,
         options={"key": "key", "retry": _BLOCK},
         entries=[entry(key=key, n=n, fails=fails) for key, n, fails in _BLOCKED],
@@ -205,7 +205,7 @@ KEYED_CASES: tuple[Case, ...] = (
     ),
     Case(
         name="blocks_unkeyed",
-        promise="so is one without a key, while others go on",
+        promise="so is a message without a key, while others go on",
         function=blocks_unkeyed,
         options={"retry": _BLOCK},
         entries=[entry(n=n, fails=fails) for n, fails in enumerate((0, 4, 0))],
@@ -213,7 +213,7 @@ KEYED_CASES: tuple[Case, ...] = (
     ),
     Case(
         name="key_function",
-        promise="a key may be computed; a message without one, or whose key cannot be told, is a dead letter",
+        promise="a function may compute the key; if it fails or returns none, the message is a dead letter",
         function=key_function,
         options={"key": key_length},
         entries=[
@@ -232,7 +232,7 @@ KEYED_CASES: tuple[Case, ...] = (
     ),
     Case(
         name="missing_key",
-        promise="a message without its key field is a dead letter before its handler sees it",
+        promise="a message without its key field is a dead letter, and its handler does not see it",
         function=key_function,
         options={"key": "key"},
         entries=[entry(key="a"), entry(other="a"), entry(key=""), entry(key="a")],
@@ -242,7 +242,7 @@ KEYED_CASES: tuple[Case, ...] = (
     ),
     Case(
         name="unordered",
-        promise="or it is processed without order and without a state that is kept, if the handler asks for that",
+        promise="or, with missing_key='unordered', it is processed without order and without a stored state",
         function=unordered,
         options={"key": "key", "missing_key": "unordered"},
         entries=[entry(key="a"), entry(other="a"), entry(other="b"), entry(key="a")],

@@ -1,18 +1,18 @@
-"""The history checker: from a log of events, what was lost, duplicated, out of order, overlapping or stale.
+"""The history checker: finds lost, duplicated, out-of-order, overlapping and stale effects in a log of events.
 
-Two entrances: `check` judges a log of `Event`s that producers and workers wrote with `Recorder`;
-`check_outputs` judges effects that stand in an output stream. Both are pure functions of what they are given.
+There are two entry points: `check` verifies a log of `Event`s that producers and workers wrote with `Recorder`;
+`check_outputs` verifies the effects in an output stream. Both are pure functions.
 
-Order is never taken from the clocks of different machines. What has to be compared is put in order
+Order never comes from the clocks of different machines. Events are ordered
 
-1. by `position`, the place of the effect in the log that it was written to, which its server assigned;
-2. without one, by `at`, when every event to be compared has it: a monotonic clock that all their writers
+1. by `position`, the index of the effect in the log that it was written to, which its server assigned;
+2. without positions, by `at`, if every event to be compared has it: a monotonic clock that all their writers
    share (on Linux, processes of one boot of one machine);
-3. else in the order given: that of the lines of one file, and of the files one after the other.
+3. otherwise in the order given: lines of one file in order, and files one after the other.
 
 An event with a position is never compared with one without. Ties keep the order given.
 
-The ideas: judging a queue from its recorded history, Jepsen's `total-queue` checker (K. Kingsbury); positions
+The ideas: verifying a queue by its recorded history, Jepsen's `total-queue` checker (K. Kingsbury); positions
 instead of clocks, L. Lamport, "Time, Clocks, and the Ordering of Events", 1978; fencing tokens, M. Kleppmann,
 "How to do distributed locking", 2016.
 """
@@ -48,7 +48,7 @@ _ESCAPE = re.compile(rb"\\(?:\\|x[0-9a-f]{2})?")
 
 
 class HistoryError(MillstreamError, AssertionError):
-    """A history breaks a promise. The message has the first findings of each kind, `report` all of them."""
+    """A history breaks a guarantee. The message has the first findings of each kind, `report` all of them."""
 
     def __init__(self, message: str, report: "Report") -> None:
         super().__init__(message)
@@ -65,13 +65,12 @@ class Event:
     * `kind`: `enqueued` into the stream; `started` and `ended`: one run of the handler; its effects:
       `committed`, or `dead` (the dead letter is written); `fenced`: a commit that the server refused
     * `stream`, `id`: the entry; `id` is the text `ms-seq`
-    * `key`: what it is ordered by; None = unordered, or, on a handler's event, as the `enqueued` one says
-    * `handler`: name of the handler; of no meaning when enqueued
-    * `worker`: name of the owner, unique among those that live at the same time
+    * `key`: the key that orders it; None = unordered or, for a handler's event, the key of the `enqueued` event
+    * `handler`: name of the handler; unused in `enqueued`
+    * `worker`: name of the owner, unique among concurrent ones
     * `token`: its fencing token: every later owner of the key has a higher one
-    * `at`: when, in milliseconds of a monotonic clock that the writers to be compared share; None without one
-    * `position`: place of an effect in the log that orders the effects of its key, such as the index in the
-      output stream
+    * `at`: time in milliseconds of a monotonic clock that the compared writers share; None without one
+    * `position`: index of an effect in the log that orders the effects of its key, such as the output stream
     * `note`: free text for the reader
     """
 
@@ -91,14 +90,14 @@ _FIELDS = tuple((field.name, field.default) for field in fields(Event))
 
 
 class Recorder:
-    """Appends events to a file, one JSON line each, so that a killed process leaves whole lines behind.
+    """Appends events to a file, one JSON line each, so that a killed process leaves complete lines.
 
-    * `path`: a file of this process alone; a process that restarts may go on with the same one
-    * `sync`: fsync after each event, so that it outlives a power cut as well, at about a millisecond each
-    * `clock`: stamps events that have no `at`; None where the writers are on several machines
+    * `path`: a file of this process alone; a restarted process may append to the same one
+    * `sync`: fsync after each event, so that it survives a power failure too, at about a millisecond each
+    * `clock`: stamps events that have no `at`; None if the writers are on several machines
 
-    Each event is one `write` to a file opened with O_APPEND, without a buffer: threads may share a recorder,
-    and SIGKILL can tear the last line at most. Raises OSError when the disk does not take the whole line.
+    Each event is one unbuffered `write` to a file opened with O_APPEND: threads may share a recorder, and SIGKILL
+    truncates the last line at most. Raises OSError if the disk takes only part of a line.
     """
 
     def __init__(self, path: str | PathLike[str], *, sync: bool = False, clock: Clock | None = SYSTEM_CLOCK) -> None:
@@ -108,7 +107,7 @@ class Recorder:
         self._mark_torn_line()
 
     def record(self, event: Event) -> None:
-        """Write `event`; when this returns it outlives the process."""
+        """Write `event`; once this returns, the event survives the process."""
         line = {name: value for name, default in _FIELDS if (value := getattr(event, name)) != default}
         if event.key is not None:
             line["key"] = _escape(event.key)
@@ -116,12 +115,12 @@ class Recorder:
             line["at"] = self._clock.monotonic_ms()
         data = msgspec.json.encode(line) + b"\n"
         if self._file.write(data) != len(data):
-            raise OSError(f"{self._file.name}: the disk took only part of an event; is it full?")
+            raise OSError(f"{self._file.name}: only part of an event was written: is the disk full?")
         if self._sync:
             fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file. Nothing is held back until then."""
+        """Close the file. Events are not buffered until then."""
         self._file.close()
 
     def __enter__(self) -> "Recorder":
@@ -136,13 +135,13 @@ class Recorder:
             return
         self._file.seek(size - 1)
         if self._file.read(1) != b"\n":
-            # Glued to a torn line, the next event would be lost with it.
+            # Appended to a torn line, the next event would be lost with it.
             self._file.write(_TORN + b"\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventLog:
-    """Events that were read, and the torn lines between them, as `source:line`."""
+    """The events read, and the torn lines between them, as `source:line`."""
 
     events: Sequence[Event]
     torn: Sequence[str]
@@ -154,10 +153,10 @@ class EventLog:
 def read_events(*sources: str | PathLike[str] | Iterable[str | bytes]) -> EventLog:
     """Read JSON lines from paths of files and iterables of lines, one after the other.
 
-    A line is an object with the fields of `Event`. Those at their default may be absent, unknown ones do
-    not matter. `key` is UTF-8 text; in it, a backslash is `\\\\`, and a byte that is not UTF-8 is `\\xNN`.
-    A line that a killed process left unfinished is skipped and named in `torn`.
-    Raises OSError for a file that cannot be read, ConfigError for any other line that is not an event.
+    A line is an object with the fields of `Event`. Fields at their default may be absent; unknown fields are ignored.
+    `key` is UTF-8 text; in it, a backslash is `\\\\`, and a byte that is not UTF-8 is `\\xNN`.
+    An incomplete line of a killed process is skipped and listed in `torn`.
+    Raises OSError for an unreadable file, ConfigError for any other line that is not an event.
     """
     events: list[Event] = []
     torn: list[str] = []
@@ -175,16 +174,16 @@ def _read_lines(name: str, lines: Iterable[str | bytes], events: list[Event], to
     rest = iter(lines)
     for number, text in enumerate(rest, 1):
         line = text.encode() if isinstance(text, str) else text
-        whole = line.rstrip()
-        if not whole:
+        content = line.rstrip()
+        if not content:
             continue
         try:
-            events.append(_event(decode(whole.removesuffix(_TORN))))
+            events.append(_event(decode(content.removesuffix(_TORN))))
         except msgspec.DecodeError as error:
-            marked = whole.endswith(_TORN)
+            marked = content.endswith(_TORN)
             cut_off = not line.endswith(b"\n") and next(rest, None) is None
             if isinstance(error, msgspec.ValidationError) or not (marked or cut_off):
-                raise ConfigError(f"{name}:{number}: {error}; mend or remove this line") from error
+                raise ConfigError(f"{name}:{number}: {error}; correct or remove this line") from error
             torn.append(f"{name}:{number}")
 
 
@@ -195,7 +194,7 @@ def _event(line: dict[str, Any]) -> Event:
         if name == "key":
             line[name] = _unescape(value)
         elif name != "id":
-            # A million events share a few names: one object each, not a million.
+            # A million events share a few names: one object for each name, not a million.
             line[name] = intern(value)
     return msgspec.convert(line, Event, builtin_types=(bytes,))
 
@@ -220,12 +219,12 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One broken promise.
+    """One broken guarantee.
 
-    * `fault`: what kind; the list of the report that it is in
+    * `fault`: its kind, which is also the list of the report that has it
     * `handler`, `stream`, `key`: where
-    * `ids`: the entry that it is about first, then the one that it collides with, if any
-    * `expected`, `found`: in words
+    * `ids`: the entry concerned, then the entry that it conflicts with, if any
+    * `expected`, `found`: as text
     """
 
     fault: Fault
@@ -237,23 +236,23 @@ class Finding:
     found: str
 
     def __str__(self) -> str:
-        place = " ".join(word for word in (self.handler, self.stream, self.ids[0]) if word)
+        location = " ".join(word for word in (self.handler, self.stream, self.ids[0]) if word)
         key = "" if self.key is None else f" of key {_escape(self.key)}"
-        return f"{self.fault}: {place}{key}: expected {self.expected}, found {self.found}"
+        return f"{self.fault}: {location}{key}: expected {self.expected}, found {self.found}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a history comes to: findings of each kind, and how many events of each kind there were.
+    """The result of a check: findings of each kind, and the number of events of each kind.
 
-    * `lost`: enqueued, neither committed nor dead in the end
-    * `unexpected`: committed or dead, but never enqueued (for this handler, where the handlers were given)
+    * `lost`: enqueued, but neither committed nor dead at the end
+    * `unexpected`: committed or dead, but never enqueued (for this handler, if the handlers are given)
     * `duplicated`: more than one effect of one handler on one entry
-    * `out_of_order`: entries of a key that were overtaken by a later one
-    * `overlapping`: runs that began while another run of their key was not over
-    * `stale`: effects with a lower token than the key had already seen
+    * `out_of_order`: entries of a key that a later one overtook
+    * `overlapping`: runs that started during another run of their key
+    * `stale`: effects with a lower token than an earlier event of the key
     * `retries`: starts of a handler on an entry after the first
-    * `torn`: lines that a killed writer left unfinished, as `source:line`: an event may be missing there
+    * `torn`: incomplete lines of killed writers, as `source:line`: an event may be missing there
     """
 
     lost: Sequence[Finding] = ()
@@ -272,11 +271,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found. Torn lines alone are no fault."""
+        """Whether there are no findings. Torn lines alone are not a fault."""
         return not any(self.findings(fault) for fault in _FAULTS)
 
     def findings(self, fault: Fault) -> Sequence[Finding]:
-        """The findings of one kind, by its name."""
+        """Return the findings of one kind."""
         found: Sequence[Finding] = getattr(self, fault)
         return found
 
@@ -300,7 +299,7 @@ class Report:
         return report
 
     def raise_if_bad(self) -> None:
-        """Raise HistoryError, with the first findings of each kind, unless the history is in order."""
+        """Raise HistoryError, with the first findings of each kind, if there are any."""
         if self.ok:
             return
         lines = [self.summary()]
@@ -319,19 +318,19 @@ def check(
     drained: bool = True,
     overlap: bool = True,
 ) -> Report:
-    """Judge a history.
+    """Verify a history.
 
-    * `events`: all of them, of all processes, in any order between files (the module says what orders them)
-    * `handlers`: stream -> the handlers that each have to settle every entry of it, and nobody else;
-      for a stream without a mention: the handlers that the log has for it
-    * `drained`: the system was left to finish, so that an entry still open is lost. While it runs, an entry
-      still open is a fault only when a later one of its key was settled: it was overtaken
-    * `overlap`: whether runs of one key may not overlap; False for Spark, where twins of a task may
+    * `events`: all events of all processes, in any order between files (the module docstring says what orders them)
+    * `handlers`: stream -> the handlers that each must complete every entry of it, and no other handler;
+      for a stream not listed: the handlers that the log has for it
+    * `drained`: the system has finished, so an incomplete entry is lost. While it runs, an incomplete entry is a fault
+      only if a later one of its key is complete: it was overtaken
+    * `overlap`: whether overlapping runs of one key are faults; False for Spark, which may run a task twice at once
 
-    An entry has at most one place in `lost` and `out_of_order`, and repeated effects have none in the order:
-    one mistake is one finding. A run without an end (its process was killed) overlaps only what it began in.
+    An entry is at most once in `lost` and `out_of_order`, and repeated effects do not count for the order: one mistake
+    is one finding. A run without an end (its process was killed) overlaps only the run that it started in.
     An effect's key is that of the handler's own events on the entry, else that of its `enqueued` event.
-    Time and memory grow with the number of events. Raises ConfigError for an unknown kind or a bad entry id.
+    Time and memory grow with the number of events. Raises ConfigError for an unknown kind or an invalid entry id.
     """
     entries: dict[str, dict[str, bytes | None]] = {}
     actions: dict[tuple[str, str], list[Event]] = {}
@@ -359,12 +358,12 @@ def check_outputs(
     committed: Iterable[tuple[Key, str]],
     dead: Iterable[str] = (),
 ) -> Report:
-    """Judge the effects that stand in an output stream against their source.
+    """Verify the effects in an output stream against their source.
 
-    * `expected`: key -> the ids of its entries in source order, whatever they look like: only their place
-      counts, so that entries of equal time keep their source order. Entries of the key None are unordered
+    * `expected`: key -> the ids of its entries in source order, in any format: only their position counts, so entries
+      of equal time keep their source order. Entries of the key None are unordered
     * `committed`: (key, id) of each effect, in the order of the output stream
-    * `dead`: ids of the dead letters, in any order: they settle their entry and have no place in the order
+    * `dead`: ids of the dead letters, in any order: they complete their entry and do not count for the order
 
     Keys are bytes, or text for its UTF-8. An effect under another key than its source's is unexpected.
     Raises ConfigError if an id occurs twice in `expected`.
@@ -375,16 +374,16 @@ def check_outputs(
             if entry in source:
                 raise ConfigError(f"expected: {entry!r} occurs twice; give each entry an id of its own")
             source[entry] = _as_bytes(key)
-    rank = {entry: place for place, entry in enumerate(source)}
+    rank = {entry: index for index, entry in enumerate(source)}
     effects = [Event(kind="committed", stream="", id=entry, key=_as_bytes(key)) for key, entry in committed]
     deaths = [Event(kind="dead", stream="", id=entry, key=source.get(entry)) for entry in dead]
     account = _Account("", "", source, rank.__getitem__)
     known: list[Event] = []
-    strange: list[Event] = []
+    unknown: list[Event] = []
     for effect in effects + deaths:
-        at_home = effect.id in source and source[effect.id] == effect.key
-        (known if at_home else strange).append(effect)
-    findings = [*account.settle(known, strange), *account.lost()]
+        is_known = effect.id in source and source[effect.id] == effect.key
+        (known if is_known else unknown).append(effect)
+    findings = [*account.settle(known, unknown), *account.lost()]
     findings += account.disorder([effect for effect in known if effect.kind == "committed"])
     counts = Counter(enqueued=len(source), committed=len(effects), dead=len(deaths))
     return _report(findings, counts, ())
@@ -395,14 +394,14 @@ def _accounts(
     actions: Iterable[tuple[str, str]],
     handlers: Mapping[str, Iterable[str]],
 ) -> dict[tuple[str, str], Mapping[str, bytes | None]]:
-    """What each (stream, handler) has to settle: all entries of the stream, or none if nobody asked it to."""
+    """Return what each (stream, handler) must complete: all entries of the stream, or none for an unlisted handler."""
     accounts: dict[tuple[str, str], Mapping[str, bytes | None]] = {}
     seen: dict[str, list[str]] = defaultdict(list)
     for stream, handler in actions:
         accounts[stream, handler] = {}
         seen[stream].append(handler)
     for stream, source in entries.items():
-        # A stream that nobody touched is not in order but lost: to a handler without a name.
+        # A stream without events of a handler is lost, not fine: it is assigned to a handler without a name.
         for handler in handlers.get(stream, seen.get(stream, [""])):
             accounts[stream, handler] = source
     return accounts
@@ -417,7 +416,7 @@ def _report(findings: Iterable[Finding], counts: Mapping[str, int], torn: Sequen
 
 
 class _Account:
-    """One handler over one stream: `source` is what it has to settle, `rank` gives an entry's place in it."""
+    """One handler on one stream: `source` has the entries that it must complete, `rank` an entry's position in it."""
 
     def __init__(
         self, handler: str, stream: str, source: Mapping[str, bytes | None], rank: Callable[[str], Any]
@@ -428,7 +427,7 @@ class _Account:
         self._keys = dict(source)
         self._settled: set[str] = set()
 
-    # The methods are generators: `lost` goes by what `settle`, read to its end, has noted down.
+    # The methods are generators: `lost` relies on the state that `settle` leaves once it is exhausted.
 
     def judge(self, events: Sequence[Event], *, drained: bool, overlap: bool) -> Iterator[Finding]:
         self._keys.update({event.id: event.key for event in events if event.key is not None})
@@ -439,21 +438,21 @@ class _Account:
             yield from self.lost()
             yield from self.disorder(known)
         else:
-            still_open = [entry for entry in self._source if entry not in self._settled]
-            yield from self.disorder(known, still_open)
+            incomplete = [entry for entry in self._source if entry not in self._settled]
+            yield from self.disorder(known, incomplete)
         if overlap:
             for key, runs in self._by_key(event for event in events if event.kind in _RUNS).items():
                 yield from self._overlaps(key, runs)
         for key, holders in self._by_key(event for event in events if event.token is not None).items():
             yield from self._stale(key, holders)
 
-    def settle(self, known: Iterable[Event], strange: Iterable[Event]) -> Iterator[Finding]:
-        effects_on, strangers = _by_id(known), _by_id(strange)
-        self._settled = set(effects_on)
-        for entry, effects in strangers.items():
+    def settle(self, known: Iterable[Event], unknown: Iterable[Event]) -> Iterator[Finding]:
+        known_by_id, unknown_by_id = _by_id(known), _by_id(unknown)
+        self._settled = set(known_by_id)
+        for entry, effects in unknown_by_id.items():
             expected = "no effect: it was not enqueued here"
             yield self._finding("unexpected", effects[0].key, (entry,), expected, _kinds(effects))
-        for by_id in (effects_on, strangers):
+        for by_id in (known_by_id, unknown_by_id):
             for entry, effects in by_id.items():
                 if len(effects) > 1:
                     key = self._keys.get(entry, effects[0].key)
@@ -464,20 +463,20 @@ class _Account:
             if entry not in self._settled:
                 yield self._finding("lost", self._keys[entry], (entry,), "an effect", "none")
 
-    def disorder(self, effects: Iterable[Event], still_open: Iterable[str] = ()) -> Iterator[Finding]:
-        waiting: dict[bytes | None, list[str]] = defaultdict(list)
-        for entry in still_open:
-            waiting[self._keys[entry]].append(entry)
-        for key, lane in self._by_key(effects).items():
-            if len(lane) > 1 or key in waiting:
-                yield from self._overtaken(key, lane, waiting[key])
+    def disorder(self, effects: Iterable[Event], incomplete: Iterable[str] = ()) -> Iterator[Finding]:
+        incomplete_of: dict[bytes | None, list[str]] = defaultdict(list)
+        for entry in incomplete:
+            incomplete_of[self._keys[entry]].append(entry)
+        for key, of_key in self._by_key(effects).items():
+            if len(of_key) > 1 or key in incomplete_of:
+                yield from self._overtaken(key, of_key, incomplete_of[key])
 
-    def _overtaken(self, key: bytes, effects: Sequence[Event], still_open: list[str]) -> Iterator[Finding]:
+    def _overtaken(self, key: bytes, effects: Sequence[Event], incomplete: list[str]) -> Iterator[Finding]:
         seen: set[str] = set()
         for chain in _chains(effects):
             heights: list[Any] = []
             peaks: list[str] = []
-            fell_behind: list[tuple[str, Any, str]] = []
+            late: list[tuple[str, Any, str]] = []
             for effect in chain:
                 if effect.id in seen:
                     continue
@@ -487,13 +486,13 @@ class _Account:
                     heights.append(rank)
                     peaks.append(effect.id)
                 else:
-                    fell_behind.append((effect.id, rank, f"{effect.kind} after it"))
-            for entry in still_open:
+                    late.append((effect.id, rank, f"{effect.kind} after it"))
+            for entry in incomplete:
                 rank = self._rank(entry)
                 if heights and rank < heights[-1] and entry not in seen:
                     seen.add(entry)
-                    fell_behind.append((entry, rank, "still open"))
-            for entry, rank, found in fell_behind:
+                    late.append((entry, rank, "incomplete"))
+            for entry, rank, found in late:
                 overtaker = peaks[bisect_right(heights, rank)]
                 expected = f"an effect before that on {overtaker}"
                 yield self._finding("out_of_order", key, (entry, overtaker), expected, found)
@@ -523,17 +522,17 @@ class _Account:
         return Finding(fault=fault, handler=handler, stream=stream, key=key, ids=ids, expected=expected, found=found)
 
     def _by_key(self, events: Iterable[Event]) -> dict[bytes, list[Event]]:
-        lanes: dict[bytes, list[Event]] = defaultdict(list)
+        by_key: dict[bytes, list[Event]] = defaultdict(list)
         for event in events:
             key = self._keys.get(event.id)
             if key is not None:
-                lanes[key].append(event)
-        return lanes
+                by_key[key].append(event)
+        return by_key
 
 
 @dataclass(slots=True)
 class _Run:
-    """One run of a handler; without a known end it is a point."""
+    """One run of a handler; without a known end it has no duration."""
 
     start: Event
     begin: float
@@ -543,23 +542,23 @@ class _Run:
 def _runs(events: Iterable[Event]) -> list[_Run]:
     """Pair the starts and ends of one key, in the order of the starts."""
     ordered = _in_log_order(events)
-    moments: Sequence[Any] = [event.at for event in ordered]
-    if None in moments:
-        moments = range(len(ordered))
+    times: Sequence[Any] = [event.at for event in ordered]
+    if None in times:
+        times = range(len(ordered))
     runs: list[_Run] = []
     running: dict[tuple[str, str], _Run] = {}
-    for event, moment in zip(ordered, moments, strict=True):
+    for event, time in zip(ordered, times, strict=True):
         owner = event.worker, event.id
         if event.kind == "started":
-            running[owner] = _Run(event, moment, moment)
+            running[owner] = _Run(event, time, time)
             runs.append(running[owner])
         elif owner in running:
-            running.pop(owner).end = moment
+            running.pop(owner).end = time
     return runs
 
 
 def _chains(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """The events with a position and those without, each in an order of its own; the two do not compare."""
+    """Return the events with a position and those without, each in its own order; the two do not compare."""
     placed = [event for event in events if event.position is not None]
     placed.sort(key=attrgetter("position"))
     return placed, _in_log_order(event for event in events if event.position is None)

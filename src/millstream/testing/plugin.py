@@ -1,7 +1,7 @@
 """pytest fixtures with a real redis-server: `millstream_server`, `millstream_url`, `millstream_fresh_server`.
 
-Without a usable redis-server their tests are skipped; where the environment variable CI is set, they fail.
-Every pytest run where millstream is installed loads this module, so the fixtures import what they need.
+Without a usable redis-server their tests are skipped; if the environment variable CI is set, they fail.
+Every pytest run with millstream installed loads this module, so the fixtures import lazily.
 """
 
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def millstream_server() -> "Iterator[EmbeddedServer]":
-    """One server with an append-only file, shared by the whole run: do not kill or reconfigure it."""
+    """One server with an append-only file, shared by the whole test run: do not kill or reconfigure it."""
     _require_redis_server()
     from millstream.redis_client.embedded_server import EmbeddedServer
 
@@ -33,7 +33,7 @@ def millstream_url(millstream_server: "EmbeddedServer") -> str:
 
 @pytest.fixture
 def millstream_fresh_server() -> "Iterator[EmbeddedServer]":
-    """A server of the test's own, which it may kill, restart and pause; a kill costs nothing it answered."""
+    """A server of the test's own, which it may kill, restart and pause; a kill loses no acknowledged write."""
     _require_redis_server()
     from millstream.redis_client.embedded_server import EmbeddedServer
 

@@ -1,10 +1,10 @@
-"""A TCP proxy in front of a Redis server that breaks connections where a test says so.
+"""Proxy: a TCP proxy in front of a Redis server that breaks connections at chosen commands.
 
     with Proxy(server.port) as proxy, Client(proxy.url) as client:
-        proxy.cut_after("XADD")         # executed, but its reply is lost
+        proxy.cut_after("XADD")         # Redis executes it, but the reply is lost
         client.execute("XADD", ...)     # raises Unavailable
 
-What chaos proxies such as Toxiproxy do by time and bytes, this one does by commands.
+Chaos proxies such as Toxiproxy break connections by time and bytes; this one does so by commands.
 """
 
 import random
@@ -24,7 +24,7 @@ _END_S = 10.0
 
 @dataclass(slots=True)
 class _Cut:
-    """What is to be cut: the next `times` commands of this name that have an argument `containing`."""
+    """A planned cut: of the next `times` commands of this name that have an argument with `containing` in it."""
 
     name: bytes
     containing: bytes
@@ -38,8 +38,8 @@ class _Cut:
 class Proxy:
     """Forwards connections on a free port of 127.0.0.1 to the Redis server on `port`. Use it as a context manager.
 
-    `url` is where clients connect. `cuts` counts what was cut, by ("before" or "after", command name). Understands
-    RESP requests of any client; replies are passed on unread. Not for TLS.
+    Clients connect to `url`. `cuts` counts the cuts, by ("before" or "after", command name). Parses RESP requests of
+    any client and forwards replies unparsed. Not for TLS.
     """
 
     def __init__(self, port: int) -> None:
@@ -60,46 +60,46 @@ class Proxy:
         self._acceptor = threading.Thread(target=self._accept, name="proxy", daemon=True)
         self._acceptor.start()
 
-    # What a test asks for
+    # --- Called by tests ---
 
     def cut_before(self, name: str, *, containing: str | bytes = b"", times: int = 1) -> None:
         """Close the connection instead of forwarding the next `times` commands `name`: they are never executed.
 
-        `containing`: only those with an argument that contains this, such as the `sha` of a script.
+        `containing`: only commands with an argument that contains this, such as the `sha` of a script.
         """
         self._add("before", name, containing, times)
 
     def cut_after(self, name: str, *, containing: str | bytes = b"", times: int = 1) -> None:
-        """Close the connection once the next `times` commands `name` are executed, without passing on the reply.
+        """Close the connection after the next `times` commands `name` are executed, before their replies are forwarded.
 
         Replies to earlier commands of the same pipeline may be lost too. The rest of the pipeline is not executed.
         """
         self._add("after", name, containing, times)
 
     def cut_at_random(self, name: str = "", *, before: float = 0.0, after: float = 0.0, seed: int = 0) -> None:
-        """From now on, cut this share (0 to 1) of the commands `name`, or of all, before and after they are executed."""
+        """From now on, cut this share (0 to 1) of the commands `name`, or of all, before or after their execution."""
         with self._lock:
             self._drawn_name = name.upper().encode()
             self._shares = {"before": before, "after": after}
             self._chance = random.Random(seed)
 
     def cut_all(self) -> None:
-        """Close every connection that is open now; new ones are accepted."""
+        """Close every open connection; new ones are accepted."""
         with self._lock:
             links = list(self._links)
         for link in links:
             link.shut()
 
     def freeze(self) -> None:
-        """Let nothing pass in either direction until `resume`; connections stay open, as in a network partition."""
+        """Stop forwarding in both directions until `resume`; connections stay open, as in a network partition."""
         self._flowing.clear()
 
     def resume(self) -> None:
-        """Let all that waits, and what comes, pass again."""
+        """Forward again, starting with the buffered data."""
         self._flowing.set()
 
     def close(self) -> None:
-        """Close every connection and stop."""
+        """Close every connection and stop listening."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -118,10 +118,10 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What its connections ask
+    # --- Called by connections ---
 
     def fate(self, words: Sequence[bytes]) -> Side | None:
-        """Whether, and on which side of it, the connection is cut at this command. Counts the cut."""
+        """Return whether the connection is cut before or after this command, or not at all. Counts the cut."""
         with self._lock:
             side = self._planned(words) or self._drawn(words)
             if side:
@@ -133,11 +133,11 @@ class Proxy:
         self._flowing.wait()
 
     def forget(self, link: "_Link") -> None:
-        """The connection has ended."""
+        """Remove a closed connection."""
         with self._lock:
             self._links.discard(link)
 
-    # Inside
+    # --- Internals ---
 
     def _add(self, side: Side, name: str, containing: str | bytes, times: int) -> None:
         wanted = containing.encode() if isinstance(containing, str) else containing
@@ -168,7 +168,7 @@ class Proxy:
             try:
                 server = socket.create_connection(self._server, _END_S)
             except OSError:
-                client.close()  # Redis is away, and so are we
+                client.close()  # Redis is unavailable, so the proxy is too
                 continue
             server.settimeout(None)
             with self._lock:
@@ -191,9 +191,9 @@ class _Link:
         self._requests.start()
 
     def shut(self) -> None:
-        """End both connections."""
+        """Shut down both sockets."""
         for end in (self._client, self._server):
-            with suppress(OSError):  # it may have ended already
+            with suppress(OSError):  # it may be closed already
                 end.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
@@ -204,7 +204,7 @@ class _Link:
         try:
             self._forward()
         except OSError:
-            pass  # the other direction, or the test, has ended it
+            pass  # the other direction, or the test, closed it
         finally:
             self.shut()
             self._replies.join()
@@ -213,20 +213,20 @@ class _Link:
             self._proxy.forget(self)
 
     def _forward(self) -> None:
-        waiting = bytearray()
+        buffer = bytearray()
         while data := self._client.recv(_CHUNK):
             self._proxy.wait_until_flowing()
-            waiting += data
-            sound = 0  # so many bytes of it are commands that may be forwarded
-            while (found := _command(waiting, sound)) is not None:
+            buffer += data
+            parsed = 0  # so many bytes are complete commands to forward
+            while (found := _command(buffer, parsed)) is not None:
                 words, end = found
                 side = self._proxy.fate(words)
                 if side:
-                    self._cut(side, bytes(waiting[:sound]), bytes(waiting[sound:end]))
+                    self._cut(side, bytes(buffer[:parsed]), bytes(buffer[parsed:end]))
                     return
-                sound = end
-            self._server.sendall(waiting[:sound])
-            del waiting[:sound]
+                parsed = end
+            self._server.sendall(buffer[:parsed])
+            del buffer[:parsed]
 
     def _cut(self, side: Side, earlier: bytes, command: bytes) -> None:
         if side == "before":
@@ -234,7 +234,7 @@ class _Link:
             return
         self._muted.set()
         self._server.sendall(earlier + command)
-        # Redis executes what it has read before it notices that no more will come, and then closes.
+        # Redis executes what it has read before it notices the end of the input and closes.
         self._server.shutdown(socket.SHUT_WR)
         self._replies.join(_END_S)
 
@@ -245,13 +245,13 @@ class _Link:
                 if not self._muted.is_set():
                     self._client.sendall(data)
         except OSError:
-            pass  # the other direction, or the test, has ended it
+            pass  # the other direction, or the test, closed it
         if not self._muted.is_set():
             self.shut()
 
 
 def _command(buffer: bytearray, start: int) -> tuple[list[bytes], int] | None:
-    """The words of the request at `start`, and where it ends; None if it is not complete (Redis protocol, RESP)."""
+    """Return the words of the request at `start`, and its end; None if it is incomplete (Redis protocol, RESP)."""
     end = buffer.find(b"\r\n", start)
     if end < 0:
         return None

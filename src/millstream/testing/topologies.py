@@ -1,7 +1,7 @@
-"""Every kind of Redis deployment as local processes, for tests: Cluster, Sentinel, TLS and ACL.
+"""Topologies: Redis Cluster, Sentinel, TLS and ACL deployments of local processes, for tests.
 
-Each is a context manager that yields once the deployment works, and stops all its processes at the end. They
-are started for tests: loopback only, certificates and passwords for the occasion, no care for performance.
+Each is a context manager that yields once the deployment works, and stops all its processes at the end. They are for
+tests only: loopback addresses, generated certificates and passwords, no tuning for performance.
 """
 
 import re
@@ -24,13 +24,13 @@ PRIMARY_NAME = "mymaster"
 _SLOTS = 16_384
 _POLL_MS = 50
 
-# A kill must cost nothing that was answered, and no machine dies in these tests (see EmbeddedServer).
+# A kill must lose no acknowledged write, and no machine fails in these tests (see EmbeddedServer).
 _KILL_SAFE = {"appendfsync": "no"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A Redis Cluster of primaries only; `nodes` hold equal shares of the slots, in order."""
+    """A Redis Cluster of primaries only; `nodes` own equal shares of the slots, in order."""
 
     url: str
     nodes: Sequence[EmbeddedServer]
@@ -38,7 +38,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class SentinelTrio:
-    """Three Sentinels over a primary and a replica, by the roles they had at the start."""
+    """Three Sentinels over a primary and a replica, named by their roles at the start."""
 
     url: str
     primary: EmbeddedServer
@@ -57,7 +57,7 @@ class TlsServer:
 
 @dataclass(frozen=True, kw_only=True)
 class AclServer:
-    """A server that lets only named users in; `urls` has each user's URL, with the password."""
+    """A server for named users only; `urls` has each user's URL, with the password."""
 
     urls: Mapping[str, str]
     server: EmbeddedServer
@@ -65,9 +65,9 @@ class AclServer:
 
 @contextmanager
 def cluster(nodes: int = 3) -> Iterator[Cluster]:
-    """A Redis Cluster of `nodes` primaries (at least 3), yielded when all of them say that it is whole.
+    """Start a Redis Cluster of `nodes` primaries (at least 3); yield once all of them report it complete.
 
-    Raises `ConfigError` for fewer nodes, and `ServerError` if it does not come up within a minute.
+    Raises `ConfigError` for fewer nodes, and `ServerError` if it is not complete within a minute.
     """
     if nodes < 3:
         raise ConfigError(f"a Redis Cluster needs 3 nodes or more, not {nodes}")
@@ -81,30 +81,30 @@ def cluster(nodes: int = 3) -> Iterator[Cluster]:
         for index, server in enumerate(servers):
             first, end = _SLOTS * index // nodes, _SLOTS * (index + 1) // nodes
             server.call("CLUSTER", "ADDSLOTSRANGE", first, end - 1)
-            # Distinct from the start, the nodes need not settle the order of their claims among themselves.
+            # With distinct epochs from the start, the nodes have no epoch collisions to resolve.
             server.call("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
         for server, other in combinations(servers, 2):
-            # Each meets each: until they know of one another by gossip, seconds may pass.
+            # Every pair meets: discovery by gossip may take seconds.
             server.call("CLUSTER", "MEET", "127.0.0.1", other.port)
 
-        def is_whole() -> bool:
+        def is_complete() -> bool:
             reports = [server.call("CLUSTER", "INFO") for server in servers]
             known = f"cluster_known_nodes:{nodes}\r\n".encode()
             return all(b"cluster_state:ok" in report and known in report for report in reports)
 
-        wait_until(is_whole, "the cluster to become whole")
+        wait_until(is_complete, "the cluster to become complete")
         yield Cluster(url=f"redis+cluster://127.0.0.1:{servers[0].port}", nodes=tuple(servers))
 
 
 @contextmanager
 def sentinel_trio() -> Iterator[SentinelTrio]:
-    """A primary, its replica and three Sentinels, yielded when a failover would work.
+    """Start a primary, its replica and three Sentinels; yield once a failover would work.
 
-    A dead primary is noticed after 1 s and replaced some seconds later. Raises `ServerError` if the five do
+    The Sentinels detect a dead primary after 1 s and replace it some seconds later. Raises `ServerError` if the five do
     not find each other within a minute.
     """
     with ExitStack() as stack:
-        # By default a primary waits 5 s for more replicas to turn up before it feeds the first one.
+        # By default a primary waits 5 s for more replicas before it synchronizes the first one.
         primary_directives = {"repl-diskless-sync-delay": "0", **_KILL_SAFE}
         primary = stack.enter_context(EmbeddedServer(extra=primary_directives))
         replica_directives = {
@@ -138,7 +138,7 @@ def sentinel_trio() -> Iterator[SentinelTrio]:
 
 
 def _introduce(sentinel: EmbeddedServer, other: EmbeddedServer, primary: EmbeddedServer) -> None:
-    """Tell a Sentinel of another one, as that does every 2 s itself (`sentinelProcessHelloMessage` of Redis)."""
+    """Announce one Sentinel to another, as each does every 2 s (`sentinelProcessHelloMessage` of Redis)."""
     other_id = other.call("SENTINEL", "MYID").decode()
     hello = f"127.0.0.1,{other.port},{other_id},0,{PRIMARY_NAME},127.0.0.1,{primary.port},0"
     sentinel.call("PUBLISH", "__sentinel__:hello", hello)
@@ -146,7 +146,7 @@ def _introduce(sentinel: EmbeddedServer, other: EmbeddedServer, primary: Embedde
 
 @contextmanager
 def tls_server() -> Iterator[TlsServer]:
-    """A server with a certificate for 127.0.0.1 and localhost, signed by an authority made on the spot.
+    """Start a server with a certificate for 127.0.0.1 and localhost, signed by a generated authority.
 
     Clients need no certificate. Raises `ServerError` if the `openssl` command is missing or fails.
     """
@@ -171,16 +171,18 @@ def tls_server() -> Iterator[TlsServer]:
 
 @contextmanager
 def acl_server(rules: Sequence[str]) -> Iterator[AclServer]:
-    """A server with these users and nobody else; the default user is off.
+    """Start a server with only these users; the default user is off.
 
-    rules: one user each, as in redis.conf after the word `user`, with one password in clear text and without
-    `on`: `"alice >secret ~flights* +@all"`. Raises `ConfigError` for a rule without a name and a password.
+    * `rules`: one user each, as in redis.conf after the word `user`, with one password in clear text and without `on`:
+      `"alice >secret ~flights* +@all"`
+
+    Raises `ConfigError` for a rule without a name and a password.
     """
     users: dict[str, tuple[str, str]] = {}
     for rule in rules:
         match = re.fullmatch(r"(?P<name>\S+)\s+(?P<rest>(?:.*\s)?>(?P<password>\S+).*)", rule)
         if match is None:
-            raise ConfigError(f"the ACL rule {rule!r} must begin with a user's name and hold a `>password`")
+            raise ConfigError(f"the ACL rule {rule!r} must start with a user's name and contain a `>password`")
         users[match["name"]] = (match["password"], match["rest"])
     directives = {f"user {name}": f"on {rest}" for name, (_, rest) in users.items()}
     with EmbeddedServer(extra={"user default": "off", **directives, **_KILL_SAFE}) as server:
@@ -192,14 +194,14 @@ def acl_server(rules: Sequence[str]) -> Iterator[AclServer]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, timeout_ms: float = 60_000) -> None:
-    """Return once `condition()` holds, asking every 50 ms.
+    """Return once `condition()` is true, polling every 50 ms.
 
-    Raises `ServerError` with `what` was waited for, if it does not hold within `timeout_ms`.
+    Raises `ServerError`, naming `what` it waited for, if the condition is not true within `timeout_ms`.
     """
-    give_up_ms = SYSTEM_CLOCK.monotonic_ms() + timeout_ms
+    deadline_ms = SYSTEM_CLOCK.monotonic_ms() + timeout_ms
     while not condition():
-        if SYSTEM_CLOCK.monotonic_ms() >= give_up_ms:
-            raise ServerError(f"waited {timeout_ms / 1000:g} s in vain for {what}: is the machine overloaded?")
+        if SYSTEM_CLOCK.monotonic_ms() >= deadline_ms:
+            raise ServerError(f"timed out after {timeout_ms / 1000:g} s waiting for {what}: is the machine overloaded?")
         SYSTEM_CLOCK.sleep_ms(_POLL_MS)
 
 
@@ -231,6 +233,6 @@ def _make_certificates(folder: Path) -> None:
         subject = ["-subj", f"/CN=millstream test {name}", "-extensions", name]
         files = ["-keyout", f"{name}.key", "-out", f"{name}.crt"]
         command = [*base, *subject, *files, *signer]
-        made = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        if made.returncode != 0:
-            raise ServerError(f"openssl could not make a certificate (version 3.0 is needed): {made.stderr}")
+        completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if completed.returncode != 0:
+            raise ServerError(f"openssl could not create a certificate (version 3.0 is needed): {completed.stderr}")

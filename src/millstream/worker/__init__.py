@@ -1,4 +1,4 @@
-"""The worker: runs the handlers of an app on Redis Streams, in milliseconds, as one of any number of workers."""
+"""Worker: runs the handlers of an app on Redis Streams, as one of any number of workers. Times are in milliseconds."""
 
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.loop import ReadingLoop

@@ -1,4 +1,4 @@
-"""What was run, on its way from the runners to the settler."""
+"""Completion queue: carries the outcomes of runs from the runners to the committer."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,67 +7,67 @@ from queue import Empty, SimpleQueue
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import Outcome
 
-Ran = tuple[Sequence[Delivery], Outcome]
-"""Entries that were run, and what became of them; several only if they have outputs in common."""
+FinishedRun = tuple[Sequence[Delivery], Outcome]
+"""Entries that were run, and their outcome; several entries only if they share outputs."""
 
 LINGER_S = 0.005
-"""How long what is not urgent may wait for more to be settled with."""
+"""How long an outcome that is not urgent may wait for others to be committed with it, in seconds."""
 
 
 class CompletionQueue:
-    """Any number of threads put into it, one collects; what one thread puts in stays in order.
+    """Any number of threads put outcomes, one collects them; the outcomes of one thread stay in order.
 
-    To wake a thread and to ask Redis for each message would cost more than most handlers do. So what is not urgent waits
-    for more, though not for longer than `linger_s` seconds, and not at all if nothing was put in for a while.
+    Waking the committer and calling Redis for each message would cost more than most handlers do. So an outcome that is
+    not urgent waits for others, for `linger_s` seconds at most, and not at all if the queue was idle.
     """
 
-    def __init__(self, most: int, *, linger_s: float = LINGER_S) -> None:
-        self._ran: deque[Ran] = deque()
-        self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._most = most
+    def __init__(self, batch: int, *, linger_s: float = LINGER_S) -> None:
+        self._finished: deque[FinishedRun] = deque()
+        self._notifications: SimpleQueue[None] = SimpleQueue()
+        self._batch = batch
         self._linger_s = linger_s
-        self._is_idle = self._woken = self._ended = False
+        self._is_idle = self._is_notified = self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._ran)
+        return len(self._finished)
 
-    # Whoever puts something in looks afterwards whether it must wake, and the collector looks whether something is there
-    # after it has said that it sleeps, or is awake: so one of the two sees the other, without a lock.
+    # A putting thread adds, then checks whether it must notify. The collector notes that it is idle or awake, then
+    # checks for entries. So at least one of the two sees the other, without a lock.
 
-    def put(self, ran: Ran, *, urgent: bool = True) -> None:
-        """Add what was run. `urgent`: something waits for its being settled."""
-        self._ran.append(ran)
-        if (urgent or self._is_idle or len(self._ran) >= self._most) and not self._woken:
-            self._wake()
+    def put(self, run: FinishedRun, *, urgent: bool = True) -> None:
+        """Add the outcome of a run. `urgent`: something waits for its commit."""
+        self._finished.append(run)
+        if (urgent or self._is_idle or len(self._finished) >= self._batch) and not self._is_notified:
+            self._notify()
 
-    def end(self) -> None:
-        """Say that nothing more comes."""
-        self._ended = True
-        self._wake()
+    def close(self) -> None:
+        """Close the queue: nothing more will be put."""
+        self._is_closed = True
+        self._notify()
 
-    def _wake(self) -> None:
-        self._woken = True
-        self._wakes.put(None)
+    def _notify(self) -> None:
+        self._is_notified = True
+        self._notifications.put(None)
 
-    def collect(self, timeout_s: float | None) -> tuple[list[Ran], bool]:
-        """Wait for `timeout_s` at most; return what is there, no more than `most`, and whether that was the end of it."""
+    def collect(self, timeout_s: float | None) -> tuple[list[FinishedRun], bool]:
+        """Wait for `timeout_s` at most; return up to `batch` outcomes, and whether the queue is closed and empty."""
         linger_s = self._linger_s if timeout_s is None else min(timeout_s, self._linger_s)
-        if len(self._ran) < self._most and not self._waited(linger_s):
+        if len(self._finished) < self._batch and not self._await_notification(linger_s):
             self._is_idle = True
-            if not self._ran:
-                self._waited(timeout_s)
+            if not self._finished:
+                self._await_notification(timeout_s)
             self._is_idle = False
-        ended = self._ended
-        found: list[Ran] = []
-        while self._ran and len(found) < self._most:
-            found.append(self._ran.popleft())
-        return found, ended and not self._ran
+        ended = self._is_closed
+        collected: list[FinishedRun] = []
+        while self._finished and len(collected) < self._batch:
+            collected.append(self._finished.popleft())
+        return collected, ended and not self._finished
 
-    def _waited(self, timeout_s: float | None) -> bool:
-        """True if it was woken before."""
+    def _await_notification(self, timeout_s: float | None) -> bool:
+        """Wait for a notification; True if there was one before the timeout."""
         try:
-            self._wakes.get(timeout=timeout_s)
+            self._notifications.get(timeout=timeout_s)
         except Empty:
             return False
-        self._woken = False
+        self._is_notified = False
         return True

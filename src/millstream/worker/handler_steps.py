@@ -1,4 +1,4 @@
-"""What a message goes through on a worker, step by step, for users to extend."""
+"""The steps of a message on a worker, for users to extend: decode, run, then commit, dead-letter or retry."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,8 +30,8 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 class HandlerSteps:
     """The steps of a message of one handler: decode, run, then commit, dead-letter or retry.
 
-    Subclass it to do something before or after a step; call the step itself, and return what it returns. All of
-    them may be called from several threads at once.
+    Subclass it to do something before or after a step; call the step itself, and return what it returns. Several
+    threads may call any of them at once.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -40,33 +40,33 @@ class HandlerSteps:
         self._label = handler.label.encode()
         self._tracing = tracing()
 
-    def line_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        """The line of an entry of a handler with a key; b"" if it was redriven for another handler of the stream."""
-        opened = self._open(pairs)
-        if opened is None:
+    def queue_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        """Return the key queue of an entry, for a handler with a key; b"" if it was redriven for another handler."""
+        own_pairs = self._own_pairs(pairs)
+        if own_pairs is None:
             return b""
         try:
-            key = self.handler.key_of(Message(stream, entry_id.decode(), opened))
+            key = self.handler.key_of(Message(stream, entry_id.decode(), own_pairs))
         except DecodeError:
-            key = None  # it is a dead letter as soon as it is run
+            key = None  # running it dead-letters it
         return queue_of_key(key, entry_id)
 
     def decode(self, delivery: Delivery) -> Message | None:
         """Make a message of an entry; None if it was redriven for another handler of the stream."""
         pairs: Sequence[bytes] | None = delivery.pairs
         if delivery.pairs[0] == REDRIVE_FIELD:
-            pairs = self._open(delivery.pairs)
+            pairs = self._own_pairs(delivery.pairs)
         return None if pairs is None else _message(delivery, pairs)
 
-    def _open(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
+    def _own_pairs(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
         if pairs[0] != REDRIVE_FIELD:
             return pairs
         return pairs[2:] if pairs[1] == self._label else None
 
     def run(self, message: Message, state: bytes = b"") -> Outcome:
-        """Run a plain handler once. It cannot be stopped in its thread: the loop's watchdog ends the process.
+        """Run a plain handler once. Its thread cannot be stopped: on an overrun the loop's watchdog ends the process.
 
-        `state`: that of its key.
+        `state`: the state of its key.
         """
         if self._has_key and (refusal := refuse_unkeyed(self.handler, message)) is not None:
             return refusal
@@ -97,53 +97,53 @@ class HandlerSteps:
             return dead, _traced(span, outcome)
 
     def commit(self, delivery: Delivery, done: Done) -> Effects:
-        """The effects of a message that the handler has done, to be committed with its acknowledgement."""
-        unit = delivery.stream.unit(delivery)
+        """Return the effects of a message that the handler processed, to be committed with its acknowledgement."""
+        effects = delivery.stream.unit(delivery)
         if done.outputs:
-            unit.add_outputs(done.outputs)
-        return unit
+            effects.add_outputs(done.outputs)
+        return effects
 
     def commit_batch(self, deliveries: Sequence[Delivery], done: Done) -> Effects:
-        """The outputs of a batch of several, to be committed with the acknowledgement of all of them, or not at all."""
-        unit = deliveries[0].stream.unit(*deliveries)
-        unit.add_outputs(done.outputs)
-        return unit
+        """Return the outputs of a batch of several, to be committed with the acknowledgement of all of them, or not."""
+        effects = deliveries[0].stream.unit(*deliveries)
+        effects.add_outputs(done.outputs)
+        return effects
 
-    def commit_turn(self, lease: KeyLease, ran: Sequence[tuple[Delivery, Done | DeadLettered]]) -> Effects:
-        """The effects of messages of one key that were run one after another, to be committed under its lease."""
-        unit = lease.stream.unit_of(lease, [delivery for delivery, _ in ran])
+    def commit_key(self, lease: KeyLease, outcomes: Sequence[tuple[Delivery, Done | DeadLettered]]) -> Effects:
+        """Return the effects of messages of one key, run one after another, to be committed under the key's lease."""
+        effects = lease.stream.unit_of(lease, [delivery for delivery, _ in outcomes])
         state = lease.committed_state
-        for delivery, outcome in ran:
+        for delivery, outcome in outcomes:
             if isinstance(outcome, DeadLettered):
-                unit.add_dead(self.letter(delivery, outcome).items())
+                effects.add_dead(self.dead_letter_of(delivery, outcome).items())
             else:
                 state = outcome.state
                 if outcome.outputs:
-                    unit.add_outputs(outcome.outputs)
+                    effects.add_outputs(outcome.outputs)
         if self.handler.wants_state and lease.key is not None and state != lease.committed_state:
-            unit.state = state
-        return unit
+            effects.state = state
+        return effects
 
     def dead_letter(self, delivery: Delivery, dead: DeadLettered) -> Effects:
-        """The effects of a message that cannot be processed: its dead letter."""
-        unit = delivery.stream.unit(delivery)
-        unit.add_dead(self.letter(delivery, dead).items())
-        return unit
+        """Return the effects of a message that cannot be processed: its dead letter."""
+        effects = delivery.stream.unit(delivery)
+        effects.add_dead(self.dead_letter_of(delivery, dead).items())
+        return effects
 
-    def letter(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:
-        """The dead letter of an entry."""
+    def dead_letter_of(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:
+        """Return the dead letter of an entry."""
         pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
         return letter(self.handler, _message(delivery, pairs), dead)
 
-    def retry(self, delivery: Delivery, again: RetryLater) -> float:
-        """How long a message waits before its next attempt, in milliseconds."""
-        return again.delay_ms
+    def retry(self, delivery: Delivery, retry_later: RetryLater) -> float:
+        """Return how long a message waits before its next attempt, in milliseconds."""
+        return retry_later.delay_ms
 
 
 def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:
     stream, lease = delivery.stream, delivery.lease
     key, fence = (None, stream.token) if lease is None else (lease.key, lease.fence)
-    # The handler may change its message: the next attempt, and a dead letter, are of what stands in the stream.
+    # The handler may change its message; the next attempt and a dead letter use the pairs as they are in the stream.
     return Message(stream.stream, delivery.id.decode(), pairs[:], key, delivery.attempt, fence)
 
 
@@ -157,4 +157,4 @@ def _traced(span: TracedRun, outcome: Outcome) -> Outcome:
     return outcome
 
 
-MakePipeline = Callable[[Handler], HandlerSteps]
+MakeHandlerSteps = Callable[[Handler], HandlerSteps]

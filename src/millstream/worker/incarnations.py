@@ -1,8 +1,8 @@
-"""The incarnations of worker processes: which are over, and what they died of.
+"""Incarnations of worker processes: which have ended, and how.
 
-A supervisor starts each process under a name that no other has, and notes in Redis how it ended. So a message is
-blamed for the death of a process only where one has died: not where a process was stopped for a while, or had to end
-because Redis was away. (The word: A. Das et al., "SWIM", 2002.)
+A supervisor starts each process under a unique name, and records in Redis how it ended. So a message is blamed only for
+the crash of a process: not when a process was paused for a while, or ended because Redis was unavailable. (The term: A.
+Das et al., "SWIM", 2002.)
 """
 
 import secrets
@@ -17,66 +17,67 @@ from millstream.redis_client.key_names import ended_name, held_name
 _KEPT_S = 30 * 24 * 3600
 _SLOW_MS = 1_000.0
 
-HELD_MS = 15_000
-"""For how long a supervisor has a name after it was last heard of."""
+NAME_LEASE_MS = 15_000
+"""How long a supervisor holds a name after its last renewal, in milliseconds."""
 
 
 class ProcessEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process ended. `died`: by itself or by force, with whatever it ran; else it ended for another reason."""
+    """How a process ended. `died`: it crashed or was killed, with its running messages; False for any other end."""
 
     died: bool
     cause: str
 
 
-NO_END = ProcessEnd(died=False, cause="lives")
-"""Of a process that has not ended."""
+ALIVE = ProcessEnd(died=False, cause="lives")
+"""The end of a process that is alive."""
 
 _VANISHED = ProcessEnd(died=True, cause="vanished together with its supervisor")
 
 
-def note_end(client: Client, app: str, incarnation: str, end: ProcessEnd) -> None:
-    """Note how a process has ended; that is kept for a month. Raises RedisError."""
+def record_end(client: Client, app: str, incarnation: str, end: ProcessEnd) -> None:
+    """Record how a process has ended, for 30 days. Raises RedisError."""
     client.execute("SET", ended_name(app, incarnation), msgspec.json.encode(end), "EX", _KEPT_S)
 
 
 class Incarnation:
-    """One life of a worker process, which finds out how others ended.
+    """One incarnation of a worker process; finds out how others ended.
 
-    * `app`, `consumer`: whose it is, and the worker's name
-    * `name`: `<token of its supervisor>-<number>`; "" if it has no supervisor
+    * `app`, `consumer`: the app, and the worker's name
+    * `name`: `<token of its supervisor>-<number>`; "" without a supervisor
     """
 
     def __init__(self, client: Client, clock: Clock, *, app: str, consumer: str, name: str = "") -> None:
         self._client = client
         self._clock = clock
         self._app = app
-        self._missed_since_ms: dict[str, float] = {}
+        self._missing_since_ms: dict[str, float] = {}
         self.mark = f"{name or secrets.token_hex(8)} {consumer}"
-        """What it writes beside a message that it runs in isolation."""
+        """The text that it writes beside a message that it runs in isolation."""
 
     def end_of(self, mark: str) -> ProcessEnd | None:
-        """How the process that wrote `mark` ended. None: it is not known yet, ask again. It may live: then it has not died.
+        """Return how the process that wrote `mark` ended: `ALIVE` if it lives on, None if that is not known yet.
 
-        Its supervisor notes the end, and keeps the name until then. Where neither is found for as long as a name lasts,
-        both have died: after an outage of Redis a supervisor that lives is back before. Raises RedisError.
+        Its supervisor records the end, and holds the name until then. If neither record nor name exists for as long as
+        a name lasts, both have died: after an outage of Redis a living supervisor renews its name sooner. Raises
+        RedisError.
         """
         if mark == self.mark:
-            return NO_END
+            return ALIVE
         name, _, consumer = mark.partition(" ")
         began_ms = self._clock.monotonic_ms()
         try:
-            # The name first: the end is noted before that is let go of.
+            # The name first: its supervisor records the end before it releases the name.
             holder = self._client.execute("GET", held_name(self._app, consumer))
             ended = self._client.execute("GET", ended_name(self._app, name))
         except RedisError:
-            self._missed_since_ms.clear()
+            self._missing_since_ms.clear()
             raise
         now_ms = self._clock.monotonic_ms()
         if ended is not None:
             return msgspec.json.decode(ended, type=ProcessEnd)
         if holder is not None and holder.decode() == name.rpartition("-")[0]:
-            return NO_END
-        if now_ms - began_ms > _SLOW_MS:  # Redis stood still: what was kept there may have run out meanwhile
-            self._missed_since_ms.clear()
-        since_ms = self._missed_since_ms.setdefault(mark, now_ms)
-        return _VANISHED if now_ms - since_ms > HELD_MS else None
+            return ALIVE
+        if now_ms - began_ms > _SLOW_MS:  # Redis hung, and names may have expired meanwhile
+            self._missing_since_ms.clear()
+        since_ms = self._missing_since_ms.setdefault(mark, now_ms)
+        return _VANISHED if now_ms - since_ms > NAME_LEASE_MS else None

@@ -1,8 +1,9 @@
-"""The reading loop: from the stream through the handler to committed effects, until it is told to stop.
+"""The reading loop: fetches entries of a handler's streams, runs the handler and commits its effects, until stopped.
 
-The spine is `ReadingLoop.run`. Five threads share one `InFlight`: the reader takes entries, the runner runs them, the
-settler commits what came of them, the keeper makes its rounds, and the guard runs what others may have died of. The
-mover and the scout have nothing to do with it: they move delayed messages, and look for new streams.
+`ReadingLoop.run` is the spine. Five threads share one `InFlight`: the fetcher fetches entries, the runner runs the
+handler, the committer commits the outcomes, the renewal thread renews claims and claims idle entries, and the isolation
+thread re-runs suspected poison pills one at a time. Two more threads work beside it: the delayed mover moves delayed
+messages that are due, and discovery looks for new streams.
 """
 
 import logging
@@ -20,7 +21,7 @@ from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.redis_client.client import Client
-from millstream.worker.handler_steps import HandlerSteps, MakePipeline
+from millstream.worker.handler_steps import HandlerSteps, MakeHandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
 from millstream.worker.loop_metrics import LoopMetrics
@@ -35,20 +36,21 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_SLACK_MS = 10_000
 _FULL_WAIT_S = 0.02
-_ALONE_WAIT_S = 0.005
+_POLL_S = 0.005
 _BACK_OFF_MS = (50.0, 1_000.0)
-_LOOKING_SHARE = 20
+_DISCOVERY_SHARE = 20
 
 
 class ReadingLoop:
-    """Runs one handler on its streams, as one of any number of workers. Use `run` and `stop`, once each.
+    """Runs one handler on its streams, as one of any number of workers. Call `run` and `stop` once each.
 
-    * `consumer`: this worker's name, unique among those that live at the same time; after a restart with the same
-      name it goes on with what it held
-    * `start`: where a handler begins on a stream that it has done nothing on
-    * `pipeline`: makes the steps that a message goes through, `HandlerSteps` or a subclass
-    * `metrics`, `health`: who is told how it is doing
-    * `quiet`: shared by the loops of one process, so that what may have killed one runs while no other's messages do
+    * `consumer`: this worker's name, unique among the workers alive at the same time; after a restart under the same
+      name the worker resumes with the entries it held
+    * `start`: where the handler begins on a stream on which it has processed nothing yet
+    * `steps`: makes the steps of a message, `HandlerSteps` or a subclass
+    * `metrics`, `health`: receive the loop's figures and its progress
+    * `isolation`: shared by the loops of one process, so that a poison-pill suspect of one loop runs while no message
+      of another loop does
     """
 
     def __init__(
@@ -59,126 +61,132 @@ class ReadingLoop:
         consumer: str,
         policy: WorkerPolicy | None = None,
         start: Literal["earliest", "latest"] = "earliest",
-        pipeline: MakePipeline = HandlerSteps,
+        steps: MakeHandlerSteps = HandlerSteps,
         metrics: Metrics = NOBODY,
         health: Health | None = None,
-        quiet: ProcessIsolation | None = None,
+        isolation: ProcessIsolation | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.handler = handler
-        self.report = LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms, metrics=metrics, health=health)
+        self.loop_metrics = LoopMetrics(
+            handler.label, time_limit_ms=handler.time_limit_ms, metrics=metrics, health=health
+        )
         self._policy = policy = policy or WorkerPolicy()
         self._clock = clock
         self._consumer = consumer
         self._start = start
-        self._pipeline = pipeline(handler)
-        # A read that waits keeps its connection busy: it has one of its own.
+        self._steps = steps(handler)
+        # A blocking read keeps its connection busy, so it has a connection of its own.
         self._client = Client(url, clock=clock)
-        self._reading = Client(url, timeout_ms=policy.block_ms + _TIMEOUT_SLACK_MS, clock=clock)
-        # So does one that walks all keys for those of a pattern.
-        self._looking = Client(url, clock=clock)
-        self._hand = InFlight(policy, _at_once(handler))
-        self._stopping, self._over = threading.Event(), threading.Event()
+        self._blocking_client = Client(url, timeout_ms=policy.block_ms + _TIMEOUT_SLACK_MS, clock=clock)
+        # The SCAN of all keys for those that match a pattern has one, too.
+        self._scan_client = Client(url, clock=clock)
+        self._in_flight = InFlight(policy, _concurrency_of(handler))
+        self._stopping, self._runs_ended = threading.Event(), threading.Event()
         self._failures: list[BaseException] = []
-        self._left_out: set[str] = set()
+        self._excluded: set[str] = set()
         self._deadline_ms = float("inf")
         self._runner = self._make_runner()
-        self._hand.nudge = self._runner.nudge
-        self._quiet = quiet = quiet or ProcessIsolation()
-        self._guard = PoisonIsolation(
-            handler, self._hand, self._runner, self._stopping, quiet, clock=clock,
+        self._in_flight.on_buffered = self._runner.notify
+        self._process_isolation = isolation = isolation or ProcessIsolation()
+        self._isolation = PoisonIsolation(
+            handler, self._in_flight, self._runner, self._stopping, isolation, clock=clock,
             incarnation=Incarnation(
-                self._client, clock, app=handler.app, consumer=consumer, name=quiet.incarnation
+                self._client, clock, app=handler.app, consumer=consumer, name=isolation.incarnation
             ),
         )  # fmt: skip
-        means = WorkerContext(
-            handler=handler, pipeline=self._pipeline, hand=self._hand, report=self.report, clock=clock, policy=policy,
-            consumer=consumer, start=start, url=url, client=self._client, reading=self._reading,
-            suspect=self._guard.suspect, break_off=self._runner.break_off, give_up=self._is_over,
+        context = WorkerContext(
+            handler=handler, steps=self._steps, in_flight=self._in_flight, loop_metrics=self.loop_metrics, clock=clock,
+            policy=policy, consumer=consumer, start=start, url=url, client=self._client, blocking_client=self._blocking_client,
+            on_suspect=self._isolation.add_suspect, cancel_run=self._runner.cancel_run, give_up=self._is_past_deadline,
         )  # fmt: skip
-        self._side = _side_of(means)
+        self._ordering = _make_ordering(context)
 
     def _make_runner(self) -> Runner:
-        means = self._pipeline, self._hand, self.report, self._clock
+        args = self._steps, self._in_flight, self.loop_metrics, self._clock
         if self.handler.is_async:
-            return AsyncBatchRunner(*means) if self.handler.in_batches else AsyncRunner(*means)
+            return AsyncBatchRunner(*args) if self.handler.in_batches else AsyncRunner(*args)
         threads = self._policy.threads
-        return ThreadBatchRunner(*means, threads) if self.handler.in_batches else ThreadRunner(*means, threads)
+        return ThreadBatchRunner(*args, threads) if self.handler.in_batches else ThreadRunner(*args, threads)
 
     # The spine
 
     def run(self) -> list[Delivery]:
-        """Work until `stop`; return what was still running then, which others will do again.
+        """Work until `stop`; return the deliveries that were still running then, which other workers will run again.
 
-        What waits is handed back at once and counts no attempt. Raises what made it end before: StaleOwner when a
-        run on Spark has taken over, HandlerStuck, ConfigError, and RedisError but for Unavailable, which it waits out.
+        Entries that have not started are released at once and count no attempt. Raises the error that ended the loop
+        before `stop`: StaleOwner when a run on Spark took the handler over, HandlerStuck, ConfigError, and RedisError
+        except Unavailable, which the loop waits out.
         """
-        self._again(self._discover)
-        settler = self._thread("settler", self._side.settler.run)
-        runner = self._thread("runner", self._runner.run)
-        guard = self._thread("guard", self._guard.run)
-        rounds = [
-            self._thread("reader", self._read),
-            self._thread("mover", self._move_delayed),
-            self._thread("scout", self._look_for_streams),
+        self._retry_while_unavailable(self._discover)
+        committer = self._start_thread("committer", self._ordering.committer.run)
+        runner = self._start_thread("runner", self._runner.run)
+        isolation = self._start_thread("isolation", self._isolation.run)
+        fetching = [
+            self._start_thread("fetcher", self._run_fetcher),
+            self._start_thread("delayed-mover", self._run_delayed_mover),
+            self._start_thread("discovery", self._run_discovery),
         ]
-        for name, work in self._side.rounds().items():
-            rounds.append(self._thread(name, partial(work, self._stopping)))
-        keepers = [
-            self._thread("keeper", self._keep),
-            self._thread("watch", self._watch),
+        for name, work in self._ordering.background_loops().items():
+            fetching.append(self._start_thread(name, partial(work, self._stopping)))
+        renewals = [
+            self._start_thread("renewal", self._run_renewal),
+            self._start_thread("lease-watchdog", self._run_lease_watchdog),
         ]
         self._stopping.wait()
-        self._guard.suspect(None)
-        # What has not begun is given up, so that others need not wait for what has.
-        self._side.hand_back(self._hand.drop_waiting())
-        self._wait_for(rounds)
-        self._side.hand_back(self._hand.drop_waiting())
-        self._hand.buffer.put(None)
-        self._runner.nudge()
-        self._wait_for_runs(runner, guard)
-        self._over.set()
-        self._wait_for(keepers)
-        self._runner.cancel()
-        self._hand.outbox.end()
-        self._wait_for([settler])
-        leftovers = self._hand.deliveries
-        self._hand.drop(leftovers)
-        self._side.hand_back(leftovers)
-        if not self._is_over():
-            leave_all(self._client, self._side.streams.values())
-        self._side.close()
-        for client in (self._client, self._reading, self._looking):
+        self._isolation.add_suspect(None)
+        # Entries that have not started are released first: other workers need not wait for the running ones to end.
+        self._ordering.release(self._in_flight.remove_waiting())
+        self._join_threads(fetching)
+        self._ordering.release(self._in_flight.remove_waiting())
+        self._in_flight.buffer.put(None)
+        self._runner.notify()
+        self._wait_for_runs(runner, isolation)
+        self._runs_ended.set()
+        self._join_threads(renewals)
+        self._runner.cancel_all()
+        self._in_flight.completions.close()
+        self._join_threads([committer])
+        leftovers = self._in_flight.deliveries
+        self._in_flight.remove(leftovers)
+        self._ordering.release(leftovers)
+        if not self._is_past_deadline():
+            leave_all(self._client, self._ordering.streams.values())
+        self._ordering.close()
+        for client in (self._client, self._blocking_client, self._scan_client):
             client.close()
         if self._failures:
             raise self._failures[0]
         return [one for one in leftovers if one.running]
 
     def stop(self, deadline_ms: float | None = None) -> None:
-        """Have `run` end: what runs may go on until `deadline_ms` of the clock, by default for `stop_ms` from now."""
+        """Make `run` end. Running messages may finish until `deadline_ms` of the clock; default: `stop_ms` from now."""
         if not self._stopping.is_set():
             default_ms = self._clock.monotonic_ms() + self._policy.stop_ms
             self._deadline_ms = default_ms if deadline_ms is None else deadline_ms
             self._stopping.set()
-            self._hand.freed.set()
+            self._in_flight.room_freed.set()
 
-    # Its parts
+    # The loops of its threads
 
     def _discover(self) -> None:
-        """Join the workers of every stream that is new, and take what this one held there in its last life."""
-        for name in self._side.find(self._looking):
-            if name not in self._side.streams and name not in self._left_out:
+        """Join the workers of every new stream, and recover entries that this worker held there before a restart."""
+        for name in self._ordering.discover(self._scan_client):
+            if name not in self._ordering.streams and name not in self._excluded:
                 try:
-                    self._side.join(name)
+                    self._ordering.join(name)
                 except ConfigError as error:
                     if self.handler.streams:
                         raise
-                    # One stream that somebody has added must not end the work on all others.
-                    self._left_out.add(name)
-                    logger.warning("%s leaves a stream out that fits its pattern: %s", self.handler.label, error)
+                    # One unusable stream among those of a pattern must not end the work on all others.
+                    self._excluded.add(name)
+                    logger.warning(
+                        "handler %s cannot process a stream that matches its pattern: %s; skipping it until a restart",
+                        self.handler.label, error,
+                    )  # fmt: skip
 
-    def _look_for_streams(self) -> None:
-        """Find the new streams of a pattern, however many keys there are: the more, the less often; and partitions."""
+    def _run_discovery(self) -> None:
+        """Discover new streams of a pattern, and new partitions. The longer one scan takes, the rarer they are."""
         wait_ms: float = self._policy.sweep_ms
         may_come = self.handler.pattern or self.handler.partitions or self.handler.order == "stream"
         while may_come and not self._stopping.wait(wait_ms / 1000):
@@ -186,104 +194,111 @@ class ReadingLoop:
             try:
                 self._discover()
             except Unavailable as error:
-                logger.debug("no streams are looked for while Redis is away: %s", error)
-            wait_ms = max(self._policy.sweep_ms, _LOOKING_SHARE * (self._clock.monotonic_ms() - began_ms))
+                logger.debug("stream discovery failed, Redis is unavailable: %s; retrying", error)
+            wait_ms = max(self._policy.sweep_ms, _DISCOVERY_SHARE * (self._clock.monotonic_ms() - began_ms))
 
-    def _read(self) -> None:
-        """Take new entries as long as there is room for them."""
+    def _run_fetcher(self) -> None:
+        """Fetch new entries while there is room for them."""
         wait_ms, away = _BACK_OFF_MS[0], False
         while not self._stopping.is_set():
-            self._runner.nudge()
-            if self._side.keeper.missed.is_set():
-                self._side.keeper.missed.clear()
-                self._again(self._take_unseen)
-            room = min(self._hand.room(), self._policy.batch)
-            self.report.holds(self._hand.bytes, self._policy.prefetch_bytes, at_budget=self._hand.at_budget)
+            self._runner.notify()
+            if self._ordering.renewal.reread_pending.is_set():
+                self._ordering.renewal.reread_pending.clear()
+                self._retry_while_unavailable(self._recover_pending)
+            room = min(self._in_flight.free_slots(), self._policy.batch)
+            self.loop_metrics.set_bytes_in_flight(
+                self._in_flight.bytes, self._policy.prefetch_bytes, at_budget=self._in_flight.at_budget
+            )
             if room <= 0:
-                self.report.resting()
-                self._hand.freed.wait(_FULL_WAIT_S)
-                self._hand.freed.clear()
+                self.loop_metrics.on_idle()
+                self._in_flight.room_freed.wait(_FULL_WAIT_S)
+                self._in_flight.room_freed.clear()
                 continue
             try:
-                self._side.taker.take(room, self._stopping)
+                self._ordering.fetcher.fetch(room, self._stopping)
             except (GroupMissing, Unavailable) as error:
                 if isinstance(error, Unavailable):
                     away = True
-                    self.report.redis_failed(error)
-                # What was delivered when the connection broke is pending, and nobody has seen it.
-                self._again(self._take_unseen if isinstance(error, Unavailable) else self._rejoin)
-                # Other commands may well be answered, and the next read be refused all the same.
+                    self.loop_metrics.count_redis_error(error)
+                # Entries delivered when the connection broke are pending, and no worker has seen them.
+                self._retry_while_unavailable(
+                    self._recover_pending if isinstance(error, Unavailable) else self._rejoin_streams
+                )
+                # Redis may answer other commands and still refuse the next read: wait in any case.
                 self._stopping.wait(wait_ms / 1000)
                 wait_ms = min(2 * wait_ms, _BACK_OFF_MS[1])
             else:
                 wait_ms = _BACK_OFF_MS[0]
                 if away:
                     away = False
-                    self.report.redis_is_back()
+                    self.loop_metrics.count_reconnect()
 
-    def _rejoin(self) -> None:
-        self._with_each(lambda stream: stream.join())
+    def _rejoin_streams(self) -> None:
+        self._for_each_stream(lambda stream: stream.join())
 
-    def _take_unseen(self) -> None:
-        self._with_each(self._side.keeper.recover)
+    def _recover_pending(self) -> None:
+        self._for_each_stream(self._ordering.renewal.recover)
 
-    def _with_each(self, step: Callable[[ReliableStream], None]) -> None:
-        for stream in self._side.keeper.streams:
+    def _for_each_stream(self, step: Callable[[ReliableStream], None]) -> None:
+        for stream in self._ordering.renewal.streams:
             if not stream.leaving:
                 with exclude_on_error(stream):
                     step(stream)
-        self._side.taker.look_again()
+        self._ordering.fetcher.refresh()
 
-    def _keep(self) -> None:
+    def _run_renewal(self) -> None:
         try:
-            self._side.keeper.run(self._stopping)
-        except HandlerStuck as error:  # what else runs may still come to its end
+            self._ordering.renewal.run(self._stopping)
+        except HandlerStuck as error:  # other running messages may still finish
             self._failures.append(error)
             self.stop()
-        self._side.keeper.hold(self._over)
+        self._ordering.renewal.run_until_ended(self._runs_ended)
 
-    def _watch(self) -> None:
+    def _run_lease_watchdog(self) -> None:
         try:
-            self._side.keeper.watch(self._over)
-        except HandlerStuck as error:  # an orderly end would take longer than the lease lasts
-            self._quiet.end_process(error)
+            self._ordering.renewal.run_watchdog(self._runs_ended)
+        except HandlerStuck as error:  # an orderly stop would take longer than the lease lasts
+            self._process_isolation.end_process(error)
             raise
 
-    def _move_delayed(self) -> None:
-        """Add to the streams the delayed messages that are due."""
-        said = False
+    def _run_delayed_mover(self) -> None:
+        """Add delayed messages that are due to their streams."""
+        has_warned = False
         has_many = self.handler.order == "stream"
         is_watched = has_many or self.handler.pattern is not None
-        delayed = _watched_delays(self._client, self._clock) if is_watched else DelayedMessages(self._client)
+        delayed = _tracked_delayed_messages(self._client, self._clock) if is_watched else DelayedMessages(self._client)
         while not self._stopping.is_set():
             try:
                 delayed.keep_moving(
-                    lambda: [name for name, one in list(self._side.streams.items()) if not one.leaving],
+                    lambda: [name for name, one in list(self._ordering.streams.items()) if not one.leaving],
                     self._stopping,
                     every_ms=self._policy.sweep_ms,
-                    on_moved=self.report.moved,
+                    on_moved=self.loop_metrics.count_delayed_moved,
                 )
-            except AccessDenied as error:  # those of the others were moved
+            except AccessDenied as error:  # the messages of the other streams were moved
                 if not has_many or not concerns_one_stream(error):
                     raise
-                if not said:
-                    logger.warning("delayed messages of a stream of %s are not moved: %s", self.handler.label, error)
-                said = True
+                if not has_warned:
+                    logger.warning(
+                        "cannot move delayed messages of a stream of %s: %s; moving those of its other streams",
+                        self.handler.label, error,
+                    )  # fmt: skip
+                has_warned = True
                 self._stopping.wait(self._policy.sweep_ms / 1000)
 
-    def _again(self, operation: Callable[[], object]) -> None:
+    def _retry_while_unavailable(self, operation: Callable[[], object]) -> None:
         try:
             self._client.patiently(operation, what=self.handler.label, give_up=self._stopping.is_set)
         except Unavailable:
             if not self._stopping.is_set():
                 raise
 
-    def _is_over(self) -> bool:
+    def _is_past_deadline(self) -> bool:
         return self._stopping.is_set() and self._clock.monotonic_ms() >= self._deadline_ms
 
     # Threads
 
-    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+    def _start_thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 work()
@@ -296,37 +311,37 @@ class ReadingLoop:
         return thread
 
     def _wait_for_runs(self, *threads: threading.Thread) -> None:
-        """Wait for what still runs; but a run that hangs, and was given up for it, keeps its thread for ever."""
-        while any(one.running for one in self._hand.deliveries) and not self._is_over():
+        """Wait for running messages; return early if all `threads` ended, as a run given up for a hang never ends."""
+        while any(one.running for one in self._in_flight.deliveries) and not self._is_past_deadline():
             if not any(thread.is_alive() for thread in threads):
                 return
-            time.sleep(_ALONE_WAIT_S)
+            time.sleep(_POLL_S)
 
-    def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
+    def _join_threads(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             thread.join(max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000)
 
 
-def _watched_delays(client: Client, clock: Clock) -> DelayedMessages:
-    from millstream.worker.delayed_mover import WatchedDelays
+def _tracked_delayed_messages(client: Client, clock: Clock) -> DelayedMessages:
+    from millstream.worker.delayed_mover import TrackedDelayedMessages
 
-    return WatchedDelays(client, clock)
+    return TrackedDelayedMessages(client, clock)
 
 
-def _side_of(means: WorkerContext) -> Ordering:
-    """What only some kinds of handlers need is imported for them."""
-    if means.handler.partitions:
+def _make_ordering(context: WorkerContext) -> Ordering:
+    """Make the ordering that fits the handler. Imports modules here that only some kinds of handlers need."""
+    if context.handler.partitions:
         from millstream.worker.ordering.by_partition import ByPartition
 
-        return ByPartition(means)
-    if means.handler.order == "stream":
+        return ByPartition(context)
+    if context.handler.order == "stream":
         from millstream.worker.ordering.by_stream import ByStream
 
-        return ByStream(means)
-    return Unordered(means) if means.handler.key is None else ByKey(means)
+        return ByStream(context)
+    return Unordered(context) if context.handler.key is None else ByKey(context)
 
 
-def _at_once(handler: Handler) -> int:
+def _concurrency_of(handler: Handler) -> int:
     if handler.in_batches:
         return handler.batch_size
     return handler.concurrency if handler.is_async else 1

@@ -1,4 +1,4 @@
-"""What a reading loop tells of itself: counts for people, figures for monitoring, progress for health checks."""
+"""Loop metrics: the counts of a reading loop for operators, its metrics, and its progress for health checks."""
 
 import logging
 import math
@@ -17,25 +17,25 @@ from millstream.observability.metrics import NOBODY, Metrics, begin_at_zero
 _OF_HANDLERS = (
     m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED, m.BUDGET_REACHED,
 )  # fmt: skip
-"""The counters that are told apart by the handler alone."""
+"""The counters that have the label `handler` only."""
 
 logger = logging.getLogger(__name__)
 
-_WORD_EVERY_S = 600.0
+_WARN_EVERY_S = 600.0
 
 
 class LoopMetrics:
-    """Counts of messages since the loop began, also reported to `metrics` and, if given, to `health`.
+    """Counts of messages since the loop started, also reported to `metrics` and, if given, to `health`.
 
-    `refused` are commits that came too late: another worker, or a run on Spark, has those messages. `trimmed` are
-    entries that were gone from their stream before they were processed.
+    `refused` are commits refused because another worker, or a run on Spark, has those messages. `trimmed` are entries
+    that were removed from their stream before they were processed.
     """
 
     def __init__(self, handler: str, *, time_limit_ms: float, metrics: Metrics = NOBODY, health: Health | None = None):
         self.read = self.adopted = self.committed = self.dead = 0
         self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
-        self._reading = self._at_budget = False
-        self._word_due_s = self._filled = 0.0
+        self._is_poll_wanted = self._at_budget = False
+        self._warn_due_s = self._look_ahead_used = 0.0
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
@@ -45,72 +45,72 @@ class LoopMetrics:
         begin_at_zero(metrics, m.DELAYED_MOVED, m.RECONNECTS)
         begin_at_zero(metrics, m.REDIS_ERRORS, error=Unavailable.__name__)
 
-    def figures(self) -> dict[str, int]:
-        """All counts by name."""
+    def counts(self) -> dict[str, int]:
+        """Return all counts by name."""
         names = ("read", "adopted", "committed", "dead", "retried", "refused", "handed_back", "trimmed", "parked")
         return {name: getattr(self, name) for name in names}
 
-    def polling(self) -> None:
-        """It wants to read: only the answer to a read shows from now on that it is well."""
-        self._reading = True
+    def on_poll_wanted(self) -> None:
+        """Note that a read is wanted: from now on only the answer to a read shows that the loop is healthy."""
+        self._is_poll_wanted = True
 
-    def resting(self) -> None:
-        """Nothing is to be read for now."""
-        self._reading = False
+    def on_idle(self) -> None:
+        """Note that nothing is to be read for now."""
+        self._is_poll_wanted = False
 
-    def answered(self) -> None:
-        """Redis has answered something else. While nothing is to be read, that shows that the loop is well."""
-        if not self._reading:
-            self._live()
+    def on_reply(self) -> None:
+        """Note a reply to another command. While nothing is to be read, it shows that the loop is healthy."""
+        if not self._is_poll_wanted:
+            self._report_alive()
 
-    def polled(self, found: int) -> None:
-        """Redis has answered a read with so many entries."""
-        self._reading = False
+    def on_polled(self, found: int) -> None:
+        """Note a reply to a read, with so many entries."""
+        self._is_poll_wanted = False
         self.read += found
-        self._live()
+        self._report_alive()
         if found:
             self._metrics.count(m.READ, found, handler=self._handler)
 
-    def _live(self) -> None:
+    def _report_alive(self) -> None:
         if self._progress is not None:
             self._progress.read()
             self._metrics.set(m.LAST_POLL, time.time(), handler=self._handler)
 
-    def began(self) -> None:
-        """A run of the handler has begun."""
+    def on_run_started(self) -> None:
+        """Note that a run of the handler started."""
         if self._progress is not None:
             self._progress.started()
 
-    def ended(self, count: int) -> None:
-        """So many runs are settled, well or badly."""
+    def on_runs_settled(self, count: int) -> None:
+        """Note that so many runs are committed, retried or dead-lettered."""
         if self._progress is not None:
             self._progress.ended(count)
 
-    def adopted_some(self, count: int) -> None:
-        """Entries were taken over, from other workers or from this one's last life."""
+    def count_claimed(self, count: int) -> None:
+        """Count entries claimed from other workers, or recovered after a restart of this one."""
         self.adopted += count
         if count:
             self._metrics.count(m.ADOPTED, count, handler=self._handler)
 
-    def ran(self, took_ms: Sequence[float]) -> None:
-        """The handler has run so long on each of some messages."""
+    def observe_run_times(self, took_ms: Sequence[float]) -> None:
+        """Observe how long the handler ran, on each of some messages."""
         if self._metrics is not NOBODY:
             self._metrics.observe_all(m.HANDLER_SECONDS, [ms / 1000 for ms in took_ms], handler=self._handler)
 
-    def retried_some(self, count: int) -> None:
-        """Runs have failed and are repeated."""
+    def count_retried(self, count: int) -> None:
+        """Count failed runs that will be repeated."""
         self.retried += count
         if count:
             self._metrics.count(m.RETRIED, count, handler=self._handler)
 
-    def parked_some(self, count: int) -> None:
-        """Keys wait for a person, as messages of theirs have failed for the last time."""
+    def count_parked(self, count: int) -> None:
+        """Count keys parked until an operator acts, as a message of theirs failed for the last time."""
         self.parked += count
         if count:
             self._metrics.count(m.PARKED, count, handler=self._handler)
 
-    def committed_some(self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float) -> None:
-        """Messages were committed, those that died for one of the reasons in `dead` among them."""
+    def count_committed(self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float) -> None:
+        """Count committed messages; `dead`: the reasons of those among them that were dead-lettered."""
         self.committed += len(deliveries)
         self.dead += len(dead)
         if self._metrics is NOBODY:
@@ -123,50 +123,50 @@ class LoopMetrics:
         ages = [max(0.0, now - int(one.id.partition(b"-")[0]) / 1000) for one in deliveries]
         self._metrics.observe_all(m.AGE_SECONDS, ages, handler=self._handler)
 
-    def refused_some(self, count: int) -> None:
-        """Commits were refused."""
+    def count_refused(self, count: int) -> None:
+        """Count refused commits."""
         self.refused += count
         self._metrics.count(m.REFUSED, count, handler=self._handler)
 
-    def handed_back_some(self, count: int) -> None:
-        """Messages were given back when the loop stopped."""
+    def count_released(self, count: int) -> None:
+        """Count messages released when the loop stopped."""
         self.handed_back += count
         if count:
             self._metrics.count(m.HANDED_BACK, count, handler=self._handler)
 
-    def stands(self, *, in_flight: int, buffered: int) -> None:
-        """What the loop has in hand now."""
+    def set_in_flight(self, *, in_flight: int, buffered: int) -> None:
+        """Set how many messages are in flight and buffered."""
         self._metrics.set(m.IN_FLIGHT, in_flight, handler=self._handler)
         self._metrics.set(m.BUFFERED, buffered, handler=self._handler)
 
-    def holds(self, size: int, budget: int, *, at_budget: bool) -> None:
-        """How many bytes of messages the loop has in hand, of how many; whether it takes no more for that."""
-        if self.is_heard:
+    def set_bytes_in_flight(self, size: int, budget: int, *, at_budget: bool) -> None:
+        """Set the bytes in flight; `at_budget`: whether the budget allows no further fetch."""
+        if self.has_backend:
             self._metrics.set(m.IN_HAND_BYTES, size, handler=self._handler)
         if at_budget and not self._at_budget:
             self._metrics.count(m.BUDGET_REACHED, handler=self._handler)
-            if time.monotonic() >= self._word_due_s:
-                self._word_due_s = time.monotonic() + _WORD_EVERY_S
+            if time.monotonic() >= self._warn_due_s:
+                self._warn_due_s = time.monotonic() + _WARN_EVERY_S
                 logger.warning(
-                    "%s has %.1f MB of messages in hand, of at most %.1f, and takes more when some are done: if it could do "
-                    "more at once, and has the memory, give it more with --prefetch-mb (WorkerPolicy.prefetch_bytes)",
-                    self._handler, size / 2**20, budget / 2**20,
+                    "prefetch of %s is full: %.1f MB of messages in flight, of at most %.1f; fetching resumes as they "
+                    "finish. If the handler could run more at once, and memory allows, raise --prefetch-mb "
+                    "(WorkerPolicy.prefetch_bytes)", self._handler, size / 2**20, budget / 2**20,
                 )  # fmt: skip
         self._at_budget = at_budget
 
-    def lines_filled(self, share: float) -> None:
-        """How much of `look_ahead` is used up on the stream where it is most, if it is much."""
-        if share != self._filled:
-            self._filled = share
+    def set_look_ahead_used(self, share: float) -> None:
+        """Set the used share of `look_ahead`, on the stream where it is highest; 0 below a threshold."""
+        if share != self._look_ahead_used:
+            self._look_ahead_used = share
             self._metrics.set(m.LOOK_AHEAD_USED, share, handler=self._handler)
 
     @property
-    def is_heard(self) -> bool:
-        """True if somebody listens to the figures."""
+    def has_backend(self) -> bool:
+        """True if a metrics backend is configured."""
         return self._metrics is not NOBODY
 
-    def waiting(self, backlogs: Sequence[StreamBacklog]) -> None:
-        """How much waits on each stream, as `ReliableStream.waiting` says."""
+    def set_backlog(self, backlogs: Sequence[StreamBacklog]) -> None:
+        """Set the lag, dead letters and oldest pending age, from the backlog of each stream."""
         lags = [math.nan if one.lag is None else one.lag for one in backlogs]
         self._metrics.set(m.LAG, sum(lags), handler=self._handler)
         self._metrics.set(m.DEAD_LETTERS, sum(one.dead_letters for one in backlogs), handler=self._handler)
@@ -174,24 +174,24 @@ class LoopMetrics:
         age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
         self._metrics.set(m.OLDEST_PENDING, age_s, handler=self._handler)
 
-    def paused(self, paused: bool) -> None:
-        """Whether all its streams are paused."""
+    def set_paused(self, paused: bool) -> None:
+        """Set whether all streams of the loop are paused."""
         self._metrics.set(m.PAUSED, float(paused), handler=self._handler)
 
-    def trimmed_some(self, count: int) -> None:
-        """Entries were gone from their stream while they were pending."""
+    def count_trimmed(self, count: int) -> None:
+        """Count entries that were removed from their stream while they were pending."""
         self.trimmed += count
         self._metrics.count(m.TRIMMED, count, handler=self._handler)
 
-    def moved(self, count: int) -> None:
-        """Delayed messages have come due and were moved to their streams."""
+    def count_delayed_moved(self, count: int) -> None:
+        """Count delayed messages that came due and were moved to their streams."""
         if count:
             self._metrics.count(m.DELAYED_MOVED, count)
 
-    def redis_failed(self, error: Exception) -> None:
-        """Redis could not be reached, or refused."""
+    def count_redis_error(self, error: Exception) -> None:
+        """Count an error of Redis: unavailable, or a refused command."""
         self._metrics.count(m.REDIS_ERRORS, error=type(error).__name__)
 
-    def redis_is_back(self) -> None:
-        """Work goes on after Redis had been away."""
+    def count_reconnect(self) -> None:
+        """Count a recovery after Redis was unavailable."""
         self._metrics.count(m.RECONNECTS)

@@ -1,4 +1,4 @@
-"""How a worker reads, holds and stops."""
+"""Worker policy: how a worker prefetches, renews and stops."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ _POSITIVE = ("prefetch", "prefetch_bytes", "batch", "threads", "block_ms", "clai
 class WorkerPolicy:
     """How one worker works on the streams of a handler. Times are in milliseconds.
 
-    * `prefetch`: most entries in hand; as few are taken as keep the handler busy
-    * `prefetch_bytes`: most bytes of names and values in hand; one entry is taken in any case, however large it is
+    * `prefetch`: most entries in flight; the worker fetches as few as keep the handler busy
+    * `prefetch_bytes`: most bytes of names and values in flight; one entry is fetched in any case, however large it is
     * `batch`: most entries in one read, and in one commit
-    * `threads`: how many messages a plain handler works on at once; an async one has its own `concurrency`
-    * `block_ms`: how long a read waits for the first entry
-    * `claim_ms`: an entry whose worker has not been heard of for so long is adopted by another
-    * `sweep_ms`: how often a worker looks for such entries, for new streams, and whether it is paused
-    * `stop_ms`: how long a stop waits for the messages that run
-    * `look_ahead`: most entries that wait in the lines of keys, of a handler with a key
-    * `trim`: remove from the stream what no consumer group needs any more
+    * `threads`: how many messages a plain handler processes at once; an async one has its own `concurrency`
+    * `block_ms`: how long a read blocks for the first entry
+    * `claim_ms`: other workers claim an entry that its worker has not renewed for so long
+    * `sweep_ms`: how often a worker looks for idle entries, for new streams, and whether it is paused
+    * `stop_ms`: how long a stop waits for running messages
+    * `look_ahead`: most entries in the key queues, for a handler with a key
+    * `trim`: remove entries from the stream that no consumer group needs any more
 
-    Raises ConfigError for values that make no sense.
+    Raises ConfigError for values out of range.
     """
 
     prefetch: int = 4_000

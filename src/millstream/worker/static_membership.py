@@ -1,4 +1,4 @@
-"""The names of workers: each is held by one supervisor at a time, so that nobody goes on with another's entries."""
+"""Static membership: worker names that survive restarts, each held by one supervisor at a time (as Kafka's KIP-345)."""
 
 import secrets
 
@@ -6,7 +6,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.key_names import check_identifier, held_name, host_name
-from millstream.worker.incarnations import HELD_MS, ProcessEnd, note_end
+from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
 
 HOLD_NAME = Script("shared/hold_name")
 
@@ -14,10 +14,10 @@ _MOST_NAMES = 10_000
 
 
 class StaticMembership:
-    """The names `<base>-<n>` of an app's workers that one supervisor holds; keep them with `renew`.
+    """The names `<base>-<n>` of an app's workers that one supervisor holds; call `renew` to keep them.
 
-    After a restart it gets the same ones, once they are free: `HELD_MS` after it was last heard of, or at once if it
-    has let go of them. Raises RedisError.
+    After a restart the supervisor gets the same names: `NAME_LEASE_MS` after their last renewal, or at once if it
+    released them. Raises RedisError.
     """
 
     def __init__(self, client: Client, app: str, base: str | None, *, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -25,57 +25,57 @@ class StaticMembership:
         self._app = app
         self._base = check_identifier("worker name", base) if base else None
         self.token = secrets.token_hex(8)
-        """Under which the names are held."""
+        """The token under which the names are held."""
         self._clock = clock
-        self.held: list[str] = []
+        self.names: list[str] = []
 
-    def take(self, count: int) -> list[str]:
-        """Take `count` names. With a base of one's own they are `base-0` to `base-<count - 1>`, and must be free.
+    def acquire(self, count: int) -> list[str]:
+        """Acquire `count` names. With a given base they are `base-0` to `base-<count - 1>`, and must be free.
 
-        May be repeated. Raises ConfigError if another supervisor keeps one of them.
+        May be repeated. Raises ConfigError if another supervisor holds one of them.
         """
         if self._base is None:
             host = host_name(80) or "worker"
             numbers = iter(range(_MOST_NAMES))
-            while len(self.held) < count:
-                self._try(f"{host}-{next(numbers)}")
+            while len(self.names) < count:
+                self._try_acquire(f"{host}-{next(numbers)}")
         else:
             for number in range(count):
-                self._insist(f"{self._base}-{number}")
-        return self.held
+                self._await_name(f"{self._base}-{number}")
+        return self.names
 
     def renew(self) -> None:
-        """Keep the names; call it every few seconds. Raises StaleOwner if another has taken one."""
-        for name in self.held:
-            if not self._set(name, HELD_MS):
-                raise StaleOwner(f"another worker is called {name!r} now; give each its own --name")
+        """Renew the names; call it every few seconds. Raises StaleOwner if another supervisor holds one."""
+        for name in self.names:
+            if not self._hold_for(name, NAME_LEASE_MS):
+                raise StaleOwner(f"worker name {name!r} was taken by another worker; give each its own --name")
 
     def release(self) -> None:
-        """Let go of the names."""
-        for name in self.held:
-            self._set(name, 0)
-        self.held = []
+        """Release the names."""
+        for name in self.names:
+            self._hold_for(name, 0)
+        self.names = []
 
-    def note_end(self, incarnation: str, end: ProcessEnd) -> None:
-        """Note how a process has ended that had one of the names."""
-        note_end(self._client, self._app, incarnation, end)
+    def record_end(self, incarnation: str, end: ProcessEnd) -> None:
+        """Record in Redis how a process with one of the names has ended."""
+        record_end(self._client, self._app, incarnation, end)
 
-    def _insist(self, name: str) -> None:
-        # Its last holder may have died a moment ago: then it becomes free soon.
-        end_ms = self._clock.monotonic_ms() + HELD_MS + 1_000
-        while not self._try(name):
+    def _await_name(self, name: str) -> None:
+        # Its last holder may have died a moment ago: then the name expires soon.
+        end_ms = self._clock.monotonic_ms() + NAME_LEASE_MS + 1_000
+        while not self._try_acquire(name):
             if self._clock.monotonic_ms() >= end_ms:
                 raise ConfigError(f"a worker called {name!r} is running; give this one another --name")
             self._clock.sleep_ms(500)
 
-    def _try(self, name: str) -> bool:
-        if name in self.held:
+    def _try_acquire(self, name: str) -> bool:
+        if name in self.names:
             return True
-        if self._set(name, HELD_MS):
-            self.held.append(name)
+        if self._hold_for(name, NAME_LEASE_MS):
+            self.names.append(name)
             return True
         return False
 
-    def _set(self, name: str, held_ms: int) -> bool:
+    def _hold_for(self, name: str, held_ms: int) -> bool:
         key = held_name(self._app, name)
         return bool(self._client.script(HOLD_NAME, (key,), (self.token, held_ms)))

@@ -1,4 +1,4 @@
-"""What is done about a stream that cannot be worked on, where it is one of many: it is left out, and the others go on."""
+"""Stream exclusion: a stream that cannot be worked on, one of many, is excluded, and the others go on."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from millstream.errors import AccessDenied, MillstreamError, WrongType
 
 
 def concerns_one_stream(error: MillstreamError) -> bool:
-    """True if there is nothing wrong but with the stream itself: its key holds something else, or is refused."""
+    """Return True if the error concerns the stream alone: its key is of another type, or access to it is denied."""
     return isinstance(error, WrongType) or (isinstance(error, AccessDenied) and error.concerns_key)
 
 
 @contextlib.contextmanager
 def exclude_on_error(stream: ReliableStream) -> Iterator[None]:
-    """Work on a stream no more, and tell its `leave_out`, if something is wrong with it only. Else it is raised."""
+    """Stop work on a stream and call its `leave_out`, if an error concerns that stream alone. Raises other errors."""
     try:
         yield
     except (WrongType, AccessDenied) as error:

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from millstream.redis_client.client import Client
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
-from millstream.spark.source.group_offsets import START
+from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
 
@@ -24,10 +24,10 @@ def take_from_group(url: str, admin: Client) -> None:
         first, taker, other = (GroupBatchPlanner(client, options, options.sharing, cores=2) for _ in range(3))
         for one in (first, taker, other):
             stack.callback(one.close)
-        end = first.advance(START, target=None, hold=False).place
-        assert sum(end.taken.values()) == 4
-        (portions,) = taker.tasks(START, end)
+        end = first.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
+        assert sum(end.counts.values()) == 4
+        (portions,) = taker.plan_tasks(BEFORE_FIRST_BATCH, end)
         reading = GroupPartitionReader(client, portions, limit_ms=0, fail_on_data_loss=True)
         assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs) == 4
-        assert sum(taker.advance(end, target=None, hold=False).place.taken.values()) == 4
-        assert sum(other.advance(START, target=None, hold=False).place.taken.values()) == 4
+        assert sum(taker.plan_next(end, target=None, may_delay=False).end.counts.values()) == 4
+        assert sum(other.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end.counts.values()) == 4

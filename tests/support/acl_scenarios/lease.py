@@ -9,7 +9,7 @@ from millstream.balancer.protocol import Service
 from millstream.errors import NameHeld
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import PREFIX, ServiceKeys
-from tests.support.balancers import bid
+from tests.support.balancers import heartbeat_request
 from tests.support.waiting import FAIL_SAFE_S
 
 SERVICES = ("calls", f"{PREFIX}:shop.bill")
@@ -43,18 +43,18 @@ def share(client: Client, admin: Client, service: str) -> None:
     for stream in STREAMS:
         announce(client, service, stream)
     admin.execute("XADD", keys.input, "*", "no", "announcement")
-    held = one.round(bid(wants_all=True)).given
+    held = one.heartbeat(heartbeat_request(requests_all=True)).added
     assert admin.execute("XLEN", keys.dead) == 1
     with pytest.raises(NameHeld):
-        Service(client, service, consumer="one", incarnation="2").round(bid())
-    other.round(bid())
-    assert one.round(bid(wants_all=True)).excess == 1
-    assert one.hand_in("released", held[:1]) == set()
-    assert other.round(bid(recovers=False)).free == [held[0].stream]
-    assert other.hand_in("done", [other.claim(held[0].stream)]) == set()
+        Service(client, service, consumer="one", incarnation="2").heartbeat(heartbeat_request())
+    other.heartbeat(heartbeat_request())
+    assert one.heartbeat(heartbeat_request(requests_all=True)).excess == 1
+    assert one.end_leases("released", held[:1]) == set()
+    assert other.heartbeat(heartbeat_request(recovers=False)).unassigned == [held[0].stream]
+    assert other.end_leases("done", [other.claim(held[0].stream)]) == set()
     admin.execute("ZADD", keys.alive, 1, "one")
-    assert len(other.round(bid()).given) == 2
-    assert other.retire() == 2
+    assert len(other.heartbeat(heartbeat_request()).added) == 2
+    assert other.leave() == 2
 
 
 def oversee(command: Any, url: str, admin: Client) -> None:
@@ -62,7 +62,7 @@ def oversee(command: Any, url: str, admin: Client) -> None:
     for service, name in zip(SERVICES, ("calls", "shop.bill"), strict=True):
         for stream in STREAMS:
             announce(admin, service, stream)
-        Service(admin, service, consumer="one", incarnation="1").round(bid())
+        Service(admin, service, consumer="one", incarnation="1").heartbeat(heartbeat_request())
         command(url, "announce", service, "orders:4")
         command(url, "streams", name)
         command(url, "release", name, "orders:1")

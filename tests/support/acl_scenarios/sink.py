@@ -23,7 +23,7 @@ def write_batches(url: str, admin: Client) -> None:
         try:
             publication.publish(shares, batch=1, epoch=shares[0].epoch)
         except DataLoss:
-            publication.free(shares)
+            publication.discard(shares)
         assert admin.execute("XLEN", "orders") == 1
         for guard, older in (("5", 0), ("4", 1)):
             row: Any = ("orders:1", guard, (1, "gone", "n", "1"))

@@ -17,12 +17,12 @@ def read_as_log(url: str, admin: Client) -> None:
     options = parse({"url": url, "subscribePattern": "orders*", "startingOffsets": "earliest"}, {})
     with closing(Client(url)) as client:
         planner, lag = BatchPlanner(client, options, cores=2), ProgressGroup(client, options.group)
-        start = planner.starts("latest")
-        lag.show(start)
-        middle = planner.advance(start, limit=4, target=None).ends
-        end = planner.advance(middle, limit=None, target=None).ends
+        start = planner.starting_offsets("latest")
+        lag.publish(start)
+        middle = planner.plan_next(start, limit=4, target=None).end
+        end = planner.plan_next(middle, limit=None, target=None).end
         for at, until in ((start, middle), (middle, end)):
-            for pieces in planner.pieces(at, until):
+            for pieces in planner.plan_tasks(at, until):
                 reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True)
                 assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs)
-            lag.show(until)
+            lag.publish(until)

@@ -41,10 +41,10 @@ def run_on_spark(url: str, admin: Client) -> None:
         options = parse({"url": url, "subscribePattern": "orders*", "frontierApp": "shop", "frontierHandler": "bill",
                          "group": KEYS.group, "startingOffsets": "frontier"}, {})  # fmt: skip
         planner = BatchPlanner(client, options, cores=2)
-        start = planner.starts("earliest")
-        ends = planner.advance(start, limit=10, target=None)[0]
+        start = planner.starting_offsets("earliest")
+        ends = planner.plan_next(start, limit=10, target=None)[0]
         assert ids[9] == str(ends["orders"].id).encode()
-        ProgressGroup(client, KEYS.group).show(ends)
+        ProgressGroup(client, KEYS.group).publish(ends)
         ledger = CommitStore(client, app="shop", handler="bill", into="out")
         ledger = ledger.renewed(ledger.new_token(["orders"]))
         ledger.begin(["orders"])
@@ -55,7 +55,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         unit.cover(ids[0].decode())
         assert ledger.commit({"orders": [unit]}) == []
         ledger.advance({"orders": EntryId.parse(ids[9])})
-        ProgressGroup(client, KEYS.group).show(ends)
+        ProgressGroup(client, KEYS.group).publish(ends)
         stream = reliable(admin)
         stream.join()  # workers take over, commit one of three entries, and lose their group
         found = stream.read(count=3)

@@ -20,7 +20,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.eviction import warn_if_evicting
 from millstream.redis_client.key_names import HandlerKeys, held_name
 from millstream.worker import ReadingLoop
-from millstream.worker.delayed_mover import WatchedDelays
+from millstream.worker.delayed_mover import TrackedDelayedMessages
 from millstream.worker.fetching.shared_key_fetcher import ReadyHints
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.ordering.by_partition import ByPartition
@@ -53,19 +53,19 @@ def work(url: str, admin: Client) -> None:
     with Client(url) as client:
         warn_if_evicting(client)
         names = StaticMembership(client, "shop", "w")
-        names.take(1)
-        names.note_end("t-1", ProcessEnd(died=True, cause=""))
+        names.acquire(1)
+        names.record_end("t-1", ProcessEnd(died=True, cause=""))
         names.release()
         admin.execute(
             "SET", held_name("shop", "gone-0"), "whoever", "PX", 3_600_000
         )  # the clock of Redis has gone back since
         with suppress(ConfigError):
-            StaticMembership(client, "shop", "gone", clock=HandClock()).take(1)
+            StaticMembership(client, "shop", "gone", clock=HandClock()).acquire(1)
         assert client.scan_streams("orders*") == ["orders"]
         hints = ReadyHints(client, "shop", "bill")
         hints.put("orders")
-        hints.tell()
-        assert hints.hear(10) == ["orders"]
+        hints.publish()
+        assert hints.receive(10) == ["orders"]
         stream = reliable(client)
         stream.join()
         admin.execute("XGROUP", "CREATECONSUMER", "orders", KEYS.group, "gone")
@@ -167,16 +167,16 @@ def work_on_partitions(client: Client, admin: Client) -> None:
     assert growth_killed_after(admin, 1, 6)
     app = App("shop")
     app.handler(BASE, name="bill", key="k", partitions=2)(lambda message: None)
-    side = ReadingLoop(app.handlers["bill"], client.url, consumer="w-0")._side
+    side = ReadingLoop(app.handlers["bill"], client.url, consumer="w-0")._ordering
     assert isinstance(side, ByPartition)
-    side.find(client)
+    side.discover(client)
     old = layout.stream(layout.homes(key.encode())[0])
-    assert side._send_on(old, key.encode(), b"1-0", [b"k", key.encode()])
+    assert side._forward(old, key.encode(), b"1-0", [b"k", key.encode()])
     side.close()
 
 
 def move_a_delayed_message(client: Client, admin: Client) -> None:
-    for delayed in (DelayedMessages(client), WatchedDelays(client, SYSTEM_CLOCK)):
+    for delayed in (DelayedMessages(client), TrackedDelayedMessages(client, SYSTEM_CLOCK)):
         with Producer(admin) as producer:
             producer.publish("orders", {"n": 1}, delay_ms=1)
         eventually(partial(moves_one, delayed), "the message to be due")

@@ -68,14 +68,14 @@ def _around(owner: Any, name: str, before: str | None, after: str | None) -> Non
 
 
 def _after_scripts() -> None:
-    step = Publication._about_record
+    step = Publication._call_record
 
     def stepped(self: Publication, script: Any, args: Any) -> Any:
         result = step(self, script, args)
         reach({publication.READ_DECISION: "asked", publication.DECIDE: "decided"}.get(script, "nowhere"))
         return result
 
-    Publication._about_record = stepped  # type: ignore[method-assign]
+    Publication._call_record = stepped  # type: ignore[method-assign]
 
 
 def _around_acknowledging() -> None:
@@ -94,12 +94,12 @@ def _around_acknowledging() -> None:
 
 publication._CALLS_PER_TRIP = 1
 staging._CHUNK_ROWS = 200
-_around(Stage, "add", "before-staging", "half-staged")
-_around(Stage, "finish", None, "staged")
-_around(Publication, "publish", "before-commit", "published")
-_around(Publication, "_seal", None, "sealed")
-_around(Publication, "_explained", None, "half-published")
+_around(Stage, Stage.add.__name__, "before-staging", "half-staged")
+_around(Stage, Stage.finish.__name__, None, "staged")
+_around(Publication, Publication.publish.__name__, "before-commit", "published")
+_around(Publication, Publication._close_parts.__name__, None, "sealed")
+_around(Publication, Publication._translate_errors.__name__, None, "half-published")
 _after_scripts()
-_around(Batches, "draw", None, "drawn")
-_around(Batches, "fill", None, "noted")
+_around(Batches, Batches.fetch.__name__, None, "drawn")
+_around(Batches, Batches.add.__name__, None, "noted")
 _around_acknowledging()

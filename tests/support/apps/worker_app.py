@@ -1,4 +1,4 @@
-"""The apps of the workers' fault tests: each run is written down, and each message says what it does to its worker.
+"""Apps of the workers' fault tests: each run is recorded, and each message says how it treats its worker.
 
 Fields of a message: `n`, its number; `ms`, how long it takes; `do`, what it does then (see `misbehave`).
 """
@@ -16,7 +16,7 @@ from millstream import App, Message, Retry, State
 from millstream.testing.history import Event, Kind, Recorder
 
 GATE = "gate"
-"""In the folder of the test: while there is no such file, messages wait that are told to."""
+"""A file in the folder of the test: messages with `do="wait"` wait until it exists."""
 
 app = App("steady")
 strict = App("strict")
@@ -29,12 +29,12 @@ brittle = App("brittle")
 
 @functools.cache
 def recorder(pid: int) -> Recorder:
-    """The log of one process."""
+    """The event log of one process."""
     return Recorder(Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / f"events.{pid}")
 
 
 def note(kind: Kind, message: Message) -> None:
-    """Write one event of a run down."""
+    """Write one event of a run."""
     pid = os.getpid()
     worker, attempt = str(pid), str(message.attempt)
     recorder(pid).record(
@@ -58,9 +58,9 @@ def misbehave(message: Message) -> None:
     if deed == "segfault":
         ctypes.string_at(0)
     if deed == "compute":
-        re.match(r"(a+)+$", "a" * 60 + "b")  # for years, and no other thread runs meanwhile
+        re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, and no other thread runs meanwhile
     if deed == "block":
-        ctypes.PyDLL(None).sleep(3600)  # the same, without computing: PyDLL keeps the interpreter
+        ctypes.PyDLL(None).sleep(3600)  # the same without computing: PyDLL holds the interpreter
     if deed == "hang":
         time.sleep(3600)
     while deed == "wait" and not (Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / GATE).exists():
@@ -70,13 +70,13 @@ def misbehave(message: Message) -> None:
 
 
 def ended(message: Message) -> dict[str, Any]:
-    """The output of a run."""
+    """Return the output of a run."""
     note("ended", message)
     return {"id": message.id, "attempt": message.attempt, "pid": os.getpid()}
 
 
 def work(message: Message) -> dict[str, Any]:
-    """Take as long as the message says, and do what it asks for."""
+    """Run for as long as the message says, and do as it says."""
     note("started", message)
     time.sleep(int(message.fields.get("ms", 0)) / 1000)
     misbehave(message)
@@ -92,13 +92,13 @@ async def work_async(message: Message) -> dict[str, Any]:
 
 
 def work_keyed(message: Message, state: State) -> dict[str, Any]:
-    """The same for a message of a key, which counts those of its key."""
+    """The same for a message of a key; counts the messages of the key."""
     state["count"] = state.get("count", 0) + 1
     return {**work(message), "key": message.key or b"", "count": state["count"]}
 
 
 def work_stream(message: Message, state: State) -> dict[str, Any]:
-    """The same for a message of a stream that keeps its order, which also tells the stream and its lease's token."""
+    """The same for a handler with order="stream"; also returns the stream and the token of its lease."""
     return {**work_keyed(message, state), "stream": message.stream, "fence": message.fence}
 
 

@@ -1,4 +1,4 @@
-"""Why a client's connection ends, and what it is told."""
+"""Close reasons: why a connection ends, and what its client is sent."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,29 +9,29 @@ from millstream.router import TooSlow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseReason:
-    """One way to end.
+    """Why a connection ends.
 
-    * `code`: to close a WebSocket with (RFC 6455, 7.4)
+    * `code`: closes a WebSocket (RFC 6455, 7.4)
     * `text`: for people
-    * `back_ms`: about when an EventSource should come back, in milliseconds
+    * `reconnect_ms`: about when an EventSource should reconnect, in milliseconds
     """
 
     reason: Literal["left", "slow", "stalled", "stopping", "failed"]
     code: int
     text: str
-    back_ms: int = 1_000
+    reconnect_ms: int = 1_000
 
 
 LEFT = CloseReason(reason="left", code=1000, text="the client left")
-STALLED = CloseReason(reason="stalled", code=1006, text="the client takes nothing")
-STOPPING = CloseReason(reason="stopping", code=1012, text="the server stops: come back and resume")
-SLOW = CloseReason(reason="slow", code=1013, text="too slow: come back and resume", back_ms=200)
+STALLED = CloseReason(reason="stalled", code=1006, text="the client reads nothing")
+STOPPING = CloseReason(reason="stopping", code=1012, text="the server is stopping; reconnect and resume")
+SLOW = CloseReason(reason="slow", code=1013, text="the client is too slow; reconnect and resume", reconnect_ms=200)
 
 
 def close_reason_of(error: BaseException) -> CloseReason | None:
-    """What an error of a subscription or of a connection means; None for a mistake of ours."""
+    """The close reason for an error of a subscription or a connection; None for an unexpected error."""
     if isinstance(error, TooSlow):
         return SLOW
     if isinstance(error, MillstreamError):
-        return CloseReason(reason="failed", code=1011, text=str(error), back_ms=10_000)
+        return CloseReason(reason="failed", code=1011, text=str(error), reconnect_ms=10_000)
     return LEFT if isinstance(error, OSError) else None

@@ -1,4 +1,4 @@
-"""One client that follows streams: what comes is written as fast as the client takes it, and held up by nobody else."""
+"""Connection: delivers streams to one client, as fast as that client reads, without delaying others."""
 
 import asyncio
 import logging
@@ -14,21 +14,22 @@ from millstream.services.gateway.transports import Rendered, Transport
 
 logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE, _MOST_BYTES = 64, 65_536
-_FAREWELL_S = 2.0
-_FAILED = CloseReason(reason="failed", code=1011, text="a mistake of the server's: see its log", back_ms=10_000)
+_MOST_ITEMS, _MOST_BYTES = 64, 65_536
+_CLOSE_TIMEOUT_S = 2.0
+_FAILED = CloseReason(reason="failed", code=1011, text="internal error of the server; see its log", reconnect_ms=10_000)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How connections are kept.
+class FlowControl:
+    """Flow control of connections.
 
-    * `heartbeat_s`: seconds without anything to send, until a heartbeat
-    * `stall_s`: a client that takes nothing for so many seconds is cut off
-    * `buffer`: messages that wait for a client at most, of each stream; `buffer_bytes`: how many bytes of them, a last
-      message aside; `budget_bytes`: how many bytes wait for all clients together
-    * `when_full`: "wait": no more is read for it until it has taken half of them; "disconnect": it is told to come back
-      and resume; "drop-oldest": it is told how many it lost
+    * `heartbeat_s`: seconds without data until a heartbeat is sent
+    * `stall_s`: seconds without a read after which a client is disconnected
+    * `buffer`: the most messages buffered for a client, per stream; `buffer_bytes`: the most bytes of them, the last
+      message not counted; `budget_bytes`: the most bytes buffered for all clients together
+    * `when_full`: "wait": nothing more is read for the client until half of its buffer is free; "disconnect": the
+      client is disconnected, and may reconnect and resume; "drop-oldest": the oldest messages are dropped, and the
+      client gets their number
     """
 
     heartbeat_s: float = 15.0
@@ -40,150 +41,160 @@ class Pace:
 
 
 class Connection:
-    """Follows `places`, a stream and where to begin each, for the client at `wire`."""
+    """Delivers the streams of `starts`, pairs of a stream and the id to start after, through `transport`."""
 
     def __init__(
-        self, wire: Transport, router: Router, places: Sequence[tuple[str, str]], *, pace: Pace, metrics: Metrics
+        self,
+        transport: Transport,
+        router: Router,
+        starts: Sequence[tuple[str, str]],
+        *,
+        pace: FlowControl,
+        metrics: Metrics,
     ) -> None:
-        self._wire = wire
+        self._transport = transport
         self._router = router
-        self._places = places
-        self._pace = pace
+        self._starts = starts
+        self._flow = pace
         self._metrics = metrics
-        self._positions = [after for _, after in places]
-        self._ended: asyncio.Future[CloseReason] = asyncio.get_running_loop().create_future()
-        self._writing = asyncio.Lock()
+        self._positions = [after for _, after in starts]
+        self._close_reason: asyncio.Future[CloseReason] = asyncio.get_running_loop().create_future()
+        self._write_lock = asyncio.Lock()
         self._wrote = False
 
     async def run(self) -> None:
-        """Until the client leaves, or `end`."""
-        pace = self._pace
+        """Run until the client disconnects, or until `end`."""
+        pace = self._flow
         subscriptions = [
             self._router.subscribe(
-                stream, after=after, buffer=pace.buffer, buffer_bytes=pace.buffer_bytes, when_full=pace.when_full,
-                tell_start=True,
+                stream,
+                after=after,
+                buffer=pace.buffer,
+                buffer_bytes=pace.buffer_bytes,
+                when_full=pace.when_full,
+                report_start=True,
             )
-            for stream, after in self._places
-        ]  # fmt: skip
-        tasks = [asyncio.create_task(self._attend())]
-        tasks += [asyncio.create_task(self._follow(one, place)) for place, one in enumerate(subscriptions)]
+            for stream, after in self._starts
+        ]
+        tasks = [asyncio.create_task(self._watch_client())]
+        tasks += [asyncio.create_task(self._follow(one, index)) for index, one in enumerate(subscriptions)]
         for task in tasks:
-            task.add_done_callback(self._over)
+            task.add_done_callback(self._on_task_done)
         try:
-            ending = await self._ended
+            close_reason = await self._close_reason
         finally:
             for subscription in subscriptions:
                 subscription.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._metrics.count(m.SERVE_ENDED, reason=ending.reason)
-        await self._part(ending)
+        self._metrics.count(m.SERVE_ENDED, reason=close_reason.reason)
+        await self._close(close_reason)
 
-    def end(self, ending: CloseReason) -> None:
-        """End it, if nothing has ended it already."""
-        if not self._ended.done():
-            self._ended.set_result(ending)
+    def end(self, close_reason: CloseReason) -> None:
+        """End the connection, unless it is ending already."""
+        if not self._close_reason.done():
+            self._close_reason.set_result(close_reason)
 
     def abort(self) -> None:
-        """Cut it off now."""
-        self._wire.abort()
+        """Cut the connection now."""
+        self._transport.abort()
         self.end(STALLED)
 
-    async def _attend(self) -> None:
-        """Notice at once when the client leaves; beat while there is nothing to send."""
+    async def _watch_client(self) -> None:
+        """Detect at once when the client disconnects; send heartbeats while there is no data."""
         while True:
             try:
-                async with asyncio.timeout(self._pace.heartbeat_s):
-                    if not await self._wire.heard():
-                        self.end(STALLED if self._wire.timed_out else LEFT)
+                async with asyncio.timeout(self._flow.heartbeat_s):
+                    if not await self._transport.receive():
+                        self.end(STALLED if self._transport.timed_out else LEFT)
                         return
             except TimeoutError:
-                if not self._wrote and not self._writing.locked():
+                if not self._wrote and not self._write_lock.locked():
                     await self._write((), 0)
                 self._wrote = False
 
-    async def _follow(self, subscription: Subscription, place: int) -> None:
+    async def _follow(self, subscription: Subscription, index: int) -> None:
         async for first in subscription:
             items, size = [first], _size_of(first)
-            while subscription.buffered and len(items) < _MOST_AT_ONCE and size < _MOST_BYTES:
+            while subscription.buffered and len(items) < _MOST_ITEMS and size < _MOST_BYTES:
                 if (item := subscription.get(0)) is None:
                     break
                 items.append(item)
                 size += _size_of(item)
-            await self._write(items, place)
+            await self._write(items, index)
         self.end(STOPPING)
 
-    async def _write(self, items: Sequence[Item], place: int) -> None:
-        """Send items of the stream at `place`, or without any a heartbeat.
+    async def _write(self, items: Sequence[Item], index: int) -> None:
+        """Send items of the stream at `index`, or without items a heartbeat.
 
-        One after the other: a position covers all streams, so it may not overtake a message that it covers.
+        One write at a time: a position covers all streams, so it must not overtake a message that it covers.
         """
         try:
-            async with self._writing, asyncio.timeout(self._pace.stall_s) as stall:
+            async with self._write_lock, asyncio.timeout(self._flow.stall_s) as stall:
                 if items:
-                    await self._send(items, place, stall)
+                    await self._send(items, index, stall)
                 else:
-                    await self._wire.beat()
+                    await self._transport.send_heartbeat()
         except TimeoutError:
             self.end(STALLED)
             return
         self._wrote = True
         sent = sum(isinstance(item, Message) for item in items)
         if sent:
-            self._metrics.count(m.SERVE_SENT, sent, kind=self._wire.kind)
+            self._metrics.count(m.SERVE_SENT, sent, kind=self._transport.kind)
 
-    async def _send(self, items: Sequence[Item], place: int, stall: asyncio.Timeout) -> None:
-        """Send items; each part of a large one that the client takes shows that it does not stall."""
+    async def _send(self, items: Sequence[Item], index: int, stall: asyncio.Timeout) -> None:
+        """Send items; each part of a large item that the client reads resets its stall timeout."""
         whole: list[bytes] = []
         for item in items:
-            rendered = self._render(item, place)
+            rendered = self._render(item, index)
             if isinstance(rendered, bytes):
                 whole.append(rendered)
                 continue
             if whole:
-                await self._wire.send(whole)
+                await self._transport.send(whole)
                 whole = []
-            await self._wire.send_in_parts(self._each_resets(stall, rendered))
+            await self._transport.send_in_parts(self._reset_stall(stall, rendered))
         if whole:
-            await self._wire.send(whole)
+            await self._transport.send(whole)
 
-    def _each_resets(self, stall: asyncio.Timeout, parts: Iterator[bytes]) -> Iterator[bytes]:
+    def _reset_stall(self, stall: asyncio.Timeout, parts: Iterator[bytes]) -> Iterator[bytes]:
         loop = asyncio.get_running_loop()
         for part in parts:
-            stall.reschedule(loop.time() + self._pace.stall_s)
+            stall.reschedule(loop.time() + self._flow.stall_s)
             yield part
 
-    def _render(self, item: Item, place: int) -> Rendered:
+    def _render(self, item: Item, index: int) -> Rendered:
         if isinstance(item, Message):
-            self._positions[place] = item.id
+            self._positions[index] = item.id
         elif isinstance(item, Start):
-            self._positions[place] = item.after
+            self._positions[index] = item.after
         elif isinstance(item, Dropped):
-            self._metrics.count(m.SERVE_DROPPED, item.count, kind=self._wire.kind)
-        return self._wire.render(item, ",".join(self._positions))
+            self._metrics.count(m.SERVE_DROPPED, item.count, kind=self._transport.kind)
+        return self._transport.render(item, ",".join(self._positions))
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        ending = close_reason_of(error)
-        if ending is None:
-            logger.error("a connection failed: this is a fault of millstream", exc_info=error)
-        self.end(ending or _FAILED)
+        close_reason = close_reason_of(error)
+        if close_reason is None:
+            logger.error("a connection failed on an unexpected error (a bug in millstream)", exc_info=error)
+        self.end(close_reason or _FAILED)
 
-    async def _part(self, ending: CloseReason) -> None:
-        if ending is LEFT:
+    async def _close(self, close_reason: CloseReason) -> None:
+        if close_reason is LEFT:
             return
-        if ending is not STALLED:
+        if close_reason is not STALLED:
             try:
-                async with asyncio.timeout(_FAREWELL_S):
-                    await self._wire.close(ending)
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await self._transport.close(close_reason)
                 return
             except (TimeoutError, OSError):
                 pass
-        self._wire.abort()
-        while await self._wire.heard():  # until the server below has noticed too
+        self._transport.abort()
+        while await self._transport.receive():  # until uvicorn has noticed too
             pass
 
 

@@ -1,4 +1,4 @@
-"""All connections of one server: how many there may be, and that they end together."""
+"""ConnectionManager: limits the connections of one server, and ends them together."""
 
 import asyncio
 from collections import Counter
@@ -9,84 +9,88 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 from millstream.router import Router
 from millstream.services.gateway.close_reasons import STOPPING
-from millstream.services.gateway.connection import Connection, Pace
-from millstream.services.gateway.gc_freeze import Traffic
+from millstream.services.gateway.connection import Connection, FlowControl
+from millstream.services.gateway.gc_freeze import ConnectionCounts
 from millstream.services.gateway.transports import Transport
 from millstream.services.web.errors import Refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections there may be: in all, and with one token, its tickets included."""
+    """The most connections: in all, and with one token, its tickets included."""
 
     connections: int = 10_000
     per_token: int = 10_000
 
 
 class ConnectionManager:
-    """Lets connections in, and ends them."""
+    """Admits connections, and ends them."""
 
-    def __init__(self, router: Router, *, room: ConnectionLimits, pace: Pace, metrics: Metrics) -> None:
+    def __init__(self, router: Router, *, limits: ConnectionLimits, pace: FlowControl, metrics: Metrics) -> None:
         self._router = router
-        self._room = room
-        self._pace = pace
+        self._limits = limits
+        self._flow = pace
         self._metrics = metrics
         self._open: set[Connection] = set()
-        self._kinds: Counter[str] = Counter()
-        self._holders: Counter[bytes] = Counter()
-        self._emptied = asyncio.Event()
+        self._by_kind: Counter[str] = Counter()
+        self._by_principal: Counter[bytes] = Counter()
+        self._all_closed = asyncio.Event()
         self._closing = False
         self._ended = 0
 
     @property
-    def traffic(self) -> Traffic:
-        """How many connections there are, and were."""
-        return Traffic(len(self._open), self._ended)
+    def counts(self) -> ConnectionCounts:
+        """How many connections are open, and how many have ended."""
+        return ConnectionCounts(len(self._open), self._ended)
 
-    def check(self, holder: bytes) -> None:
-        """Raise Refused if there is no room for one more of this holder's."""
+    def check_limits(self, principal: bytes) -> None:
+        """Raise Refused if this principal may not open one more connection."""
         if self._closing:
-            raise Refused(503, "the server stops: come back soon")
-        if len(self._open) >= self._room.connections:
-            raise Refused(503, f"there are {len(self._open):,} connections already, as many as there may be")
-        if self._holders[holder] >= self._room.per_token:
+            raise Refused(503, "the server is stopping; retry soon")
+        if len(self._open) >= self._limits.connections:
+            raise Refused(503, f"all {len(self._open):,} connections of the server are in use; retry later")
+        if self._by_principal[principal] >= self._limits.per_token:
             raise Refused(
-                429, f"there are {self._holders[holder]:,} connections with this token, as many as there may be"
+                429,
+                f"all {self._by_principal[principal]:,} connections of this token are in use; close one, or retry later",
             )
 
-    async def serve(self, wire: Transport, holder: bytes, places: Sequence[tuple[str, str]]) -> None:
-        """Have the client at `wire` follow `places`, until one of the two has enough. Raises Refused, before it begins."""
-        self.check(holder)
-        connection = Connection(wire, self._router, places, pace=self._pace, metrics=self._metrics)
+    async def serve(self, transport: Transport, principal: bytes, starts: Sequence[tuple[str, str]]) -> None:
+        """Deliver the streams of `starts` through `transport` until either side ends.
+
+        Raises Refused, before it begins.
+        """
+        self.check_limits(principal)
+        connection = Connection(transport, self._router, starts, pace=self._flow, metrics=self._metrics)
         self._open.add(connection)
-        self._count(wire.kind, holder, 1)
+        self._count(transport.kind, principal, 1)
         try:
-            await wire.open()
+            await transport.open()
             await connection.run()
         finally:
             self._open.discard(connection)
             self._ended += 1
-            self._count(wire.kind, holder, -1)
+            self._count(transport.kind, principal, -1)
             if not self._open:
-                self._emptied.set()
+                self._all_closed.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Tell everybody to come back later; cut off who has not taken that within `timeout_s` seconds."""
+        """End every connection with "stopping"; cut those whose client has not read that within `timeout_s` seconds."""
         self._closing = True
         for connection in tuple(self._open):
             connection.end(STOPPING)
-        self._emptied.clear()
+        self._all_closed.clear()
         if self._open:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._emptied.wait()
+                    await self._all_closed.wait()
             except TimeoutError:
                 for connection in tuple(self._open):
                     connection.abort()
 
-    def _count(self, kind: str, holder: bytes, change: int) -> None:
-        self._holders[holder] += change
-        if not self._holders[holder]:
-            del self._holders[holder]
-        self._kinds[kind] += change
-        self._metrics.set(m.SERVE_CONNECTIONS, self._kinds[kind], kind=kind)
+    def _count(self, kind: str, principal: bytes, change: int) -> None:
+        self._by_principal[principal] += change
+        if not self._by_principal[principal]:
+            del self._by_principal[principal]
+        self._by_kind[kind] += change
+        self._metrics.set(m.SERVE_CONNECTIONS, self._by_kind[kind], kind=kind)

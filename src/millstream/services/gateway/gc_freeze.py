@@ -1,9 +1,10 @@
-"""Keeps full garbage collections rare: each stops everything, for longer the more connections are open.
+"""GcFreeze: keeps full garbage collections rare, as each stops the process for longer the more connections are open.
 
-Whenever a quarter more objects have come, Python looks at all it has, which is half a second for 5,000 connections, and
-happens all the time while clients come. What is frozen it passes by (Python documentation, `gc.freeze`). Frozen objects
-are freed as ever when nothing refers to them, but for those that refer to each other, as the parts of a connection may:
-for their sake, once as many connections have ended as are open, everything is looked at after all.
+Python runs a full collection whenever the number of objects has grown by a quarter. With 5,000 connections it takes
+half a second, and it happens all the time while clients connect. The collector skips frozen objects (Python
+documentation, `gc.freeze`). Frozen objects are freed as usual once unreferenced, except those in reference cycles, as
+the parts of a connection may be: to free these, once as many connections have ended as are open, one full collection
+scans everything.
 """
 
 import asyncio
@@ -16,37 +17,37 @@ _FEW = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Connections that are open, and that have ended so far."""
+class ConnectionCounts:
+    """The connections that are open, and those that have ended so far."""
 
     open: int
     ended: int
 
 
 class GcFreeze:
-    """Decides when to freeze and when to clean up."""
+    """Decides when to freeze and when to collect."""
 
-    def __init__(self, traffic: Callable[[], Traffic]) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Callable[[], ConnectionCounts]) -> None:
+        self._counts = traffic
         self._frozen = 0
-        self._cleaned = 0
+        self._collected = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         gc.freeze()
         try:
             while True:
                 await asyncio.sleep(_EVERY_S)
-                self.look()
+                self.update()
         finally:
             gc.unfreeze()
 
-    def look(self) -> None:
-        """Do what is due."""
-        now = self._traffic()
+    def update(self) -> None:
+        """Freeze or collect if it is due."""
+        now = self._counts()
         self._frozen = min(self._frozen, now.open)
-        if now.ended - self._cleaned > max(_FEW, now.open):
-            self._cleaned = now.ended
+        if now.ended - self._collected > max(_FEW, now.open):
+            self._collected = now.ended
             gc.unfreeze()
             gc.collect()
             gc.freeze()

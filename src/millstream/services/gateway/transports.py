@@ -1,4 +1,4 @@
-"""How items reach a client: as server-sent events (WHATWG HTML, "Server-sent events"), or as frames of a WebSocket."""
+"""Transports: items as server-sent events (WHATWG HTML, "Server-sent events"), or as frames of a WebSocket."""
 
 import asyncio
 import json
@@ -20,52 +20,52 @@ Kind = Literal["sse", "websocket"]
 _HEADERS = [
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events before it passes any on
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
 ]
-_BACK_MS = 1_000
-_MOST_REASON = 123
+_RECONNECT_MS = 1_000
+_MOST_REASON_BYTES = 123
 
 
 Rendered = bytes | Iterator[bytes]
-"""An item as it is sent: whole, or in parts, where making it at once would hold up other clients."""
+"""An item as it is sent: whole, or in parts where rendering it at once would delay other clients."""
 
 
 class Transport(Protocol):
-    """One client's end of a connection."""
+    """The server's side of one client's connection."""
 
     kind: Kind
 
     @property
     def timed_out(self) -> bool:
-        """Whether the system has ended the connection, as the client took nothing for too long."""
+        """Whether the system ended the connection, as the client read nothing for too long."""
 
     async def open(self) -> None:
-        """Begin to answer."""
+        """Start the response."""
 
     def render(self, item: Item, position: str) -> Rendered:
-        """An item as it is sent; `position`: where to resume once the client has it."""
+        """An item as it is sent; `position`: where to resume once the client has received it."""
 
     async def send(self, items: Iterable[bytes]) -> None:
-        """Send what was rendered whole. Waits while the client does not take what was sent before."""
+        """Send items rendered whole. Waits while the client has not read those before."""
 
     async def send_in_parts(self, parts: Iterable[bytes]) -> None:
-        """Send one item that was rendered in parts. Others get their turn between two of them."""
+        """Send one item rendered in parts. Other clients get their turn between two parts."""
 
-    async def beat(self) -> None:
-        """Show that the connection is alive, to whatever is in between."""
+    async def send_heartbeat(self) -> None:
+        """Send a heartbeat, for proxies on the way."""
 
-    async def close(self, ending: CloseReason) -> None:
-        """Say farewell."""
+    async def close(self, close_reason: CloseReason) -> None:
+        """Close with a reason."""
 
-    async def heard(self) -> bool:
-        """Wait for anything from the client; whether it is still there."""
+    async def receive(self) -> bool:
+        """Wait for input of the client; whether it is still connected."""
 
     def abort(self) -> None:
-        """Cut the connection, whatever the client has not taken yet."""
+        """Cut the connection, and discard unsent data."""
 
 
 class _BaseTransport:
-    """What both have: the connection of the server below, which alone can cut one whose client takes nothing."""
+    """Common to both: uvicorn's connection, which alone can cut off a client that reads nothing."""
 
     def __init__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         self._receive = receive
@@ -75,7 +75,7 @@ class _BaseTransport:
 
     @property
     def timed_out(self) -> bool:
-        """Whether the system has ended the connection."""
+        """Whether the system ended the connection."""
         return self._connection.timed_out
 
 
@@ -85,19 +85,19 @@ class EventTransport(_BaseTransport):
     kind: Kind = "sse"
 
     async def open(self) -> None:
-        """Answer 200, and say when to come back after a broken connection: not all at once."""
-        self._connection.keep()
+        """Respond 200, with a random reconnection time, so that clients do not all reconnect at once."""
+        self._connection.exempt_reading()
         await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await self.send([b"retry: %d\n\n" % _some_time_ms(_BACK_MS)])
+        await self.send([b"retry: %d\n\n" % _jittered_ms(_RECONNECT_MS)])
 
     def render(self, item: Item, position: str) -> Rendered:
-        """An event. The place to resume at, alone, is one that browsers keep and do not show."""
+        """An event. One with an id alone sets the position to resume at, which browsers keep and do not show."""
         if isinstance(item, Start):
             return b"id: %s\n\n" % position.encode()
         if isinstance(item, Message) and _is_large(item):
-            head = b"id: %s\ndata: {%s," % (position.encode(), _members(_place(item)))
+            head = b"id: %s\ndata: {%s," % (position.encode(), _members(_entry_ref(item)))
             return chain((head,), json_fields_in_parts(item.pairs), (b"}\n\n",))
-        data = _dump(_said(item))
+        data = _dump(_fields(item))
         if isinstance(item, Message):
             return b"id: %s\ndata: %s\n\n" % (position.encode(), data)
         return b"event: %s\ndata: %s\n\n" % (_event(item).encode(), data)
@@ -113,23 +113,23 @@ class EventTransport(_BaseTransport):
             if part:
                 await self.send([part])
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Send a comment."""
         await self.send([b":\n\n"])
 
-    async def close(self, ending: CloseReason) -> None:
-        """Send an event that says why, and when to come back."""
-        data = _dump({"reason": ending.reason, "text": ending.text})
-        last = b"event: end\nretry: %d\ndata: %s\n\n" % (_some_time_ms(ending.back_ms), data)
+    async def close(self, close_reason: CloseReason) -> None:
+        """Send an event with the reason, and when to reconnect."""
+        data = _dump({"reason": close_reason.reason, "text": close_reason.text})
+        last = b"event: end\nretry: %d\ndata: %s\n\n" % (_jittered_ms(close_reason.reconnect_ms), data)
         await self._send({"type": "http.response.body", "body": last})
 
-    async def heard(self) -> bool:
-        """Wait until the client has left: it has nothing to say."""
+    async def receive(self) -> bool:
+        """Wait until the client has disconnected: it sends nothing else."""
         return bool((await self._receive())["type"] != "http.disconnect")
 
 
 class SocketTransport(_BaseTransport):
-    """A WebSocket. Its heartbeats are pings, which the server below sends."""
+    """A WebSocket. Its heartbeats are pings, which uvicorn sends."""
 
     kind: Kind = "websocket"
 
@@ -138,16 +138,16 @@ class SocketTransport(_BaseTransport):
         self._send_in_parts: Callable[[Iterable[bytes]], Awaitable[None]] = scope["state"]["send_in_parts"]
 
     async def open(self) -> None:
-        """Accept."""
+        """Accept the handshake."""
         await self._receive()
         await self._send({"type": "websocket.accept"})
 
     def render(self, item: Item, position: str) -> Rendered:
         """A text frame."""
         if isinstance(item, Message) and _is_large(item):
-            head = b"{%s," % _members({"event": _event(item), **_place(item)})
+            head = b"{%s," % _members({"event": _event(item), **_entry_ref(item)})
             return chain((head,), json_fields_in_parts(item.pairs), (b",%s}" % _members({"position": position}),))
-        return _dump({"event": _event(item), **_said(item), "position": position})
+        return _dump({"event": _event(item), **_fields(item), "position": position})
 
     async def send(self, items: Iterable[bytes]) -> None:
         """Send a frame for each item."""
@@ -155,33 +155,33 @@ class SocketTransport(_BaseTransport):
             await self._send({"type": "websocket.send", "text": item.decode()})
 
     async def send_in_parts(self, parts: Iterable[bytes]) -> None:
-        """Send a message of a frame for each part."""
+        """Send one message as a frame per part."""
         await self._send_in_parts(parts)
 
-    async def beat(self) -> None:
-        """Nothing: see above."""
+    async def send_heartbeat(self) -> None:
+        """Nothing: uvicorn sends pings."""
 
-    async def close(self, ending: CloseReason) -> None:
+    async def close(self, close_reason: CloseReason) -> None:
         """Close with a code and a reason."""
-        await self._send({"type": "websocket.close", "code": ending.code, "reason": reason_of(ending.text)})
+        await self._send({"type": "websocket.close", "code": close_reason.code, "reason": reason_of(close_reason.text)})
 
-    async def heard(self) -> bool:
-        """Wait for anything; what clients say means nothing here."""
+    async def receive(self) -> bool:
+        """Wait for any input; messages of clients are ignored."""
         return bool((await self._receive())["type"] != "websocket.disconnect")
 
 
 def reason_of(text: str) -> str:
-    """As much of a text as the reason of a close may hold: 123 bytes of UTF-8 (RFC 6455, 5.5)."""
-    return text.encode("utf-8", "replace")[:_MOST_REASON].decode("utf-8", "ignore")
+    """A text cut to the most that the reason of a close may hold: 123 bytes of UTF-8 (RFC 6455, 5.5)."""
+    return text.encode("utf-8", "replace")[:_MOST_REASON_BYTES].decode("utf-8", "ignore")
 
 
 def _event(item: Item) -> str:
     return type(item).__name__.lower()
 
 
-def _said(item: Item) -> dict[str, Any]:
+def _fields(item: Item) -> dict[str, Any]:
     if isinstance(item, Message):
-        return {**_place(item), **json_fields(item.pairs)}
+        return {**_entry_ref(item), **json_fields(item.pairs)}
     if isinstance(item, Gap):
         return {"stream": item.stream, "reason": item.reason, "missed": item.missed, "after": item.after}
     if isinstance(item, Dropped):
@@ -189,7 +189,7 @@ def _said(item: Item) -> dict[str, Any]:
     return {"stream": item.stream}
 
 
-def _place(message: Message) -> dict[str, str]:
+def _entry_ref(message: Message) -> dict[str, str]:
     return {"stream": message.stream, "id": message.id}
 
 
@@ -202,9 +202,9 @@ def _members(value: dict[str, str]) -> bytes:
 
 
 def _dump(value: Any) -> bytes:
-    # ASCII only: a name that is not UTF-8 stands in text as surrogates, and no line break can end an event.
+    # ASCII only: a name that is not UTF-8 is text with surrogates, and no line break can end an event.
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _some_time_ms(about_ms: int) -> int:
+def _jittered_ms(about_ms: int) -> int:
     return random.randint(about_ms, 3 * about_ms)

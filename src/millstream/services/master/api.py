@@ -40,7 +40,7 @@ from millstream.services.master.schemas import (
 )
 from millstream.services.master.scopes import Scope, Tokens
 from millstream.services.master.settings import MasterSettings
-from millstream.services.web.errors import Refused, explain, in_json
+from millstream.services.web.errors import Refused, install_error_handlers, json_handler
 from millstream.services.web.origin_check import OriginCheck
 
 _PAGE = 100
@@ -86,8 +86,8 @@ def make_api(parts: Parts) -> FastAPI:
     )  # fmt: skip
     api.add_middleware(OriginCheck, origins=(), names=parts.names)
     api.router.route_class = BodyRoute
-    explain(api, "the master")
-    api.add_exception_handler(RequestValidationError, in_json(lambda error: 422, first_mistake))
+    install_error_handlers(api, "the master")
+    api.add_exception_handler(RequestValidationError, json_handler(lambda error: 422, first_mistake))
     _add_consumers(api, parts)
     _add_messages(api, parts)
     _add_looks(api, parts)

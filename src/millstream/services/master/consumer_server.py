@@ -14,7 +14,7 @@ from millstream.services.master.consumer import ConsumerSettings, DelegatedConsu
 from millstream.services.master.server import serve_beside
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
-from millstream.services.web.listen import address, listen
+from millstream.services.web.listen import listen, url_of
 
 _STOP_S = 5.0
 
@@ -29,7 +29,7 @@ def run_consumer(
     """
     stopping = threading.Event()
     listener = listen(host, port, connections=limits.connections)
-    settings = replace(settings, health_url=settings.health_url or f"{address(listener)}/api/health")
+    settings = replace(settings, health_url=settings.health_url or f"{url_of(listener)}/api/health")
     consumer = DelegatedConsumer(function, settings, stopping)
     server = Server(_pages(consumer, settings.consumer), limits, metrics=NOBODY, stop_s=_STOP_S)
     serve_beside(server, listener, lambda: consumer.run(stop_s=stop_s), stopping, on_ready=on_ready)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from millstream.errors import ConfigError
-from millstream.services.web.bearer_tokens import TokenBook
+from millstream.services.web.bearer_tokens import TokenStore
 
 Scope = Literal["register", "acknowledge", "read", "admin"]
 """To join and leave as a consumer; to say what became of messages; to look; everything."""
@@ -12,7 +12,7 @@ Scope = Literal["register", "acknowledge", "read", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
-class Tokens(TokenBook):
+class Tokens(TokenStore):
     """The tokens that a master accepts, each for some scopes. None at all means that nobody is asked for one."""
 
     def __init__(self) -> None:

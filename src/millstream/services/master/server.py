@@ -22,7 +22,7 @@ from millstream.services.master.scopes import Tokens
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
-from millstream.services.web.listen import address, listen
+from millstream.services.web.listen import listen, url_of
 
 _ROUND_WITHIN_MS = 30_000.0
 _STOP_S = 5.0
@@ -95,7 +95,7 @@ def serve_beside(
     thread = threading.Thread(target=guarded, name="millstream-work")
     thread.start()
     try:
-        on_ready(address(listener))
+        on_ready(url_of(listener))
         # The server passes the signal that ended it on, once it has served its last request.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)

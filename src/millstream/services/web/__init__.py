@@ -1,1 +1,1 @@
-"""What the services that speak HTTP share: listening, tokens, limits, and how they refuse."""
+"""What every HTTP service shares: listening, tokens, limits, and error responses."""

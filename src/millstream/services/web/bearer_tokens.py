@@ -1,4 +1,4 @@
-"""Bearer tokens, each with words that say what it is for."""
+"""Bearer tokens, each with its scopes."""
 
 import hashlib
 import hmac
@@ -10,35 +10,35 @@ from millstream.errors import ConfigError
 _SHORTEST = 16
 
 
-class TokenBook:
-    """The tokens that a service accepts. None at all means that nobody is asked for one.
+class TokenStore:
+    """The tokens that a service accepts. An empty book means that the service requires no token.
 
-    Their hashes are kept and compared in constant time, so that answers do not tell how much of a guess was right.
+    It stores hashes and compares them in constant time, so that responses do not reveal how much of a guess was right.
 
-    * `check`: raises ConfigError for a word that means nothing
-    * `wanted`: which words there are, for people
+    * `check`: raises ConfigError for an unknown scope
+    * `wanted`: describes the scopes, for people
     """
 
     def __init__(self, check: Callable[[str], object], wanted: str) -> None:
         self._check = check
-        self._wanted = wanted
-        self._words: dict[bytes, frozenset[str]] = {}
+        self._scope_help = wanted
+        self._scopes: dict[bytes, frozenset[str]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._words)
+        return bool(self._scopes)
 
-    def add(self, token: str, words: Iterable[str]) -> None:
-        """Accept a token for these words. Raises ConfigError."""
-        wanted = frozenset(words)
-        for word in wanted:
-            self._check(word)
+    def add(self, token: str, scopes: Iterable[str]) -> None:
+        """Accept a token with these scopes. Raises ConfigError."""
+        granted = frozenset(scopes)
+        for scope in granted:
+            self._check(scope)
         if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError(f"a token must have {_SHORTEST} or more ASCII characters, without spaces")
         digest = _digest(token)
-        self._words[digest] = self._words.get(digest, frozenset()) | wanted
+        self._scopes[digest] = self._scopes.get(digest, frozenset()) | granted
 
     def read(self, path: Path) -> None:
-        """Accept the tokens of a file: on each line a token and its words, with spaces in between; # begins a comment.
+        """Accept the tokens of a file: on each line a token and its scopes, separated by spaces; # begins a comment.
 
         Raises ConfigError.
         """
@@ -47,36 +47,36 @@ class TokenBook:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the token file {str(path)!r} cannot be read: {error}") from error
         for number, line in enumerate(lines, 1):
-            token, *words = line.partition("#")[0].split() or [""]
+            token, *scopes = line.partition("#")[0].split() or [""]
             if not token:
                 continue
-            if not words:
-                raise ConfigError(f"{path}:{number}: say after the token what it is for: {self._wanted}")
+            if not scopes:
+                raise ConfigError(f"{path}:{number}: the token has no scope; add after it {self._scope_help}")
             try:
-                self.add(token, words)
+                self.add(token, scopes)
             except ConfigError as error:
                 raise ConfigError(f"{path}:{number}: {error}") from error
 
     def replace(self, path: Path) -> None:
-        """Accept the tokens of a file and no others. Raises ConfigError; then those of before still count.
+        """Accept the tokens of a file and no others. Raises ConfigError, and keeps the previous tokens.
 
-        So it is for a file without any, which must not open the doors to everybody.
+        It does so for a file without tokens too, which would let every client in.
         """
-        fresh = TokenBook(self._check, self._wanted)
+        fresh = TokenStore(self._check, self._scope_help)
         fresh.read(path)
         if not fresh:
-            raise ConfigError(f"the token file {str(path)!r} holds no token")
-        self._words = fresh._words
+            raise ConfigError(f"the token file {str(path)!r} contains no token; add one")
+        self._scopes = fresh._scopes
 
     def find(self, token: str | None) -> tuple[bytes, frozenset[str]] | None:
-        """A token's hash and its words; None if it is not known."""
+        """A token's hash and its scopes; None if the token is unknown."""
         digest = _digest(token or "")
-        found = [entry for entry in self._words.items() if hmac.compare_digest(entry[0], digest)]
+        found = [entry for entry in self._scopes.items() if hmac.compare_digest(entry[0], digest)]
         return found[0] if found else None
 
     def hashes(self) -> list[bytes]:
         """The hashes of all tokens."""
-        return list(self._words)
+        return list(self._scopes)
 
 
 def _digest(token: str) -> bytes:

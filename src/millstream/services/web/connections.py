@@ -1,8 +1,8 @@
-"""The connections of one process: how many there may be, and how long each may let the server wait.
+"""Connections: limits the connections of one process, and how long each client may keep the server waiting.
 
-What strangers can do costs a token nothing: they open connections, and send little or nothing. So whoever lets the server
-wait is closed, after a while in any case, and at once where there are too many: the one that has waited longest first.
-Whoever has sent a request is never closed for others ([docs/decisions/0024-one-guard-of-connections.md]).
+A client needs no token to open connections and send little or nothing. So a connection that keeps the server waiting is
+closed: after a while in any case, and at once where there are too many, the longest wait first. A connection that has
+sent its request is never closed to make room ([docs/decisions/0024-one-guard-of-connections.md]).
 """
 
 import logging
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_MS = 60_000.0
-_LOOKS = 10
+_SWEEPS = 10
 
 Awaited = Literal["head", "body", "reading"]
-"""What a client owes: the head of a request, its body, or to take what is sent to it."""
+"""What the server awaits: the head of a request, its body, or that the client reads what was sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What clients may take up.
+    """Limits on clients.
 
-    * `connections`: at most, WebSockets included
-    * `request_s`: seconds for the head of a request to arrive, from the connection's beginning or the last answer on; and
-      as many again for its body
-    * `head_bytes`, `body_bytes`: how large they may be
+    * `connections`: the most connections, WebSockets included
+    * `request_s`: seconds for the head of a request to arrive, from the start of the connection or the last response;
+      and as many again for its body
+    * `head_bytes`, `body_bytes`: the largest head and body
     """
 
     connections: int
@@ -43,140 +43,141 @@ class Limits:
 
 
 class Connection:
-    """One connection, for the protocol that reads it and for the app that answers it."""
+    """One connection, shared by the protocol that reads it and the app that answers it."""
 
-    __slots__ = ("_transport", "awaited", "kept", "since_ms", "timed_out")
+    __slots__ = ("_transport", "awaited", "exempt", "since_ms", "timed_out")
 
     def __init__(self, transport: "Transport", now_ms: float) -> None:
         self._transport = transport
         self.awaited: Awaited = "head"
         self.since_ms = now_ms
-        self.kept = False
+        self.exempt = False
         self.timed_out = False
 
     @property
     def unread(self) -> bool:
-        """Whether there is something that the client has not taken yet."""
+        """Whether data for the client is still unsent, as it has not read on."""
         return self._transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:
-        """Cut it, whatever the client has not taken yet."""
+        """Cut it, and discard unsent data."""
         self._transport.abort()
 
     def close(self) -> None:
-        """Close it, once the client has taken what was sent."""
+        """Close it, once the client has read the sent data."""
         self._transport.close()
 
-    def keep(self) -> None:
-        """It is slow with leave, as who follows a stream may be: the app itself sees to it."""
-        self.kept = True
+    def exempt_reading(self) -> None:
+        """Exempt it from the read timeout: the app itself times out a client that follows streams."""
+        self.exempt = True
 
 
 class Connections:
-    """All connections of a process. Use it on the event loop; have `sweep` called every `sweep_s` seconds."""
+    """All connections of a process. Use it on the event loop; call `sweep` every `sweep_s` seconds."""
 
     def __init__(self, limits: Limits, *, metrics: Metrics, clock: Clock = SYSTEM_CLOCK) -> None:
         self.limits = limits
-        self.sweep_s = limits.request_s / _LOOKS
+        self.sweep_s = limits.request_s / _SWEEPS
         self._metrics = metrics
         self._clock = clock
         self._open: set[Connection] = set()
-        self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that has waited longest is the first
+        self._awaited: OrderedDict[Connection, None] = OrderedDict()  # the longest wait first
         self._warned_ms: float | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
     def open(self, transport: "Transport") -> Connection:
-        """A new connection, which may cost another its place."""
+        """Register a new connection, which may evict another."""
         connection = Connection(transport, self._clock.monotonic_ms())
         self._open.add(connection)
-        self._waiting[connection] = None
+        self._awaited[connection] = None
         self._make_room(connection)
         return connection
 
-    def lost(self, connection: Connection, error: Exception | None) -> None:
-        """A connection has ended: by `error`, if it did not end by itself."""
+    def remove(self, connection: Connection, error: Exception | None) -> None:
+        """A connection has ended: by `error`, or None for a regular end."""
         connection.timed_out = isinstance(error, TimeoutError)
-        self._forget(connection)
+        self._remove(connection)
 
-    def expect(self, connection: Connection, awaited: Awaited = "head") -> None:
-        """From now on the client owes something."""
-        if connection in self._open and not (awaited == "reading" and connection.kept):
+    def await_client(self, connection: Connection, awaited: Awaited = "head") -> None:
+        """From now on the server awaits something from the client."""
+        if connection in self._open and not (awaited == "reading" and connection.exempt):
             connection.awaited, connection.since_ms = awaited, self._clock.monotonic_ms()
-            self._waiting[connection] = None
-            self._waiting.move_to_end(connection)
+            self._awaited[connection] = None
+            self._awaited.move_to_end(connection)
 
-    def expect_body(self, connection: Connection) -> None:
-        """The head of a request is there, and more is to come. The client has waited no less long for that."""
+    def await_body(self, connection: Connection) -> None:
+        """The head of a request has arrived, and its body is next. The wait so far still counts."""
         connection.awaited = "body"
 
-    def arrived(self, connection: Connection) -> None:
-        """The client owes nothing now."""
-        self._waiting.pop(connection, None)
+    def clear_wait(self, connection: Connection) -> None:
+        """The server awaits nothing from the client now."""
+        self._awaited.pop(connection, None)
 
-    def took(self, connection: Connection) -> None:
-        """The client has taken of what was sent to it. If that was the end of an answer, its time begins now."""
-        if connection in self._waiting:
+    def on_read(self, connection: Connection) -> None:
+        """The client has read sent data. If that completed a response, the wait for the next request begins."""
+        if connection in self._awaited:
             if connection.awaited == "reading":
-                self.arrived(connection)
+                self.clear_wait(connection)
             else:
-                self.expect(connection)
+                self.await_client(connection)
 
-    def are_full(self) -> bool:
-        """Whether there is no place for the one that asks, since all others are at work, too."""
+    def is_full(self) -> bool:
+        """Whether there is no room for the connection that asks, since all others are busy too."""
         self._make_room()
         if full := len(self._open) > self.limits.connections:
             self._warn()
         return full
 
     def sweep(self) -> None:
-        """Cut those that are late."""
+        """Cut the connections that are late."""
         now_ms, late = self._clock.monotonic_ms(), []
-        for connection in self._waiting:
+        for connection in self._awaited:
             waited_s = (now_ms - connection.since_ms) / 1000
             if waited_s < self.limits.request_s:
-                break  # all others began later
-            # Who takes nothing is the kernel's affair (TCP_USER_TIMEOUT); a late body is answered before it is cut (408).
+                break  # all others began to wait later
+            # The kernel times out a client that reads nothing (TCP_USER_TIMEOUT).
+            # A late body gets a 408 before the cut.
             if connection.awaited != "reading" and not connection.unread:
-                may_s = self.limits.request_s * (1 if connection.awaited == "head" else 3)
-                late += [connection] if waited_s >= may_s else []
+                allowed_s = self.limits.request_s * (1 if connection.awaited == "head" else 3)
+                late += [connection] if waited_s >= allowed_s else []
         for connection in late:
             self._cut(connection, "late")
 
     def close_waiting(self) -> None:
-        """Close those that owe something: for a stop."""
-        for connection in tuple(self._waiting):
+        """Close every connection that the server awaits something from: for a stop."""
+        for connection in tuple(self._awaited):
             connection.close()
 
     def abort_all(self) -> None:
-        """Cut all that there are."""
+        """Cut every connection."""
         for connection in tuple(self._open):
             connection.abort()
 
     def _make_room(self, newcomer: Connection | None = None) -> None:
-        while len(self._open) > self.limits.connections and self._waiting:
-            oldest = next(iter(self._waiting))
+        while len(self._open) > self.limits.connections and self._awaited:
+            oldest = next(iter(self._awaited))
             if oldest is newcomer:
                 break
             self._cut(oldest, "crowded")
             self._warn()
 
     def _cut(self, connection: Connection, reason: Literal["late", "crowded"]) -> None:
-        self._forget(connection)
+        self._remove(connection)
         self._metrics.count(m.HTTP_CUT, reason=reason)
         connection.abort()
 
-    def _forget(self, connection: Connection) -> None:
+    def _remove(self, connection: Connection) -> None:
         self._open.discard(connection)
-        self._waiting.pop(connection, None)
+        self._awaited.pop(connection, None)
 
     def _warn(self) -> None:
         now_ms = self._clock.monotonic_ms()
         if self._warned_ms is None or now_ms - self._warned_ms >= _WARN_EVERY_MS:
             self._warned_ms = now_ms
             logger.warning(
-                "all %d connections are taken: those that send no request are closed, new requests refused where all "
-                "have sent one",
+                "all %d connections are in use; closing those without a request, and refusing new requests where there "
+                "is none",
                 self.limits.connections,
             )

@@ -7,8 +7,8 @@ if TYPE_CHECKING:
 
 
 def header(scope: "Scope", name: bytes) -> str | None:
-    """A header of a request, by its name in lower case."""
-    for one, value in scope["headers"]:
-        if one == name:
+    """The value of a header by its name in lower case; None if it is missing."""
+    for found, value in scope["headers"]:
+        if found == name:
             return str(value.decode("latin-1"))
     return None

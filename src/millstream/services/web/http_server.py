@@ -1,7 +1,7 @@
-"""The server below every service: uvicorn, which is told of each connection whether its client lets it wait.
+"""Server: uvicorn, extended to register for each connection whether the server awaits something from its client.
 
-uvicorn itself has a limit neither for the time before a request is there nor for WebSockets, and no way to choose whom to
-turn away ([docs/decisions/0024-one-guard-of-connections.md]).
+uvicorn itself limits neither the time until a request arrives nor WebSockets, and cannot choose which connection to
+close ([docs/decisions/0024-one-guard-of-connections.md]).
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from millstream.services.web.request_limits import RequestLimits
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-_OWING = (h11.IDLE, h11.SEND_BODY, h11.ERROR)
-_REFUSAL = msgspec.json.encode({"error": "this is no HTTP/1.1, or URL and headers are far too long"})
+_AWAITED_STATES = (h11.IDLE, h11.SEND_BODY, h11.ERROR)
+_NO_HTTP_BODY = msgspec.json.encode({"error": "not HTTP/1.1, or URL and headers are far too long"})
 _NO_HTTP = (
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-    % (len(_REFUSAL), _REFUSAL)
+    % (len(_NO_HTTP_BODY), _NO_HTTP_BODY)
 )
-_AT_ONCE, _MOST_WAITING = 32, 2_048
+_ACCEPTED_AT_ONCE, _BACKLOG = 32, 2_048
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebSockets:
-    """How WebSockets are spoken.
+    """Options of WebSockets.
 
-    * `protocol`: the class that does; it is given by those who need it, as it needs a library more
-    * `frame_bytes`: of what a client sends, at most
-    * `ping_s`, `pong_s`: seconds between pings, and for an answer to one
+    * `protocol`: the protocol class; passed in, as it needs one more library
+    * `frame_bytes`: the largest message of a client
+    * `ping_s`, `pong_s`: seconds between pings, and until a pong must arrive
     """
 
     protocol: type[asyncio.Protocol]
@@ -49,128 +49,151 @@ class WebSockets:
 
 
 class ServerConfig(uvicorn.Config):
-    """uvicorn's settings, and the connections, which its protocols tell what happens."""
+    """uvicorn's settings, and the `Connections` that its protocols report to."""
 
     def __init__(self, app: "ASGIApp", connections: Connections, sockets: WebSockets | None, stop_s: float) -> None:
         options: dict[str, Any] = {"ws": "none"}
         if sockets is not None:
             options = {
-                "ws": sockets.protocol, "ws_max_size": sockets.frame_bytes, "ws_per_message_deflate": False,
-                "ws_ping_interval": sockets.ping_s, "ws_ping_timeout": sockets.pong_s,
-            }  # fmt: skip
+                "ws": sockets.protocol,
+                "ws_max_size": sockets.frame_bytes,
+                "ws_per_message_deflate": False,
+                "ws_ping_interval": sockets.ping_s,
+                "ws_ping_timeout": sockets.pong_s,
+            }
         super().__init__(
-            RequestLimits(app, connections), http=HttpProtocol, log_config=None, access_log=False, server_header=False,
-            proxy_headers=False, lifespan="on", backlog=_AT_ONCE, h11_max_incomplete_event_size=connections.limits.head_bytes,
-            timeout_keep_alive=cast("int", connections.limits.request_s / 2), timeout_graceful_shutdown=cast("int", stop_s + 1),
+            RequestLimits(app, connections),
+            http=HttpProtocol,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            lifespan="on",
+            backlog=_ACCEPTED_AT_ONCE,
+            h11_max_incomplete_event_size=connections.limits.head_bytes,
+            timeout_keep_alive=cast("int", connections.limits.request_s / 2),
+            timeout_graceful_shutdown=cast("int", stop_s + 1),
             **options,
-        )  # fmt: skip
+        )
         self.connections = connections
 
 
 class HttpProtocol(H11Protocol):
-    """A connection that tells when its client owes something, and when no more."""
+    """An HTTP connection that reports whether the server awaits something from its client."""
 
     config: ServerConfig
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin: the client owes a request."""
+        """Register the connection: the server awaits a request."""
         super().connection_made(transport)
         self._refused = False
-        self._all = self.config.connections
-        self.connection = self._all.open(transport)
+        self._connections = self.config.connections
+        self.connection = self._connections.open(transport)
         self.app_state = {**self.app_state, "connection": self.connection}
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
-        self._all.lost(self.connection, exc)
+        """Unregister the connection."""
+        self._connections.remove(self.connection, exc)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Read on."""
         if not self._refused:
             super().data_received(data)
-            self._look()
+            self._update_wait()
 
     def on_response_complete(self) -> None:
-        """The client owes the next request, unless it has sent that already."""
-        self._all.expect(self.connection)
+        """The server awaits the next request, unless the client has sent it already."""
+        self._connections.await_client(self.connection)
         super().on_response_complete()
-        self._look()
+        self._update_wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, and wait for the client to close: to close first would undo the answer while it sends."""
+        """Refuse invalid HTTP, and wait for the client to close.
+
+        Closing first would discard the response while the client still sends.
+        """
         self._refused = True
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.write(_NO_HTTP)
         self.transport.write_eof()
-        self._all.expect(self.connection)
+        self._connections.await_client(self.connection)
 
     def shutdown(self) -> None:
-        """End as soon as may be."""
+        """Close as soon as possible."""
         if self._refused:
             self.transport.close()
         else:
             super().shutdown()
 
     def pause_writing(self) -> None:
-        """The client does not take what is sent to it."""
-        self._all.expect(self.connection, "reading")
+        """The client does not read the sent data."""
+        self._connections.await_client(self.connection, "reading")
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It has taken some."""
+        """The client has read some."""
         super().resume_writing()
-        self._all.took(self.connection)
+        self._connections.on_read(self.connection)
 
-    def _look(self) -> None:
+    def _update_wait(self) -> None:
         if self.transport.get_protocol() is not self:
             return  # it is a WebSocket now
-        if self.conn.their_state not in _OWING:
-            self._all.arrived(self.connection)
+        if self.conn.their_state not in _AWAITED_STATES:
+            self._connections.clear_wait(self.connection)
         elif self.conn.their_state is h11.SEND_BODY:
-            self._all.expect_body(self.connection)
+            self._connections.await_body(self.connection)
 
 
 class Server(uvicorn.Server):
     """Serves `app` at sockets until a signal comes.
 
-    * `ending`: ends what would never end by itself, before the rest has `stop_s` seconds
-    * `sockets`: how WebSockets are spoken, if they are
+    * `on_shutdown`: ends connections that would never end by themselves, before the rest gets `stop_s` seconds
+    * `sockets`: options of WebSockets; None: no WebSockets
     """
 
     def __init__(
-        self, app: "ASGIApp", limits: Limits, *, metrics: Metrics, stop_s: float, sockets: WebSockets | None = None,
-        ending: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        app: "ASGIApp",
+        limits: Limits,
+        *,
+        metrics: Metrics,
+        stop_s: float,
+        sockets: WebSockets | None = None,
+        on_shutdown: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._connections = Connections(limits, metrics=metrics)
         super().__init__(ServerConfig(app, self._connections, sockets, stop_s))
-        self._ending = ending
+        self._on_shutdown = on_shutdown
         self._stop_s = stop_s
-        # It warns of each refused or malformed request: whoever can connect could fill the log.
+        # uvicorn warns of each refused or malformed request, so any client could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. Many may wait to be let in, but are let in a few at a time, so that they hold up nobody."""
+        """Listen with a long backlog, but accept a few connections at a time.
+
+        A burst of new clients then delays no other client.
+        """
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(_MOST_WAITING)
-        self._sweeping = asyncio.create_task(self._sweep())
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
+        self._sweep_task = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let nobody in; end what never ends by itself and close what is idle; then wait for the rest."""
+        """Stop accepting; end connections that never end by themselves, close idle ones; then wait for the rest."""
         for server in self.servers:
             server.close()
-        if self._ending is not None:
-            await self._ending()
+        if self._on_shutdown is not None:
+            await self._on_shutdown()
         self._connections.close_waiting()
-        last = asyncio.get_running_loop().call_later(self._stop_s, self._connections.abort_all)
+        abort_timer = asyncio.get_running_loop().call_later(self._stop_s, self._connections.abort_all)
         await super().shutdown(sockets)
-        last.cancel()
-        self._sweeping.cancel()
+        abort_timer.cancel()
+        self._sweep_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._sweeping
+            await self._sweep_task
 
     async def _sweep(self) -> None:
         while True:

@@ -1,26 +1,26 @@
-"""Sockets to listen at."""
+"""Listening sockets."""
 
 import resource
 import socket
 
 from millstream.errors import ConfigError, ServerError
 
-_SENT_BYTES = 65_536
-_FILES_BESIDE = 200
+_SEND_BUFFER_BYTES = 65_536
+_OTHER_FILES = 200
 
 
 def listen(host: str, port: int, *, connections: int, stall_s: float = 20.0) -> socket.socket:
-    """A socket that listens for so many connections; port 0 finds a free one. Raises ServerError and ConfigError.
+    """A socket that listens for so many connections; port 0 picks a free one. Raises ServerError and ConfigError.
 
-    They end when their client has taken nothing for `stall_s` seconds, where the system can see to that.
+    Where the system supports it, a connection ends when its client has read nothing for `stall_s` seconds.
     """
     _allow_files(connections)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named, the protocol tells asyncio to send at once: answers would wait for 40 ms otherwise (TCP_NODELAY).
+    # With IPPROTO_TCP asyncio sets TCP_NODELAY: otherwise responses would wait for 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # What connections inherit: not much is sent ahead, and who has vanished is noticed (tcp(7), socket(7)).
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_BYTES)
+    # Connections inherit these: a small send buffer, and detection of vanished clients (tcp(7), socket(7)).
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(stall_s * 1000))
     try:
@@ -32,17 +32,19 @@ def listen(host: str, port: int, *, connections: int, stall_s: float = 20.0) -> 
     return listener
 
 
-def address(listener: socket.socket) -> str:
-    """Where a socket listens, as a URL."""
+def url_of(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _allow_files(connections: int) -> None:
-    """Allow as many open files as connections need. Raises ConfigError."""
+    """Raise the limit of open files as far as the connections need. Raises ConfigError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + _FILES_BESIDE
+    needed = connections + _OTHER_FILES
     if soft < needed and hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(f"{connections:,} connections need more open files than the {hard:,} allowed: --connections")
+        raise ConfigError(
+            f"{connections:,} connections need more open files than the {hard:,} allowed; lower --connections"
+        )
     if soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,4 +1,4 @@
-"""No request to a service is larger, or slower to arrive, than it has to be."""
+"""RequestLimits: limits the size of requests, and how long they may take to arrive."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ _CLOSE = {"connection": "close"}
 
 
 class RequestLimits:
-    """ASGI middleware that refuses requests beyond the limits. The app sees a request once its body is there."""
+    """ASGI middleware that refuses requests beyond the limits. The app sees a request once its body has arrived."""
 
     def __init__(self, app: "ASGIApp", connections: Connections) -> None:
         self._app = app
@@ -25,25 +25,25 @@ class RequestLimits:
         """Pass the request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif refused := self._refused(scope):
+        elif refused := self._check(scope):
             status, text = refused
             await JSONResponse({"error": text}, status, _CLOSE)(scope, receive, send)
         elif scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
-            await self._pass_on(scope, receive, send)
+            await self._forward(scope, receive, send)
 
-    def _refused(self, scope: "Scope") -> tuple[int, str] | None:
-        if self._connections.are_full():
-            return 503, f"there are {self._limits.connections:,} connections already, as many as there may be"
+    def _check(self, scope: "Scope") -> tuple[int, str] | None:
+        if self._connections.is_full():
+            return 503, f"all {self._limits.connections:,} connections of the server are in use; retry later"
         if _size(scope) > self._limits.head_bytes:
             return 431, f"URL and headers are longer than {self._limits.head_bytes:,} bytes"
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            # Where one in between goes by the other of the two, it takes a part of the body for the next request.
+            # A proxy that reads the other of the two would treat a part of the body as the next request.
             return 400, "send Content-Length or Transfer-Encoding, not both (RFC 9112, 6.1)"
         return None
 
-    async def _pass_on(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _forward(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         try:
             async with asyncio.timeout(self._limits.request_s):
                 body = await self._body(receive)
@@ -56,7 +56,7 @@ class RequestLimits:
             await JSONResponse({"error": text}, 413, _CLOSE)(scope, receive, send)
             return
         if body is None:
-            return  # the client has left: half a request is none
+            return  # the client has disconnected midway
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> "Message":

@@ -1,4 +1,4 @@
-"""WebSockets whose clients only listen. A module of its own, as it needs the library that speaks them."""
+"""SocketProtocol: WebSockets whose clients only listen. A separate module, as it needs one more library."""
 
 import asyncio
 from collections.abc import Iterable
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 _NOT_UTF8 = 1007
 _UNREADABLE = msgspec.json.encode(
-    {"error": "the headers of a WebSocket are at most 128, none longer than 8,190 bytes; and it has no body"}
+    {"error": "a WebSocket handshake has at most 128 headers, none longer than 8,190 bytes, and no body"}
 )
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
-    """A WebSocket that answers every handshake, and tells when its client owes something."""
+    """A WebSocket that answers every handshake, and reports whether the server awaits something from its client."""
 
     config: ServerConfig
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Go on with a connection whose handshake is there."""
+        """Take over a connection whose handshake has arrived."""
         self.app_state = {**self.app_state, "send_in_parts": self.send_in_parts}
         self.connection: Connection = self.app_state["connection"]
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
-        self.config.connections.lost(self.connection, exc)
+        """Unregister the connection."""
+        self.config.connections.remove(self.connection, exc)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on. The whole handshake comes first: what the library below does not understand then, it never will."""
+        """Read on. The whole handshake arrives first: if the library has not parsed it then, it never will."""
         super().data_received(data)
         if not self.handshake_initiated and not self.close_sent:
             self.handshake_complete = self.close_sent = True
@@ -48,10 +48,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write(b"%s\r\ncontent-length: %d\r\n\r\n%s" % (head, len(_UNREADABLE), _UNREADABLE))
             self.transport.close()
         elif self.handshake_initiated and not self.close_sent:
-            self.config.connections.arrived(self.connection)
+            self.config.connections.clear_wait(self.connection)
 
     def send_receive_event_to_app(self) -> None:
-        """Pass nothing on; but a text that is not UTF-8 ends the connection (RFC 6455, 8.1)."""
+        """Discard messages; a text that is not UTF-8 ends the connection (RFC 6455, 8.1)."""
         data, self.frames = b"".join(self.frames), []
         if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
@@ -61,32 +61,32 @@ class SocketProtocol(WebSocketsSansIOProtocol):
                 self.handle_parser_exception()
 
     async def send(self, message: "ASGISendEvent") -> None:
-        """Send for the app. After a refusal or a farewell the client owes its end of the connection."""
+        """Send for the app. After a refusal or a close the server waits for the client to close the connection."""
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and self.close_sent:
-            self.handshake_complete = True  # refused, but answered: uvicorn would log that it is not
+            self.handshake_complete = True  # refused with a response: otherwise uvicorn logs a missing one
         if self.close_sent:
-            self.config.connections.expect(self.connection)
+            self.config.connections.await_client(self.connection)
 
     async def send_in_parts(self, parts: Iterable[bytes]) -> None:
-        """Send a text in as many frames as there are parts, each once the client has taken most of those before.
+        """Send a text as a frame per part, each once the client has read most of those before.
 
-        An empty part is none: others get their turn then.
+        An empty part sends nothing, and lets other clients have their turn.
         """
-        begun = False
+        continued = False
         for part in parts:
             await asyncio.sleep(0)
             if part:
-                await self._send_part(part, begun=begun, last=False)
-                begun = True
-        await self._send_part(b"", begun=begun, last=True)
+                await self._send_part(part, continued=continued, last=False)
+                continued = True
+        await self._send_part(b"", continued=continued, last=True)
 
-    async def _send_part(self, part: bytes, *, begun: bool, last: bool) -> None:
+    async def _send_part(self, part: bytes, *, continued: bool, last: bool) -> None:
         await self.writable.wait()
         if self.disconnected or self.close_sent:
             raise ClientDisconnected
         try:
-            (self.conn.send_continuation if begun else self.conn.send_text)(part, fin=last)
+            (self.conn.send_continuation if continued else self.conn.send_text)(part, fin=last)
         except InvalidState as error:
             raise ClientDisconnected from error
         self.transport.write(b"".join(self.conn.data_to_send()))

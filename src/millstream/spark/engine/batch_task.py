@@ -1,7 +1,7 @@
-"""The task of a handler that takes lists: what a micro-batch has of a stream is run in lists of at most `batch_size`.
+"""BatchTask: the Spark task of a batch handler, which runs a stream's messages in lists of at most `batch_size`.
 
-A message that has failed is run by itself, so that only the guilty one of a list dies. What a list has given is committed
-as one unit, with the marks of all its messages, or not at all.
+After a failure each message of the list runs by itself, so only the failing one becomes a dead letter. The outputs of a
+list are committed together with the offsets of all its messages, or not at all.
 """
 
 import asyncio
@@ -24,45 +24,45 @@ from millstream.spark.engine.task import DeferReason, KeyRun, PartitionTask
 
 
 class BatchTask(PartitionTask):
-    """PartitionTask for a handler that takes lists. Its messages have no keys: each is a run by itself."""
+    """PartitionTask for a batch handler. Its messages have no keys: each is a run of its own."""
 
     async def _drive_all(self, runs: list[KeyRun]) -> None:
         if self._cautious_left or any(run.in_line for run in runs):
             await super()._drive_all(runs)
             return
-        waiting = _gathered(runs, self._handler.batch_size)
-        workers = self._handler.concurrency if self._handler.is_async else 1
+        remaining = _batches(runs, self._handler.batch_size)
+        coroutines = self._handler.concurrency if self._handler.is_async else 1
         async with self._pulse.beating(), asyncio.TaskGroup() as group:
-            for _ in range(min(workers, len(runs))):
-                group.create_task(self._work_through(waiting, group))
+            for _ in range(min(coroutines, len(runs))):
+                group.create_task(self._work_through(remaining, group))
 
-    async def _work_through(self, waiting: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
-        for batch in waiting:
-            await self._drive_batch(batch, waiting, group)
+    async def _work_through(self, remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
+        for batch in remaining:
+            await self._drive_batch(batch, remaining, group)
 
     async def _drive_batch(
-        self, batch: list[KeyRun], waiting: Iterator[list[KeyRun]], group: asyncio.TaskGroup
+        self, batch: list[KeyRun], remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup
     ) -> None:
-        """Take a list through the handler; what has failed, message by message."""
-        stream, opened = batch[0].stream, [(run, *self._opened(run)) for run in batch]
-        wanted = [(run, message) for run, message, is_meant in opened if is_meant]
-        for run, message, is_meant in opened:
+        """Run the handler on a batch, then on each failed message by itself."""
+        stream, unpacked = batch[0].stream, [(run, *self._opened(run)) for run in batch]
+        wanted = [(run, message) for run, message, is_meant in unpacked if is_meant]
+        for run, message, is_meant in unpacked:
             if not is_meant:
                 self._finish([(run, message)], NOTHING)
         if not wanted:
             return
         await self._pace.wait(stream, len(wanted))
         dead, outcome = await self._attempt_all([message for _, message in wanted])
-        judged = [(run, message, refusal or outcome) for (run, message), refusal in zip(wanted, dead, strict=True)]
-        together = [(run, message) for run, message, one in judged if isinstance(one, Done)]
+        outcomes = [(run, message, refusal or outcome) for (run, message), refusal in zip(wanted, dead, strict=True)]
+        done = [(run, message) for run, message, one in outcomes if isinstance(one, Done)]
         has_outputs = isinstance(outcome, Done) and outcome.outputs
-        for some in [together] * bool(together) if has_outputs else [[one] for one in together]:
+        for some in [done] * bool(done) if has_outputs else [[one] for one in done]:
             self._finish(some, outcome)
-        for run, message, one in judged:
+        for run, message, one in outcomes:
             if not isinstance(one, (Done, RetryLater)):
                 self._finish([(run, message)], one)
         self._flush_if_full()
-        failed = [run for run, _, one in judged if isinstance(one, RetryLater)]
+        failed = [run for run, _, one in outcomes if isinstance(one, RetryLater)]
         if failed and isinstance(outcome, RetryLater):
             self._tallies[stream].retries += len(failed)
             if self._has_to_leave(failed[0], outcome):
@@ -70,13 +70,13 @@ class BatchTask(PartitionTask):
                     self._leave(run, DeferReason("later", round(outcome.delay_ms), run.attempt))
                 return
             self._flush()
-            group.create_task(self._work_through(waiting, group))  # other lists go on while these wait
+            group.create_task(self._work_through(remaining, group))  # other batches go on while these back off
             await self._wait(failed, outcome)
             for run in failed:
                 await self._drive(run, iter(()), group)
 
     def _finish(self, some: Sequence[tuple[KeyRun, Message]], outcome: Outcome) -> None:
-        """Post what is done as one unit: that of the first, which covers the others as well."""
+        """Stage processed messages as one commit: the effects of the first run cover the others too."""
         assert not isinstance(outcome, (RetryLater, Parked))
         ((lead, message), *rest) = some
         self._settle(lead, message, outcome)
@@ -97,8 +97,8 @@ class BatchTask(PartitionTask):
         return attempt_batch_plain(self._handler, messages, self._alarm.guard)
 
 
-def _gathered(runs: Sequence[KeyRun], size: int) -> Iterator[list[KeyRun]]:
-    """Lists of runs of one stream that have something to do."""
+def _batches(runs: Sequence[KeyRun], size: int) -> Iterator[list[KeyRun]]:
+    """Yield batches of up to `size` runs of one stream, without finished runs."""
     for _, some in groupby((run for run in runs if run.entries), key=attrgetter("stream")):
         while batch := list(islice(some, size)):
             yield batch

@@ -1,6 +1,6 @@
-"""Runs what was set aside, between and beside the batches: jobs of their own, of the lines that may be run by now.
+"""DeferredJobs: runs deferred keys in Spark jobs of their own, between and beside the batches.
 
-A key that has a line is left alone by batches, so the two never run one key at the same time.
+Batches skip a key that has deferred messages, so a job and a batch never run one key at the same time.
 """
 
 import logging
@@ -27,17 +27,17 @@ from millstream.spark.engine.task_metrics import TALLY_SCHEMA, Totals, sums
 logger = logging.getLogger(__name__)
 
 MOST_LINES = 1_000
-"""Lines that one job runs at most."""
+"""Keys that one job runs at most."""
 LOOK_AHEAD = 250_000
-"""Entries of a stream that may wait in lines before batches wait, too."""
+"""Deferred entries of a stream above which batches wait, too."""
 
-_ROOM_MS = 500.0
-_LOOK_MS, _LOOKING_SHARE = 150.0, 20
+_CAPACITY_POLL_MS = 500.0
+_REFRESH_MS, _REFRESH_SHARE = 150.0, 20
 _SCHEMA = "stream string, line binary"
 
 
-class _Seen(NamedTuple):
-    """What was found on a stream, and when; `times`: how often one had been told of it by then."""
+class _Snapshot(NamedTuple):
+    """The deferred keys of a stream as read at `at_ms`; `times`: how often the stream had been notified by then."""
 
     times: int
     ready: RunnableKeys
@@ -45,10 +45,10 @@ class _Seen(NamedTuple):
 
 
 class DeferredJobs:
-    """What of one handler was set aside on `streams`, and on those of which it is told.
+    """The deferred keys of one handler, on `streams` and on the streams it is notified of.
 
-    `give_up` says that waiting for Redis has no point any more. One thread calls
-    `run`, others the rest. Methods raise StaleOwner if a newer run has begun, and RedisError.
+    `give_up` returns True once waiting for Redis is pointless. One thread calls `run`; any thread may call the rest.
+    Methods raise StaleOwner if a newer run has begun, and RedisError.
     """
 
     def __init__(
@@ -61,84 +61,88 @@ class DeferredJobs:
         self._clock = clock
         self._client = shared_client(job.url)
         self._ledger = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
-        self._told = Counter(streams)  # how often, as what is told while somebody looks must not be forgotten
-        self._seen: dict[str, _Seen] = {}
+        self._told = Counter(streams)  # counted: a notification during a refresh must not be lost
+        self._seen: dict[str, _Snapshot] = {}
         self._all_due_ms = 0.0
         self._lock = threading.Lock()
 
     def tell(self, rows: Iterable[Row]) -> None:
-        """Take note of the streams on which, as tasks report, there are lines."""
+        """Add the streams that, by the tasks' reports in `rows`, have deferred keys."""
         self.look_at([row["stream"] for row in rows if row["lines"]])
 
     def look_at(self, streams: Sequence[str]) -> None:
-        """Take note of streams on which lines may be run by now."""
+        """Add streams whose deferred keys may be runnable by now."""
         with self._lock:
             self._told.update(streams)
 
     def streams(self) -> list[str]:
-        """The streams on which, as far as is known, there are lines."""
+        """The streams that, as far as is known, have deferred keys."""
         with self._lock:
             return sorted(self._told)
 
     def run(self) -> Totals | None:
-        """Run lines that may be run, some of each; None if there were none. Also raises what makes a job fail.
+        """Run the head of each runnable key queue in one job; None if there is none. Also raises what fails the job.
 
-        What it tells has no `messages`, as they were read before.
+        The totals count no `messages`: the batch that read them has counted them.
         """
         began_ms = self._clock.monotonic_ms()
-        found = _in_turns(self._unpaused(self._look()))[:MOST_LINES]
-        if not found:
+        queues = _round_robin(self._unpaused(self._look()))[:MOST_LINES]
+        if not queues:
             return None
-        rows = self._work_off(found)
+        rows = self._work_off(queues)
         self.tell(rows)
         return Totals(
             handler=self._job.handler.name, seconds=(self._clock.monotonic_ms() - began_ms) / 1000, **sums(rows)
         )
 
     def is_settled(self) -> bool:
-        """Whether nothing more becomes of what was set aside by itself, but that it is tried for ever, or is paused."""
-        waits = self._job.handler.retry.then != "block"
-        found = self._unpaused(self._look(at_all=True))
-        return not any(ready.lines or ready.moving or (waits and ready.wait_ms is not None) for _, ready in found)
+        """Whether no deferred key will make progress by itself: each is parked, paused, or retried without end."""
+        is_bounded = self._job.handler.retry.then != "block"
+        found = self._unpaused(self._look(refresh_all=True))
+        return not any(ready.lines or ready.moving or (is_bounded and ready.wait_ms is not None) for _, ready in found)
 
     def wait_for_room(self) -> None:
-        """Wait until so few entries are set aside that a batch may set aside more. Raises Unfinished if it is told to give up."""
-        said = False
-        # Where keys move, what waits for them is in batches to come.
+        """Wait until few enough entries are deferred for another batch. Raises Unfinished once `give_up()` is true."""
+        is_logged = False
+        # While keys migrate, the entries that their deferred keys wait for are in later batches.
         while full := [stream for stream, ready in self._look() if ready.entries >= LOOK_AHEAD and not ready.moving]:
-            if not said:
-                said = True
+            if not is_logged:
+                is_logged = True
                 logger.warning(
-                    "%s: %d or more entries of %s are set aside: nothing more is read until there are fewer; see: millstream keys",
+                    "%s: %d or more entries of %s are deferred; reading no more until they are fewer: millstream keys",
                     self._job.handler.label, LOOK_AHEAD, ", ".join(full[:10]),
                 )  # fmt: skip
             if self._give_up():
-                raise Unfinished(f"{self._job.handler.label} was stopped while its batch waited for room")
-            self._clock.sleep_ms(_ROOM_MS)
+                raise Unfinished(
+                    f"{self._job.handler.label} was stopped before its batch ran: too many entries are deferred"
+                )
+            self._clock.sleep_ms(_CAPACITY_POLL_MS)
 
-    def _look(self, *, at_all: bool = False) -> list[tuple[str, RunnableKeys]]:
-        """What is known of each stream, which is asked for where it may be otherwise by now, or `at_all` of them."""
+    def _look(self, *, refresh_all: bool = False) -> list[tuple[str, RunnableKeys]]:
+        """Return the deferred keys of each stream, re-read where they may have changed, or all with `refresh_all`."""
         now_ms = self._clock.monotonic_ms()
-        at_all = at_all or now_ms >= self._all_due_ms
+        refresh_all = refresh_all or now_ms >= self._all_due_ms
         with self._lock:
-            told = sorted(self._told.items())
-            asked = {stream: times for stream, times in told if at_all or self._is_due(stream, times, now_ms)}
-        found = self._ready(list(asked))
+            notified = sorted(self._told.items())
+            refreshed = {
+                stream: times for stream, times in notified if refresh_all or self._is_due(stream, times, now_ms)
+            }
+        found = self._ready(list(refreshed))
         then_ms = self._clock.monotonic_ms()
-        if at_all:  # where a person has unparked something, nobody tells
-            self._all_due_ms = then_ms + max(_LOOK_MS, _LOOKING_SHARE * (then_ms - now_ms))
+        if refresh_all:  # an operator's unpark notifies no stream, so all are refreshed now and then
+            self._all_due_ms = then_ms + max(_REFRESH_MS, _REFRESH_SHARE * (then_ms - now_ms))
         with self._lock:
             for stream, ready in found.items():
-                self._seen[stream] = _Seen(asked[stream], ready, now_ms)
-                if not ready.any and self._told[stream] in (0, asked[stream]):  # 0: another thread has seen it, too
+                self._seen[stream] = _Snapshot(refreshed[stream], ready, now_ms)
+                if not ready.any and self._told[stream] in (0, refreshed[stream]):  # 0: another thread removed it
                     del self._told[stream], self._seen[stream]
-            return [(stream, self._seen[stream].ready) for stream, _ in told if stream in self._seen]
+            return [(stream, self._seen[stream].ready) for stream, _ in notified if stream in self._seen]
 
     def _unpaused(self, found: Sequence[tuple[str, RunnableKeys]]) -> list[tuple[str, RunnableKeys]]:
-        """Those on which the handler is not paused."""
+        """Leave out the streams on which the handler is paused."""
         some = [stream for stream, ready in found if ready.any]
-        ask = partial(self._ledger.paused, some)
-        paused = self._client.patiently(ask, what=self._job.handler.label, give_up=self._give_up) if some else set()
+        read = partial(self._ledger.paused, some)
+        paused = self._client.patiently(read, what=self._job.handler.label, give_up=self._give_up) if some else set()
         return [(stream, ready) for stream, ready in found if stream not in paused]
 
     def _is_due(self, stream: str, times: int, now_ms: float) -> bool:
@@ -154,18 +158,18 @@ class DeferredJobs:
             give_up=self._give_up,
         )
 
-    def _work_off(self, lines: Sequence[tuple[str, bytes]]) -> list[Row]:
+    def _work_off(self, queues: Sequence[tuple[str, bytes]]) -> list[Row]:
         job = self._job
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_deferred(job, batches)
 
-        tasks = min(self._spark.sparkContext.defaultParallelism, len(lines))
-        frame = self._spark.createDataFrame(lines, _SCHEMA).repartition(tasks)
+        tasks = min(self._spark.sparkContext.defaultParallelism, len(queues))
+        frame = self._spark.createDataFrame(queues, _SCHEMA).repartition(tasks)
         return frame.mapInArrow(run, from_arrow_schema(TALLY_SCHEMA)).collect()
 
 
-def _in_turns(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:
-    """The lines of all streams, one of each in turn, so that those of one cannot keep all others waiting."""
+def _round_robin(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:
+    """The runnable key queues of all streams, round robin, so that one stream cannot starve the others."""
     rows = zip_longest(*([(stream, line) for line in ready.lines] for stream, ready in found))
     return [one for row in rows for one in row if one is not None]

@@ -1,4 +1,4 @@
-"""One partition of a micro-batch, in an executor's Python worker."""
+"""Entry points of tasks: what an executor's Python worker calls for one partition of a batch or of a deferred job."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -12,24 +12,24 @@ from millstream.spark.engine.task import Job, PartitionTask
 
 
 def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Process one partition and yield one row per stream that says what was done (for `mapInArrow`)."""
-    task = _task_here(job)
+    """Process one partition and yield its metrics, one row per stream (for `mapInArrow`)."""
+    task = _current_task(job)
     asyncio.run(task.process(batches))
     yield task.report()
 
 
 def run_deferred(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Run lines that were set aside, one row of `batches` each, and yield what `run_partition` does (for `mapInArrow`)."""
-    task = _task_here(job)
+    """Run deferred keys, one per row of `batches`, and yield metrics as `run_partition` does (for `mapInArrow`)."""
+    task = _current_task(job)
     asyncio.run(task.catch_up(batches))
     yield task.report()
 
 
-def _task_here(job: Job) -> PartitionTask:
+def _current_task(job: Job) -> PartitionTask:
     context = TaskContext.get()
     return task_of(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
 
 
 def task_of(job: Job, client: Client, *, retried: bool) -> PartitionTask:
-    """The task that runs the job's handler. `retried`: an earlier attempt of it has died."""
+    """Return the task that runs the job's handler. `retried`: an earlier attempt of the Spark task failed."""
     return (BatchTask if job.handler.in_batches else PartitionTask)(job, client, retried=retried)

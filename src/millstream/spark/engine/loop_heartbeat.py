@@ -1,4 +1,4 @@
-"""The sign of life of the event loop on which a task runs an async handler."""
+"""LoopHeartbeat: the heartbeat of the event loop on which a task runs an async handler."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,37 +6,37 @@ from contextlib import asynccontextmanager, contextmanager
 
 from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
 
-_BEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 
 
 class LoopHeartbeat:
-    """Has the watchdog end a process whose loop no coroutine gets back, since one keeps it in compiled code.
+    """Lets the watchdog kill a process whose event loop is blocked by compiled code in a coroutine.
 
-    `limit_ms`: the time limit of an attempt; None: there is nothing to watch.
+    `limit_ms`: the time limit of an attempt; None: no watch.
     """
 
     def __init__(self, limit_ms: float | None) -> None:
-        self._within_ms = None if limit_ms is None else hard_limit_ms(limit_ms) + _BEAT_S * 1000
+        self._within_ms = None if limit_ms is None else hard_limit_ms(limit_ms) + _HEARTBEAT_S * 1000
         self._watchdog = watchdog()
         self._beats = False
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Watch the running loop for the time of the block."""
+        """Watch the running loop within the block."""
         if self._within_ms is None:
             yield
             return
-        beat = asyncio.create_task(self._beat())
+        heartbeat = asyncio.create_task(self._beat())
         try:
             yield
         finally:
-            beat.cancel()
+            heartbeat.cancel()
             self._beats = False
             self._watchdog.rest()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Do not watch for the time of the block, which keeps the loop and may do so."""
+        """Pause the watch within the block, which may block the loop."""
         if not self._beats:
             yield
             return
@@ -50,7 +50,7 @@ class LoopHeartbeat:
         self._beats = True
         while True:
             self._expect()
-            await asyncio.sleep(_BEAT_S)
+            await asyncio.sleep(_HEARTBEAT_S)
 
     def _expect(self) -> None:
         assert self._within_ms is not None

@@ -1,8 +1,8 @@
-"""The handler engine's part on the driver: one micro-batch from rows to committed effects.
+"""Engine: the driver's side of the handler engine, from a micro-batch's rows to committed effects.
 
-Every batch: shuffle by key, sort by entry id, run the handler in the executors (`task.py`), then move the frontier of
-each stream to the end of the batch. Spark may repeat a batch, wholly or in part, after any crash: what is committed
-already is left out by the marks and the frontier, so nothing takes effect twice.
+Every batch: shuffle by key, sort by entry id, run the handler in the executors (`task.py`), then advance the committed
+offset of each stream to the end of the batch. Spark may repeat a batch, wholly or in part, after any crash: the key
+offsets and the committed offset exclude committed messages, so nothing takes effect twice.
 """
 
 import time
@@ -25,39 +25,39 @@ from millstream.spark.engine.task_metrics import TALLY_SCHEMA, BatchTotals, sums
 
 
 class Engine:
-    """Processes the micro-batches of one handler; give it to `DataStreamWriter.foreachBatch`.
+    """Processes the micro-batches of one handler; pass it to `DataStreamWriter.foreachBatch`.
 
-    The keys are spread over as many tasks as there are cores. `on_batch` is told of every finished batch, `catch_up` of
-    what it has set aside.
+    The keys are spread over as many tasks as there are cores. Every finished batch calls `on_batch`; `deferred_jobs` is
+    notified of the streams on which it deferred messages.
     """
 
-    def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], catch_up: DeferredJobs) -> None:
+    def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], deferred_jobs: DeferredJobs) -> None:
         self._job = job
-        self._catch_up = catch_up
+        self._catch_up = deferred_jobs
         self._on_batch = on_batch
         self._client = shared_client(job.url)
         self._ledger = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
-        """Process one micro-batch to its end. Raises whatever makes the batch fail, so that Spark repeats it."""
+        """Process one micro-batch completely. Raises whatever fails it, so that Spark repeats it."""
         self._catch_up.wait_for_room()
-        began = time.monotonic()
+        began_s = time.monotonic()
         rows = self._run(frame)
         self._catch_up.tell(rows)
         self._advance(rows)
-        self._on_batch(
-            BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=time.monotonic() - began, **sums(rows))
-        )
+        seconds = time.monotonic() - began_s
+        self._on_batch(BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=seconds, **sums(rows)))
 
     def _run(self, frame: DataFrame) -> list[Row]:
         job = self._job
         if callable(job.handler.key):
-            frame = frame.mapInArrow(_Keyed(job.handler), frame.schema)
+            frame = frame.mapInArrow(_KeyColumn(job.handler), frame.schema)
         if job.handler.key is not None:
-            # A message without a key is spread by its id: there is never one big null key.
-            place = F.expr("coalesce(nullif(key, X''), cast(concat(id_ms, '-', id_seq) as binary))")
-            cores = frame.sparkSession.sparkContext.defaultParallelism  # of a cluster they come and go
-            frame = frame.repartition(cores, place, F.col("stream"))
+            # Messages without a key are spread by their ids, not gathered under one null key.
+            shuffle_key = F.expr("coalesce(nullif(key, X''), cast(concat(id_ms, '-', id_seq) as binary))")
+            # Read for each batch, since a cluster's executors come and go.
+            cores = frame.sparkSession.sparkContext.defaultParallelism
+            frame = frame.repartition(cores, shuffle_key, F.col("stream"))
             frame = frame.sortWithinPartitions("stream", "key", "id_ms", "id_seq")
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -73,7 +73,7 @@ class Engine:
         self._client.patiently(lambda: self._ledger.advance(ends), what=self._job.handler.label)
 
 
-class _Keyed:
+class _KeyColumn:
     """Fills the key column for a handler whose key is a function."""
 
     def __init__(self, handler: Handler) -> None:
@@ -83,12 +83,12 @@ class _Keyed:
         for batch in batches:
             columns = [batch.column(name).to_pylist() for name in ("stream", "id_ms", "id_seq", "fields")]
             keys = [self._key(*row) for row in zip(*columns, strict=True)]
-            at = batch.schema.get_field_index("key")
-            yield batch.set_column(at, batch.schema.field(at), pa.array(keys, pa.binary()))
+            index = batch.schema.get_field_index("key")
+            yield batch.set_column(index, batch.schema.field(index), pa.array(keys, pa.binary()))
 
     def _key(self, stream: str, ms: int, seq: int, packed: bytes) -> bytes | None:
         message = Message(stream, f"{ms}-{seq}", open_fields(packed)[0])
         try:
             return self._handler.key_of(message)
         except DecodeError:
-            return None  # the task finds the same error again and makes the dead letter
+            return None  # the task meets the same error and dead-letters the message

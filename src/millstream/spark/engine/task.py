@@ -1,8 +1,9 @@
-"""One Spark task of the handler engine: runs in an executor's Python worker.
+"""PartitionTask: one Spark task of the handler engine, run in an executor's Python worker.
 
-The spine is `PartitionTask._work_off`: load the marks and states of runs of one key's messages, drive every run through
-the handler, and commit. What is refused, because another execution of the same task was faster, is loaded again and goes
-on from there. What has to wait, for long or for a person, is set aside (`millstream.delivery.deferral`), and its batch goes on.
+The spine is `PartitionTask._process_runs`: load key offsets and states, run the handler on each key's messages, commit.
+If a commit is refused because another execution of the same task was faster, the task reloads that key and continues
+from there. A key that backs off for long, or is parked, is deferred (`millstream.delivery.deferral`), so its batch can
+finish.
 """
 
 import asyncio
@@ -56,23 +57,25 @@ logger = logging.getLogger(__name__)
 COMMIT_MESSAGES = 500
 COMMIT_BYTES = 1 << 20
 CAUTIOUS_MESSAGES = 4 * COMMIT_MESSAGES
-LINE_MESSAGES, LEAST_OF_LINE = 5_000, 10
-"""What a job that works lines off has in memory: so many messages of all its lines, but at least some of each."""
+LINE_MESSAGES = 5_000
+"""Messages that a task for deferred keys loads at most, over all its key queues..."""
+LEAST_OF_LINE = 10
+"""...but at least so many of each."""
 MOST_WAIT_MS = 1_000.0
-"""What a batch waits for a key's next attempts in all; the key is set aside if it takes longer."""
+"""Total back-off of one key that a batch waits out, in milliseconds; a key that needs longer is deferred."""
 
-_MOST_SLEEP_S = 1.0
+_MAX_SLEEP_S = 1.0
 
 T = TypeVar("T")
 
 _unpack = msgspec.msgpack.Decoder(list[bytes]).decode
 _pack = msgspec.msgpack.Encoder().encode
-_FOR_NOBODY = _pack([REDRIVE_FIELD, b""])
+_DELETED = _pack([REDRIVE_FIELD, b""])  # a deleted entry: meant for no handler, so it is skipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the driver sends to every task: the handler, where Redis is, and the run's token."""
+    """What the driver sends to every task: the handler, the URL of Redis, and the run's fencing token."""
 
     handler: Handler
     url: str = field(repr=False)
@@ -81,14 +84,14 @@ class Job:
 
 @dataclass(slots=True)
 class Entry:
-    """One row: an entry id and its fields, still packed."""
+    """One row: an entry id and its fields, still packed as msgpack."""
 
     id: EntryId
     packed: bytes
 
 
 class DeferReason(NamedTuple):
-    """Why the rest of a run is set aside; by itself, since others of its key wait. See Aside."""
+    """Why the rest of a run is deferred; the default: its key already has deferred messages. See `Deferral`."""
 
     how: How = "join"
     detail: Arg = ""
@@ -97,12 +100,14 @@ class DeferReason(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KeyRun:
-    """The messages of one key of one stream, in order; or a single message that has no key.
+    """The messages of one key of one stream, in order; or a single message without a key.
 
-    * `entries`: those that are still to do; `covered`: those in `unit`, not committed yet; so are those of `others`
-    * `in_line`: they were set aside before, and run from the line of the key
-    * `waited_ms`: for how long its batch has waited for it
-    * `leaving`: why the rest of it is to be set aside
+    * `offset_field`: the field of its key offset
+    * `entries`: not processed yet; `covered`: processed, in `effects`, not committed yet
+    * `others`: runs that a batch commits with the `effects` of this one
+    * `from_queue`: the messages were deferred before, and run from the key queue
+    * `waited_ms`: back-off that its batch has waited out for it so far
+    * `defer_reason`: why its remaining entries are to be deferred
     """
 
     stream: str
@@ -119,31 +124,31 @@ class KeyRun:
     waited_ms: float = 0.0
     leaving: DeferReason = field(default_factory=DeferReason)
 
-    def resume(self, mark: bytes, state: bytes, frontier: EntryId | None) -> None:
-        """Begin, or begin again, after what is committed by now."""
+    def resume(self, key_offset: bytes, state: bytes, committed_id: EntryId | None) -> None:
+        """Start, or restart, after the last committed entry."""
         self.entries.extendleft(reversed(self.covered))
-        # A mark that is left over from a batch that died may lie below the frontier by now.
-        done = max(EntryId.parse(mark) if mark else ZERO_ID, frontier or ZERO_ID)
-        while self.entries and self.entries[0].id <= done:
+        # The key offset of a batch that died may lie below the committed offset by now.
+        last_done = max(EntryId.parse(key_offset) if key_offset else ZERO_ID, committed_id or ZERO_ID)
+        while self.entries and self.entries[0].id <= last_done:
             self.entries.popleft()
             self.attempt = 1
-        self._begin(state, mark)
+        self._begin(state, key_offset)
 
-    def take_line(self, waiting: DeferredKey) -> None:
-        """Begin, or begin again, with what its line has."""
+    def take_line(self, queue: DeferredKey) -> None:
+        """Start, or restart, with the entries of its key queue."""
         self.entries = deque(
-            Entry(EntryId.parse(one), _FOR_NOBODY if pairs is None else _pack(pairs)) for one, pairs in waiting.entries
+            Entry(EntryId.parse(one), _DELETED if pairs is None else _pack(pairs)) for one, pairs in queue.entries
         )
-        self.attempt = waiting.failed + 1
-        self._begin(waiting.state, b"")
+        self.attempt = queue.failed + 1
+        self._begin(queue.state, b"")
 
-    def _begin(self, state: bytes, mark: bytes) -> None:
+    def _begin(self, state: bytes, key_offset: bytes) -> None:
         self.state = self.committed_state = state
         self.leaving = DeferReason()
-        self._begin_unit(mark)
+        self._begin_unit(key_offset)
 
     def aside(self) -> Deferral:
-        """What is to be set aside of it, once its unit is committed."""
+        """The deferral of its remaining entries; valid once its effects are committed."""
         ids = [str(entry.id) for entry in self.entries]
         how, detail, failed = self.leaving
         return Deferral(
@@ -152,34 +157,34 @@ class KeyRun:
         )  # fmt: skip
 
     def accepted(self) -> None:
-        """Its unit is committed; go on from there."""
+        """Continue after a successful commit of its effects."""
         self.committed_state = self.state
         self._begin_unit(self.unit.last_id.encode())
 
-    def _begin_unit(self, mark: bytes) -> None:
+    def _begin_unit(self, key_offset: bytes) -> None:
         self.covered = []
         self.others = []
-        self.unit = Effects(self.mark, IN_LINE if self.in_line else mark, self.key or b"")
+        self.unit = Effects(self.mark, IN_LINE if self.in_line else key_offset, self.key or b"")
 
 
 def _check_finished(runs: Iterable[KeyRun]) -> None:
-    """Fail the task, so that Spark repeats it, if work was left undone: the frontier must not pass it."""
+    """Raise Unfinished if messages are left, so Spark repeats the task: the committed offset must not pass them."""
     for run in runs:
         if run.entries or run.covered:
             raise Unfinished(
-                f"messages of stream {run.stream!r} were left undone from {(run.covered or run.entries)[0].id} on: a "
-                "handler cancelled tasks that are not its own"
+                f"messages of stream {run.stream!r} from {(run.covered or run.entries)[0].id} on are unfinished: the "
+                "handler cancelled tasks that are not its own; let it cancel only tasks that it created"
             )
 
 
-def _partition_moves(client: Client, handler: Handler) -> "PartitionMigration":
+def _partition_migration(client: Client, handler: Handler) -> "PartitionMigration":
     from millstream.spark.engine.key_migration import PartitionMigration
 
     return PartitionMigration(client, handler)
 
 
 def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
-    """Unpack an entry's fields; return them and, if it was redriven, the handler that it is meant for."""
+    """Unpack an entry's fields; return them and, if it was redriven, the handler that it was redriven for."""
     pairs = _unpack(packed)
     if pairs and pairs[0] == REDRIVE_FIELD:
         return pairs[2:], pairs[1]
@@ -187,7 +192,7 @@ def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
 
 
 class PartitionTask:
-    """Runs a handler over the sorted rows of one partition. `retried`: an earlier attempt of the task has died."""
+    """Runs a handler over the sorted rows of one partition. `retried`: an earlier attempt of the task failed."""
 
     def __init__(self, job: Job, client: Client, *, retried: bool) -> None:
         handler = job.handler
@@ -204,7 +209,7 @@ class PartitionTask:
         )
         self._token = job.token
         self._label = handler.label.encode()
-        # While this is above 0, a message may be the one that killed an earlier attempt: each is tried by itself.
+        # While this is above 0, any message may be the poison pill that killed an earlier attempt: each runs isolated.
         self._cautious_left = CAUTIOUS_MESSAGES if retried else 0
         self._standings: dict[str, CommittedPosition] = {}
         self._tallies: dict[str, TaskMetrics] = {}
@@ -217,12 +222,12 @@ class PartitionTask:
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._alone = asyncio.Lock()
         self._pulse = LoopHeartbeat(handler.time_limit_ms if handler.is_async else None)
-        self._pace = RateLimit(handler.rate, self._ledger, ask=self._patiently, sleep=self._sleep)
+        self._pace = RateLimit(handler.rate, self._ledger, call=self._patiently, sleep=self._sleep)
         self._moves: PartitionMigration | None = None
         if handler.partitions is not None:
-            self._moves = self._patiently(lambda: _partition_moves(client, handler))
+            self._moves = self._patiently(lambda: _partition_migration(client, handler))
 
-    # The spine
+    # --- Processing ---
 
     async def process(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run every message of `batches` and commit its effects."""
@@ -231,7 +236,7 @@ class PartitionTask:
             await self._work_off(self._runs_of(batch))
 
     async def catch_up(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Run what waits in lines: `batches` have the columns `stream` and `line`. Of each line, the first few hundred."""
+        """Run deferred keys; `batches` have the columns `stream` and `line`. Runs the head of each key queue only."""
         for batch in batches:
             await self._work_off([self._run_of_line(**row) for row in batch.to_pylist()])
 
@@ -249,19 +254,19 @@ class PartitionTask:
             self._rest()
 
     async def _drive_all(self, runs: list[KeyRun]) -> None:
-        waiting = iter(runs)
-        # In cautious mode one at a time, so that strikes fall on the message that runs and on no other.
-        workers = self._handler.concurrency if self._handler.is_async and not self._cautious_left else 1
+        remaining = iter(runs)
+        # Isolated messages run one at a time, so that a crash counts against the running message only.
+        coroutines = self._handler.concurrency if self._handler.is_async and not self._cautious_left else 1
         async with self._pulse.beating(), asyncio.TaskGroup() as group:
-            for _ in range(min(workers, len(runs))):
-                group.create_task(self._work(waiting, group))
+            for _ in range(min(coroutines, len(runs))):
+                group.create_task(self._work(remaining, group))
 
-    async def _work(self, waiting: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
-        for run in waiting:
-            await self._drive(run, waiting, group)
+    async def _work(self, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
+        for run in remaining:
+            await self._drive(run, remaining, group)
 
-    async def _drive(self, run: KeyRun, waiting: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
-        """Take one run through the handler, message by message."""
+    async def _drive(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
+        """Run the handler on the messages of one key, one by one."""
         while run.entries:
             message, is_meant = self._opened(run)
             if is_meant:
@@ -279,8 +284,8 @@ class PartitionTask:
                 self._flush()
                 if run in self._refused:
                     return
-                # Another worker takes over the other keys while this one's key waits.
-                group.create_task(self._work(waiting, group))
+                # A new coroutine runs the other keys while this key backs off.
+                group.create_task(self._work(remaining, group))
                 await self._wait([run], outcome)
                 continue
             if isinstance(outcome, Parked):
@@ -299,9 +304,9 @@ class PartitionTask:
     def _has_to_leave(self, run: KeyRun, outcome: RetryLater) -> bool:
         return run.waited_ms + outcome.delay_ms > MOST_WAIT_MS
 
-    def _leave(self, run: KeyRun, leaving: DeferReason) -> None:
-        """Have the rest of a run set aside, after what is done of it is committed."""
-        run.leaving = leaving
+    def _leave(self, run: KeyRun, reason: DeferReason) -> None:
+        """Defer the remaining entries of a run once its processed ones are committed."""
+        run.leaving = reason
         self._post(run)
         self._leavers.append(run)
         self._outbox_messages += 1
@@ -311,62 +316,62 @@ class PartitionTask:
             self._flush_if_full()
 
     async def _wait(self, runs: Iterable[KeyRun], outcome: RetryLater) -> None:
-        """Wait for the next attempt on the first message of each."""
+        """Back off before the next attempt on the first message of each run."""
         await self._sleep(outcome.delay_ms)
         for run in runs:
             run.waited_ms += outcome.delay_ms
             run.attempt += 1
 
     async def _sleep(self, duration_ms: float) -> None:
-        """Wait. What runs meanwhile and is over has left the alarm on."""
+        """Sleep, disarming the time limit that other attempts leave armed when they end meanwhile."""
         until_s = asyncio.get_running_loop().time() + duration_ms / 1000
         while (left_s := until_s - asyncio.get_running_loop().time()) > 0:
             self._rest()
-            await asyncio.sleep(min(left_s, _MOST_SLEEP_S))
+            await asyncio.sleep(min(left_s, _MAX_SLEEP_S))
 
     def _rest(self) -> None:
-        if not self._handler.is_async:  # of an async one the pulse goes on
+        if not self._handler.is_async:  # the heartbeat of an async handler's loop goes on
             self._alarm.rest()
 
-    def _patiently(self, ask: Callable[[], T]) -> T:
-        """Ask Redis, for as long as it takes: while nothing else can run, nothing else is late."""
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Call Redis until it answers. The watchdog pauses meanwhile: the call blocks the loop, not a handler."""
         self._rest()
         with self._pulse.held():
-            return self._client.patiently(ask, what=self._handler.label)
+            return self._client.patiently(call, what=self._handler.label)
 
-    # Reading
+    # --- Loading ---
 
     def _opened(self, run: KeyRun) -> tuple[Message, bool]:
-        """The next message of a run; False if it was redriven for another handler of the stream."""
+        """The next message of a run, and False if it was redriven for another handler of the stream."""
         entry = run.entries[0]
         pairs, meant_for = open_fields(entry.packed)
         message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, self._token)
         if meant_for is None:
             return message, True
         if meant_for == self._label and self._moves is not None and run.key is not None:
-            # A dead letter goes back to where it came from, and its key may have left since.
-            send = partial(self._moves.send_on, run.stream, run.key, message.id, _unpack(entry.packed))
-            return message, not self._patiently(send)
+            # A dead letter is redriven to its old partition, and its key may have migrated since.
+            forward = partial(self._moves.send_on, run.stream, run.key, message.id, _unpack(entry.packed))
+            return message, not self._patiently(forward)
         return message, meant_for == self._label
 
     def _runs_of(self, batch: pa.RecordBatch) -> list[KeyRun]:
-        """Cut a sorted batch into runs of one stream and key; messages without a key stand alone."""
+        """Split a sorted batch into runs of one stream and key; each message without a key is a run of its own."""
         runs: list[KeyRun] = []
         last: tuple[str, bytes | None] | None = None
         columns = (batch.column(name).to_pylist() for name in ("stream", "key", "id_ms", "id_seq", "fields"))
-        for stream, found, ms, seq, packed in zip(*columns, strict=True):
-            key = found or None
+        for stream, raw_key, ms, seq, packed in zip(*columns, strict=True):
+            key = raw_key or None
             entry = Entry(EntryId(ms, seq), packed)
             if key is not None and (stream, key) == last:
                 runs[-1].entries.append(entry)
             else:
-                mark = KEY_MARK + key if key is not None else ENTRY_MARK + str(entry.id).encode()
-                runs.append(KeyRun(stream, key, mark, deque((entry,))))
+                offset_field = KEY_MARK + key if key is not None else ENTRY_MARK + str(entry.id).encode()
+                runs.append(KeyRun(stream, key, offset_field, deque((entry,))))
                 last = (stream, key)
-            tally = self._tally(stream, entry.id)
-            tally.messages += 1
-            if entry.id > tally.last_id:
-                tally.last_id = entry.id
+            metrics = self._tally(stream, entry.id)
+            metrics.messages += 1
+            if entry.id > metrics.last_id:
+                metrics.last_id = entry.id
         return runs
 
     def _run_of_line(self, stream: str, line: bytes) -> KeyRun:
@@ -374,89 +379,92 @@ class PartitionTask:
         return KeyRun(stream, line[1:] if line.startswith(KEY_MARK) else None, line, deque(), in_line=True)
 
     def _tally(self, stream: str, entry_id: EntryId) -> TaskMetrics:
-        tally = self._tallies.get(stream)
-        if tally is None:
-            tally = self._tallies[stream] = TaskMetrics(entry_id)
-        return tally
+        metrics = self._tallies.get(stream)
+        if metrics is None:
+            metrics = self._tallies[stream] = TaskMetrics(entry_id)
+        return metrics
 
     def _begin_streams(self, streams: set[str], *, again: bool = False) -> None:
-        """Learn where `streams` stand; `again`, since what refused a commit may be that a batch has ended meanwhile."""
-        new = sorted(streams if again else streams - self._standings.keys())
-        if new:
-            standings = self._patiently(lambda: self._ledger.begin(new))
-            self._standings |= standings
-            if any(standing.struck for standing in standings.values()):
+        """Load the committed positions of `streams`; `again` after a refusal, as a batch may have ended meanwhile."""
+        missing = sorted(streams if again else streams - self._standings.keys())
+        if missing:
+            positions = self._patiently(lambda: self._ledger.begin(missing))
+            self._standings |= positions
+            if any(position.struck for position in positions.values()):
                 self._cautious_left = CAUTIOUS_MESSAGES
 
     def _load(self, runs: list[KeyRun]) -> None:
-        """Fetch what `runs` go on from, leave out what is committed, and set aside what waits behind others of its key."""
-        in_line = [run for run in runs if run.in_line]
-        for run in in_line:
-            self._load_line(run, max(LEAST_OF_LINE, LINE_MESSAGES // len(in_line)))
+        """Load key offsets and states, drop committed entries, and defer runs of keys with deferred messages."""
+        queued = [run for run in runs if run.in_line]
+        for run in queued:
+            self._load_line(run, max(LEAST_OF_LINE, LINE_MESSAGES // len(queued)))
         self._load_new([run for run in runs if not run.in_line])
 
-    def _load_line(self, run: KeyRun, most: int) -> None:
+    def _load_line(self, run: KeyRun, limit: int) -> None:
         keys = self._ledger.keys(run.stream)
-        ask = partial(read_queue, self._client, keys, run.mark, most)
-        waiting = self._patiently(ask)
-        gone = [one for one, pairs in waiting.entries if pairs is None]
-        if gone:
+        read = partial(read_queue, self._client, keys, run.mark, limit)
+        queue = self._patiently(read)
+        deleted = [one for one, pairs in queue.entries if pairs is None]
+        if deleted:
             logger.warning(
-                "%d messages of stream %s that were set aside were trimmed or deleted before they were processed: %s",
-                len(gone), run.stream, ", ".join(gone[:10]),
+                "%d deferred messages of stream %s were trimmed or deleted before processing; skipping them: %s",
+                len(deleted), run.stream, ", ".join(deleted[:10]),
             )  # fmt: skip
-        run.take_line(waiting)
+        run.take_line(queue)
 
     def _load_new(self, runs: list[KeyRun]) -> None:
-        # Asked first: a key that waits no more by then may have left a newer state, but an older one could not be told.
-        waiting = self._waiting(runs)
+        # Before the states: so the state of a key whose queue has just emptied is loaded after its last commit. In the
+        # other order a stale state would go undetected.
+        deferred = self._waiting(runs)
         wanted: dict[str, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
         for run in runs:
-            marks, states = wanted[run.stream]
-            marks.append(run.mark)
+            offset_fields, keys = wanted[run.stream]
+            offset_fields.append(run.mark)
             if self._handler.wants_state and run.key is not None:
-                states.append(run.key)
-        found = self._patiently(lambda: self._ledger.load(wanted))
+                keys.append(run.key)
+        loaded = self._patiently(lambda: self._ledger.load(wanted))
         self._leave_out_done(runs)
         for run in runs:
-            values = found[run.stream]
+            values = loaded[run.stream]
             state = values.get(b"s" + run.key, b"") if run.key is not None else b""
             run.resume(values.get(run.mark, b""), state, self._standings[run.stream].frontier)
-        self._put_aside([run for run in runs if run.entries and (run.stream, run.mark) in waiting])
+        self._put_aside([run for run in runs if run.entries and (run.stream, run.mark) in deferred])
 
     def _waiting(self, runs: Iterable[KeyRun]) -> set[tuple[str, bytes]]:
-        """Stream and line of those of which others of the same key wait."""
-        marks: dict[str, list[bytes]] = defaultdict(list)
+        """Stream and key queue of the runs whose key already has deferred messages."""
+        queues: dict[str, list[bytes]] = defaultdict(list)
         for run in runs:
             if run.key is not None and (self._moves is not None or self._may_wait(run.stream)):
-                marks[run.stream].append(run.mark)
-        waiting: set[tuple[str, bytes]] = set()
-        for stream, some in marks.items():
+                queues[run.stream].append(run.mark)
+        deferred: set[tuple[str, bytes]] = set()
+        for stream, names in queues.items():
             if self._moves is not None:
-                wait = partial(self._moves.expect, stream, some)
-                self._patiently(wait)
-            look = partial(deferred_keys, self._ledger, stream, some)
-            waiting |= {(stream, mark) for mark in self._patiently(look)}
-        return waiting
+                await_keys = partial(self._moves.expect, stream, names)
+                self._patiently(await_keys)
+            read = partial(deferred_keys, self._ledger, stream, names)
+            deferred |= {(stream, name) for name in self._patiently(read)}
+        return deferred
 
     def _may_wait(self, stream: str) -> bool:
         return self._standings[stream].lines or self._tallies[stream].aside > 0
 
     def _leave_out_done(self, runs: list[KeyRun]) -> None:
-        """Leave out what workers had committed beyond the frontier before this run took over from them."""
-        floors = {stream: standing.floor for stream, standing in self._standings.items() if standing.floor}
-        below = [
-            run for run in runs if run.stream in floors and run.entries and run.entries[0].id <= floors[run.stream]
+        """Drop entries that workers committed beyond the committed offset before this run took over from them."""
+        takeover_ids = {stream: position.floor for stream, position in self._standings.items() if position.floor}
+        affected = [
+            run
+            for run in runs
+            if run.stream in takeover_ids and run.entries and run.entries[0].id <= takeover_ids[run.stream]
         ]
-        for stream in {run.stream for run in below}:
-            some = [run for run in below if run.stream == stream]
-            ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= floors[stream]]
-            ask = partial(self._ledger.still_open, stream, ids)
-            done = set(ids) - self._patiently(ask)
+        for stream in {run.stream for run in affected}:
+            some = [run for run in affected if run.stream == stream]
+            ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= takeover_ids[stream]]
+            incomplete = partial(self._ledger.still_open, stream, ids)
+            committed = set(ids) - self._patiently(incomplete)
             for run in some:
-                run.entries = deque(entry for entry in run.entries if str(entry.id) not in done)
+                run.entries = deque(entry for entry in run.entries if str(entry.id) not in committed)
 
-    # Running
+    # --- Attempts ---
 
     async def _outcome(self, run: KeyRun, message: Message) -> Outcome:
         refusal = refuse_unkeyed(self._handler, message)
@@ -468,18 +476,16 @@ class PartitionTask:
         return await self._attempt(run, message)
 
     async def _struck_attempt(self, run: KeyRun, message: Message) -> Outcome:
-        """Try it with a strike on it, which stays if the process dies of it."""
-        strike = partial(self._ledger.strike, message.stream, message.id)
-        before = self._patiently(strike)
-        if before >= max(1, self._handler.retry.attempts - 1):
-            message.attempt = before + 1
-            dead = DeadLettered(
-                "crashed", f"the process ended each of the {before + 1} times that this message was tried"
-            )
+        """Attempt a message in isolation: its crash count goes up first, and stays up if the process dies."""
+        count_crash = partial(self._ledger.strike, message.stream, message.id)
+        crashes = self._patiently(count_crash)
+        if crashes >= max(1, self._handler.retry.attempts - 1):
+            message.attempt = crashes + 1
+            dead = DeadLettered("crashed", f"the process ended in each of the {crashes + 1} attempts on this message")
             return dead if self._handler.key is None else given_up(self._handler, dead)
         outcome = await self._attempt(run, message)
-        if isinstance(outcome, RetryLater):  # while it waits, the process may die of another
-            self._patiently(partial(strike, by=-1))
+        if isinstance(outcome, RetryLater):  # while it backs off, another message may kill the process
+            self._patiently(partial(count_crash, by=-1))
         return outcome
 
     async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
@@ -491,31 +497,31 @@ class PartitionTask:
         async with self._slots:
             outcome = await asyncio.create_task(run)
         if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError  # a sibling has failed: the whole task is given up, not this message
+            raise asyncio.CancelledError  # a sibling failed: the whole Spark task fails, not this message
         return outcome
 
     def _settle(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
-        """Add a finished message's effects to its run's unit."""
-        unit = run.unit
-        unit.cover(message.id)
+        """Add a processed message's outcome to its run's effects."""
+        effects = run.unit
+        effects.cover(message.id)
         if self._cautious_left > 0:
-            unit.end_strikes(message.id)
+            effects.end_strikes(message.id)
         if run.in_line and message.attempt > 1:
-            unit.end_strikes(message.id + FAILED)
+            effects.end_strikes(message.id + FAILED)
         if isinstance(outcome, DeadLettered):
-            unit.add_dead(letter(self._handler, message, outcome).items())
+            effects.add_dead(letter(self._handler, message, outcome).items())
             self._outbox_bytes += sum(map(len, message.pairs))
         else:
-            unit.add_outputs(outcome.outputs)
+            effects.add_outputs(outcome.outputs)
             self._outbox_bytes += len(outcome.state) + sum(sum(map(len, items)) for items in outcome.outputs)
             run.state = outcome.state
         run.covered.append(run.entries.popleft())
         run.attempt = 1
 
-    # Committing
+    # --- Committing ---
 
     def _post(self, run: KeyRun) -> None:
-        """Put a run's unit into the outbox."""
+        """Add a run's effects to the commit buffer."""
         if run.unit.messages:
             if run.key is not None and run.state != run.committed_state:
                 run.unit.state = run.state
@@ -527,57 +533,56 @@ class PartitionTask:
             self._flush()
 
     def _flush(self) -> None:
-        """Commit the outbox. Repeating a commit is safe: what was executed already is refused, then left out."""
+        """Commit the buffer, then defer. Repeating is safe: Redis refuses what is committed, the reload drops it."""
         runs, self._outbox, self._outbox_messages, self._outbox_bytes = self._outbox, [], 0, 0
         if runs:
             self._commit(runs)
-        leavers, self._leavers = self._leavers, []
-        self._put_aside([run for run in leavers if run not in self._refused])
+        deferred, self._leavers = self._leavers, []
+        self._put_aside([run for run in deferred if run not in self._refused])
 
     def _commit(self, runs: Sequence[KeyRun]) -> None:
-        units: dict[str, list[Effects]] = defaultdict(list)
+        effects: dict[str, list[Effects]] = defaultdict(list)
         for run in runs:
-            units[run.stream].append(run.unit)
-        refused = self._patiently(lambda: self._ledger.commit(units))
-        refused_marks = {id(unit) for unit in refused}
+            effects[run.stream].append(run.unit)
+        refused = {id(one) for one in self._patiently(lambda: self._ledger.commit(effects))}
         for run in runs:
-            tally = self._tallies[run.stream]
-            if id(run.unit) in refused_marks:
-                tally.refused += 1
+            metrics = self._tallies[run.stream]
+            if id(run.unit) in refused:
+                metrics.refused += 1
                 self._refused += (run, *run.others)
             else:
-                tally.committed += run.unit.messages
-                tally.dead += len(run.unit.dead)
+                metrics.committed += run.unit.messages
+                metrics.dead += len(run.unit.dead)
                 for other in run.others:
                     other.covered = []
                 run.accepted()
 
     def _put_aside(self, runs: Iterable[KeyRun]) -> None:
-        """Set aside the rest of `runs`, of which nothing is uncommitted."""
+        """Defer the remaining entries of `runs`, whose processed entries are all committed."""
         by_stream: dict[str, list[tuple[KeyRun, Deferral]]] = defaultdict(list)
         for run in runs:
             by_stream[run.stream].append((run, run.aside()))
         for stream, some in by_stream.items():
-            put = partial(defer, self._ledger, stream, [aside for _, aside in some])
-            refused = {id(aside) for aside in self._patiently(put)}
-            tally = self._tallies[stream]
-            for run, aside in some:
-                if id(aside) in refused:
-                    tally.refused += 1
+            defer_all = partial(defer, self._ledger, stream, [deferral for _, deferral in some])
+            refused = {id(deferral) for deferral in self._patiently(defer_all)}
+            metrics = self._tallies[stream]
+            for run, deferral in some:
+                if id(deferral) in refused:
+                    metrics.refused += 1
                     self._refused.append(run)
                 else:
-                    tally.aside += len(aside.ids)
+                    metrics.aside += len(deferral.ids)
                     run.entries.clear()
 
     def report(self) -> pa.RecordBatch:
-        """One row per stream."""
+        """Return the task's metrics, one row per stream."""
         rows = [
             {
                 "stream": stream,
-                "last_id": str(t.last_id),
-                **{name: getattr(t, name) for name in COUNTED},
+                "last_id": str(metrics.last_id),
+                **{name: getattr(metrics, name) for name in COUNTED},
                 "lines": self._may_wait(stream),
             }
-            for stream, t in self._tallies.items()
+            for stream, metrics in self._tallies.items()
         ]
         return pa.RecordBatch.from_pylist(rows, schema=TALLY_SCHEMA)

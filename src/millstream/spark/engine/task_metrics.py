@@ -1,4 +1,4 @@
-"""What tasks count, and what the jobs and batches that they belong to did in all."""
+"""TaskMetrics: the counters of a task per stream, and their totals over jobs and batches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Row
 
 COUNTED = ("messages", "committed", "dead", "retries", "refused", "aside")
-"""What a task counts on each stream."""
+"""The counters of a task on each stream."""
 
 TALLY_SCHEMA = pa.schema(
     [
@@ -26,7 +26,7 @@ TALLY_SCHEMA = pa.schema(
 
 @dataclass(slots=True)
 class TaskMetrics:
-    """What a task did on one stream."""
+    """The counters of a task on one stream; `last_id` is the greatest entry id it read."""
 
     last_id: EntryId
     messages: int = 0
@@ -39,7 +39,7 @@ class TaskMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What all tasks of a job did: entries read, committed, dead, set aside; retries, refused commits; how long it took."""
+    """Totals over all tasks of a job: entries read, committed, dead, deferred (`aside`); retries; refused commits."""
 
     handler: str
     messages: int
@@ -53,13 +53,13 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTotals(Totals):
-    """What one finished batch did."""
+    """Totals of one finished batch."""
 
     batch: int
 
 
 def sums(rows: "Iterable[Row]") -> dict[str, int]:
-    """What is counted, over all rows that tasks report."""
+    """Sum the counters of all rows that tasks report."""
     totals = dict.fromkeys(COUNTED, 0)
     for row in rows:
         for name in COUNTED:

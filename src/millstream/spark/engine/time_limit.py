@@ -1,8 +1,8 @@
-"""Runs plain handlers in the Python worker's main thread, each attempt under its time limit.
+"""AttemptTimeLimit: runs plain handlers in the Python worker's main thread, each attempt under its time limit.
 
 A thread per attempt would cost more than most handlers do, and could not be stopped. A timer signal interrupts even a
-sleep or a blocking read (POSIX setitimer); only compiled code that never returns to Python holds it up. What
-that code runs in is ended by the watchdog.
+sleep or a blocking read (POSIX setitimer); only compiled code that never returns to Python delays it. The watchdog
+kills a process that runs such code.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from millstream.handlers.attempt import Ended, TimeLimit
 from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
 
-_LEAST_REPEAT_S = 1.0
+_MIN_REPEAT_S = 1.0
 
 
 class AttemptTimeLimit:
-    """Interrupts what runs too long. Where it is not made in a process's main thread, there is no limit."""
+    """Interrupts an attempt that exceeds its time limit. Created outside a process's main thread, it sets no limit."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -30,7 +30,7 @@ class AttemptTimeLimit:
         """Return what `work` returns; raise TimeLimit in it after `limit_ms` milliseconds."""
         loop = asyncio._get_running_loop()
         try:
-            # A plain handler may have an event loop of its own: asyncio.run refuses to begin inside another.
+            # A plain handler may run an event loop of its own, and asyncio.run refuses to start inside another.
             asyncio._set_running_loop(None)
             self._arm(limit_ms / 1000)
             self._watchdog.expect(hard_limit_ms(limit_ms))
@@ -39,19 +39,19 @@ class AttemptTimeLimit:
             finally:
                 self._armed = False
         finally:
-            self._armed = False  # again: the alarm may have rung just before the first time
+            self._armed = False  # again: the alarm may have fired just before the first assignment
             self._arm(0)
             asyncio._set_running_loop(loop)
 
     def rest(self) -> None:
-        """No attempt runs for a while; to be called before whatever may take long."""
+        """Disarm the watchdog: no attempt runs now. Call it before anything that may take long."""
         self._watchdog.rest()
 
     def _arm(self, seconds: float) -> None:
         if self._usable:
             self._armed = seconds > 0
-            # It rings again: a handler may swallow the first.
-            signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, _LEAST_REPEAT_S) if seconds else 0)
+            # The alarm repeats: a handler may swallow the first one.
+            signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, _MIN_REPEAT_S) if seconds else 0)
 
     def _ring(self, _signal: int, _frame: object) -> None:
         if self._armed:

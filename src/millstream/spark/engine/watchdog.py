@@ -1,7 +1,7 @@
-"""Ends a Python worker whose handler never comes back, from outside the interpreter.
+"""Watchdog: kills a Python worker whose handler never returns, from outside the interpreter.
 
-Compiled code that keeps the interpreter's lock, such as a regular expression that backtracks without end, keeps every
-thread and every signal handler of Python from running. A timer of the kernel needs neither (POSIX timer_create).
+Compiled code that holds the interpreter lock, such as a regular expression with endless backtracking, blocks every
+thread and every signal handler of Python. A kernel timer needs neither (POSIX timer_create).
 """
 
 import ctypes
@@ -11,8 +11,8 @@ import signal
 import time
 
 _CLOCK_MONOTONIC, _SIGEV_SIGNAL = 1, 0
-_MOST_GRACE_MS, _LEAST_GRACE_MS = 30_000.0, 2_000.0
-_RENEWED_S = 0.5
+_MAX_GRACE_MS, _MIN_GRACE_MS = 30_000.0, 2_000.0
+_RENEW_S = 0.5
 
 
 class _SignalEvent(ctypes.Structure):
@@ -34,10 +34,10 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Watchdog:
-    """Kills this process when it is not told in time that what it guards goes on. No-op where the system has no such timer.
+    """Kills this process if it is armed and not re-armed or disarmed in time. No-op where the system has no such timer.
 
-    To tell it costs as much as a few messages do, so what begins soon after something else is not told of. A forked child has
-    no watchdog.
+    Setting the timer costs as much as a few messages do, so an `arm` within half a second of the last one is skipped. A
+    forked child has no watchdog.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class Watchdog:
         )
 
     def expect(self, within_ms: float) -> None:
-        """Kill this process in so many milliseconds, or half a second later, unless told otherwise."""
+        """Kill this process in `within_ms` to `within_ms` + 500 milliseconds, unless armed again or disarmed first."""
         now_s = time.monotonic()
         if now_s >= self._renew_at_s:
-            self._renew_at_s = now_s + _RENEWED_S
-            self._set(within_ms / 1000 + _RENEWED_S)
+            self._renew_at_s = now_s + _RENEW_S
+            self._set(within_ms / 1000 + _RENEW_S)
 
     def rest(self) -> None:
-        """Expect nothing."""
+        """Stop the timer."""
         if self._armed:
             self._renew_at_s = float("-inf")
             self._set(0.0)
@@ -73,9 +73,11 @@ class Watchdog:
 
 
 def hard_limit_ms(limit_ms: float) -> float:
-    """How long an attempt may take whose time limit is `limit_ms`, before its process is killed: so long that a time limit
-    which can be kept has been."""
-    return limit_ms + min(max(limit_ms, _LEAST_GRACE_MS), _MOST_GRACE_MS)
+    """Milliseconds after which the watchdog kills the process of an attempt whose time limit is `limit_ms`.
+
+    Long enough for every time limit that can be enforced to be enforced first.
+    """
+    return limit_ms + min(max(limit_ms, _MIN_GRACE_MS), _MAX_GRACE_MS)
 
 
 def watchdog() -> Watchdog:

@@ -1,1 +1,1 @@
-"""What `millstream run` does: the session, the queries and their supervisor."""
+"""The implementation of `millstream run`: the Spark session, the queries and their supervisor."""

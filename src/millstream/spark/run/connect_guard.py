@@ -1,6 +1,7 @@
-"""Spark Connect, where it cannot be used. Sources and sinks work there (`docs/spark-connect.md`); handlers and stages do not.
+"""Refuses Spark Connect for handlers and stages. Sources and sinks work there (`docs/spark-connect.md`).
 
-They speak to Spark's Java process itself, and see every batch in this one: a Connect session has neither to give.
+Handlers and stages call Spark's Java process directly and see every batch in this process; a Connect session offers
+neither.
 """
 
 import os
@@ -8,15 +9,15 @@ from collections.abc import Mapping
 
 from millstream.errors import ConfigError
 
-_WHY = "handlers and stages need a Spark session of their own, and Spark Connect gives none"
+_WHY = "handlers and stages need a Spark session of their own, which Spark Connect does not provide"
 
 
 def refuse_connect(master: str, conf: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if Spark would take these settings for Spark Connect's; the message says which to drop."""
+    """Raise ConfigError if these settings select Spark Connect; the message says which to drop."""
     if master.startswith("sc://"):
         raise ConfigError(f"--master {master}: {_WHY}; name the cluster itself, as in --master spark://HOST:7077")
     if conf.get("spark.api.mode", environ.get("SPARK_API_MODE", "")).lower() == "connect":
-        raise ConfigError(f"spark.api.mode (SPARK_API_MODE) is connect: {_WHY}; drop it, or say classic")
+        raise ConfigError(f"spark.api.mode (SPARK_API_MODE) is connect: {_WHY}; drop it, or set it to classic")
     if "spark.remote" in conf:
         raise ConfigError(f"--conf spark.remote: {_WHY}; drop it, and name the cluster by --master")
     for variable in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
@@ -25,6 +26,6 @@ def refuse_connect(master: str, conf: Mapping[str, str], environ: Mapping[str, s
 
 
 def refuse_session(spark: object) -> None:
-    """Raise ConfigError for a session of Spark Connect."""
+    """Raise ConfigError for a Spark Connect session."""
     if type(spark).__module__.startswith("pyspark.sql.connect."):
-        raise ConfigError(f"this is a session of Spark Connect: {_WHY}; make one by SparkSession.builder.master(...)")
+        raise ConfigError(f"this is a Spark Connect session: {_WHY}; create one with SparkSession.builder.master(...)")

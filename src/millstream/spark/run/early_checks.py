@@ -1,4 +1,4 @@
-"""What can be known to be wrong before Java is started, which takes seconds: the URL, and what stages say of their inputs."""
+"""Checks before Spark starts, which takes seconds: the URL of Redis, and the inputs of stages."""
 
 import difflib
 import logging
@@ -12,7 +12,7 @@ from millstream.spark.source.options import parse
 
 logger = logging.getLogger(__name__)
 
-_KNOCK_MS = 5_000
+_CONNECT_TIMEOUT_MS = 5_000
 # Spark's own grammar is Java's: https://spark.apache.org/docs/latest/sql-ref-datatypes.html
 _COLUMN = re.compile(r"\s*(`[^`]+`|\w+)\s*:?\s+(\w+)\s*((not\s+null)\s*)?(comment\s.*)?", re.IGNORECASE | re.DOTALL)
 _SIMPLE = (
@@ -26,35 +26,35 @@ _OTHERS = (
 
 
 def check_early(app: App, url: str) -> None:
-    """Raise ConfigError or AccessDenied for what only a person can mend; a Redis that is away is told of, and waited for."""
+    """Raise ConfigError or AccessDenied for what only an operator can fix; an unavailable Redis is only logged."""
     for stage in app.stages.values():
         for one in stage.inputs:
             check_input(stage.label, one, url)
-    with Client(url, timeout_ms=_KNOCK_MS) as client:
+    with Client(url, timeout_ms=_CONNECT_TIMEOUT_MS) as client:
         try:
             client.dial().close()
         except Unavailable as error:
-            logger.warning("%s; Spark is started meanwhile", error)
+            logger.warning("%s; starting Spark meanwhile", error)
 
 
 def check_input(label: str, one: Input, url: str) -> None:
-    """Raise ConfigError if the options or column types of a stage's input cannot be meant so."""
+    """Raise ConfigError if the options or column types of a stage's input are invalid."""
     options = {"url": url, "subscribe": "any", **one.options}
     try:
         parse({name: text_of_option(value) for name, value in options.items() if value is not None})
         if isinstance(one.schema, str):
             _check_types(one.schema)
     except ConfigError as error:
-        raise ConfigError(f"{label} cannot be made: {error}") from error
+        raise ConfigError(f"{label} cannot be built: {error}") from error
 
 
 def text_of_option(value: object) -> str:
-    """An option's value as Spark passes it on."""
+    """Return an option's value as the text that Spark passes on."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_types(schema: str) -> None:
-    """Refuse a type that is none; what is not as simple as columns of fields are is left for Spark to judge."""
+    """Raise ConfigError for an unknown type; Spark itself checks schemas beyond simple columns."""
     columns = [_COLUMN.fullmatch(part) for part in schema.split(",")]
     for found in columns if all(columns) else ():
         assert found is not None
@@ -62,4 +62,4 @@ def _check_types(schema: str) -> None:
         if kind not in (*_SIMPLE, *_OTHERS):
             near = difflib.get_close_matches(kind, _SIMPLE, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"fields are decoded to {', '.join(_SIMPLE)}"
-            raise ConfigError(f"the column {name} is of type {kind!r}, which Spark does not have; {hint}")
+            raise ConfigError(f"column {name} has the type {kind!r}, which Spark does not know; {hint}")

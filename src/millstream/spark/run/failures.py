@@ -1,4 +1,4 @@
-"""Why a query has ended, in one line, and whether trying again can mend it, or a new checkpoint."""
+"""Failure: why a query ended, in one line, and whether a restart or a new checkpoint can fix it."""
 
 import re
 from contextlib import suppress
@@ -14,14 +14,14 @@ _OUR_ERROR = re.compile(r"millstream\.errors\.(\w+): (.*)")
 _ANY_ERROR = re.compile(r"^[\s|]*(?:Caused by: )?((?:\w+\.)*\w*(?:Error|Exception)): (.*)", re.MULTILINE)
 _REASON_CHARS = 500
 _OUTPUT_MODE = re.compile(r"redis-streams does not support (Update|Complete) mode$")
-_WRITE_OTHERWISE = ": use the mode append, with a watermark if rows are summed up, or write in foreachBatch"
+_USE_APPEND = ": use the mode append, with a watermark if rows are summed up, or write in foreachBatch"
 _PYTHON_LATE = "Python worker failed to connect back"
 _VAGUE = ("Task not serializable", "Task serialization failed")
-"""What Spark says whatever has kept it from serialising: what that was is in the cause."""
+"""Spark's text for every serialization error; the innermost cause tells what could not be serialized."""
 
 # Java's stack traces, and which of Spark's classes read a checkpoint: https://github.com/apache/spark, branch-4.x,
 # sql/core/src/main/scala/org/apache/spark/sql/execution/streaming
-_CAUSE = re.compile(r"^(?:Caused by)?: ", re.MULTILINE)  # py4j puts the first of them after a colon
+_CAUSE = re.compile(r"^(?:Caused by)?: ", re.MULTILINE)  # py4j writes the first after a colon
 _FRAME = re.compile(r"^\s*at (?:[\w.$@-]+/)*(org\.apache\.spark\.[\w.$]+)", re.MULTILINE)
 _ONLY_RAISES = ("org.apache.spark.sql.errors.", "org.apache.spark.SparkException", "org.apache.spark.util.Utils")
 _STREAMING = "org.apache.spark.sql.execution.streaming."
@@ -35,14 +35,14 @@ _NO_DAMAGE = re.compile(
     r"|java\.nio\.file\.(AccessDenied|FileSystem)Exception\b|org\.apache\.hadoop\.security\."
     r"|java\.lang\.(InterruptedException|OutOfMemoryError|ClassNotFoundException|NoClassDefFoundError)\b"
 )
-"""Beginnings of errors of whoever keeps the files, or of a machine at its limits: the same file may be read later."""
+"""Errors of the file system, or of an overloaded machine: the same file may be readable later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What ended a query: one of our own errors, or None for any other; the `reason` is one line.
+    """Why a query ended. `kind`: an error of millstream, or None for any other; `reason`: one line.
 
-    `of_checkpoint`: it was raised where Spark reads a checkpoint, by what it found there.
+    `in_checkpoint`: raised where Spark reads a checkpoint, because of its content.
     """
 
     kind: type[MillstreamError] | None
@@ -51,23 +51,23 @@ class Failure:
 
     @property
     def final(self) -> bool:
-        """Whether a person has to change something first."""
-        return (self.kind is not None and issubclass(self.kind, _FINAL)) or _WRITE_OTHERWISE in self.reason
+        """Whether an operator has to change something first."""
+        return (self.kind is not None and issubclass(self.kind, _FINAL)) or _USE_APPEND in self.reason
 
     @property
     def starved(self) -> bool:
-        """Whether a Python process was not up within the ten seconds that Spark gives it, and lets nobody change."""
+        """Whether a Python process did not start within Spark's ten seconds, which no setting changes."""
         return _PYTHON_LATE in self.reason
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Find out what `error` is: raised on the driver, or told by Spark as text about an executor or a planner."""
+    """Classify `error`: raised on the driver, or reported by Spark as text from an executor or a planner."""
     if isinstance(error, MillstreamError):
         return _failure(type(error), str(error))
-    traced = _traced(error)
-    of_checkpoint = _is_of_checkpoint(traced)
+    trace = _java_trace(error)
+    in_checkpoint = _is_raised_in_checkpoint(trace)
     if isinstance(error, Py4JJavaError):
-        return _failure(None, _explained(java_reason(error), traced), of_checkpoint=of_checkpoint)
+        return _failure(None, _with_cause(java_reason(error), trace), in_checkpoint=in_checkpoint)
     text = str(error)
     for name, reason in reversed(_OUR_ERROR.findall(text)):
         kind = getattr(errors, name, None)
@@ -75,11 +75,11 @@ def failure_of(error: BaseException) -> Failure:
             return _failure(kind, reason)
     others = [f"{name.rpartition('.')[2]}: {reason}" for name, reason in _ANY_ERROR.findall(text) if reason]
     reason = others[-1] if others else f"{type(error).__name__}: {text.strip()}"
-    return _failure(None, _explained(reason, traced), of_checkpoint=of_checkpoint)
+    return _failure(None, _with_cause(reason, trace), in_checkpoint=in_checkpoint)
 
 
 def java_reason(error: Exception) -> str:
-    """The first line of what Java says in `error`."""
+    """Return the first line of the Java exception's text in `error`."""
     text = str(error)
     if isinstance(error, Py4JJavaError):
         with suppress(Py4JError, OSError):
@@ -87,20 +87,20 @@ def java_reason(error: Exception) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _traced(error: BaseException) -> str:
-    """What Java says of `error` in all, with its causes; "" if it does not come from there."""
+def _java_trace(error: BaseException) -> str:
+    """Return the Java stack trace of `error`, with its causes; "" if it is not from Java."""
     if isinstance(error, Py4JJavaError):
         with suppress(Py4JError, OSError):
             return str(error)
         return ""
-    # PySpark shows a query's error without its cause, but has it.
+    # PySpark prints a query's error without its cause, but keeps it.
     cause = getattr(error, "_cause", None)
     return "\nCaused by: ".join(trace for one in (error, cause) if (trace := getattr(one, "_stackTrace", None)))
 
 
-def _is_of_checkpoint(traced: str) -> bool:
-    """Whether the innermost cause was raised where Spark reads a checkpoint. What only goes by there is not of it."""
-    parts = _CAUSE.split(traced)
+def _is_raised_in_checkpoint(trace: str) -> bool:
+    """Whether the innermost cause was raised where Spark reads a checkpoint, and not merely passed through there."""
+    parts = _CAUSE.split(trace)
     if _NO_DAMAGE.match(parts[-1]) and not _CORRUPT.search(parts[-1].partition("\n")[0]):
         return False
     for part in reversed(parts):
@@ -110,17 +110,17 @@ def _is_of_checkpoint(traced: str) -> bool:
     return False
 
 
-def _explained(reason: str, traced: str) -> str:
-    """A reason that tells nothing, with the innermost cause."""
+def _with_cause(reason: str, trace: str) -> str:
+    """Append the innermost cause to a vague reason."""
     line = reason.strip().partition("\n")[0].rstrip(".")
-    *outer, cause = _CAUSE.split(traced)
+    *outer, cause = _CAUSE.split(trace)
     if not outer or not line.endswith(_VAGUE):
         return reason
     return f"{line} ({cause.partition(chr(10))[0].strip()})"
 
 
-def _failure(kind: type[MillstreamError] | None, reason: str, *, of_checkpoint: bool = False) -> Failure:
+def _failure(kind: type[MillstreamError] | None, reason: str, *, in_checkpoint: bool = False) -> Failure:
     line = reason.strip().partition("\n")[0].rstrip(".")[:_REASON_CHARS]
-    hint = " within Spark's 10 seconds: has this machine too much to do?" if line.endswith(_PYTHON_LATE) else ""
-    hint = _WRITE_OTHERWISE if _OUTPUT_MODE.search(line) else hint
-    return Failure(kind=kind, reason=line + hint, of_checkpoint=of_checkpoint)
+    hint = " within Spark's 10 seconds: is this machine overloaded?" if line.endswith(_PYTHON_LATE) else ""
+    hint = _USE_APPEND if _OUTPUT_MODE.search(line) else hint
+    return Failure(kind=kind, reason=line + hint, of_checkpoint=in_checkpoint)

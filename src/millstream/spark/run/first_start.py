@@ -1,4 +1,4 @@
-"""What is checked, and written down in Redis, before a handler's first batch with a new checkpoint."""
+"""First start of a handler with a new checkpoint: the checks, and the start position recorded in Redis."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -15,7 +15,7 @@ StartAt = Literal["earliest", "latest"]
 
 
 def commit_store_of(client: Client, handler: Handler) -> CommitStore:
-    """The ledger of `handler`, for its driver."""
+    """Return the commit store of `handler`, for its driver."""
     return CommitStore(client, app=handler.app, handler=handler.name, keyed=handler.key is not None)
 
 
@@ -32,34 +32,34 @@ def check_slots(handler: Handler, streams: Sequence[str]) -> None:
 def prepare_new(
     client: Client, handler: Handler, streams: Sequence[str], checkpoint: str, *, start: Start, start_at: StartAt
 ) -> None:
-    """Make `handler` ready to begin on `streams` with the new folder `checkpoint`; may be repeated.
+    """Prepare `handler` to start on `streams` with the new folder `checkpoint`; repeatable.
 
-    Raises ConfigError if the handler has committed something and `start` does not say what that means; RedisError.
+    Raises ConfigError if the handler has committed messages and `start` is "resume"; RedisError.
     """
-    ledger = commit_store_of(client, handler)
+    commit_store = commit_store_of(client, handler)
     if start == "reprocess":
-        newer = ledger.renewed(ledger.new_token(streams))
+        newer = commit_store.renewed(commit_store.new_token(streams))
         newer.begin(streams)
         newer.forget(streams)
     elif start == "resume":
-        for stream in ledger.begun(streams):
-            frontier = ledger.frontiers([stream]).get(stream, "the middle of its first batch")
+        for stream in commit_store.begun(streams):
+            committed_id = commit_store.frontiers([stream]).get(stream, "the middle of its first batch")
             raise ConfigError(
-                f"{handler.label} has processed {stream!r} up to {frontier}, but the checkpoint {checkpoint!r} is "
-                "new: use --from-frontier to go on there, --reprocess to forget it and begin anew, or give the old "
-                "--checkpoint"
+                f"{handler.label} has processed {stream!r} up to {committed_id}, but the checkpoint {checkpoint!r} is "
+                "new: use --from-frontier to continue there, --reprocess to delete its progress and start from the "
+                "beginning, or give the old --checkpoint"
             )
     if start_at == "latest":
-        known = ledger.frontiers(streams)
-        _begin_at_latest(client, ledger, [stream for stream in streams if stream not in known])
+        known = commit_store.frontiers(streams)
+        _begin_at_latest(client, commit_store, [stream for stream in streams if stream not in known])
 
 
-def _begin_at_latest(client: Client, ledger: CommitStore, streams: Sequence[str]) -> None:
-    """Write down where each stream ends now: a start that is only looked up would move on if the first batch fails."""
+def _begin_at_latest(client: Client, commit_store: CommitStore, streams: Sequence[str]) -> None:
+    """Commit the current end of each stream: otherwise the start position would move if the first batch failed."""
     tails = client.pipeline([("XREVRANGE", stream, "+", "-", "COUNT", 1) for stream in streams])
     ends = {
         stream: EntryId.parse(tail[0][0]) for stream, tail in zip(streams, tails, strict=True) if raise_if_error(tail)
     }
-    new = ledger.renewed(ledger.new_token(streams))
-    new.begin(list(ends))
-    new.advance(ends)
+    newer = commit_store.renewed(commit_store.new_token(streams))
+    newer.begin(list(ends))
+    newer.advance(ends)

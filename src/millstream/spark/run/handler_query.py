@@ -1,4 +1,4 @@
-"""A handler's query: the engine behind Spark's foreachBatch, under a token that makes it the newest run."""
+"""HandlerQuery: a handler's query, with the engine in Spark's foreachBatch and a fencing token for each start."""
 
 import logging
 import threading
@@ -29,37 +29,37 @@ from millstream.spark.run.service_membership import ServiceMembership, announced
 
 logger = logging.getLogger(__name__)
 
-_WATCH_S, _MOST_WAIT_S = 0.2, 30.0
+_WATCH_S, _MAX_WAIT_S = 0.2, 30.0
 
 
 class _BatchFailed(Exception):
-    """Ends a batch for Spark, which searches the texts of errors, and chokes on long ones."""
+    """Fails a batch with a short text: Spark searches the texts of errors, and fails on very long ones."""
 
 
 class HandlerQuery(SupervisedQuery):
-    """Runs one handler: see `engine.py`; and, beside it, what it has set aside and the keys that move to it."""
+    """Runs one handler (see `micro_batch.py`) and, in background threads, its deferred keys and key migration."""
 
     kind: ClassVar[str] = "handler"
 
-    def __init__(self, around: RunContext, handler: Handler) -> None:
-        super().__init__(around, handler.app, handler.name)
+    def __init__(self, context: RunContext, handler: Handler) -> None:
+        super().__init__(context, handler.app, handler.name)
         self._handler = handler
-        self._ledger = commit_store_of(around.client, handler)
+        self._ledger = commit_store_of(context.client, handler)
         self._catch_up: DeferredJobs | None = None
         self._membership: ServiceMembership | None = None
         self._keeping_up: threading.Thread | None = None
 
     def streams(self) -> list[str]:
-        """Those it names, or that fit its pattern, are its partitions, or were announced, as of now."""
+        """The streams that it names, that match its pattern, its partitions, or the announced ones, as of now."""
         handler, client = self._handler, self._around.client
         if handler.announced is not None:
             return announced_streams(client, handler.announced)
         if handler.partitions is not None:
-            return [stream for layout in partitions_of(client, handler) for stream in layout.streams]
+            return [stream for base in partitions_of(client, handler) for stream in base.streams]
         return list(handler.streams) or client.scan_streams(handler.pattern or "*")
 
     def join(self) -> None:
-        """Become a consumer of the service that its streams are announced to."""
+        """Join the service that its streams are announced to, as a consumer."""
         if self._handler.announced is not None:
             self._membership = self._membership or ServiceMembership(
                 self._around.client, self._handler, on_ended=self._break
@@ -72,7 +72,7 @@ class HandlerQuery(SupervisedQuery):
             self._membership.close()
 
     def prepare(self) -> None:
-        """Compare the checkpoint with what is committed, and write down where a new one begins."""
+        """Compare the checkpoint with the committed offsets, and record where a new checkpoint starts."""
         client, settings, streams = self._around.client, self._around.settings, self.streams()
         if client.is_cluster:
             check_slots(self._handler, streams)
@@ -82,36 +82,36 @@ class HandlerQuery(SupervisedQuery):
             prepare_new(client, self._handler, streams, self.checkpoint, start=start, start_at=start_at)
 
     def begin(self) -> None:
-        """Run what is set aside, and bring in keys that move."""
+        """Start the threads that run deferred keys and migrate keys."""
         self._keeping_up = self._beside(self._keep_up, "millstream-lines")
         if self._handler.partitions is not None:
             self._beside(self._move_keys, "millstream-keys")
 
     def wind_up(self, within_s: float) -> None:
-        """Have what was run of it be told of before the end."""
+        """Wait for the deferred keys' thread, so that its last event is emitted."""
         if self._keeping_up is not None:
             self._keeping_up.join(within_s)
 
     def is_settled(self) -> bool:
-        """Whether nothing that was set aside will be run by itself."""
+        """Whether no deferred key will make progress by itself."""
         return self._catch_up is not None and self._catch_up.is_settled()
 
     def achieved(self) -> int:
-        """How many messages the handler has ever committed."""
+        """How many messages the handler has committed in total."""
         keys = [HandlerKeys(self._handler.app, self.name, stream).meta for stream in self.streams()]
         replies = self._around.client.pipeline([("HGET", key, "committed") for key in keys])
         return sum(int(raise_if_error(reply) or 0) for reply in replies)
 
     def parked(self, client: Client) -> tuple[int, int]:
-        """See Pipeline."""
+        """See SupervisedQuery."""
         streams = [] if self._catch_up is None else self._catch_up.streams()
         return count_parked(client, [HandlerKeys(self._handler.app, self.name, stream) for stream in streams])
 
     def start(self) -> StreamingQuery:
-        """Take over from whoever ran the handler before, and start."""
-        handler, around = self._handler, self._around
+        """Take over from any earlier run of the handler, and start the query."""
+        handler, context = self._handler, self._around
         self.error = self._catch_up = None
-        token, standings = around.wait_for(self._take_over, self.label)
+        token, positions = context.wait_for(self._take_over, self.label)
         options = {
             **self._source(),
             **_subscription(handler),
@@ -122,18 +122,20 @@ class HandlerQuery(SupervisedQuery):
             "startingOffsets": "frontier",
             **({"keyField": handler.key_field} if handler.key_field else {}),
         }
-        job = Job(handler=handler, url=around.settings.url, token=token)
-        aside = [name for name, standing in standings.items() if standing.lines]
-        self._catch_up = DeferredJobs(job, around.spark, streams=aside, give_up=around.over.is_set, clock=around.clock)
-        engine = Engine(job, on_batch=self._batch_done, catch_up=self._catch_up)
-        frame = around.spark.readStream.format("redis-streams").options(**options).load()
+        job = Job(handler=handler, url=context.settings.url, token=token)
+        deferred = [stream for stream, position in positions.items() if position.lines]
+        self._catch_up = DeferredJobs(
+            job, context.spark, streams=deferred, give_up=context.over.is_set, clock=context.clock
+        )
+        engine = Engine(job, on_batch=self._batch_done, deferred_jobs=self._catch_up)
+        frame = context.spark.readStream.format("redis-streams").options(**options).load()
         return self._started(frame.writeStream.foreachBatch(self._processing(engine)))
 
     def _take_over(self) -> tuple[int, dict[str, CommittedPosition]]:
-        """Begin a run; return its token, and where its streams stand. Where workers were before, it goes on after them."""
+        """Begin a run; return its token and its streams' committed positions. It continues after workers' commits."""
         streams = self.streams()
         token = self._ledger.new_token(streams)
-        # Before the query plans: of what workers have done it knows only the frontier that this leaves behind.
+        # Before the query plans: the source sees of workers' commits only the committed offset that `begin` writes.
         return token, self._ledger.renewed(token).begin(streams)
 
     def _batch_done(self, batch: BatchTotals) -> None:
@@ -141,14 +143,14 @@ class HandlerQuery(SupervisedQuery):
         self._around.on_event({"event": "batch", **asdict(batch)})
 
     def _processing(self, engine: Engine) -> Callable[[DataFrame, int], None]:
-        """What Spark calls for each batch: `engine`, under the eyes of the supervisor."""
+        """Return the function that Spark calls for each batch: `engine`, with bookkeeping for the supervisor."""
 
         def process(frame: DataFrame, number: int) -> None:
             self.began = True
             self.batch = Batch(number, self._around.clock.monotonic_ms())
             try:
                 engine(frame, number)
-            except Exception as error:  # noqa: BLE001 - whatever it is ends the query; the supervisor judges it
+            except Exception as error:  # noqa: BLE001 - any error ends the query; the supervisor classifies it
                 self.error = error
                 raise _BatchFailed(failure_of(error).reason) from None
             finally:
@@ -156,67 +158,70 @@ class HandlerQuery(SupervisedQuery):
 
         return process
 
-    # --- Beside the query ---
+    # --- Background threads ---
 
     def _beside(self, work: Callable[[], None], name: str) -> threading.Thread:
-        def done() -> None:
+        def run() -> None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - whatever it is, a run without it must not look healthy
+            except Exception as error:  # noqa: BLE001 - without this thread, a run must not look healthy
                 self._break(error)
 
-        thread = threading.Thread(target=done, name=name, daemon=True)
+        thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
 
     def _keep_up(self) -> None:
-        """Run what was set aside, when it may be run."""
-        over, wait_s, failures = self._around.over, _WATCH_S, 0
-        while not over.wait(wait_s):
-            wait_s, catch_up = _WATCH_S, self._catch_up  # each query has its own, under its own token
-            if catch_up is None:
+        """Run deferred keys once they are runnable."""
+        ended, wait_s, failures = self._around.over, _WATCH_S, 0
+        while not ended.wait(wait_s):
+            wait_s, deferred_jobs = _WATCH_S, self._catch_up  # each start of the query has its own
+            if deferred_jobs is None:
                 continue
             try:
-                done = catch_up.run()
+                totals = deferred_jobs.run()
             except (MillstreamError, PySparkException, Py4JError, OSError) as error:
-                if over.is_set() or self._around.stopping.is_set():
+                if ended.is_set() or self._around.stopping.is_set():
                     return
-                if catch_up is not self._catch_up:
-                    continue  # its query has ended; what begins anew has taken over from it
+                if deferred_jobs is not self._catch_up:
+                    continue  # its query has ended, and the restarted one has taken over
                 failure, failures = failure_of(error), failures + 1
                 if failure.final or failures > MOST_FAILURES:
                     self._break(error)
                     return
-                wait_s = min(0.5 * 2**failures, _MOST_WAIT_S)
-                logger.warning("%s cannot run what was set aside: %s", self.label, failure.reason)
+                wait_s = min(0.5 * 2**failures, _MAX_WAIT_S)
+                logger.warning(
+                    "%s cannot run its deferred messages, retrying in %.1f s: %s", self.label, wait_s, failure.reason
+                )
             else:
                 failures = 0
-                if done:
+                if totals:
                     wait_s = 0.0
-                    self._around.on_event({"event": "caught-up", **asdict(done)})
+                    self._around.on_event({"event": "caught-up", **asdict(totals)})
 
     def _break(self, error: Exception) -> None:
         self.broken = failure_of(error)
 
     def _move_keys(self) -> None:
-        """Bring in the keys that move between the handler's partitions."""
+        """Import the keys that migrate between the handler's partitions."""
 
-        def tell(streams: Sequence[str]) -> None:
+        def on_runnable(streams: Sequence[str]) -> None:
             if self._catch_up is not None:
                 self._catch_up.look_at(streams)
 
-        over = self._around.over
+        ended = self._around.over
         with Client(self._around.settings.url) as client:
-            while not over.wait(_WATCH_S):
+            while not ended.wait(_WATCH_S):
                 try:
-                    keep_moving(client, self._handler, over, tell)
+                    keep_moving(client, self._handler, ended, on_runnable)
                 except MillstreamError as error:
-                    logger.warning("keys of %s do not move for now: %s", self.label, error)
-                    over.wait(_MOST_WAIT_S / 10)
+                    wait_s = _MAX_WAIT_S / 10
+                    logger.warning("cannot migrate keys of %s, retrying in %.0f s: %s", self.label, wait_s, error)
+                    ended.wait(wait_s)
 
 
 def _subscription(handler: Handler) -> dict[str, str | None]:
-    """The options of the source that say which streams."""
+    """The source options that select the handler's streams."""
     if handler.announced is not None:
         return {"subscribeAnnounced": handler.announced}
     if handler.partitions is not None:

@@ -1,4 +1,4 @@
-"""Says in Redis that a run is alive, for people who ask who is at work: in the way that workers hold their names."""
+"""Liveness: a key in Redis for each running query, read by `millstream info`, as workers hold their names."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -10,24 +10,26 @@ from millstream.redis_client.key_names import held_name, run_name
 
 logger = logging.getLogger(__name__)
 
-_HELD_MS, _EVERY_S = 30_000, 10.0
+_TTL_MS, _INTERVAL_S = 30_000, 10.0
 
 
-def announce_run(client: Client, app: str, pipelines: Iterable[str]) -> None:
-    """Hold the names of these handlers and stages for half a minute. Raises RedisError."""
-    for reply in client.pipeline([("SET", held_name(app, run_name(one)), 1, "PX", _HELD_MS) for one in pipelines]):
+def announce_run(client: Client, app: str, names: Iterable[str]) -> None:
+    """Set the liveness keys of these handlers and stages for half a minute. Raises RedisError."""
+    for reply in client.pipeline([("SET", held_name(app, run_name(one)), 1, "PX", _TTL_MS) for one in names]):
         raise_if_error(reply)
 
 
-def keep_announced(url: str, app: str, pipelines: Callable[[], Iterable[str]], over: Event) -> None:
-    """Hold them until `over`. Nothing depends on it: where it cannot be, the log says so at most."""
+def keep_announced(url: str, app: str, names: Callable[[], Iterable[str]], ended: Event) -> None:
+    """Renew the liveness keys until `ended`. Processing does not depend on them: a failure is only logged."""
     with Client(url) as client:
-        while not over.is_set():
+        while not ended.is_set():
             try:
-                announce_run(client, app, pipelines())
+                announce_run(client, app, names())
             except AccessDenied as error:
-                logger.warning("millstream info will not show that %s is run here: %s", app, error)
+                logger.warning(
+                    "cannot write liveness keys, millstream info will not show this run of %s: %s", app, error
+                )
                 return
             except RedisError as error:
-                logger.debug("millstream info may not show that %s is run here: %s", app, error)
-            over.wait(_EVERY_S)
+                logger.debug("cannot write liveness keys of %s now, trying again: %s", app, error)
+            ended.wait(_INTERVAL_S)

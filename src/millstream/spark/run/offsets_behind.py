@@ -1,28 +1,28 @@
-"""How far a query is behind the newest entries, by the offsets that Spark reports. No I/O."""
+"""The lag of a query behind the newest entries, by the offsets that Spark reports. No I/O."""
 
 import json
 
-from millstream.spark.source.offsets import readable
+from millstream.spark.source.offsets import unpack
 
 
 def behind(end: str | None, latest: str | None) -> dict[str, int | None]:
-    """Entries between two offsets of the source as Spark's progress reports have them, stream by stream.
+    """Return the entries between two offsets of the source, as in Spark's progress reports, by stream.
 
-    None where that is not known; empty while nothing has been reported, and for offsets of another source.
+    None where unknown; empty before the first report, and for offsets of another source.
     """
-    reached, newest = _counts(end), _counts(latest)
-    if not reached or not newest:
+    end_counts, latest_counts = _counts(end), _counts(latest)
+    if not end_counts or not latest_counts:
         return {}
-    return {stream: _between(reached.get(stream, 0), count) for stream, count in newest.items()}
+    return {stream: _lag(end_counts.get(stream, 0), count) for stream, count in latest_counts.items()}
 
 
-def _between(reached: int | None, newest: int | None) -> int | None:
-    return None if reached is None or newest is None else max(0, newest - reached)
+def _lag(end: int | None, latest: int | None) -> int | None:
+    return None if end is None or latest is None else max(0, latest - end)
 
 
 def _counts(text: str | None) -> dict[str, int | None]:
     try:
-        raw = readable(json.loads(text or "null"))
+        raw = unpack(json.loads(text or "null"))
         return {stream: count for stream, (_, count) in raw.items() if count is None or isinstance(count, int)}
     except (AttributeError, TypeError, ValueError):
         return {}

@@ -1,4 +1,4 @@
-"""One query of an app, a handler's or a stage's, and its standing with the supervisor."""
+"""SupervisedQuery: one query of an app, a handler's or a stage's, and its state as the supervisor sees it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -21,26 +21,26 @@ Event = Mapping[str, Any]
 T = TypeVar("T")
 
 MOST_FAILURES = 10
-"""In a row, and in vain, before a person is asked for."""
+"""Failures in a row, without progress, after which the run stops."""
 
-_FIRST_WORD_MS, _MOST_WORDS_APART_MS = 10_000.0, 300_000.0
+_FIRST_REPORT_MS, _MAX_REPORT_INTERVAL_MS = 10_000.0, 300_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How an app is run on Spark.
+    """Settings of a run on Spark.
 
-    * `url`: where Redis is
+    * `url`: the URL of Redis
     * `checkpoint`: folder (any Hadoop file system) for Spark's checkpoints, one sub-folder per handler and stage
-    * `max_per_batch`: most entries that a micro-batch takes
-    * `interval_ms`: least time between the starts of two micro-batches; 0 = as fast as they come
-    * `once`: process what is there now, then end
-    * `start`: what to do when the checkpoint is new but something was done before: `resume` refuses, `from-frontier`
-      goes on where the handler's commits end, or where the stage's group stands, `reprocess` forgets frontier and
-      keyed state and begins anew
-    * `start_at`: where a handler or stage that never ran begins
-    * `read_from`: tasks read entries from replicas that have what the primary has, or from the primary only
-    * `fail_on_data_loss`: stop if entries were trimmed or deleted before they were processed; else count them
+    * `max_per_batch`: most entries of a micro-batch
+    * `interval_ms`: least time between the starts of two micro-batches, in milliseconds; 0 = without a pause
+    * `once`: process the entries that are there now, then end
+    * `start`: what to do if the checkpoint is new but the handler or stage has run before: `resume` refuses to start;
+      `from-frontier` starts at the handler's committed offset, or at the last id of the stage's group; `reprocess`
+      deletes committed offset and keyed state, and starts from the beginning
+    * `start_at`: where a handler or stage that never ran starts
+    * `read_from`: tasks read entries from up-to-date replicas, or from the primary only
+    * `fail_on_data_loss`: stop if entries were trimmed or deleted before they were processed; otherwise count them
     """
 
     url: str = field(repr=False)
@@ -58,12 +58,12 @@ class RunSettings:
             raise ConfigError("max_per_batch must be at least 1 and interval_ms at least 0")
 
 
-_NOBODY = "no executor has come to the master yet: are workers running, with enough free cores and memory?"
+_NO_EXECUTOR = "no executor has registered with the master: check that workers run with enough free cores and memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What every pipeline of a run works with. `stopping` ends all waiting, `over` what goes on beside the queries."""
+    """The context that all queries of a run share. `stopping` ends all waits; `ended` ends the background threads."""
 
     spark: SparkSession
     settings: RunSettings
@@ -74,35 +74,35 @@ class RunContext:
     on_event: Callable[[Event], None]
 
     def wait_for(self, operation: Callable[[], T], what: str) -> T:
-        """Do `operation`, again and again while Redis is away. Raises Unavailable when the run is to stop."""
+        """Run `operation`, repeating it while Redis is unavailable. Raises Unavailable once the run is stopping."""
         return self.client.patiently(operation, what=what, give_up=self.stopping.is_set)
 
 
 @dataclass(slots=True)
 class Batch:
-    """The batch that is running now, and when to say so next. `number` is None if it is not known."""
+    """The running batch, and when to report it next. `number` is None if unknown."""
 
     number: int | None
     began_ms: float
-    next_word_ms: float = field(default_factory=lambda: _FIRST_WORD_MS)
+    next_word_ms: float = field(default_factory=lambda: _FIRST_REPORT_MS)
 
 
 class SupervisedQuery(ABC):
-    """A query that the supervisor starts, watches, and starts again. `name` is that of the handler or stage.
+    """A query that the supervisor starts, watches and restarts. `name` is that of the handler or stage.
 
-    * `error`: what ended a batch, if that is known better than Spark tells it
-    * `broken`: what ended the work beside the query, without which it cannot go on
-    * `has_started`: its query has been started in this run
-    * `resumed`, `began`: it goes on from a checkpoint; it has begun a batch in this run
-    * `failures`: in a row, with nothing achieved in between
+    * `error`: the exception that failed a batch, if known more exactly than Spark reports it
+    * `background_failure`: what ended a background thread that the query needs
+    * `has_started`: the query has been started in this run
+    * `resumed`, `batch_started`: it continues from a checkpoint; it has started a batch in this run
+    * `failures`: failures in a row, without progress in between
     """
 
     kind: ClassVar[str]
 
-    def __init__(self, around: RunContext, app: str, name: str) -> None:
+    def __init__(self, context: RunContext, app: str, name: str) -> None:
         self.name = name
         self.label = f"{app}.{name}"
-        self.checkpoint = f"{around.settings.checkpoint.rstrip('/')}/{app}/{name}"
+        self.checkpoint = f"{context.settings.checkpoint.rstrip('/')}/{app}/{name}"
         self.query: StreamingQuery | None = None
         self.batch: Batch | None = None
         self.error: Exception | None = None
@@ -114,19 +114,19 @@ class SupervisedQuery(ABC):
         self.before = 0
         self.retry_at_ms = 0.0
         self.done = False
-        self._around = around
+        self._around = context
 
     @abstractmethod
     def streams(self) -> list[str]:
-        """The streams that it reads, as far as they are known now."""
+        """The streams that it reads, as known now."""
 
     def join(self) -> None:
-        """Take part in what it has to be a part of, before it is prepared. Raises ConfigError, RedisError."""
+        """Join the service of its streams, if any, before `prepare`. Raises ConfigError, RedisError."""
         return
 
     @abstractmethod
     def prepare(self) -> None:
-        """Check, and write down, what has to be before its first start; may be repeated. Raises ConfigError."""
+        """Check the checkpoint and record the start position before the first start; repeatable. Raises ConfigError."""
 
     @abstractmethod
     def start(self) -> StreamingQuery:
@@ -134,64 +134,64 @@ class SupervisedQuery(ABC):
 
     @abstractmethod
     def achieved(self) -> int:
-        """A number that has grown if anything was done since it was asked for the last time."""
+        """A progress counter: it has grown if anything was committed since the last call."""
 
     def begin(self) -> None:
-        """Begin, in threads, with what has to be done beside its query until the run is over."""
+        """Start the background threads that work beside the query until the run ends."""
         return
 
     def is_settled(self) -> bool:
-        """Whether nothing is left to be done, its query being at its end."""
+        """Whether no work is left once its query has ended."""
         return True
 
     def parked(self, client: Client) -> tuple[int, int]:
-        """How many keys are parked, and how many messages wait in them, as asked of `client`. Raises RedisError."""
+        """Return the number of parked keys, and of messages in their queues, read by `client`. Raises RedisError."""
         return 0, 0
 
     def wind_up(self, within_s: float) -> None:
-        """The run is over: wait, for so many seconds at most, for the last word of what `begin` began."""
+        """Wait, after the run has ended, at most so many seconds for the background threads to report."""
         return
 
     def leave(self) -> None:
-        """End what `join` began."""
+        """Leave the service that `join` joined."""
         return
 
     def watch(self) -> None:
-        """Say that a batch is running, at ever longer intervals."""
+        """Emit a `running` event for a long batch, at growing intervals."""
         batch = self.batch
         if batch is None:
             return
-        taken_ms = self._around.clock.monotonic_ms() - batch.began_ms
-        if taken_ms >= batch.next_word_ms:
-            batch.next_word_ms += min(batch.next_word_ms, _MOST_WORDS_APART_MS)
+        elapsed_ms = self._around.clock.monotonic_ms() - batch.began_ms
+        if elapsed_ms >= batch.next_word_ms:
+            batch.next_word_ms += min(batch.next_word_ms, _MAX_REPORT_INTERVAL_MS)
             numbered = {} if batch.number is None else {"batch": batch.number}
-            idle = {} if has_executors(self._around.spark) else {"reason": _NOBODY}
-            self.tell("running", **numbered, seconds=round(taken_ms / 1000), **idle)
+            idle = {} if has_executors(self._around.spark) else {"reason": _NO_EXECUTOR}
+            self.tell("running", **numbered, seconds=round(elapsed_ms / 1000), **idle)
 
     def tell(self, event: str, **more: Any) -> None:
-        """Tell of an event of this pipeline."""
+        """Emit an event of this query."""
         self._around.on_event({"event": event, self.kind: self.name, **more})
 
-    def _look_at_checkpoint(self, sign: str) -> None:
-        """Find out whether it goes on from its checkpoint, by what a query leaves there as soon as it has begun."""
-        self.resumed = checkpoint_begun(self._around.spark, self.checkpoint, sign)
+    def _look_at_checkpoint(self, marker: str) -> None:
+        """Find out whether the query resumes: one that has begun leaves `marker` in its checkpoint."""
+        self.resumed = checkpoint_begun(self._around.spark, self.checkpoint, marker)
         if self.resumed and self._around.settings.start == "reprocess":
-            raise ConfigError(f"reprocessing {self.label} needs a new --checkpoint: this one says what is done")
+            raise ConfigError(f"reprocessing {self.label} needs a new --checkpoint: this one records what is processed")
 
     def _source(self) -> dict[str, Any]:
-        """The options of the source that are the same for handlers and stages."""
+        """The source options that handlers and stages share."""
         settings, context = self._around.settings, self._around.spark.sparkContext
         return {
             "url": settings.url,
             "maxOffsetsPerTrigger": settings.max_per_batch,
             "failOnDataLoss": settings.fail_on_data_loss,
             "readFrom": settings.read_from,
-            # Of a cluster the source sees but the driver's own cores.
+            # On a cluster the source sees only the driver's own cores.
             **({"minPartitions": context.defaultParallelism} if is_cluster(str(context.master)) else {}),
         }
 
     def _started(self, writer: DataStreamWriter) -> StreamingQuery:
-        """Start the query of `writer` under our name, with our checkpoint, at the pace of the settings."""
+        """Start the query of `writer` with the label as its name, the checkpoint, and the trigger of the settings."""
         settings = self._around.settings
         writer = writer.queryName(self.label).option("checkpointLocation", self.checkpoint)
         if settings.once:

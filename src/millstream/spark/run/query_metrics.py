@@ -1,4 +1,4 @@
-"""Reports what Spark says of its queries to millstream's metrics."""
+"""QueryMetrics: reports the progress of Spark's queries to millstream's metrics."""
 
 import math
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from millstream.spark.run.offsets_behind import behind
 class QueryMetrics(StreamingQueryListener):
     """Reports the progress of every query of a session: `spark.streams.addListener(QueryMetrics(recorder))`.
 
-    A query goes by its name, or its id if it has none. `streams` bounds how many streams of a query have a figure
-    of their own: those that are furthest behind.
+    Metrics label a query with its name, or its id without one. Only the `streams` most lagging streams of a query have
+    a metric of their own.
     """
 
     def __init__(self, metrics: m.Metrics, *, streams: int = 20) -> None:
@@ -31,36 +31,36 @@ class QueryMetrics(StreamingQueryListener):
         self._shown: dict[str, set[str]] = {}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's names
-        """Remember its name, which its end does not tell."""
+        """Store the query's name, which the termination event lacks."""
         self._names[str(event.runId)] = event.name or str(event.id)
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802
-        """Report a batch, and where it leaves the query."""
+        """Report a batch, and the query's lag after it."""
         progress = event.progress
         query = progress.name or str(progress.id)
         if "addBatch" in progress.durationMs:
             self._metrics.count(m.SPARK_ROWS, progress.numInputRows, query=query)
             self._metrics.observe(m.SPARK_BATCH_SECONDS, progress.batchDuration / 1000, query=query)
-        if waiting := _waiting(progress):
-            self._behind(query, waiting)
+        if lags := _lags(progress):
+            self._behind(query, lags)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
-        """Nothing: the last figures stand."""
+        """Do nothing: the last values stay valid."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802
-        """A query that has ended is not behind in any stream."""
+        """Remove the query's metrics of streams."""
         query = self._names.pop(str(event.runId), str(event.id))
         for stream in self._shown.pop(query, ()):
             self._metrics.forget(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
 
-    def _behind(self, query: str, waiting: Mapping[str, int | None]) -> None:
-        known = {stream: count for stream, count in waiting.items() if count is not None}
+    def _behind(self, query: str, lags: Mapping[str, int | None]) -> None:
+        known = {stream: count for stream, count in lags.items() if count is not None}
         counts: list[float] = list(known.values()) or [math.nan]
         figures = {
             "min": min(counts),
             "avg": sum(counts) / len(counts),
             "max": max(counts),
-            "sum": sum(counts) if len(known) == len(waiting) else math.nan,
+            "sum": sum(counts) if len(known) == len(lags) else math.nan,
         }
         for of, value in figures.items():
             self._metrics.set(m.SPARK_BEHIND, value, query=query, of=of)
@@ -72,8 +72,8 @@ class QueryMetrics(StreamingQueryListener):
         self._shown[query] = worst
 
 
-def _waiting(progress: StreamingQueryProgress) -> dict[str, int | None]:
-    """How far the query is behind in each stream of all its sources."""
+def _lags(progress: StreamingQueryProgress) -> dict[str, int | None]:
+    """Return the lag of the query in each stream of all its sources."""
     found: dict[str, int | None] = {}
     for source in progress.sources:
         found |= behind(source.endOffset, source.latestOffset)
@@ -81,7 +81,7 @@ def _waiting(progress: StreamingQueryProgress) -> dict[str, int | None]:
 
 
 def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> None:
-    """Count what a finished batch of `handler` (`app.name`) did: see `BatchTotals`."""
+    """Count the totals of a finished batch of `handler` (`app.name`): see `BatchTotals`."""
     metrics.count(m.READ, batch["messages"], handler=handler)
     metrics.count(m.COMMITTED, batch["committed"], handler=handler)
     metrics.count(m.RETRIED, batch["retries"], handler=handler)

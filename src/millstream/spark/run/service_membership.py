@@ -1,7 +1,7 @@
-"""A run on Spark as one of the consumers of the service that its streams are announced to.
+"""ServiceMembership: a run on Spark as a consumer of the service that its streams are announced to.
 
-It reads every announced stream, whoever has it: workers of the handler end when the run begins. What it is a consumer for
-is that announcements are read, and that people see whose the streams are.
+The run reads every announced stream, whoever owns its lease: the handler's workers stop when the run begins. It joins
+so that announcements are read, and so that operators see the owner of each stream.
 """
 
 import logging
@@ -23,14 +23,14 @@ _HOST_CHARS = 40
 
 
 def announced_streams(client: Client, service: str) -> list[str]:
-    """The streams that were announced to `service` and read there, and are not done. Raises RedisError."""
+    """Return the streams of `service`: announced, read by a consumer, and not done. Raises RedisError."""
     return sorted(from_wire(name) for name in client.execute("HKEYS", ServiceKeys(service).streams))
 
 
 class ServiceMembership:
-    """The part that a run of `handler` takes in its service, from `join` to `close`.
+    """The membership of a run of `handler` in its service, from `join` to `close`.
 
-    `on_ended` is told, in another thread, of what has ended it before: no announcement is read any more.
+    `on_ended` is called, in another thread, with the error that ended it early: announcements are no longer read.
     """
 
     def __init__(self, client: Client, handler: Handler, *, on_ended: Callable[[Exception], None]) -> None:
@@ -45,22 +45,22 @@ class ServiceMembership:
         )  # fmt: skip
 
     def join(self) -> None:
-        """Take part. Raises ConfigError if the service is another handler's, RedisError."""
+        """Join the service. Raises ConfigError if it belongs to another handler, RedisError."""
         claim_service(self._client, self._service, self._handler.label)
         self._balancer.start()
         threading.Thread(target=self._attend, name="millstream-leases", daemon=True).start()
 
     def _attend(self) -> None:
-        """Give back what others are to have: they take over by beginning."""
-        for notice in self._balancer:
+        """Release leases that are rebalanced to other consumers."""
+        for notification in self._balancer:
             try:
-                if isinstance(notice, StreamDisowned) and notice.why == "rebalanced":
-                    self._balancer.release(notice.lease)
-                elif isinstance(notice, Terminated) and notice.error is not None:
-                    self._on_ended(notice.error)
+                if isinstance(notification, StreamDisowned) and notification.why == "rebalanced":
+                    self._balancer.release(notification.lease)
+                elif isinstance(notification, Terminated) and notification.error is not None:
+                    self._on_ended(notification.error)
             except MillstreamError as error:
-                logger.debug("a lease was not released: %s", error)
+                logger.debug("cannot release a lease: %s", error)
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the service."""
         self._balancer.close()

@@ -1,4 +1,4 @@
-"""The Spark session that `millstream run` works on, and the Java process behind it."""
+"""The Spark session of `millstream run`, and the Java process behind it."""
 
 import logging
 import os
@@ -27,21 +27,21 @@ from millstream.spark.run.failures import java_reason
 
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _KEPT_LINES = 20
-_TALKERS = ("py4j", "DataFrameQueryContextLogger", "SQLQueryContextLogger")
-"""Loggers of errors that are raised as well."""
-_ANSWER_S = 120
-"""How long Spark's Java and Python processes wait for each other to answer; 15 s, as usual, are too few on a busy machine."""
-_USELESS = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
-_END_S = 2.0
-_DYING_S = 20.0
+_DUPLICATE_LOGGERS = ("py4j", "DataFrameQueryContextLogger", "SQLQueryContextLogger")
+"""Loggers of errors that are also raised."""
+_HANDSHAKE_TIMEOUT_S = 120
+"""How long Spark's Java and Python processes wait for each other; Spark's 15 s are too short on a busy machine."""
+_NOISE = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
+_LOG_END_S = 2.0
+_JAVA_EXIT_S = 20.0
 _NO_MASTER = "Cannot call methods on a stopped SparkContext."
 _FORMAT = "redis-streams"
 
 
 def task_tries(handlers: Iterable[Handler]) -> int:
-    """As many tries per task as a message that kills its process may need to become a dead letter."""
-    tries = max((handler.retry.attempts for handler in handlers), default=1) + 1
-    return min(max(tries, 4), 10)
+    """Return the attempts per Spark task that a poison pill may need to become a dead letter: from 4 to 10."""
+    attempts = max((handler.retry.attempts for handler in handlers), default=1) + 1
+    return min(max(attempts, 4), 10)
 
 
 def is_cluster(master: str) -> bool:
@@ -50,27 +50,27 @@ def is_cluster(master: str) -> bool:
 
 
 def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bool = False) -> SparkSession:
-    """Return a session for `master`, with `conf` over our defaults. Raises ConfigError if Spark cannot start so.
+    """Return a session for `master`; `conf` overrides our defaults. Raises ConfigError if Spark cannot start with them.
 
-    Spark's and its Java bridge's own logs are shown only if `verbose`: every error reaches its caller anyway.
+    The logs of Spark and of its Java bridge are shown only if `verbose`: every error also reaches its caller.
     """
     refuse_connect(master, conf)
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    if not (is_cluster(master) and "PYSPARK_PYTHON" in os.environ):  # there it may be somewhere else
+    if not (is_cluster(master) and "PYSPARK_PYTHON" in os.environ):  # a cluster may have it elsewhere
         os.environ["PYSPARK_PYTHON"] = sys.executable
-    os.environ.setdefault("SPARK_AUTH_SOCKET_TIMEOUT", str(_ANSWER_S))
+    os.environ.setdefault("SPARK_AUTH_SOCKET_TIMEOUT", str(_HANDSHAKE_TIMEOUT_S))
     log_file = resources.files("millstream.spark") / "log4j2.properties"
     level = "warn" if verbose else "off"
     if not verbose:
-        for talker in _TALKERS:
-            logging.getLogger(talker).setLevel(logging.CRITICAL)
+        for duplicate in _DUPLICATE_LOGGERS:
+            logging.getLogger(duplicate).setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(_is_not_py4j)
     java_options = f"-Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.speculation": "false",
-        "spark.python.authenticate.socketTimeout": f"{_ANSWER_S}s",
+        "spark.python.authenticate.socketTimeout": f"{_HANDSHAKE_TIMEOUT_S}s",
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.streaming.minBatchesToRetain": "10",
         "spark.sql.streaming.numRecentProgressUpdates": "5",
@@ -91,36 +91,36 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
         reason = java_reason(error)
         if reason.endswith(_NO_MASTER):
             raise ConfigError(
-                f"Spark gave up on the master {master}: is one running there, under just that name? --spark-log shows more"
+                f"Spark cannot reach the master {master}: does it run under exactly this URL? --spark-log shows more"
             ) from error
         raise ConfigError(f"Spark refuses its settings (--master, --conf): {reason}") from error
 
 
 def close_session(spark: SparkSession) -> None:
-    """Stop `spark`, unless its Java process has ended, or ends just now: what ends all of a group ends that as well."""
+    """Stop `spark`, unless its Java process has ended or is ending: a signal to the process group ends it too."""
     try:
         if not java_has_ended(spark):
             spark.stop()
     except (Py4JError, OSError):
-        if not java_has_ended(spark, within_s=_DYING_S):
+        if not java_has_ended(spark, within_s=_JAVA_EXIT_S):
             raise
 
 
 def make_active(spark: SparkSession) -> None:
-    """Have this thread's calls find `spark` where they look for it themselves, as for the format of a sink."""
+    """Make `spark` the active session of this thread, which some calls use, such as the lookup of a sink's format."""
     jvm = spark.sparkContext._jvm
     assert jvm is not None
     SparkSession._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
 
 
 def settle_environment(spark: SparkSession) -> None:
-    """Have what Spark notes in its record of our data source stand there before a query begins.
+    """Put the variables that Spark adds to our data source's environment there before any query starts.
 
-    Spark keeps one Python function of a data source for all queries of a Java process, and each query that begins puts
-    the same few variables into its environment, a Scala HashMap, without a lock (PythonStreamingSourceRunner.init). Where
-    two begin at once in a young session, as they do after a restart, the map may count an entry twice. From then
-    on nothing that holds it can be serialised: every query ends with "Task not serializable", however often it is tried.
-    To put what is there already changes no count.
+    Spark keeps one Python function of a data source for all queries of a Java process. Each starting query puts the
+    same few variables into its environment, a Scala HashMap, without a lock (PythonStreamingSourceRunner.init). If two
+    queries start at once in a new session, as after a restart, the map may count an entry twice. From then on nothing
+    that holds it can be serialized: every query ends with "Task not serializable", however often it is restarted.
+    Putting a variable that is there already changes no count.
     """
     timeout_s = spark.sparkContext.getConf().get("spark.python.authenticate.socketTimeout", "15s")
     known = {
@@ -136,41 +136,41 @@ def settle_environment(spark: SparkSession) -> None:
 
 
 def has_stopped(spark: SparkSession) -> bool:
-    """Whether the session is over, as when its cluster has given it up: no query of it will ever run again."""
+    """Whether the session has stopped, as after its cluster removed it: none of its queries will run again."""
     return bool(spark.sparkContext._jsc.sc().isStopped())
 
 
 def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
-    """Whether the Java process behind `spark` is gone, or goes within so many seconds: no call succeeds then."""
+    """Whether the Java process behind `spark` has ended, or ends within so many seconds: then every call fails."""
     process: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)
     if process is None:
-        return False  # somebody else has started it
+        return False  # another process has started it
     with suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
     return process.returncode is not None
 
 
 def has_executors(spark: SparkSession) -> bool:
-    """Whether anybody is there to run tasks. Raises what pyspark does."""
+    """Whether there is an executor to run tasks. Raises what pyspark does."""
     context = spark.sparkContext
     if not is_cluster(str(context.master)):
         return True
-    return len(context._jsc.sc().statusTracker().getExecutorInfos()) > 1  # the driver is among them
+    return len(context._jsc.sc().statusTracker().getExecutorInfos()) > 1  # the driver is one of them
 
 
-def checkpoint_begun(spark: SparkSession, path: str, sign: str) -> bool:
-    """Make the folder `path`, on whatever file system it names, if it is not there; True if a query has begun in it:
-    then its file `sign` is there, or its folder `sign` with something finished in it.
+def checkpoint_begun(spark: SparkSession, path: str, marker: str) -> bool:
+    """Create the folder `path`, on any Hadoop file system, if missing; True if a query has begun in it.
 
-    Raises ConfigError if it cannot be used.
+    A query has begun if the file `marker` exists, or the folder `marker` with a finished file in it. Raises ConfigError
+    if the folder cannot be used.
     """
     try:
         files, folder = _folder(spark, path)
         if not files.mkdirs(folder):
             raise ConfigError(
-                f"the checkpoint folder {path!r} cannot be made; is it writable? give another --checkpoint"
+                f"the checkpoint folder {path!r} cannot be created; make it writable, or give another --checkpoint"
             )
-        return not all(map(_is_unfinished, _listed(spark, f"{path}/{sign}")))
+        return not all(map(_is_unfinished, _listed(spark, f"{path}/{marker}")))
     except (Py4JJavaError, PySparkException) as error:
         raise ConfigError(
             f"the checkpoint folder {path!r} cannot be used ({java_reason(error)}); give another --checkpoint"
@@ -178,10 +178,10 @@ def checkpoint_begun(spark: SparkSession, path: str, sign: str) -> bool:
 
 
 def clear_unfinished(spark: SparkSession, path: str) -> None:
-    """Remove what a query that died in its first batch was writing in the checkpoint `path`.
+    """Remove the unfinished files that a query left in the checkpoint `path` if it died in its first batch.
 
-    Spark takes the batch for one that never was, and then refuses a folder for it that is not empty (its class
-    MicroBatchExecution), so that without this the checkpoint could never be used again. Raises what pyspark does.
+    Spark treats that batch as never started, and then refuses its folder because it is not empty (MicroBatchExecution):
+    without this removal the checkpoint would be unusable. Raises what pyspark does.
     """
     files, _ = _folder(spark, path)
     left = _listed(spark, f"{path}/offsets")
@@ -191,7 +191,7 @@ def clear_unfinished(spark: SparkSession, path: str) -> None:
 
 
 def _folder(spark: SparkSession, path: str) -> tuple[JavaObject, JavaObject]:
-    """The file system that `path` is on, and its path there."""
+    """Return the file system of `path`, and the path on it."""
     jvm = spark.sparkContext._jvm
     assert jvm is not None
     folder = jvm.org.apache.hadoop.fs.Path(path)
@@ -199,7 +199,7 @@ def _folder(spark: SparkSession, path: str) -> tuple[JavaObject, JavaObject]:
 
 
 def _listed(spark: SparkSession, path: str) -> list[JavaObject]:
-    """The paths in a folder; that of `path` itself if it is a file, none if it is not there."""
+    """Return the paths in a folder; `path` itself if it is a file, and none if it does not exist."""
     files, folder = _folder(spark, path)
     return [one.getPath() for one in files.listStatus(folder)] if files.exists(folder) else []
 
@@ -209,7 +209,7 @@ def _is_unfinished(path: JavaObject) -> bool:
 
 
 def _is_not_py4j(record: logging.LogRecord) -> bool:
-    # It logs some of what it raises to the root logger.
+    # py4j logs some errors that it raises to the root logger.
     return "py4j" not in Path(record.pathname).parts
 
 
@@ -217,28 +217,28 @@ def _is_not_py4j(record: logging.LogRecord) -> bool:
 
 
 def _start_java(conf: SparkConf) -> None:
-    """Start Spark's Java process, for this process's whole life. Raises ConfigError with what it says if it ends."""
+    """Start Spark's Java process, for this process's lifetime. Raises ConfigError with its output if it fails."""
     reader, writer = os.pipe()
     log = _JavaLog(reader)
     log.start()
     try:
-        # A signal for all of our group is for us to obey: Java would end before its queries.
+        # A process group of its own: a signal to ours would otherwise end Java before its queries.
         gateway = launch_gateway(conf, popen_kwargs={"stderr": writer, "process_group": 0})
     except (PySparkRuntimeError, Py4JError, OSError) as error:
         os.close(writer)
-        log.join(_END_S)
-        said = log.reason() or str(error)
+        log.join(_LOG_END_S)
+        reason = log.reason() or str(error)
         home = os.environ.get("JAVA_HOME")
         java = shutil.which("java", path=str(Path(home) / "bin") if home else None)
         hint = "check --master and --conf" if java else "install Java 17 or later, or set JAVA_HOME"
-        raise ConfigError(f"Spark's Java process cannot start: {said}; {hint}") from error
+        raise ConfigError(f"Spark's Java process cannot start: {reason}; {hint}") from error
     os.close(writer)
     SparkContext._ensure_initialized(gateway=gateway)
     log.release()
 
 
 class _JavaLog(threading.Thread):
-    """Passes on what the Java process writes to stderr; holds it back until it is known that it runs."""
+    """Forwards the Java process's stderr; buffers it until the process is known to run."""
 
     def __init__(self, reader: int) -> None:
         super().__init__(daemon=True, name="java-log")
@@ -248,32 +248,32 @@ class _JavaLog(threading.Thread):
         self.held: deque[str] = deque(maxlen=_KEPT_LINES)
 
     def run(self) -> None:
-        """Read to the end."""
+        """Forward or buffer lines until the Java process closes stderr."""
         with os.fdopen(self._reader, "rb") as lines:
             for line in lines:
-                if line.startswith(_USELESS):
+                if line.startswith(_NOISE):
                     continue
                 with self._lock:
                     if not self._released:
                         self.held.append(line.decode("utf-8", "replace").strip())
                         continue
-                _write_on(line)
+                _forward(line)
 
     def reason(self) -> str:
-        """What was held back, without the frames of tracebacks."""
+        """Return the buffered lines, without stack frames."""
         with self._lock:
             lines = [line for line in self.held if line and not line.startswith(("at ", "..."))]
         return "; ".join(line.removeprefix('Exception in thread "main" ') for line in lines)
 
     def release(self) -> None:
-        """Pass on what was held back, and from now on all."""
+        """Forward the buffered lines, and from now on every line."""
         with self._lock:
             for held in self.held:
-                _write_on(f"{held}\n".encode())
+                _forward(f"{held}\n".encode())
             self.held.clear()
             self._released = True
 
 
-def _write_on(line: bytes) -> None:
+def _forward(line: bytes) -> None:
     with suppress(OSError):  # stderr may be closed
         os.write(2, line)

@@ -1,4 +1,4 @@
-"""A stage's query: what its function makes of streaming DataFrames, checked before it starts."""
+"""StageQuery: a stage's query, built by its function from streaming DataFrames and checked before it starts."""
 
 import traceback
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from millstream.spark.source.schema import schema_of
 
 
 class StageQuery(SupervisedQuery):
-    """Runs one stage. Its batches are Spark's: what they did is known from its progress reports."""
+    """Runs one stage. Spark runs its batches; their results are known from Spark's progress reports."""
 
     kind: ClassVar[str] = "stage"
 
-    def __init__(self, around: RunContext, stage: Stage) -> None:
-        super().__init__(around, stage.app, stage.name)
+    def __init__(self, context: RunContext, stage: Stage) -> None:
+        super().__init__(context, stage.app, stage.name)
         self._stage = stage
         self._group = stage_group(stage.app, stage.name)
         self._writer: DataStreamWriter | None = None
@@ -35,46 +35,46 @@ class StageQuery(SupervisedQuery):
         self._batches = 0
 
     def streams(self) -> list[str]:
-        """Those its inputs name, or that fit their patterns now."""
+        """The streams that its inputs name, or that match their patterns now."""
         scan = self._around.client.scan_streams
         return [name for one in self._stage.inputs for name in (one.streams or scan(one.pattern or "*"))]
 
     def prepare(self) -> None:
-        """Compare the checkpoint with the group, and have the stage make its query."""
-        # Its query's id is there from the start; offsets only from the first batch on, which may be long in coming.
+        """Compare the checkpoint with the progress group, and build the query."""
+        # The query's metadata exists from its start; offsets only from its first batch, which may come much later.
         self._look_at_checkpoint("metadata")
         known = {} if self.resumed or self._around.settings.start != "resume" else self._standings()
-        for stream, standing in known.items():
-            if standing.at.id > ZERO_ID:
+        for stream, found in known.items():
+            if found.position.id > ZERO_ID:
                 raise ConfigError(
-                    f"{self.label} has read {stream!r} up to {standing.at.id}, but the checkpoint {self.checkpoint!r} is "
-                    "new: use --from-frontier to go on there, without what its windows and joins held, --reprocess to "
-                    "begin anew, or give the old --checkpoint"
+                    f"{self.label} has read {stream!r} up to {found.position.id}, but the checkpoint {self.checkpoint!r} "
+                    "is new: use --from-frontier to continue there, without the state of its windows and joins, "
+                    "--reprocess to start from the beginning, or give the old --checkpoint"
                 )
         try:
             self._writer = self._made()
         except ConfigError as error:
-            if not failure_of(error).starved:  # else it is made when it is started, as often as it takes
+            if not failure_of(error).starved:  # otherwise each start of the query builds it again
                 raise
 
     def _standings(self) -> Mapping[str, GroupPosition]:
         return group_positions(self._around.client, self._group, self.streams())
 
     def _begins_at(self) -> str:
-        """Where Spark is to begin if its checkpoint has no place yet: a place that was shown once does not move."""
-        goes_on = self.resumed or self.has_started or self._around.settings.start == "from-frontier"
-        return "group" if goes_on and self._standings() else self._around.settings.start_at
+        """Where Spark starts without a checkpointed offset: a position that the group has shown does not move."""
+        continues = self.resumed or self.has_started or self._around.settings.start == "from-frontier"
+        return "group" if continues and self._standings() else self._around.settings.start_at
 
     def achieved(self) -> int:
-        """How many batches have ended well in this run."""
+        """How many batches have succeeded in this run."""
         self.watch()
         return self._batches
 
     def start(self) -> StreamingQuery:
-        """Start what the stage has made; it is made anew each time but the first, and again if that fails."""
+        """Start the query that `prepare` built; every later start builds it again."""
         try:
             writer, self._writer = self._writer or self._made(), None
-        except ConfigError as error:  # it could be made before: what its function asks for may be away for now
+        except ConfigError as error:  # it could be built before: something that its function needs may be unavailable
             raise PipelineFailed(str(error)) from error
         try:
             return self._started(writer)
@@ -82,7 +82,7 @@ class StageQuery(SupervisedQuery):
             raise ConfigError(failure_of(error).reason) from error
 
     def watch(self) -> None:
-        """Tell of the batches that have ended, and of one that takes long."""
+        """Emit events for finished batches, and for one that takes long."""
         query = self.query
         if query is None:
             return
@@ -99,56 +99,55 @@ class StageQuery(SupervisedQuery):
             self.batch = Batch(None, self._around.clock.monotonic_ms())
         super().watch()
 
-    # --- What the function makes ---
+    # --- Building the query ---
 
     def _made(self) -> DataStreamWriter:
         stage, begins_at = self._stage, self._around.wait_for(self._begins_at, self.label)
         try:
-            made = stage.function(*[self._frame(one, begins_at) for one in stage.inputs])
+            result = stage.function(*[self._frame(one, begins_at) for one in stage.inputs])
         except Exception as error:  # the user's function may raise anything
-            raise ConfigError(f"{self.label} cannot be made: {_said(error, stage)}") from error
-        return self._checked(made)
+            raise ConfigError(f"{self.label} cannot be built: {_error_line(error, stage)}") from error
+        return self._checked(result)
 
     def _frame(self, one: Input, begins_at: str) -> DataFrame:
         options = self._source()
         options |= {"subscribe": ",".join(one.streams)} if one.streams else {"subscribePattern": one.pattern}
-        # What is redriven is for the handler that could not process it: the stage has read it before.
+        # A redriven entry is meant for the handler that failed on it; the stage has read the original.
         options |= {"group": self._group, "startingOffsets": begins_at, "redriven": "skip"}
         options |= one.options
-        parse(
-            {name: text_of_option(value) for name, value in options.items() if value is not None}
-        )  # Spark does so much later
+        # Checked now: Spark parses the options only when the query starts.
+        parse({name: text_of_option(value) for name, value in options.items() if value is not None})
         reader = self._around.spark.readStream.format("redis-streams").options(**options)
         return (reader if one.schema is None else reader.schema(schema_of(one.schema))).load()
 
-    def _checked(self, made: Any) -> DataStreamWriter:
-        """What to start. Raises ConfigError for what is none."""
+    def _checked(self, result: Any) -> DataStreamWriter:
+        """Return the writer to start. Raises ConfigError for any other result."""
         where, into = f"{self.label} ", self._stage.into
-        if isinstance(made, StreamingQuery):
-            made.stop()
-            raise ConfigError(f"{where}has started a query: return the writer, and leave .start() and .toTable() out")
-        if made is None:
+        if isinstance(result, StreamingQuery):
+            result.stop()
+            raise ConfigError(f"{where}has started a query: return the writer, without .start() or .toTable()")
+        if result is None:
             raise ConfigError(f"{where}returns nothing: return a DataFrame, or df.writeStream with a format")
-        if isinstance(made, DataFrame):
-            if not made.isStreaming:
+        if isinstance(result, DataFrame):
+            if not result.isStreaming:
                 raise ConfigError(
-                    f"{where}returns a DataFrame that does not stream: make it from the DataFrames that it is given"
+                    f"{where}returns a DataFrame that is not streaming: build it from the DataFrames of its parameters"
                 )
             if into is None:
                 raise ConfigError(
                     f'{where}returns a DataFrame, so its rows need a stream: give it into="stream", or return '
                     "df.writeStream with a format and its options"
                 )
-            made = made.writeStream
-        if not isinstance(made, DataStreamWriter):
-            raise ConfigError(f"{where}returns a {type(made).__name__}: return a DataFrame, or df.writeStream ...")
+            result = result.writeStream
+        if not isinstance(result, DataStreamWriter):
+            raise ConfigError(f"{where}returns a {type(result).__name__}: return a DataFrame, or df.writeStream ...")
         if into is None:
-            return made
-        return made.format("redis-streams").options(url=self._around.settings.url, stream=into)
+            return result
+        return result.format("redis-streams").options(url=self._around.settings.url, stream=into)
 
 
-def _said(error: Exception, stage: Stage) -> str:
-    """The error in one line, with the place in the stage's file that it came by."""
+def _error_line(error: Exception, stage: Stage) -> str:
+    """Return the error in one line, with the line of the stage's file that it passed."""
     reason = failure_of(error).reason
     code = getattr(stage.function, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""Runs an app as Spark pipelines: one streaming query per handler and stage, and a supervisor that keeps them going.
+"""Supervisor: runs an app on Spark, with one streaming query per handler and stage, and restarts failed queries.
 
-The spine is `Supervisor.run`: start the queries, watch them, start a failed one again with back-off, and stop
-all of them when asked to, or when something failed that trying again cannot mend.
+The spine is `Supervisor.run`: start the queries, watch them, restart a failed one with back-off, and stop all of them
+on request or after a failure that a restart cannot fix.
 """
 
 import logging
@@ -41,22 +41,22 @@ __all__ = ["RunSettings", "Supervisor"]
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.2
-_STOP_MS, _LAST_WORDS_MS = 25_000.0, 2_000.0
-_MOST_FAILURES_ONCE, _MOST_FAILURES_AT_FIRST = 5, 2
-_JAVA_GONE_S = 1.0
-_LOOK_MS, _MOST_ALONE_MS = 5_000.0, 120_000.0
-_MOST_STARTING, _INITIALISING = 2, "Initializing sources"
+_STOP_MS, _DRAIN_MS = 25_000.0, 2_000.0
+_MAX_FAILURES_ONCE, _MAX_CHECKPOINT_FAILURES = 5, 2
+_JAVA_EXIT_S = 1.0
+_EXECUTOR_CHECK_MS, _MAX_NO_EXECUTORS_MS = 5_000.0, 120_000.0
+_MAX_STARTING, _INITIALIZING = 2, "Initializing sources"
 
 
 class Supervisor:
     """Runs every handler and stage of `app` on `spark` until stopped.
 
-    `on_event` is told, as mappings with an `event` name, of what happens: started, batch (finished), running (a
-    batch that takes long; with a `reason` if nobody is there to run it), caught-up (what was set aside was run), restarting, stopped (with `parked`, if that
-    is known: for each handler with parked keys, how many those are, and how many messages wait in them); all but the last
-    name their `handler` or `stage`.
-    `on_watch` is called a few times a second with the number of entries that wait, or None while it is unknown.
-    Setting `stopping` has the effect of `stop`. Raises ConfigError for a session of Spark Connect.
+    `on_event` receives mappings with an `event` name: started, batch (finished), running (a batch takes long; with a
+    `reason` if there is no executor to run it), caught-up (deferred messages were run), restarting, and stopped (with
+    `parked`, if known: the number of parked keys and of messages in their queues, by handler). All but stopped name
+    their `handler` or `stage`.
+    `on_watch` is called a few times a second with the lag in entries, or None while it is unknown.
+    Setting `stopping` has the effect of `stop`. Raises ConfigError for a Spark Connect session.
     """
 
     def __init__(
@@ -86,33 +86,33 @@ class Supervisor:
             spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, over=self._over,
             on_event=on_event,
         )  # fmt: skip
-        # Stages first: what Spark itself refuses in them is said before a handler has done anything.
+        # Stages first: Spark's own errors about them are raised before a handler has processed anything.
         self._pipelines: list[SupervisedQuery] = [StageQuery(around, stage) for stage in app.stages.values()]
         self._pipelines += [HandlerQuery(around, handler) for handler in app.handlers.values()]
 
     def stop(self) -> None:
-        """Ask `run` to end; safe to call from a signal handler. What is not committed is done by the next run."""
+        """Make `run` end; safe to call from a signal handler. The next run repeats whatever is not committed."""
         self._stopping.set()
 
     def run(self) -> None:
-        """Process until stopped, or, with `once`, until all that was there is processed.
+        """Process until stopped or, with `once`, until all entries that were there at the start are processed.
 
-        Raises ConfigError for what must be changed first, AccessDenied, SessionEnded when another session is needed to go
-        on, and PipelineFailed when a person is.
+        Raises ConfigError for a wrong setting, AccessDenied, SessionEnded if only a new session can continue, and
+        PipelineFailed if an operator has to act.
         """
         try:
             make_active(self._spark)
-            for pipeline in self._pipelines:
-                self._around.wait_for(pipeline.join, pipeline.label)
-                self._around.wait_for(pipeline.prepare, pipeline.label)
+            for supervised in self._pipelines:
+                self._around.wait_for(supervised.join, supervised.label)
+                self._around.wait_for(supervised.prepare, supervised.label)
             threading.Thread(target=self._move_delayed, name="millstream-mover", daemon=True).start()
             threading.Thread(target=self._keep_present, name="millstream-presence", daemon=True).start()
-            for pipeline in self._pipelines:
-                pipeline.begin()
-            while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
-                for pipeline in self._pipelines:
-                    pipeline.watch()
-                    self._tend(pipeline)
+            for supervised in self._pipelines:
+                supervised.begin()
+            while not self._stopping.is_set() and not all(supervised.done for supervised in self._pipelines):
+                for supervised in self._pipelines:
+                    supervised.watch()
+                    self._tend(supervised)
                 self._check_executors()
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
@@ -120,48 +120,49 @@ class Supervisor:
             if not self._stopping.is_set():
                 raise
         except (Py4JError, PySparkException, ConnectionError) as error:
-            if not java_has_ended(self._spark, within_s=_JAVA_GONE_S):
+            if not java_has_ended(self._spark, within_s=_JAVA_EXIT_S):
                 self._check_session()
                 raise
-            # A signal that is meant to stop all may reach the Java process first.
-            if not self._stopping.wait(_JAVA_GONE_S):
+            # A signal to the whole process group may reach the Java process first.
+            if not self._stopping.wait(_JAVA_EXIT_S):
                 raise PipelineFailed(
-                    "Spark's Java process has ended: killed, or out of memory. Run the same again: what is committed "
-                    "is not done twice"
+                    "Spark's Java process has ended: killed, or out of memory. Run the same command again: committed "
+                    "messages are not repeated"
                 ) from error
         finally:
             self._over.set()
-            last_word_ms = self._clock.monotonic_ms() + _LAST_WORDS_MS
-            for pipeline in self._pipelines:
-                pipeline.wind_up(max(0.0, last_word_ms - self._clock.monotonic_ms()) / 1000)
+            drain_until_ms = self._clock.monotonic_ms() + _DRAIN_MS
+            for supervised in self._pipelines:
+                supervised.wind_up(max(0.0, drain_until_ms - self._clock.monotonic_ms()) / 1000)
             self._stop_queries()
-            for pipeline in self._pipelines:
-                pipeline.leave()
-            if any(pipeline.has_started for pipeline in self._pipelines):
+            for supervised in self._pipelines:
+                supervised.leave()
+            if any(supervised.has_started for supervised in self._pipelines):
                 self._on_event({"event": "stopped", **self._parked()})
             self._client.close()
 
     def _move_delayed(self) -> None:
-        """Add to the streams the delayed messages that are due."""
+        """Move due delayed messages to their streams, until the run ends."""
         with Client(self._settings.url) as client:
             try:
                 DelayedMessages(client).keep_moving(
-                    lambda: sorted({name for pipeline in self._pipelines for name in pipeline.streams()}), self._over
+                    lambda: sorted({name for supervised in self._pipelines for name in supervised.streams()}),
+                    self._over,
                 )
             except (RedisError, ConfigError) as error:
-                logger.warning("delayed messages are not moved by this pipeline: %s", error)
+                logger.warning("this pipeline stops moving delayed messages to their streams: %s", error)
 
     def _keep_present(self) -> None:
-        """Say who is at work."""
+        """Announce the run in Redis, for `millstream info`."""
 
         def names() -> list[str]:
-            return [pipeline.name for pipeline in self._pipelines if not pipeline.done]
+            return [supervised.name for supervised in self._pipelines if not supervised.done]
 
         keep_announced(self._settings.url, self._app, names, self._over)
 
     def _stop_queries(self) -> None:
-        """Stop all at once, since each waits for its batch; what does not stop in time ends with the session."""
-        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
+        """Stop all queries in parallel, since each waits for its batch; a late one ends with the session."""
+        queries = [supervised.query for supervised in self._pipelines if supervised.query is not None]
         stops = [threading.Thread(target=_stop, args=(query,), daemon=True) for query in queries]
         deadline_ms = self._clock.monotonic_ms() + _STOP_MS
         for stop in stops:
@@ -170,20 +171,20 @@ class Supervisor:
             stop.join(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1000)
 
     def _parked(self) -> Event:
-        """What waits for a person, for those who read how it ended; nothing while Redis is away."""
+        """Return the parked keys and messages, for the stopped event; nothing while Redis is unavailable."""
         try:
-            with Client(self._settings.url, timeout_ms=round(_LAST_WORDS_MS)) as client:
-                found = {pipeline.name: pipeline.parked(client) for pipeline in self._pipelines}
+            with Client(self._settings.url, timeout_ms=round(_DRAIN_MS)) as client:
+                found = {supervised.name: supervised.parked(client) for supervised in self._pipelines}
         except (RedisError, ConfigError) as error:
-            logger.debug("what is parked is not known: %s", error)
+            logger.debug("parked keys are unknown, omitting them from the stopped event: %s", error)
             return {}
         return {"parked": {name: {"keys": keys, "messages": count} for name, (keys, count) in found.items() if keys}}
 
     def lag(self) -> int | None:
-        """Entries that wait to be processed, over all handlers and stages; None until that is known."""
+        """The lag in entries, over all handlers and stages; None until it is known."""
         total: int | None = None
-        for pipeline in self._pipelines:
-            progress = pipeline.query.lastProgress if pipeline.query is not None else None
+        for supervised in self._pipelines:
+            progress = supervised.query.lastProgress if supervised.query is not None else None
             for source in progress.sources if progress is not None else ():
                 counts = list(behind(source.endOffset, source.latestOffset).values())
                 known = [count for count in counts if count is not None]
@@ -191,107 +192,107 @@ class Supervisor:
                     total = (total or 0) + sum(known)
         return total
 
-    # One pipeline
+    # --- One query ---
 
-    def _tend(self, pipeline: SupervisedQuery) -> None:
-        """Start, restart or finish one query as its standing asks."""
-        if pipeline.broken is not None:
-            raise _ended(pipeline, pipeline.broken)
-        query = pipeline.query
-        if pipeline.done or (query is not None and query.isActive):
+    def _tend(self, supervised: SupervisedQuery) -> None:
+        """Start, restart or finish one query, by its state."""
+        if supervised.broken is not None:
+            raise _ended(supervised, supervised.broken)
+        query = supervised.query
+        if supervised.done or (query is not None and query.isActive):
             return
         self._check_session()
-        pipeline.watch()  # what it has done to its end
+        supervised.watch()  # its last batches
         error = query.exception() if query is not None else None
         if error is not None:
-            self._failed(pipeline, failure_of(pipeline.error or error))
+            self._failed(supervised, failure_of(supervised.error or error))
         elif query is not None:
             if not self._settings.once:
                 self._stopping.set()  # stopped from outside, by the session
             else:
-                pipeline.done = self._around.wait_for(pipeline.is_settled, pipeline.label)
-        elif self._clock.monotonic_ms() >= pipeline.retry_at_ms and self._starting() < _MOST_STARTING:
+                supervised.done = self._around.wait_for(supervised.is_settled, supervised.label)
+        elif self._clock.monotonic_ms() >= supervised.retry_at_ms and self._starting() < _MAX_STARTING:
             try:
                 if not self._settled:
                     settle_environment(self._spark)
                     self._settled = True
-                pipeline.query = pipeline.start()
+                supervised.query = supervised.start()
             except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied, ConfigError, PipelineFailed) as refusal:
-                self._failed(pipeline, failure_of(refusal))
+                self._failed(supervised, failure_of(refusal))
             else:
-                pipeline.tell("started")
+                supervised.tell("started")
 
     def _check_session(self) -> None:
-        """Raise SessionEnded if no query can run any more."""
+        """Raise SessionEnded if the session has stopped, so that no query can run."""
         if has_stopped(self._spark):
             raise SessionEnded(
-                "the Spark session is over: its cluster has given the application up, or something in this process has "
-                "stopped it (--spark-log shows more). Run the same again: what is committed is not done twice"
+                "the Spark session has ended: the cluster removed the application, or code in this process stopped it "
+                "(--spark-log shows more). Run the same command again: committed messages are not repeated"
             )
 
     def _check_executors(self) -> None:
-        """Raise SessionEnded if a batch waits for executors and those that there were have been gone for long.
+        """Raise SessionEnded if a batch waits for executors, and all former ones are gone for two minutes.
 
-        A standalone master that was started anew without what it knew has executors of applications that it does not know
-        killed, and gives those no others.
+        A standalone master that restarts without its recovery state kills the executors of applications that it does
+        not know, and assigns these no new ones.
         """
         now_ms = self._clock.monotonic_ms()
         if now_ms < self._look_due_ms:
             return
-        self._look_due_ms = now_ms + _LOOK_MS
-        is_alone = not has_executors(self._spark)
-        self._had_executors = self._had_executors or not is_alone
-        if not (is_alone and self._had_executors and any(pipeline.batch for pipeline in self._pipelines)):
+        self._look_due_ms = now_ms + _EXECUTOR_CHECK_MS
+        is_idle = not has_executors(self._spark)
+        self._had_executors = self._had_executors or not is_idle
+        if not (is_idle and self._had_executors and any(supervised.batch for supervised in self._pipelines)):
             self._alone_since_ms = now_ms
-        elif now_ms - self._alone_since_ms >= _MOST_ALONE_MS:
+        elif now_ms - self._alone_since_ms >= _MAX_NO_EXECUTORS_MS:
             raise SessionEnded(
-                "all executors are gone, and the cluster gives no others: its master may have forgotten the application. Run "
-                "the same again: what is committed is not done twice"
+                "all executors are gone, and the cluster assigns no new ones: the master may have restarted. "
+                "Run the same command again: committed messages are not repeated"
             )
 
     def _starting(self) -> int:
-        """How many queries are not past their start, which takes seconds of a core, and Spark gives it only ten."""
-        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
-        return sum(query.isActive and query.status["message"] == _INITIALISING for query in queries)
+        """How many queries are still starting. A start takes seconds of a core, and Spark allows it only ten."""
+        queries = [supervised.query for supervised in self._pipelines if supervised.query is not None]
+        return sum(query.isActive and query.status["message"] == _INITIALIZING for query in queries)
 
-    def _failed(self, pipeline: SupervisedQuery, failure: Failure) -> None:
+    def _failed(self, supervised: SupervisedQuery, failure: Failure) -> None:
         if failure.final:
-            raise _ended(pipeline, failure)
-        achieved = self._around.wait_for(pipeline.achieved, pipeline.label)
-        pipeline.failures = pipeline.failures + 1 if achieved == pipeline.before else 1
-        pipeline.before = achieved
-        self._give_up(pipeline, failure)
-        wait_ms = min(500.0 * 2 ** min(pipeline.failures, 6), 30_000.0)
-        pipeline.query = None
-        pipeline.retry_at_ms = self._clock.monotonic_ms() + wait_ms
-        logger.warning("%s failed and starts again in %.0f s: %s", pipeline.label, wait_ms / 1000, failure.reason)
-        pipeline.tell("restarting", reason=failure.reason)
+            raise _ended(supervised, failure)
+        progress = self._around.wait_for(supervised.achieved, supervised.label)
+        supervised.failures = supervised.failures + 1 if progress == supervised.before else 1
+        supervised.before = progress
+        self._give_up(supervised, failure)
+        wait_ms = min(500.0 * 2 ** min(supervised.failures, 6), 30_000.0)
+        supervised.query = None
+        supervised.retry_at_ms = self._clock.monotonic_ms() + wait_ms
+        logger.warning("%s failed, restarting in %.0f s: %s", supervised.label, wait_ms / 1000, failure.reason)
+        supervised.tell("restarting", reason=failure.reason)
 
-    def _give_up(self, pipeline: SupervisedQuery, failure: Failure) -> None:
-        """Raise PipelineFailed once it has failed too often for the next time to be different."""
-        # A busy machine says nothing about the query: so it has its tries also where it runs once.
-        most = _MOST_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
-        label, checkpoint = pipeline.label, pipeline.checkpoint
-        at_first = pipeline.resumed and not pipeline.began and failure.of_checkpoint
-        if at_first and pipeline.failures > _MOST_FAILURES_AT_FIRST:
-            changed = "If what it keeps was changed, give it another name. " if pipeline.kind == "stage" else ""
+    def _give_up(self, supervised: SupervisedQuery, failure: Failure) -> None:
+        """Raise PipelineFailed once the query has failed too often for another restart to help."""
+        # If a Python worker starts too late, the machine is overloaded: the query gets all restarts, also with `once`.
+        limit = _MAX_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
+        label, checkpoint = supervised.label, supervised.checkpoint
+        at_first = supervised.resumed and not supervised.began and failure.of_checkpoint
+        if at_first and supervised.failures > _MAX_CHECKPOINT_FAILURES:
+            changed = "If its stateful operators were changed, rename it. " if supervised.kind == "stage" else ""
             raise PipelineFailed(
-                f"{label} cannot go on from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, use a "
-                "new --checkpoint and --from-frontier"
+                f"{label} cannot resume from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, "
+                "use a new --checkpoint and --from-frontier"
             )
-        if pipeline.failures > most:
+        if supervised.failures > limit:
             raise PipelineFailed(
-                f"{label} failed {pipeline.failures} times in a row with nothing committed in between: {failure.reason}"
+                f"{label} failed {supervised.failures} times in a row without a commit in between: {failure.reason}"
             )
 
 
-def _ended(pipeline: SupervisedQuery, failure: Failure) -> MillstreamError:
+def _ended(supervised: SupervisedQuery, failure: Failure) -> MillstreamError:
     kind = AccessDenied if failure.kind is AccessDenied else PipelineFailed
-    return kind(f"{pipeline.label} stopped: {failure.reason}")
+    return kind(f"{supervised.label} stopped: {failure.reason}")
 
 
 def _stop(query: StreamingQuery) -> None:
     try:
         query.stop()
     except (PySparkException, Py4JError, OSError) as error:
-        logger.debug("a query did not stop: %s", error)
+        logger.debug("cannot stop a query: %s", error)

@@ -1,8 +1,9 @@
-"""Writing batches of rows to streams exactly once: staged by many tasks, published by one decision.
+"""The `redis-streams` sink: writes batches of rows to streams exactly once, by two-phase commit.
 
-Tasks stage their rows beside each stream, where nobody reads them. Whoever commits the batch seals each stream's part, so
-that it is kept for good, decides the batch in one atomic step, and only then moves the rows into the streams. A decided batch is published to its end by whoever comes next (two-phase commit with roll-forward; Gray
-and Lamport, "Consensus on Transaction Commit"). `docs/spark-sink.md` describes the protocol step by step.
+Tasks stage their rows in keys beside each stream, invisible to readers. The committer closes the staged part of each
+stream, so that it no longer expires, decides the batch in one atomic step, and only then moves the rows into the
+streams. If it dies after the decision, the next run publishes the rest (roll-forward; Gray and Lamport, "Consensus on
+Transaction Commit"). `docs/spark-sink.md` describes the protocol step by step.
 """
 
 from typing import TYPE_CHECKING

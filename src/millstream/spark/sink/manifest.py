@@ -1,4 +1,4 @@
-"""What a batch consists of: which task attempts count, and what each has staged for which stream."""
+"""Manifest: the task attempts of a batch, and the chunks that each has staged for each stream."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,7 +14,7 @@ from millstream.redis_client.key_names import StreamKeys
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one task attempt has staged for one stream; `first` and `last` ids are "" if Redis gives the ids."""
+    """The chunks of one task attempt for one stream; `first` and `last` ids are "" if Redis generates the ids."""
 
     chunks: int
     first: str = ""
@@ -22,74 +22,75 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StagedTask(msgspec.Struct, frozen=True, array_like=True):
-    """What one task attempt, named by its `token`, has staged. `epoch`: of its run."""
+    """All parts that one task attempt has staged, its partition number, and the epoch of its run."""
 
     token: str
-    place: int
+    partition_id: int
     epoch: int
-    portions: dict[str, StagedPart]
+    parts: dict[str, StagedPart]
 
 
 class Manifest:
-    """The shares of a batch, in the order in which their rows are published: by id, if they come with ids."""
+    """The staged tasks of a batch, in the order in which their rows are published: by id, if rows have ids."""
 
-    def __init__(self, shares: Sequence[StagedTask]) -> None:
-        self._shares = sorted(shares, key=lambda share: share.place)
+    def __init__(self, tasks: Sequence[StagedTask]) -> None:
+        self._tasks = sorted(tasks, key=lambda task: task.partition_id)
         self.streams: dict[str, list[tuple[str, StagedPart]]] = {}
-        for share in self._shares:
-            for stream, portion in share.portions.items():
+        for task in self._tasks:
+            for stream, part in task.parts.items():
                 parts = self.streams.setdefault(stream, [])
-                if portion.chunks:
-                    parts.append((share.token, portion))
+                if part.chunks:
+                    parts.append((task.token, part))
         for parts in self.streams.values():
             if _with_ids(parts):
                 parts.sort(key=lambda part: EntryId.parse(part[1].first))
 
     def check(self) -> None:
-        """Raise OutputError if rows come with ids, and those of different tasks are not one after the other."""
+        """Raise OutputError if rows have ids, and the id ranges of different tasks overlap."""
         for stream, parts in self.streams.items():
             for (_, one), (_, other) in pairwise(parts if _with_ids(parts) else ()):
                 if EntryId.parse(one.last) >= EntryId.parse(other.first):
                     raise OutputError(
-                        f"the ids for stream {stream!r} overlap between partitions ({one.last} in one, {other.first} in "
-                        "another): repartition by the stream and sort within partitions by the id, or leave idColumn out"
+                        f"the ids for stream {stream!r} overlap between partitions ({one.last} in one, {other.first} "
+                        "in another): repartition by the stream and sort within partitions by the id, "
+                        "or remove idColumn"
                     )
 
     @classmethod
     def parse(cls, blob: bytes) -> "Manifest":
-        """Read back what `blob` says."""
+        """Parse a `packed`."""
         return cls(msgspec.msgpack.decode(blob, type=list[StagedTask]))
 
     @cached_property
-    def blob(self) -> bytes:
-        """It all, as msgpack."""
-        return msgspec.msgpack.encode(self._shares)
+    def packed(self) -> bytes:
+        """The manifest as msgpack."""
+        return msgspec.msgpack.encode(self._tasks)
 
     @cached_property
     def attempt(self) -> str:
-        """A name that no other set of task attempts has."""
-        return blake2b(self.blob, digest_size=12).hexdigest()
+        """A hash that identifies this set of task attempts."""
+        return blake2b(self.packed, digest_size=12).hexdigest()
 
     @property
-    def seal(self) -> str:
-        """The token of its seals: what is left to be published to each stream. Each attempt has its own."""
-        epoch, batch, *_ = self._shares[0].token.split(".") if self._shares else ("0", "0")
+    def seal_token(self) -> str:
+        """The token of the seals, which count the chunks left to publish to each stream. Each attempt has its own."""
+        epoch, batch, *_ = self._tasks[0].token.split(".") if self._tasks else ("0", "0")
         return f"{epoch}.{batch}.seal.{self.attempt}"
 
     @property
     def tokens(self) -> set[str]:
-        """The task attempts that have staged it, and its seals."""
-        return {self.seal, *(share.token for share in self._shares)}
+        """The tokens of the task attempts, and of the seals."""
+        return {self.seal_token, *(task.token for task in self._tasks)}
 
     def keys(self, sink: str, stream: str) -> list[Arg]:
-        """The keys of one stream, for the scripts: stream, seal, staged chunks."""
+        """The KEYS of one stream for the scripts: stream, seal, staged chunks."""
         names = StreamKeys(stream)
         return [
             stream,
-            names.staged(sink, self.seal),
+            names.staged(sink, self.seal_token),
             *(names.staged(sink, token) for token, _ in self.streams[stream]),
         ]
 
 
 def _with_ids(parts: Sequence[tuple[str, StagedPart]]) -> bool:
-    return any(portion.first for _, portion in parts)
+    return any(part.first for _, part in parts)

@@ -1,4 +1,4 @@
-"""The options of the `redis-streams` sink: read from text, checked, and explained when wrong. See `docs/spark-sink.md`."""
+"""SinkOptions: the options of the `redis-streams` sink, parsed from text and checked. See `docs/spark-sink.md`."""
 
 import os
 import re
@@ -33,16 +33,15 @@ _STREAM_NAMES = (
 _UPSERT_NAMES = ("keyColumn", "keyPrefix", "guardColumn", "guardField")
 NAMES = ("url", "target", *_STREAM_NAMES, *_UPSERT_NAMES)
 _OF_SPARK = ("checkpointlocation", "queryname")
-"""Spark passes on what its own writer was told."""
+"""Options of Spark's own writer, which Spark passes on."""
 
-
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
-_FOREVER = WriteOptions()
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+_DEFAULT_WRITE_OPTIONS = WriteOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which columns are what. `stream`: of all rows, or None: each row's is in `stream_column`."""
+    """How columns become entries. `stream`: the stream of all rows; None = `stream_column` names each row's."""
 
     stream: str | None = None
     stream_column: str | None = None
@@ -53,8 +52,8 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upsert:
-    """Which key a row goes to, and which of two rows is newer: the one with the greater guard."""
+class UpsertLayout:
+    """How columns become keys. Of two rows with the same key, the one with the greater guard is newer."""
 
     key_column: str
     guard_column: str
@@ -64,58 +63,60 @@ class Upsert:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkOptions:
-    """Everything that the sink was told. `transaction`: the id and number of a batch write that is made once."""
+    """All options of the sink. `transaction`: app id and version of a batch write that must happen only once."""
 
     url: str = field(repr=False)
     target: Target = "stream"
     layout: Layout = Layout()
-    terms: WriteOptions = _FOREVER
+    write_options: WriteOptions = _DEFAULT_WRITE_OPTIONS
     transaction: tuple[str, int] | None = None
-    upsert: Upsert | None = None
+    upsert: UpsertLayout | None = None
 
     def check_streaming(self) -> None:
-        """Raise ConfigError for what only a batch write can do."""
+        """Raise ConfigError for options that only a batch write supports."""
         if self.transaction:
-            raise ConfigError("txnAppId and txnVersion are for df.write: a streaming query counts its batches itself")
+            raise ConfigError("txnAppId and txnVersion are for df.write: a streaming query numbers its own batches")
 
 
 def is_for_writing(given: Mapping[str, str], source_names: tuple[str, ...]) -> bool:
-    """Whether one of these options can only be the sink's: reading and writing share one format."""
+    """True if one of these options is the sink's only: reading and writing share one format name."""
     names = {name.lower() for name in given}
-    ours = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK}
-    return bool(names & ours)
+    sink_only = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK}
+    return bool(names & sink_only)
 
 
 def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SinkOptions:
-    """Understand the options of `df.write` or `df.writeStream`; names in any case.
+    """Parse the options of `df.write` or `df.writeStream`; names in any case.
 
-    Raises ConfigError, in one line with what to change, for an option that is unknown, misspelt, contradicts another
-    one or has a value that makes no sense.
+    Raises ConfigError, one line that says what to change, for an option that is unknown or misspelt, contradicts
+    another or has an invalid value.
     """
     ours = {name: value for name, value in given.items() if name.lower() not in _OF_SPARK}
     options = OptionParser.read(ours, NAMES, "writing", len(NAMES))
     url = options.url(environ)
     target = cast(Target, options.choice("target", ("stream", "hash", "json"), "stream"))
-    strangers = _UPSERT_NAMES if target == "stream" else _STREAM_NAMES
-    for name in strangers:
+    others = _UPSERT_NAMES if target == "stream" else _STREAM_NAMES
+    for name in others:
         if name in options.values:
-            raise ConfigError(f"option {name} does not go with target={target}")
+            raise ConfigError(f"option {name} needs target={'hash or target=json' if target == 'stream' else 'stream'}")
     if target != "stream":
         return SinkOptions(url=url, target=target, upsert=_upsert(options))
-    return SinkOptions(url=url, layout=_layout(options), terms=_terms(options), transaction=_transaction(options))
+    return SinkOptions(
+        url=url, layout=_layout(options), write_options=_write_options(options), transaction=_transaction(options)
+    )
 
 
-def _upsert(options: OptionParser) -> Upsert:
+def _upsert(options: OptionParser) -> UpsertLayout:
     key, guard = options.text("keyColumn"), options.text("guardColumn")
     if key is None or guard is None:
         raise ConfigError(
-            'name the columns with the key and with what tells a newer row from an older one: option("keyColumn", "id"), '
+            'name the column with the key, option("keyColumn", "id"), and the column that is greater in newer rows, '
             'option("guardColumn", "version")'
         )
-    field = options.text("guardField") or Upsert.guard_field
-    if not _PLAIN_NAME.fullmatch(field):
+    field = options.text("guardField") or UpsertLayout.guard_field
+    if not _FIELD_NAME.fullmatch(field):
         raise ConfigError(f"option guardField={field!r} must be letters, digits, '_', '-', '.' or ':'")
-    return Upsert(
+    return UpsertLayout(
         key_column=key,
         guard_column=guard,
         key_prefix=options.values.get("keyPrefix", ""),
@@ -126,11 +127,11 @@ def _upsert(options: OptionParser) -> Upsert:
 def _layout(options: OptionParser) -> Layout:
     stream, column = options.text("stream"), options.text("streamColumn")
     if stream and column:
-        raise ConfigError("name the stream either by option stream or by streamColumn, not by both")
+        raise ConfigError("name the stream either by option stream or by option streamColumn, not by both")
     fields_as = cast(FieldsAs, options.choice("fieldsAs", ("columns", "fields", "json"), "columns"))
     for name, wanted in (("fieldsColumn", "fields"), ("jsonField", "json")):
         if name in options.values and fields_as != wanted:
-            raise ConfigError(f"option {name} goes with fieldsAs={wanted}, not with fieldsAs={fields_as}")
+            raise ConfigError(f"option {name} needs fieldsAs={wanted}, not fieldsAs={fields_as}")
     return Layout(
         stream=check_stream(stream) if stream else None,
         stream_column=None if stream else column or "stream",
@@ -141,25 +142,25 @@ def _layout(options: OptionParser) -> Layout:
     )
 
 
-def _terms(options: OptionParser) -> WriteOptions:
-    maxlen, minid = options.number("maxlen", least=0), options.text("minid")
+def _write_options(options: OptionParser) -> WriteOptions:
+    maxlen, minid = options.number("maxlen", minimum=0), options.text("minid")
     if maxlen is not None and minid is not None:
         raise ConfigError("trim either by maxlen or by minid, not by both")
     if "exactTrim" in options.values and maxlen is None and minid is None:
-        raise ConfigError("option exactTrim goes with maxlen or minid")
+        raise ConfigError("option exactTrim needs maxlen or minid")
     existing = options.choice("existingIds", ("error", "skip"), "error")
     if "existingIds" in options.values and not options.text("idColumn"):
-        raise ConfigError("option existingIds goes with idColumn")
+        raise ConfigError("option existingIds needs idColumn")
     return WriteOptions(
         maxlen=maxlen,
         minid=str(EntryId.parse(minid)) if minid is not None else None,
-        exactly=options.flag("exactTrim", False),
-        skip_old_ids=existing == "skip",
+        exact=options.flag("exactTrim", False),
+        skip_existing_ids=existing == "skip",
     )
 
 
 def _transaction(options: OptionParser) -> tuple[str, int] | None:
-    app, version = options.text("txnAppId"), options.number("txnVersion", least=0)
+    app, version = options.text("txnAppId"), options.number("txnVersion", minimum=0)
     if (app is None) != (version is None):
-        raise ConfigError("txnAppId and txnVersion go together")
+        raise ConfigError("txnAppId and txnVersion belong together: set both or none")
     return (check_identifier("txnAppId", app), version) if app is not None and version is not None else None

@@ -1,4 +1,4 @@
-"""The sinks of `target=hash` and `target=json`: each row is written by its task, and guarded against older ones."""
+"""Writers of `target=hash` and `target=json`: tasks write each row unless its key holds one with a greater guard."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,39 +9,39 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import IntegralType, StringType, StructField, StructType
 
 from millstream.errors import ConfigError, OutputError
-from millstream.spark.sink.options import SinkOptions, Upsert
+from millstream.spark.sink.options import SinkOptions, UpsertLayout
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.spark.sink.upserts import Upsert as Row
+    from millstream.spark.sink.upserts import UpsertRow as Row
 
-_GUARD = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
+_GUARD_PATTERN = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 _BATCH_PATIENCE_MS = 60_000.0
 
 
 @dataclass(frozen=True)
 class Upserted(WriterCommitMessage):
-    """How many rows of a task were older than what was stored."""
+    """Number of rows of a task that were older than the stored ones."""
 
-    older: int
+    older_rows: int
 
 
-class _Side:
-    """What both writers do."""
+class _UpsertWriter:
+    """Checks and writes of both writers."""
 
     patience_ms: float | None
 
     def __init__(self, options: SinkOptions, schema: StructType) -> None:
-        from millstream.spark.sink.row_encoder import check_type, column
+        from millstream.spark.sink.row_encoder import check_type, checked_column
 
         assert options.upsert is not None
         assert options.target != "stream"
         self._url = options.url
         self._kind: Literal["hash", "json"] = options.target
-        self._upsert: Upsert = options.upsert
+        self._upsert: UpsertLayout = options.upsert
         for option, name in (("keyColumn", self._upsert.key_column), ("guardColumn", self._upsert.guard_column)):
-            _check_identity(option, column(schema, option, name))
+            _check_key_type(option, checked_column(schema, option, name))
         self._names = [name for name in schema.names if name != self._upsert.key_column]
         for name in self._names:
             check_type(name, schema[name].dataType)
@@ -58,62 +58,63 @@ class _Side:
         return Upserted(older)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], *_: int) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the tasks have written all rows."""
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], *_: int) -> None:
-        """Nothing can be taken back, nor need it be: the same rows, or newer ones, are written again."""
+        """Do nothing: the next attempt writes the same rows, or newer ones, again."""
 
     def _rows(self, batch: "pa.RecordBatch") -> "Iterator[Row]":
-        from millstream.spark.sink.row_encoder import json_text, texts
+        from millstream.spark.sink.row_encoder import column_texts, json_text
 
         names, prefix = self._names, self._upsert.key_prefix
-        keys = self._wanted(batch, self._upsert.key_column)
-        guards = self._wanted(batch, self._upsert.guard_column)
+        keys = self._identities(batch, self._upsert.key_column)
+        guards = self._identities(batch, self._upsert.guard_column)
         if self._kind == "json":
             objects = batch.select(names).to_pylist(maps_as_pydicts="strict")
-            for key, guard, one in zip(keys, guards, objects, strict=True):
-                yield prefix + key, guard, (json_text({self._upsert.guard_field: guard, **one}),)
+            for key, guard, row in zip(keys, guards, objects, strict=True):
+                yield prefix + key, guard, (json_text({self._upsert.guard_field: guard, **row}),)
             return
-        columns: list[list[Any]] = [texts(batch.column(name), name, binary=bytes) for name in names]
+        columns: list[list[Any]] = [column_texts(batch.column(name), name, binary=bytes) for name in names]
         for key, guard, *values in zip(keys, guards, *columns, strict=True):
-            gone = [name for name, value in zip(names, values, strict=True) if value is None]
-            kept = [item for pair in zip(names, values, strict=True) if pair[1] is not None for item in pair]
-            yield prefix + key, guard, (len(gone), *gone, *kept)
+            nulls = [name for name, value in zip(names, values, strict=True) if value is None]
+            items = [item for pair in zip(names, values, strict=True) if pair[1] is not None for item in pair]
+            yield prefix + key, guard, (len(nulls), *nulls, *items)
 
-    def _wanted(self, batch: "pa.RecordBatch", name: str) -> list[str]:
-        from millstream.spark.sink.row_encoder import texts
+    def _identities(self, batch: "pa.RecordBatch", name: str) -> list[str]:
+        from millstream.spark.sink.row_encoder import column_texts
 
-        found: list[str | None] = texts(batch.column(name), name)
-        for value in found:
+        values: list[str | None] = column_texts(batch.column(name), name)
+        for value in values:
             if value is None or not value:
-                raise OutputError(f"the column {name} is null or empty in a row: fill it, or filter such rows out")
-            if name == self._upsert.guard_column and not _GUARD.fullmatch(value):
+                raise OutputError(f"the column {name} is null or empty in a row: fill it, or filter out such rows")
+            if name == self._upsert.guard_column and not _GUARD_PATTERN.fullmatch(value):
                 raise OutputError(
-                    f"the column {name} holds {value[:40]!r}: a guard is a whole number of 0 or more, or an entry id"
+                    f"the column {name} holds {value[:40]!r}: a guard must be a whole number of 0 or more, "
+                    "or an entry id"
                 )
-        return [value for value in found if value is not None]
+        return [value for value in values if value is not None]
 
 
-class UpsertBatchWriter(_Side, DataSourceArrowWriter):
-    """`df.write`: waits a minute for Redis."""
+class UpsertBatchWriter(_UpsertWriter, DataSourceArrowWriter):
+    """The writer of `df.write`: waits a minute for an unavailable Redis."""
 
     patience_ms = _BATCH_PATIENCE_MS
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         if overwrite:
-            raise ConfigError(f"target={options.target} replaces key by key: use mode append")
+            raise ConfigError(f"target={options.target} replaces single keys, not all: use mode append")
         super().__init__(options, schema)
 
 
-class UpsertStreamWriter(_Side, DataSourceStreamArrowWriter):
-    """`df.writeStream`: waits for Redis as long as it takes."""
+class UpsertStreamWriter(_UpsertWriter, DataSourceStreamArrowWriter):
+    """The writer of `df.writeStream`: waits for an unavailable Redis for ever."""
 
     patience_ms = None
 
 
-def _check_identity(option: str, found: StructField) -> None:
-    if not isinstance(found.dataType, (StringType, IntegralType)):
+def _check_key_type(option: str, field: StructField) -> None:
+    if not isinstance(field.dataType, (StringType, IntegralType)):
         raise ConfigError(
-            f"option {option}: the column {found.name!r} is of type {found.dataType.simpleString()}; it must be text or a "
-            "whole number, such as unix_micros(t) of a timestamp"
+            f"option {option}: the column {field.name!r} is of type {field.dataType.simpleString()}; it must be text "
+            "or a whole number, such as unix_micros(t) of a timestamp"
         )

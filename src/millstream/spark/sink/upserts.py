@@ -1,4 +1,4 @@
-"""Rows as queryable state: one hash or JSON text per key, which an older row never overwrites."""
+"""Upserts: rows as one hash or JSON text per key, which an older row never overwrites."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -10,21 +10,21 @@ from millstream.redis_client.client import Arg, Client, Script
 UPSERT = Script("sink/upsert")
 _ROWS_PER_TRIP = 1_000
 
-Upsert = tuple[str, str, Sequence[Arg]]
-"""Key, guard (a whole number or an entry id) and what is stored: the JSON, or the fields as the script has them."""
+UpsertRow = tuple[str, str, Sequence[Arg]]
+"""Key, guard (a whole number or an entry id), and the value: the JSON, or the fields in the form of the script."""
 
 
 def upsert(
     client: Client,
     kind: Literal["hash", "json"],
     guard_field: str,
-    rows: Iterable[Upsert],
+    rows: Iterable[UpsertRow],
     *,
     patience_ms: float | None,
 ) -> int:
-    """Write `rows`, each unless its key holds a newer one; return how many were not. May safely be repeated.
+    """Write `rows`, except those whose key holds a newer row; return the number of these. May be repeated.
 
-    Raises ConfigError if a key holds something without a guard, RedisError.
+    Raises ConfigError if a key holds a value without a guard, RedisError.
     """
     calls = [(UPSERT, (key,), (kind, guard, guard_field, *stored)) for key, guard, stored in rows]
     older = 0
@@ -33,11 +33,10 @@ def upsert(
         try:
             replies = client.patiently(partial(client.scripts, some), what="the sink", limit_ms=patience_ms)
         except CommandFailed as error:
-            _, unguarded, key = str(error).partition("UNGUARDED ")
-            if unguarded:
+            if error.code == "UNGUARDED":
                 raise ConfigError(
-                    f"the key {key!r} holds something that was written without the guard {guard_field!r}, so it is not "
-                    "overwritten: use another keyPrefix, or delete it"
+                    f"the key {error.detail!r} holds a value that was written without the guard {guard_field!r}, so it "
+                    "is not overwritten: use another keyPrefix, or delete the key"
                 ) from error
             raise
         older += replies.count(0)

@@ -1,7 +1,8 @@
-"""The sink of `redis-streams`: what Spark calls in tasks and on the driver. `docs/spark-sink.md` has the protocol.
+"""RedisBatchWriter, RedisStreamWriter: the writers that Spark calls in tasks and on the driver.
 
-Spark makes a writer anew for every batch, once to plan it and once to commit it: nothing passes from tasks to commits but
-their messages. Which query, batch and run a task belongs to is in its local properties, as MicroBatchExecution sets them.
+Spark creates a writer for every batch, once to plan it and once to commit it, so only commit messages pass from tasks
+to commits. MicroBatchExecution sets the query, batch and run of a task in its local properties. `docs/spark-sink.md`
+describes the protocol.
 """
 
 import secrets
@@ -30,15 +31,15 @@ _QUERY, _BATCH, _RUN = "sql.streaming.queryId", "streaming.sql.batchId", "spark.
 
 @dataclass(frozen=True)
 class Staged(WriterCommitMessage):
-    """What one task has staged, and for which sink."""
+    """The commit message of one task: the sink, and the rows that the task has staged for it."""
 
     sink: str
-    share: StagedTask
+    task: StagedTask
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The batch that a task belongs to. `run` is None for a write that is nobody's numbered batch."""
+    """The batch that a task belongs to. `run` is None for a write without a batch number."""
 
     sink: str
     batch: int
@@ -46,14 +47,14 @@ class Job:
     patience_ms: float | None
 
 
-class _Side:
-    """What both writers do."""
+class _StagingWriter:
+    """Staging and publication of both writers."""
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         from millstream.spark.sink.row_encoder import check_columns
 
         check_columns(options.layout, schema)
-        self._options = replace(options, terms=replace(options.terms, overwrite=overwrite))
+        self._options = replace(options, write_options=replace(options.write_options, overwrite=overwrite))
         self._schema = schema
 
     def _stage(self, batches: "Iterator[pa.RecordBatch]", job: Job) -> Staged:
@@ -63,35 +64,35 @@ class _Side:
 
         context = TaskContext.get()
         assert context is not None
-        place = context.partitionId()
+        partition_id = context.partitionId()
         client = shared_client(self._options.url)
         epoch = 0
         if job.run is not None:
             epoch = client.patiently(
                 partial(begin, client, job.sink, job.run), what=f"the sink {job.sink}", limit_ms=job.patience_ms
             )
-        token = token_of(epoch, job.batch, place, context.taskAttemptId())
+        token = token_of(epoch, job.batch, partition_id, context.taskAttemptId())
         stage = Stage(client, job.sink, token, indexed=job.run is not None, patience_ms=job.patience_ms)
         rows_of = RowMaker(self._options.layout, self._schema)
-        if self._options.layout.stream is not None and self._options.terms.overwrite:
-            stage.expect(self._options.layout.stream)
+        if self._options.layout.stream is not None and self._options.write_options.overwrite:
+            stage.include(self._options.layout.stream)
         try:
             for batch in batches:
                 stage.add(rows_of(batch), batch.nbytes)
-            return Staged(job.sink, stage.finish(place, epoch))
+            return Staged(job.sink, stage.finish(partition_id, epoch))
         except BaseException:
-            stage.drop()
+            stage.discard()
             raise
 
     def _publication(self, sink: str, patience_ms: float | None) -> "Publication":
         from millstream.redis_client.client import shared_client
         from millstream.spark.sink import Publication
 
-        return Publication(shared_client(self._options.url), sink, self._options.terms, patience_ms=patience_ms)
+        return Publication(shared_client(self._options.url), sink, self._options.write_options, patience_ms=patience_ms)
 
 
-class RedisBatchWriter(_Side, DataSourceArrowWriter):
-    """`df.write`: staged by the tasks, published when all have ended; once, if the write has a number (`txnVersion`)."""
+class RedisBatchWriter(_StagingWriter, DataSourceArrowWriter):
+    """The writer of `df.write`: tasks stage, the driver publishes when all have ended; once, with a `txnVersion`."""
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         super().__init__(options, schema, overwrite)
@@ -110,30 +111,30 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
 
     @clean_tracebacks
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Publish what the tasks have staged."""
-        job, shares = self._job, _shares(messages)
+        """Publish the rows that the tasks have staged."""
+        job, tasks = self._job, _staged_tasks(messages)
         stream = self._options.layout.stream
-        if not shares and stream is not None and self._options.terms.overwrite:
-            shares = [StagedTask("0.0.0.0", 0, 0, {stream: StagedPart(0)})]
+        if not tasks and stream is not None and self._options.write_options.overwrite:
+            tasks = [StagedTask("0.0.0.0", 0, 0, {stream: StagedPart(0)})]
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
-            publication.publish_once(shares)
-        elif shares:
-            publication.publish(shares, batch=job.batch, epoch=shares[0].epoch, before="skip")
+            publication.publish_once(tasks)
+        elif tasks:
+            publication.publish(tasks, batch=job.batch, epoch=tasks[0].epoch, before="skip")
 
     @clean_tracebacks
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Free what was staged, unless it is to be published."""
-        job, shares = self._job, _shares(messages)
+        """Delete the staged rows, unless the batch is decided."""
+        job, tasks = self._job, _staged_tasks(messages)
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
-            publication.free(shares)
-        elif shares:
-            publication.withdraw(shares)
+            publication.discard(tasks)
+        elif tasks:
+            publication.withdraw(tasks)
 
 
-class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
-    """`df.writeStream`: each batch is published once, however often it is run, by whichever run of the query."""
+class RedisStreamWriter(_StagingWriter, DataSourceStreamArrowWriter):
+    """The writer of `df.writeStream`: publishes each batch once, however often and by whichever run it is repeated."""
 
     @clean_tracebacks
     def write(self, iterator: "Iterator[pa.RecordBatch]") -> Staged:
@@ -143,26 +144,26 @@ class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
         query, batch, run = (context.getLocalProperty(name) for name in (_QUERY, _BATCH, _RUN))
         if query is None or batch is None or run is None:
             raise ConfigError(
-                f"Spark does not say which query, batch and run this task belongs to ({_QUERY}, {_BATCH}, {_RUN}), so a "
-                "repeated batch could not be told from a new one: write in foreachBatch, with txnAppId and txnVersion"
+                f"Spark has not set the query, batch and run of this task ({_QUERY}, {_BATCH}, {_RUN}), so the sink "
+                "cannot recognize a repeated batch: write in foreachBatch, with txnAppId and txnVersion"
             )
         return self._stage(iterator, Job(sink=query, batch=int(batch), run=run, patience_ms=None))
 
     @clean_tracebacks
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """Publish the batch, unless it is published. Spark calls it again after a crash before its own commit log."""
-        if shares := _shares(messages):
-            self._publication(_sink(messages), None).publish(shares, batch=batchId, epoch=shares[0].epoch)
+        """Publish the batch, unless it is published. After a crash before its own commit log Spark calls it again."""
+        if tasks := _staged_tasks(messages):
+            self._publication(_sink(messages), None).publish(tasks, batch=batchId, epoch=tasks[0].epoch)
 
     @clean_tracebacks
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Free what was staged, unless the batch is decided: then the next run publishes the rest."""
-        if shares := _shares(messages):
-            self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(shares)
+        """Delete the staged rows, unless the batch is decided: then the next run publishes the rest."""
+        if tasks := _staged_tasks(messages):
+            self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(tasks)
 
 
-def _shares(messages: Sequence[WriterCommitMessage | None]) -> list[StagedTask]:
-    return [message.share for message in messages if isinstance(message, Staged)]
+def _staged_tasks(messages: Sequence[WriterCommitMessage | None]) -> list[StagedTask]:
+    return [message.task for message in messages if isinstance(message, Staged)]
 
 
 def _sink(messages: Sequence[WriterCommitMessage | None]) -> str:

@@ -1,1 +1,1 @@
-"""The `redis-streams` source: planning on the driver, reading in tasks."""
+"""The `redis-streams` source: the driver plans batches, tasks read offset ranges."""

@@ -1,7 +1,7 @@
-"""Decides, on the driver, where each batch ends and which task reads what.
+"""BatchPlanner: plans, on the driver, the end offsets of each batch and the offset ranges that each task reads.
 
-All that it decides is in Spark's offsets and in Redis; what it remembers itself only saves time. A restarted query,
-or a second planner, plans the same batch again.
+Its decisions are in Spark's offsets and in Redis; its own memory only saves time. A restarted query, or a second
+planner, plans the same batch again.
 """
 
 import logging
@@ -12,15 +12,15 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.committed_offsets import CommittedOffsets
-from millstream.spark.source.data_loss import LossPolicy, made_anew
-from millstream.spark.source.fair_shares import FairFill, divide, in_turn
+from millstream.spark.source.data_loss import LossPolicy, recreated_stream_error
+from millstream.spark.source.fair_shares import FairFill, divide, round_robin
 from millstream.spark.source.filters import ReadFilter
-from millstream.spark.source.offset_bounds import Edge, id_of
-from millstream.spark.source.offset_ranges import OffsetRange, Spread, assign, cut, guess_cuts
+from millstream.spark.source.offset_bounds import Bound, id_of
+from millstream.spark.source.offset_ranges import OffsetRange, TaskSizing, assign, split_at, split_evenly
 from millstream.spark.source.offset_seek import Seek, seek
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.starting_offsets import StartingOffsets, some_of
+from millstream.spark.source.starting_offsets import StartingOffsets, summarize_names
 from millstream.spark.source.stream_info import Loss, StreamInfo, after_loss, detect_loss
 from millstream.spark.source.stream_info_cache import StreamInfoCache
 from millstream.spark.source.subscription import subscription
@@ -35,7 +35,7 @@ _STREAMS_AT_A_TIME = 5_000
 
 
 class BatchPlanner:
-    """Plans batches of the streams that `options` subscribe to, spread over `cores` or more tasks.
+    """Plans batches of the streams that `options` subscribe to, spread over about `cores` tasks.
 
     Every method may be repeated: call them through `Client.patiently`.
     """
@@ -44,309 +44,334 @@ class BatchPlanner:
         self._client = client
         self._options = options
         limits = options.limits
-        self._spread = Spread(min_partitions=limits.min_partitions, max_records=limits.per_partition, cores=cores)
-        self._losses = LossPolicy(fail=options.fail_on_data_loss)
+        self._task_sizing = TaskSizing(
+            min_partitions=limits.min_partitions, max_records=limits.max_per_partition, cores=cores
+        )
+        self._loss_policy = LossPolicy(fail=options.fail_on_data_loss)
         self._subscription = subscription(client, options, clock=clock)
-        self._frontier = CommittedOffsets(client, options.frontier, clock=clock)
-        self._starts = StartingOffsets(client, options, self._frontier, self._losses)
-        self._holding = TriggerDelay(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
-        self._known = StreamInfoCache(client, clock=clock)
-        self._restless = UnchangedStreams()
+        self._committed = CommittedOffsets(client, options.handler, clock=clock)
+        self._starting = StartingOffsets(client, options, self._committed, self._loss_policy)
+        self._trigger_delay = TriggerDelay(limits.min_per_trigger, limits.max_delay_ms, clock=clock)
+        self._info_cache = StreamInfoCache(client, clock=clock)
+        self._unchanged_streams = UnchangedStreams()
         self._last_served = ""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    # --- where things stand ---
+    # --- offsets of a query ---
 
-    def starts(self, usual: Edge) -> Offsets:
-        """Where a query begins; `usual` is the edge of streams that the options say nothing about."""
-        return self._starts.of(self._survey(self._subscription.names()), usual)
+    def starting_offsets(self, default: Bound) -> Offsets:
+        """The starting offsets of a query; `default` is the bound of streams that the options do not name."""
+        return self._starting.resolve(self._fetch_infos(self._subscription.names()), default)
 
-    def tails(self) -> Offsets:
+    def latest_offsets(self) -> Offsets:
         """The newest entry of every subscribed stream."""
-        return _tails(self._survey(self._subscription.names()))
+        return _tails(self._fetch_infos(self._subscription.names()))
 
-    def newest(self) -> tuple[int, Callable[[], Offsets]]:
-        """The newest entry of every stream as of the last look, and a number that is another one when they are others."""
-        return self._known.version, lambda: _tails(self._known.latest)
+    def cached_latest_offsets(self) -> tuple[int, Callable[[], Offsets]]:
+        """The newest entry of every stream as of the last refresh, and a version that changes when they do."""
+        return self._info_cache.version, lambda: _tails(self._info_cache.all_known)
 
-    def _look(self) -> None:
-        """Learn what has changed: nothing that is known is older than this."""
-        self._restless.note(self._known.look())
+    def _refresh(self) -> None:
+        """Find out which streams have changed, so that no cached stream info is older than this call."""
+        self._unchanged_streams.add_changed(self._info_cache.refresh())
 
-    def _survey(self, names: Collection[str]) -> dict[str, StreamInfo | None]:
-        self._look()
-        facts = self._known.of(names)
-        return {name: facts[name] for name in names}
+    def _fetch_infos(self, names: Collection[str]) -> dict[str, StreamInfo | None]:
+        self._refresh()
+        infos = self._info_cache.get(names)
+        return {name: infos[name] for name in names}
 
     # --- the end of a batch ---
 
-    def advance(self, start: Offsets, *, limit: int | None, target: Offsets | None, hold: bool = False) -> "Advance":
-        """Decide where the batch that begins at `start` ends: at `start` itself, the same object, if nothing is new.
+    def plan_next(
+        self, start: Offsets, *, limit: int | None, target: Offsets | None, may_delay: bool = False
+    ) -> "PlannedEnd":
+        """Plan the end of the batch that begins at `start`: `start` itself, the same object, if nothing is new.
 
-        A batch takes at most `limit` entries and, if `target` is given, nothing beyond it. With `hold` it takes none
-        while fewer wait than `minOffsetsPerTrigger`, for as long as it may be delayed. Streams that are not in
-        `start` get a place before the earliest entry that they have, and are read from the next batch on: what is
-        gone by then is lost. Raises DataLoss, if told to, for what is gone.
+        A batch has at most `limit` entries, none of them beyond `target`, if that is given. With `may_delay` an empty
+        batch is planned while fewer entries than `minOffsetsPerTrigger` are available, until `maxTriggerDelay` has
+        passed. Streams that are not in `start` get the offset before their earliest entry, and are read from the next
+        batch on: entries that are gone by then are lost. Raises DataLoss for lost entries, with `failOnDataLoss`.
 
-        Costs what has changed, if `start` is the object that the last call was given, or returned, and `target` is the same.
+        The cost grows with the number of changed streams only, if `start` is the object that the last call was given,
+        or returned, and `target` is the same.
         """
-        self._look()
-        found = self._find(start, limit, target)
-        waiting = found.waiting
-        held_ms = self._holding.left_ms(sum(stream.backlog for stream in waiting.values())) if hold else 0.0
-        taken = {} if held_ms else self._take(found, limit)
-        self._refuse_made_anew({name: waiting[name] for name in taken})
-        if taken:
-            self._holding.began()
-        reopened = self._frontier.reopened(start)
-        changes = reopened | found.changes | taken
+        self._refresh()
+        scan = self._scan(start, limit, target)
+        backlogs = scan.backlogs
+        delay_ms = (
+            self._trigger_delay.remaining_ms(sum(backlog.size for backlog in backlogs.values())) if may_delay else 0.0
+        )
+        batch_ends = {} if delay_ms else self._end_offsets(scan, limit)
+        self._refuse_recreated({name: backlogs[name] for name in batch_ends})
+        if batch_ends:
+            self._trigger_delay.on_batch()
+        reopened = self._committed.positions_to_reprocess(start)
+        changes = reopened | scan.changes | batch_ends
         ends = start | changes if changes else start
-        self._restless.settle((name for name in found.at_rest if name not in reopened), start, ends)
-        return Advance(ends, held_ms)
+        self._unchanged_streams.mark_idle((name for name in scan.idle if name not in reopened), start, ends)
+        return PlannedEnd(ends, delay_ms)
 
-    def _find(self, start: Offsets, limit: int | None, target: Offsets | None) -> "Scan":
-        """Judge streams that are not at rest: in turn, and no more of them than fill a batch of `limit`."""
+    def _scan(self, start: Offsets, limit: int | None, target: Offsets | None) -> "Scan":
+        """Check the streams that may have changed, round robin, until a batch of `limit` is full."""
         subscribed = self._subscription.names()
-        found = Scan({}, {}, [])
-        filling = FairFill(limit, self._options.limits.least_per_trigger or 0)
-        names = in_turn(self._restless.among(start, subscribed), self._last_served)
+        scan = Scan({}, {}, [])
+        fill = FairFill(limit, self._options.limits.min_per_trigger or 0)
+        names = round_robin(self._unchanged_streams.to_check(start, subscribed), self._last_served)
         for begin in range(0, len(names), _STREAMS_AT_A_TIME):
-            some = names[begin : begin + _STREAMS_AT_A_TIME]
-            facts = self._known.of(some)
+            page = names[begin : begin + _STREAMS_AT_A_TIME]
+            infos = self._info_cache.get(page)
             if self._options.streams:
-                self._tell_absent(name for name in some if name in subscribed and facts[name] is None)
-            # A batch of nothing records where the new ones begin.
-            found.changes.update(self._discovered([n for n in some if n not in start and n in subscribed], facts))
-            paused = self._frontier.paused(
-                [name for name in some if name in start and _has_more(facts[name], start[name])]
+                self._warn_of_absent(name for name in page if name in subscribed and infos[name] is None)
+            # A batch without entries records the starting offsets of new streams.
+            scan.changes.update(
+                self._new_streams([name for name in page if name not in start and name in subscribed], infos)
             )
-            for name in some:
+            paused = self._committed.paused(
+                [name for name in page if name in start and _has_more(infos[name], start[name])]
+            )
+            for name in page:
                 if name not in start or name in paused:
-                    continue  # what is paused is looked at again each time
-                result = self._judge(name, start[name], facts[name], subscribed=name in subscribed, target=target)
+                    continue  # every call checks a paused stream again
+                result = self._check_stream(
+                    name, start[name], infos[name], subscribed=name in subscribed, target=target
+                )
                 if result is None:
-                    found.at_rest.append(name)
+                    scan.idle.append(name)
                 elif isinstance(result, Backlog):
-                    found.waiting[name] = result
-                    filling.add(result.backlog)
-                    if filling.is_full:
-                        return found._replace(is_all=False)
+                    scan.backlogs[name] = result
+                    fill.add(result.size)
+                    if fill.is_full:
+                        return scan._replace(is_all=False)
                 else:
-                    found.changes[name] = result  # recorded in the same way; the next batch reads from there
-        return found
+                    scan.changes[name] = result  # recorded by a batch without entries; the next batch reads from there
+        return scan
 
-    def _tell_absent(self, names: Iterable[str]) -> None:
-        """Say once of listed streams that they are not there: their names may be misspelt."""
-        if new := [name for name in names if name not in self._told]:
-            self._told |= set(new)
-            logger.warning("streams that do not exist are read as soon as they do: %s", some_of(new))
+    def _warn_of_absent(self, names: Iterable[str]) -> None:
+        """Log once that listed streams do not exist: their names may be misspelt."""
+        if new := [name for name in names if name not in self._warned]:
+            self._warned |= set(new)
+            logger.warning("subscribed streams do not exist: %s; reading them as soon as they do", summarize_names(new))
 
-    def _judge(
-        self, name: str, at: Position, fact: StreamInfo | None, *, subscribed: bool, target: Offsets | None
+    def _check_stream(
+        self, name: str, at: Position, info: StreamInfo | None, *, subscribed: bool, target: Offsets | None
     ) -> "Position | Backlog | None":
-        """What is to be done about a stream: go on elsewhere, read what waits there, or nothing."""
-        if fact is not None and at == fact.tail:
-            return None  # the usual case among many streams: all is read, and nothing lost
-        if not subscribed and (fact is not None or self._subscription.pattern is None):
-            return None  # it was subscribed to once: its place is kept
-        loss = detect_loss(name, at, fact)
+        """Return another offset to go on at, the backlog to read, or None if there is nothing to do."""
+        if info is not None and at == info.tail:
+            return None  # the usual case among many streams: all entries are read, none is lost
+        if not subscribed and (info is not None or self._subscription.pattern is None):
+            return None  # no longer subscribed: the query keeps its offset
+        loss = detect_loss(name, at, info)
         if loss is not None and loss.resets:
-            # An id that was asked for may be yet to come.
-            return None if self._starts.asked_for(name, at) else self._reset(loss, fact)
-        if fact is None:
+            # The options may name an id that no entry has yet.
+            return None if self._starting.is_requested_start(name, at) else self._restart_position(loss, info)
+        if info is None:
             return None
         if loss is not None:
-            self._losses.report(loss)
-        tail = fact.tail
-        if target is not None and (end := target.get(name, at)).id < tail.id:
-            tail = end
-        if tail.id <= at.id:
+            self._loss_policy.report(loss)
+        until = info.tail
+        if target is not None and (end := target.get(name, at)).id < until.id:
+            until = end
+        if until.id <= at.id:
             return None
-        if at.added is None and at.id != ZERO_ID and not fact.keeps(at.id):
-            self._losses.doubt(name, at.id)
-        return Backlog(after_loss(at, fact), tail, fact)
+        if at.entries_added is None and at.id != ZERO_ID and not info.is_whole_after(at.id):
+            self._loss_policy.warn_of_possible_loss(name, at.id)
+        return Backlog(after_loss(at, info), until, info)
 
-    def _discovered(self, names: Sequence[str], facts: Mapping[str, StreamInfo | None]) -> Offsets:
-        found = {name: fact.earliest() for name in names if (fact := facts[name]) is not None}
-        return found | self._starts.resumed(list(found), facts)
+    def _new_streams(self, names: Sequence[str], infos: Mapping[str, StreamInfo | None]) -> Offsets:
+        found = {name: info.earliest_position() for name in names if (info := infos[name]) is not None}
+        return found | self._starting.committed_positions(list(found), infos)
 
-    def _refuse_made_anew(self, taken: Mapping[str, "Backlog"]) -> None:
-        """Raise DataLoss for a stream that begins below what its handler has committed of one that had its name."""
-        fresh = [name for name, stream in taken.items() if stream.at.id == ZERO_ID]
-        for name, frontier in self._frontier.of(fresh).items():
-            if taken[name].facts.first <= frontier:
-                raise made_anew(name, frontier)
+    def _refuse_recreated(self, backlogs: Mapping[str, "Backlog"]) -> None:
+        """Raise DataLoss for a recreated stream whose first id is at or below the handler's committed id."""
+        from_beginning = [name for name, backlog in backlogs.items() if backlog.start.id == ZERO_ID]
+        for name, committed_id in self._committed.committed_ids(from_beginning).items():
+            if backlogs[name].info.first_id <= committed_id:
+                raise recreated_stream_error(name, committed_id)
 
-    def _reset(self, loss: Loss, facts: StreamInfo | None) -> Position:
-        """Where to go on with a stream that is not the one that was read before."""
-        frontier = self._frontier.of([loss.stream]).get(loss.stream)
-        if frontier is not None and frontier < loss.start.id and facts is not None and facts.last >= frontier:
+    def _restart_position(self, loss: Loss, info: StreamInfo | None) -> Position:
+        """The offset to go on at in a stream that was recreated, or that Redis has lost writes of."""
+        committed_id = self._committed.committed_ids([loss.stream]).get(loss.stream)
+        if (
+            committed_id is not None
+            and committed_id < loss.start.id
+            and info is not None
+            and info.last_id >= committed_id
+        ):
             logger.warning(
-                "Redis has lost its last writes: %s. Going on after %s, the last commit left", loss, frontier
+                "Redis has lost its last writes: %s; going on after %s, the last commit that is left",
+                loss,
+                committed_id,
             )
-            return Position(frontier, None)
-        self._losses.report(loss)
-        if frontier is not None and facts is not None and facts.first <= frontier:
-            raise made_anew(loss.stream, frontier)
+            return Position(committed_id, None)
+        self._loss_policy.report(loss)
+        if committed_id is not None and info is not None and info.first_id <= committed_id:
+            raise recreated_stream_error(loss.stream, committed_id)
         return BEGINNING
 
-    def _take(self, found: "Scan", limit: int | None) -> Offsets:
-        """Move as far towards the tails as `limit` allows."""
-        waiting = found.waiting
+    def _end_offsets(self, scan: "Scan", limit: int | None) -> Offsets:
+        """Return the end offsets of the streams with a backlog: their tails, or what fits into `limit`."""
+        backlogs = scan.backlogs
         if limit is None:
-            return {name: stream.tail for name, stream in waiting.items()}
-        backlogs = {name: stream.backlog for name, stream in waiting.items()}
-        shares = divide(backlogs, limit, self._last_served)
-        self._last_served = "" if found.is_all and len(shares) == len(backlogs) else list(shares)[-1]
-        taken = {name: waiting[name].tail for name, share in shares.items() if share >= backlogs[name]}
-        partly = {name: share for name, share in shares.items() if name not in taken}
-        walked = seek(self._client, {name: Seek(waiting[name].at.id, share, 1) for name, share in partly.items()})
-        for name, (marks, facts) in walked.items():
-            stream = waiting[name]
-            if marks and marks[0] < stream.tail.id:
-                taken[name] = Position(marks[0], stream.count_after(partly[name], facts))
+            return {name: backlog.end for name, backlog in backlogs.items()}
+        sizes = {name: backlog.size for name, backlog in backlogs.items()}
+        shares = divide(sizes, limit, self._last_served)
+        self._last_served = "" if scan.is_all and len(shares) == len(sizes) else list(shares)[-1]
+        ends = {name: backlogs[name].end for name, share in shares.items() if share >= sizes[name]}
+        partial = {name: share for name, share in shares.items() if name not in ends}
+        results = seek(self._client, {name: Seek(backlogs[name].start.id, share, 1) for name, share in partial.items()})
+        for name, (marks, info) in results.items():
+            backlog = backlogs[name]
+            if marks and marks[0] < backlog.end.id:
+                ends[name] = Position(marks[0], backlog.count_after(partial[name], info))
             else:
-                taken[name] = stream.tail  # nothing is left before it: the rest was deleted
-        return taken
+                ends[name] = backlog.end  # the entries before it were deleted
+        return ends
 
     # --- the tasks of a batch ---
 
-    def everything(self, selection: ReadFilter) -> list[list[OffsetRange]]:
-        """Return what each task of a batch read reads, from `startingOffsets` to `endingOffsets`, of `selection`."""
+    def plan_batch_read(self, read_filter: ReadFilter) -> list[list[OffsetRange]]:
+        """Plan the tasks of a batch read: from `startingOffsets` to `endingOffsets`, narrowed by `read_filter`."""
         names = self._subscription.names()
-        facts = self._survey([name for name in names if selection.takes(name)])
-        ends = {name: self._end(name, fact) for name, fact in facts.items() if fact is not None}
-        _tell_missing(names, [name for name in facts if name not in ends])
-        return self.pieces(*selection.narrow(self._starts.of(facts, "earliest"), ends))
+        infos = self._fetch_infos([name for name in names if read_filter.accepts(name)])
+        ends = {name: self._ending_position(name, info) for name, info in infos.items() if info is not None}
+        _warn_of_missing(names, [name for name in infos if name not in ends])
+        return self.plan_tasks(*read_filter.narrow(self._starting.resolve(infos, "earliest"), ends))
 
-    def _end(self, name: str, facts: StreamInfo) -> Position:
-        last = id_of(self._options.ending.of(name, "latest"))
-        return Position(last, None) if last is not None and last < facts.tail.id else facts.tail
+    def _ending_position(self, name: str, info: StreamInfo) -> Position:
+        last = id_of(self._options.ending.for_stream(name, "latest"))
+        return Position(last, None) if last is not None and last < info.tail.id else info.tail
 
-    def pieces(self, start: Offsets, end: Offsets) -> list[list[OffsetRange]]:
-        """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""
+    def plan_tasks(self, start: Offsets, end: Offsets) -> list[list[OffsetRange]]:
+        """Plan the tasks of the batch from `start` to `end`. With `failOnDataLoss` raises DataLoss for lost entries."""
         moved = {name: at for name, at in start.items() if name in end and at != end[name]}
-        floors = self._frontier.lower(moved)
-        ranges = {name: (at, end[name]) for name, at in floors.items() if end[name].id > at.id}
-        facts = self._survey(ranges)
-        pieces: list[OffsetRange] = []
-        for name, (at, until) in ranges.items():
-            fact = facts[name]
-            floor = self._floor(name, at, fact)
-            if fact is not None and floor is not None:
-                pieces += _ranges(name, floor, until, fact)
-        total = sum(piece.size for piece in pieces)
+        starts = self._committed.rewind(moved)
+        bounds = {name: (at, end[name]) for name, at in starts.items() if end[name].id > at.id}
+        infos = self._fetch_infos(bounds)
+        ranges: list[OffsetRange] = []
+        for name, (at, until) in bounds.items():
+            info = infos[name]
+            first = self._start_after_loss(name, at, info)
+            if info is not None and first is not None:
+                ranges += _ranges(name, first, until, info)
+        total = sum(one.size for one in ranges)
         if not total:
             return []
-        return assign(self._split(pieces, self._spread.target(total)), self._spread.tasks(total), self._most(total))
+        return assign(
+            self._split(ranges, self._task_sizing.task_size(total)),
+            self._task_sizing.task_count(total),
+            self._max_task_size(total),
+        )
 
-    def _floor(self, name: str, at: Position, fact: StreamInfo | None) -> Position | None:
-        """Where a planned range begins after what was lost of it; None if its stream is no more."""
-        loss = detect_loss(name, at, fact)
+    def _start_after_loss(self, name: str, at: Position, info: StreamInfo | None) -> Position | None:
+        """The start of a planned range, after entries that were lost; None if the stream is gone."""
+        loss = detect_loss(name, at, info)
         if loss is None:
             return at
         if loss.resets:
-            at = self._reset(loss, fact)
+            at = self._restart_position(loss, info)
             return at if at != BEGINNING else None
-        self._losses.report(loss)
-        return after_loss(at, fact) if fact is not None else None
+        self._loss_policy.report(loss)
+        return after_loss(at, info) if info is not None else None
 
-    def _most(self, total: int) -> int:
-        return self._options.limits.per_partition or total
+    def _max_task_size(self, total: int) -> int:
+        return self._options.limits.max_per_partition or total
 
-    def _split(self, pieces: Sequence[OffsetRange], target: int) -> list[OffsetRange]:
-        """Split what is greater than `target`: at exact places, or, where that is not needed, at guessed ones."""
-        exact = self._options.limits.per_partition is not None
-        most = target if exact else int(target * _SPLIT_SLACK)
-        split = [piece for piece in pieces if piece.size <= most]
+    def _split(self, ranges: Sequence[OffsetRange], target: int) -> list[OffsetRange]:
+        """Split ranges of more than `target` entries: at exact ids, or, where that is not needed, at guessed ones."""
+        exact = self._options.limits.max_per_partition is not None
+        max_size = target if exact else int(target * _SPLIT_SLACK)
+        split = [whole for whole in ranges if whole.size <= max_size]
         steps: dict[OffsetRange, int] = {}
-        for piece in pieces:
-            parts = -(-piece.size // target)
-            if piece.size <= most:
+        for whole in ranges:
+            parts = -(-whole.size // target)
+            if whole.size <= max_size:
                 continue
-            if piece.untouched and not exact:
-                split += guess_cuts(piece, parts * _GUESSES_PER_TASK)
+            if whole.untouched and not exact:
+                split += split_evenly(whole, parts * _GUESSES_PER_TASK)
             else:
-                steps[piece] = -(-piece.size // parts)
-        walked = seek(self._client, {p.stream: Seek(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
-        for piece, step in steps.items():
-            split += cut(piece, step, walked[piece.stream].marks)
+                steps[whole] = -(-whole.size // parts)
+        results = seek(
+            self._client,
+            {whole.stream: Seek(whole.after, step, (whole.size - 1) // step) for whole, step in steps.items()},
+        )
+        for whole, step in steps.items():
+            split += split_at(whole, step, results[whole.stream].marks)
         return split
 
 
-class Advance(NamedTuple):
-    """Where a batch ends, and how much longer it is held back at most, if it is."""
+class PlannedEnd(NamedTuple):
+    """The end offsets of a batch, and the longest time that it is still delayed, in milliseconds; 0 if it is not."""
 
-    ends: Offsets
-    held_ms: float = 0.0
+    end: Offsets
+    delay_ms: float = 0.0
 
 
 class Scan(NamedTuple):
-    """What a look has found: streams with something to read, those that are to go on elsewhere, and those at rest.
+    """Streams with a backlog, other offsets that streams go on at, and streams with nothing to do.
 
-    `is_all`: there are no others with something to read.
+    `is_all`: no other stream has a backlog.
     """
 
-    waiting: "dict[str, Backlog]"
+    backlogs: "dict[str, Backlog]"
     changes: Offsets
-    at_rest: list[str]
+    idle: list[str]
     is_all: bool = True
 
 
 class Backlog(NamedTuple):
-    """A stream with something to read: where it stands, how far it may go, and its facts when that was decided."""
+    """A stream with entries to read: its offset, the offset to read to at most, and the stream info behind both."""
 
-    at: Position
-    tail: Position
-    facts: StreamInfo
+    start: Position
+    end: Position
+    info: StreamInfo
 
     @property
-    def backlog(self) -> int:
-        """Entries to read: exact, or at least not too few."""
-        at, tail, facts = self
-        if at.added is not None and tail.added is not None:
-            return max(1, tail.added - at.added)
-        return max(1, facts.length)
+    def size(self) -> int:
+        """Number of entries to read: exact, or an upper bound."""
+        at, tail, info = self
+        if at.entries_added is not None and tail.entries_added is not None:
+            return max(1, tail.entries_added - at.entries_added)
+        return max(1, info.length)
 
     def count_after(self, taken: int, now: StreamInfo | None) -> int | None:
-        """Entries ever added up to the `taken`-th after `at`; None if entries were removed in between."""
-        if self.at.added is None or now is None or now.has_gaps_after(self.at.id):
+        """Number of entries ever added up to the `taken`-th of the backlog; None if entries were removed in between."""
+        if self.start.entries_added is None or now is None or now.has_gaps_after(self.start.id):
             return None
-        whole = now.keeps(self.at.id) or now.removed == self.facts.removed
-        return self.at.added + taken if whole else None
+        whole = now.is_whole_after(self.start.id) or now.entries_removed == self.info.entries_removed
+        return self.start.entries_added + taken if whole else None
 
 
-def _has_more(facts: StreamInfo | None, at: Position) -> bool:
-    return facts is not None and facts.tail.id > at.id
+def _has_more(info: StreamInfo | None, at: Position) -> bool:
+    return info is not None and info.tail.id > at.id
 
 
-def _tails(facts: Mapping[str, StreamInfo | None]) -> Offsets:
-    return {name: fact.tail for name, fact in facts.items() if fact is not None}
+def _tails(infos: Mapping[str, StreamInfo | None]) -> Offsets:
+    return {name: info.tail for name, info in infos.items() if info is not None}
 
 
-def _ranges(name: str, at: Position, until: Position, facts: StreamInfo) -> list[OffsetRange]:
-    """What is to be read of one stream, in one piece; none if it is known that nothing is there."""
-    if at.added is None or until.added is None or facts.has_gaps_after(at.id):
-        return [OffsetRange(name, at.id, until.id, _estimate(at, until, facts), None)]
-    count = until.added - at.added
-    if facts.removed:
+def _ranges(name: str, at: Position, until: Position, info: StreamInfo) -> list[OffsetRange]:
+    """The range to read of one stream; none if the counters prove that it is empty."""
+    if at.entries_added is None or until.entries_added is None or info.has_gaps_after(at.id):
+        return [OffsetRange(name, at.id, until.id, _estimate(at, until, info), None)]
+    count = until.entries_added - at.entries_added
+    if info.entries_removed:
         return [OffsetRange(name, at.id, until.id, count, count)] if count > 0 else []
-    # Nothing ever stood before the first entry: guessing places between entries works better from there.
-    ms, seq = facts.first
+    # No entry ever came before the first one: guessed cuts are more even if they begin there.
+    ms, seq = info.first_id
     after = max(at.id, EntryId(ms, seq - 1) if seq else EntryId(ms - 1, 0))
     return [OffsetRange(name, after, until.id, count, count, untouched=True)]
 
 
-def _estimate(at: Position, until: Position, facts: StreamInfo) -> int:
-    """About how many entries lie between, as if they had come at an even rate."""
-    span = facts.last.ms - facts.first.ms + 1
-    part = min(until.id, facts.last).ms - max(at.id, facts.first).ms + 1
-    return max(1, min(facts.length, facts.length * part // span))
+def _estimate(at: Position, until: Position, info: StreamInfo) -> int:
+    """Estimate the number of entries between two offsets, as if they had come at an even rate."""
+    span = info.last_id.ms - info.first_id.ms + 1
+    part = min(until.id, info.last_id).ms - max(at.id, info.first_id).ms + 1
+    return max(1, min(info.length, info.length * part // span))
 
 
-def _tell_missing(names: Collection[str], missing: Sequence[str]) -> None:
-    """Streams that are not there are read as empty ones, which may be what a misspelt name comes to."""
+def _warn_of_missing(names: Collection[str], missing: Sequence[str]) -> None:
+    """Warn of streams that do not exist, which a batch read takes for empty: their names may be misspelt."""
     if missing:
-        logger.warning("there is nothing to read of streams that do not exist: %s", some_of(missing))
+        logger.warning("subscribed streams do not exist: %s; reading them as empty", summarize_names(missing))
     elif not names:
-        logger.warning("there is nothing to read: no stream is there of those that are subscribed to")
+        logger.warning("no subscribed stream exists; there is nothing to read")

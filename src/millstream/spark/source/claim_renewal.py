@@ -1,4 +1,4 @@
-"""Keeps a batch that is being worked on from being taken over by others, however long that takes."""
+"""ClaimRenewal: renews the claims on a batch in progress, so that no other consumer claims its entries as idle."""
 
 import logging
 import threading
@@ -9,38 +9,41 @@ from millstream.spark.source.group_batches import Batches
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 3.0
+_RENEWALS_PER_IDLE_TIME = 3.0
 
 
 class ClaimRenewal:
-    """Renews what is held of some streams, in a thread, so often that `idle_ms` never pass in between.
+    """Renews the claims on the entries of some streams in a thread, three times in `idle_ms` milliseconds.
 
-    The thread ends with its process, which ends with the query: what a dead driver held is taken over by others.
+    The thread ends with its process, which ends with the query: other consumers then claim the entries of a dead
+    driver.
     """
 
     def __init__(self, batches: Batches, *, idle_ms: float) -> None:
         self._batches = batches
-        self._every_s = idle_ms / _SHARE / 1000
+        self._every_s = idle_ms / _RENEWALS_PER_IDLE_TIME / 1000
         self._closed = threading.Event()
         self._streams: tuple[str, ...] = ()
         self._thread: threading.Thread | None = None
 
-    def hold(self, streams: Iterable[str]) -> None:
-        """Keep what is held of `streams`, and of no others, from now on."""
+    def set_streams(self, streams: Iterable[str]) -> None:
+        """Renew the claims on entries of `streams`, and of no others, from now on."""
         self._streams = tuple(streams)
         if self._streams and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="millstream-keep", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="millstream-renewal", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Stop the renewal."""
         self._closed.set()
 
     def _run(self) -> None:
         while not self._closed.wait(self._every_s):
             try:
-                self._batches.keep(self._streams)
+                self._batches.renew(self._streams)
             except StaleOwner:
-                pass  # the next plan says so, or it was the last one that has begun anew
+                pass  # the next plan raises it; or this run has just begun a new epoch itself
             except MillstreamError as error:
-                logger.warning("what this query holds was not renewed, others may take it over: %s", error)
+                logger.warning(
+                    "cannot renew the claims of this query: %s; other consumers may claim its entries", error
+                )

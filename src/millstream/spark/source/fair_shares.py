@@ -1,69 +1,70 @@
-"""Divides a limited batch among streams. No I/O."""
+"""Fair shares: divides a limited batch among streams. No I/O."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
-MOST_CUT = 200
-"""About how many streams give a part of what waits there: finding where such a part ends costs Redis commands."""
+MAX_PARTIAL_STREAMS = 200
+"""About how many streams contribute only a part of their backlog: to find the end of the part costs Redis commands."""
 
 
 def divide(backlogs: Mapping[str, int], limit: int, last_served: str = "") -> dict[str, int]:
-    """Return how many entries each stream may give to a batch of at most `limit`; backlogs are at least 1.
+    """Return each stream's share, in entries, of a batch of at most `limit`; backlogs are at least 1.
 
-    Up to 200 streams give in proportion to their backlogs, and at least one entry each while the limit allows. More
-    than that take turns, in alphabetical order after `last_served`: each gives all that it has, at most a 200th of the
-    batch. If that leaves room when all have had their turn, those with more to give share it.
+    The shares of up to 200 streams are in proportion to their backlogs, at least one entry each while the limit allows.
+    More streams are served round robin, in alphabetical order after `last_served`: each with its whole backlog, at most
+    a 200th of the batch. If all are served and the batch has room, those with a larger backlog share it.
     """
     if sum(backlogs.values()) <= limit:
         return dict(backlogs)
-    if len(backlogs) < min(limit, MOST_CUT + 1):
+    if len(backlogs) < min(limit, MAX_PARTIAL_STREAMS + 1):
         return _in_proportion(backlogs, limit)
-    most = _most_in_turn(limit)
+    largest = _largest_share(limit)
     shares: dict[str, int] = {}
-    for name in in_turn(backlogs, last_served):
+    for name in round_robin(backlogs, last_served):
         if not limit:
             return shares
-        shares[name] = min(backlogs[name], most, limit)
+        shares[name] = min(backlogs[name], largest, limit)
         limit -= shares[name]
     rest = {name: backlogs[name] - share for name, share in shares.items() if backlogs[name] > share}
     return shares | {name: shares[name] + more for name, more in divide(rest, limit).items()}
 
 
-def in_turn(names: Iterable[str], last_served: str) -> list[str]:
-    """Return `names` in the order of their turns."""
+def round_robin(names: Iterable[str], last_served: str) -> list[str]:
+    """Return `names` in round-robin order: alphabetical, those after `last_served` first."""
     ordered = sorted(names)
     following = bisect_right(ordered, last_served)
     return ordered[following:] + ordered[:following]
 
 
-def _most_in_turn(limit: int) -> int:
-    return max(1, limit // MOST_CUT)
+def _largest_share(limit: int) -> int:
+    return max(1, limit // MAX_PARTIAL_STREAMS)
 
 
 class FairFill:
-    """Whether the first streams in turn fill a batch of `limit`, so that `divide` would give the others nothing.
+    """Tells whether the first streams in round-robin order fill a batch of `limit`, so that `divide` would skip the
+    others.
 
-    It does not end before `least` entries are known, and never without a limit.
+    The batch is not full before `min_known` entries are known, and never without a limit.
     """
 
-    def __init__(self, limit: int | None, least: int = 0) -> None:
+    def __init__(self, limit: int | None, min_known: int = 0) -> None:
         self._limit = limit
-        self._least = least
-        self._most = _most_in_turn(limit or 0)
-        self._streams = self._known = self._shared = 0
+        self._min_known = min_known
+        self._max_share = _largest_share(limit or 0)
+        self._streams = self._known = self._share_total = 0
 
     def add(self, backlog: int) -> None:
-        """Count a stream with this many entries."""
+        """Count a stream with `backlog` entries."""
         self._streams += 1
         self._known += backlog
-        self._shared += min(backlog, self._most)
+        self._share_total += min(backlog, self._max_share)
 
     @property
     def is_full(self) -> bool:
-        """True if the others need not be looked at."""
-        if self._limit is None or self._shared < self._limit:
+        """True if the other streams would get no share."""
+        if self._limit is None or self._share_total < self._limit:
             return False
-        return self._streams > MOST_CUT and self._known > max(self._limit, self._least)
+        return self._streams > MAX_PARTIAL_STREAMS and self._known > max(self._limit, self._min_known)
 
 
 def _in_proportion(backlogs: Mapping[str, int], limit: int) -> dict[str, int]:
@@ -73,11 +74,11 @@ def _in_proportion(backlogs: Mapping[str, int], limit: int) -> dict[str, int]:
     spare = limit - sum(shares.values())
     short = [name for name in names if shares[name] * total < backlogs[name] * limit]
     for name in sorted(short, key=lambda name: shares[name] * total - backlogs[name] * limit)[: max(spare, 0)]:
-        shares[name] += 1  # what rounding left over, for those it took most from
+        shares[name] += 1  # the remainder of rounding goes to those that lost most by it
     for name in sorted(names, key=lambda name: -shares[name]):
         if spare >= 0:
             break
-        back = min(-spare, shares[name] - 1)  # the smallest shares were rounded up: the greatest pay for them
+        back = min(-spare, shares[name] - 1)  # the smallest shares were rounded up, at the expense of the greatest
         shares[name] -= back
         spare += back
     return shares

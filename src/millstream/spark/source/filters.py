@@ -1,4 +1,4 @@
-"""What a batch read is asked for: a range of ids, and streams by name, as Spark's filters tell. No I/O."""
+"""ReadFilter: Spark's filters on stream, id and time as a range of ids and tests of stream names. No I/O."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,51 +22,52 @@ from pyspark.sql.datasource import (
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.limits import GREATEST_TIMESTAMP_MS
+from millstream.spark.limits import MAX_TIMESTAMP_MS
 from millstream.spark.source.offsets import Offsets, Position
 
-_GREATEST = 2**64 - 1
+_MAX_UINT64 = 2**64 - 1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EQUAL = (EqualTo, EqualNullSafe)
 _COMPARISONS = (*_EQUAL, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
 
-Test = Callable[[str], bool]
+NameTest = Callable[[str], bool]
 
 
 class ReadFilter:
-    """Entries with ids from `least` to `most`, of streams that pass every test; all, until filters are added.
+    """Entries with ids from `min_id` to `max_id`, of streams that pass every test; all entries, until filters are added.
 
-    `columns`: of each column that filters may name, which of `stream`, `id`, `id_ms` and `timestamp` it shows.
+    `columns`: maps each column that filters may name to the one of `stream`, `id`, `id_ms` and `timestamp` that it
+    shows.
     """
 
     def __init__(self, columns: Mapping[str, str]) -> None:
-        self.least = ZERO_ID
-        self.most = EntryId(_GREATEST, _GREATEST)
+        self.min_id = ZERO_ID
+        self.max_id = EntryId(_MAX_UINT64, _MAX_UINT64)
         self._columns = columns
-        self._tests: list[Test] = []
+        self._tests: list[NameTest] = []
 
     def add(self, condition: Filter) -> bool:
-        """Leave out what `condition` leaves out; False if Spark still has to look at the rows itself."""
-        named = condition.child if isinstance(condition, Not) else condition
-        path: tuple[str, ...] = getattr(named, "attribute", ())
-        shown = self._columns.get(path[0]) if len(path) == 1 else None
-        if shown == "stream":
+        """Apply `condition`, as far as possible; False if Spark still has to apply it to the rows."""
+        inner = condition.child if isinstance(condition, Not) else condition
+        path: tuple[str, ...] = getattr(inner, "attribute", ())
+        meta = self._columns.get(path[0]) if len(path) == 1 else None
+        if meta == "stream":
             return self._add_test(condition)
         if isinstance(condition, _COMPARISONS) and condition.value is not None:
-            return self._compare(shown, condition, condition.value)
-        if isinstance(condition, In) and condition.value and shown is not None:
+            return self._compare(meta, condition, condition.value)
+        if isinstance(condition, In) and condition.value and meta is not None:
             return self._one_of(path[0], list(condition.value))
         return False
 
-    def takes(self, stream: str) -> bool:
-        """True if entries of `stream` are wanted."""
+    def accepts(self, stream: str) -> bool:
+        """True if entries of `stream` can pass the filters."""
         return all(test(stream) for test in self._tests)
 
     def narrow(self, start: Offsets, end: Offsets) -> tuple[Offsets, Offsets]:
-        """Return the part of the ranges from `start` to `end` that is wanted."""
-        after = _before(self.least)
+        """Return the part of the ranges from `start` to `end` that can pass the filters."""
+        after = _before(self.min_id)
         starts = {name: at if at.id >= after else Position(after, None) for name, at in start.items()}
-        ends = {name: at if at.id <= self.most else Position(self.most, None) for name, at in end.items()}
+        ends = {name: at if at.id <= self.max_id else Position(self.max_id, None) for name, at in end.items()}
         return starts, {name: at for name, at in ends.items() if name in starts}
 
     # --- streams ---
@@ -81,49 +82,49 @@ class ReadFilter:
 
     def _compare(self, shown: str | None, condition: Filter, value: Any) -> bool:
         if shown == "id" and isinstance(condition, _EQUAL) and isinstance(value, str):
-            self._between(*_only(value))
+            self._intersect(*_only(value))
             return True
         if shown == "id_ms" and isinstance(value, int):
-            self._milliseconds(condition, value, value)
+            self._compare_ms(condition, value, value)
             return True
         if shown == "timestamp" and isinstance(value, datetime) and value.tzinfo is not None:
-            # Filters speak of microseconds, which may lie between two ids' milliseconds.
+            # A filter has microseconds, which may fall between the milliseconds of two ids.
             whole, rest = divmod((value - _EPOCH) // timedelta(microseconds=1), 1000)
-            self._between(ZERO_ID, EntryId(GREATEST_TIMESTAMP_MS, _GREATEST))
-            self._milliseconds(condition, whole, whole + bool(rest))
+            self._intersect(ZERO_ID, EntryId(MAX_TIMESTAMP_MS, _MAX_UINT64))
+            self._compare_ms(condition, whole, whole + bool(rest))
             return True
         return False
 
     def _one_of(self, column: str, values: list[Any]) -> bool:
-        """Narrow the range to the values' own; which of the entries in between are meant Spark finds out."""
-        each = [ReadFilter(self._columns) for _ in values]
-        if all(one.add(EqualTo((column,), value)) for one, value in zip(each, values, strict=True)):
-            self._between(min(one.least for one in each), max(one.most for one in each))
+        """Narrow the range to that of the values; Spark applies the filter to the entries within."""
+        filters = [ReadFilter(self._columns) for _ in values]
+        if all(single.add(EqualTo((column,), value)) for single, value in zip(filters, values, strict=True)):
+            self._intersect(min(single.min_id for single in filters), max(single.max_id for single in filters))
         return False
 
-    def _milliseconds(self, condition: Filter, floor: int, ceiling: int) -> None:
+    def _compare_ms(self, condition: Filter, floor: int, ceiling: int) -> None:
         """Compare with a number whose neighbours in whole milliseconds are `floor` and `ceiling`."""
         first = {EqualTo: ceiling, EqualNullSafe: ceiling, GreaterThan: floor + 1, GreaterThanOrEqual: ceiling}
         last = {EqualTo: floor, EqualNullSafe: floor, LessThan: ceiling - 1, LessThanOrEqual: floor}
         kind = type(condition)
-        self._between(
-            EntryId(max(first.get(kind, 0), 0), 0), EntryId(min(last.get(kind, _GREATEST), _GREATEST), _GREATEST)
+        self._intersect(
+            EntryId(max(first.get(kind, 0), 0), 0), EntryId(min(last.get(kind, _MAX_UINT64), _MAX_UINT64), _MAX_UINT64)
         )
 
-    def _between(self, least: EntryId, most: EntryId) -> None:
-        self.least = max(self.least, least)
-        self.most = min(self.most, most)
+    def _intersect(self, min_id: EntryId, max_id: EntryId) -> None:
+        self.min_id = max(self.min_id, min_id)
+        self.max_id = min(self.max_id, max_id)
 
 
 def _before(entry_id: EntryId) -> EntryId:
     ms, seq = entry_id
     if seq:
         return EntryId(ms, seq - 1)
-    return EntryId(ms - 1, _GREATEST) if ms else ZERO_ID
+    return EntryId(ms - 1, _MAX_UINT64) if ms else ZERO_ID
 
 
 def _only(text: str) -> tuple[EntryId, EntryId]:
-    """The range of the one id that is shown as `text`; an empty range if none is."""
+    """The range of the one id that is written as `text`; an empty range if `text` is no id."""
     with suppress(ConfigError):
         entry_id = EntryId.parse(text)
         if str(entry_id) == text:
@@ -131,8 +132,8 @@ def _only(text: str) -> tuple[EntryId, EntryId]:
     return EntryId(1, 0), ZERO_ID
 
 
-def _name_test(condition: Filter) -> Test | None:
-    """The condition as a test of names, which are never null."""
+def _name_test(condition: Filter) -> NameTest | None:
+    """The condition as a test of stream names, which are never null; None if it cannot be one."""
     match condition:
         case Not(child):
             test = _name_test(child)

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from looking through replies of Redis again and again."""
+"""Keeps Python's garbage collector from scanning large replies of Redis again and again."""
 
 import gc
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ _CONTAINERS_PER_COLLECTION = 200_000
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Let the collector look rarely: replies are a million small lists without cycles, planning and reading
-    take twice as long with it.
+    """Make garbage collections rare: replies are a million small lists without cycles, and with the usual threshold
+    planning and reading take twice as long.
     """
     before = gc.get_threshold()
     gc.set_threshold(_CONTAINERS_PER_COLLECTION, *before[1:])

@@ -1,8 +1,8 @@
-"""Decides, on the driver, what a query takes from a consumer group that it shares with others, and which task reads what.
+"""GroupBatchPlanner: plans, on the driver, the batches that a query reads from a consumer group that it shares.
 
-Taking has two steps. First the query's consumer becomes the holder of entries: of new ones, and of those that others have
-held for too long. Then they are put into a batch, whose ids Redis notes in the same step. A driver that dies in between
-leaves nothing that the next one does not find.
+A batch has two steps. First the query's consumer fetches new entries and claims idle ones of other consumers, so that
+they are pending with it. Then they are added to a batch, whose ids Redis records in the same step. If the driver dies
+between the steps, the next one finds all of them.
 """
 
 import logging
@@ -17,10 +17,10 @@ from millstream.spark.source.claim_renewal import ClaimRenewal
 from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import LossPolicy
 from millstream.spark.source.fair_shares import divide
-from millstream.spark.source.group_batches import FIRST, Batches, PendingCounts
+from millstream.spark.source.group_batches import SCAN_START, Batches, PendingCounts
 from millstream.spark.source.group_offsets import GroupOffset
 from millstream.spark.source.group_partition_reader import GroupPartition
-from millstream.spark.source.offset_ranges import Spread
+from millstream.spark.source.offset_ranges import TaskSizing
 from millstream.spark.source.options import Sharing, SourceOptions
 from millstream.spark.source.progress_group import GroupPosition, group_positions
 from millstream.spark.source.starting_offsets import StartingOffsets
@@ -31,18 +31,18 @@ from millstream.spark.source.trigger_delay import TriggerDelay
 logger = logging.getLogger(__name__)
 
 
-class GroupBatch(NamedTuple):
-    """Where a batch ends, and how much longer it is held back at most, if it is."""
+class PlannedGroupBatch(NamedTuple):
+    """The end offset of a batch, and the longest time that it is still delayed, in milliseconds; 0 if it is not."""
 
-    place: GroupOffset
-    held_ms: float = 0.0
+    end: GroupOffset
+    delay_ms: float = 0.0
 
 
 class GroupBatchPlanner:
-    """Takes batches from `options.group` as `sharing.consumer`, spread over `cores` or more tasks.
+    """Plans batches of `options.group`, fetched as `sharing.consumer` and spread over about `cores` tasks.
 
-    Every method may be repeated: call them through `Client.patiently`. Each raises StaleOwner once a newer run takes under
-    the same name, and DataLoss, if told to, for entries that are gone.
+    Every method may be repeated: call them through `Client.patiently`. Each raises StaleOwner once a newer run uses the
+    same consumer name, and DataLoss, with `failOnDataLoss`, for entries that are gone.
     """
 
     def __init__(
@@ -53,288 +53,301 @@ class GroupBatchPlanner:
         self._sharing = sharing
         self._clock = clock
         limits = options.limits
-        self._most = limits.per_trigger or 1
-        self._spread = Spread(min_partitions=limits.min_partitions, max_records=limits.per_partition, cores=cores)
+        self._max_entries = limits.max_per_trigger or 1
+        self._task_sizing = TaskSizing(
+            min_partitions=limits.min_partitions, max_records=limits.max_per_partition, cores=cores
+        )
         self._subscription = Subscription(client, options.streams, options.pattern, clock=clock)
         losses = LossPolicy(fail=options.fail_on_data_loss)
-        self._starts = StartingOffsets(client, options, CommittedOffsets(client, None, clock=clock), losses)
-        self._holding = TriggerDelay(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
+        self._starting = StartingOffsets(client, options, CommittedOffsets(client, None, clock=clock), losses)
+        self._trigger_delay = TriggerDelay(limits.min_per_trigger, limits.max_delay_ms, clock=clock)
         self._batches = Batches(client, group=options.group, consumer=sharing.consumer)
-        self._keeper = ClaimRenewal(self._batches, idle_ms=sharing.adopt_after_ms)
-        self._concluded: tuple[str, int] | None = None
+        self._claim_renewal = ClaimRenewal(self._batches, idle_ms=sharing.claim_idle_ms)
+        self._acknowledged: tuple[str, int] | None = None
         self._planned: GroupOffset | None = None
-        self._looked = False
-        self._begun = False
-        self._sure = False
+        self._groups_checked = False
+        self._run_begun = False
+        self._nothing_to_recover = False
         self._token = ""
         self._cursors: dict[str, str] = {}
-        self._sweep_due_ms = float("-inf")
+        self._scan_due_ms = float("-inf")
         self._last_served = ""
 
     def close(self) -> None:
-        """Keep nothing any more: after a while others may take it over."""
-        self._keeper.close()
+        """Stop renewing claims: once its entries are idle for long enough, other consumers may claim them."""
+        self._claim_renewal.close()
 
-    def tails(self) -> dict[str, EntryId]:
-        """The id of the newest entry of each subscribed stream."""
-        facts = fetch(self._client, self._subscription.names())
-        return {name: fact.last for name, fact in facts.items() if fact is not None}
+    def latest_ids(self) -> dict[str, EntryId]:
+        """The last id of each subscribed stream that exists."""
+        infos = fetch(self._client, self._subscription.names())
+        return {name: info.last_id for name, info in infos.items() if info is not None}
 
     # --- a batch ---
 
-    def advance(self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, hold: bool) -> GroupBatch:
-        """Acknowledge the batch that ends at `start`, and take the next one; `start` itself if there is nothing.
+    def plan_next(
+        self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, may_delay: bool
+    ) -> PlannedGroupBatch:
+        """Acknowledge the batch that ends at `start`, and plan the next one; an empty one ends at `start` itself.
 
-        `target`: new entries are taken until the group has reached these ids. `hold`: a small batch may wait.
+        `target`: fetch new entries until the group has reached these ids. `may_delay`: a small batch may be delayed.
         """
-        sure, self._sure = self._sure, False
+        sure, self._nothing_to_recover = self._nothing_to_recover, False
         try:
-            taken = self._advance(start, target, hold, sure)
+            planned = self._plan_next(start, target, may_delay, sure)
         except Unavailable:
-            self._begun = False
+            self._run_begun = False
             raise
         except GroupMissing as error:
-            self._begun = False
-            raise Unavailable(f"{error}; it is planned again") from error
-        self._sure = taken.place == start  # else, should Spark ask once more, the answer is the same
-        return taken
+            self._run_begun = False
+            raise Unavailable(f"{error}; planning again") from error
+        self._nothing_to_recover = planned.end == start  # else a repeated call from Spark must return the same batch
+        return planned
 
-    def _advance(self, start: GroupOffset, target: Mapping[str, EntryId] | None, hold: bool, sure: bool) -> GroupBatch:
-        facts = self._look(start)
-        standing = group_positions(self._client, self._options.group, (name for name, fact in facts.items() if fact))
-        self._begin(standing)
-        self._conclude(start, standing)
-        standing |= self._join(start, facts, standing)
-        known = dict.fromkeys(standing, 0)
+    def _plan_next(
+        self, start: GroupOffset, target: Mapping[str, EntryId] | None, may_delay: bool, sure: bool
+    ) -> PlannedGroupBatch:
+        infos = self._fetch_infos(start)
+        positions = group_positions(self._client, self._options.group, (name for name, info in infos.items() if info))
+        self._begin_run(positions)
+        self._acknowledge(start, positions)
+        positions |= self._create_groups(start, infos, positions)
+        known = dict.fromkeys(positions, 0)
         token, number = start.token or self._token, start.batch + 1
-        held = self._batches.held(name for name, at in standing.items() if at.pending)
+        pending = self._batches.pending_counts(name for name, position in positions.items() if position.pending)
         if not sure:
-            if found := self._recover(token, number, standing, held):
-                return GroupBatch(GroupOffset(token, number, known | found))
-            held = self._batches.held(held)
-        inbox = {name: one.ours for name, one in held.items() if one.ours}
-        waiting = self._waiting(facts, standing, target)
-        held_ms = self._holding.left_ms(sum(waiting.values())) if hold and not inbox else 0.0
-        if held_ms:
-            return GroupBatch(start, held_ms)
-        self._adopt(held, inbox)
-        self._draw(waiting, inbox)
-        place = GroupOffset(token, number, known | self._fill(token, number, inbox))
-        if place.filled:
-            self._planned = place
-            self._holding.began()
-        return GroupBatch(place if place.filled or known.keys() != start.taken.keys() else start)
+            if recovered := self._recover_batch(token, number, positions, pending):
+                return PlannedGroupBatch(GroupOffset(token, number, known | recovered))
+            pending = self._batches.pending_counts(pending)
+        own = {name: counts.ours for name, counts in pending.items() if counts.ours}
+        backlogs = self._backlogs(infos, positions, target)
+        delay_ms = self._trigger_delay.remaining_ms(sum(backlogs.values())) if may_delay and not own else 0.0
+        if delay_ms:
+            return PlannedGroupBatch(start, delay_ms)
+        self._claim_idle(pending, own)
+        self._fetch_new(backlogs, own)
+        end = GroupOffset(token, number, known | self._add_to_batch(token, number, own))
+        if end.non_empty:
+            self._planned = end
+            self._trigger_delay.on_batch()
+        return PlannedGroupBatch(end if end.non_empty or known.keys() != start.counts.keys() else start)
 
-    def _look(self, start: GroupOffset) -> dict[str, StreamInfo | None]:
-        """The facts of the subscribed streams, and of those that a pattern does not find any more as they are deleted."""
+    def _fetch_infos(self, start: GroupOffset) -> dict[str, StreamInfo | None]:
+        """Fetch the info of the subscribed streams, and of those in `start` that a pattern no longer finds: None."""
         names = self._subscription.names()
-        facts = fetch(self._client, names)
-        if self._subscription.pattern is not None and (others := start.taken.keys() - facts.keys()):
-            facts |= {name: fact for name, fact in fetch(self._client, others).items() if fact is None}
-        return facts
+        infos = fetch(self._client, names)
+        if self._subscription.pattern is not None and (others := start.counts.keys() - infos.keys()):
+            infos |= {name: info for name, info in fetch(self._client, others).items() if info is None}
+        return infos
 
-    def _conclude(self, start: GroupOffset, standing: Iterable[str]) -> None:
-        """Acknowledge what the sink has committed."""
-        if self._concluded == (start.token, start.batch):
+    def _acknowledge(self, start: GroupOffset, streams: Iterable[str]) -> None:
+        """Acknowledge the batch that the sink has committed."""
+        if self._acknowledged == (start.token, start.batch):
             return
-        self._keeper.hold(())
-        ours = start.filled.keys() & set(standing)
-        for stream, strangers in self._batches.acknowledge(start.token, start.batch, ours).items():
-            if strangers.others or strangers.settled:
+        self._claim_renewal.set_streams(())
+        ours = start.non_empty.keys() & set(streams)
+        for stream, not_ours in self._batches.acknowledge(start.token, start.batch, ours).items():
+            if not_ours.claimed or not_ours.not_pending:
                 logger.warning(
-                    "of the %d entries of %s in batch %d, %d had been taken over by other consumers and %d were not "
-                    "pending any more: those may be processed twice. adoptAfter is for entries of dead consumers only: "
-                    "let all consumers of the group wait longer than a batch, or a restart, takes",
-                    start.taken[stream], stream, start.batch, strangers.others, strangers.settled,
+                    "of the %d entries of %s in batch %d, %d were claimed by other consumers and %d were no longer "
+                    "pending: they may be processed twice. adoptAfter is for entries of dead consumers: set the idle "
+                    "time of all consumers of the group longer than a batch, or a restart, takes",
+                    start.counts[stream], stream, start.batch, not_ours.claimed, not_ours.not_pending,
                 )  # fmt: skip
-        self._concluded = (start.token, start.batch)
+        self._acknowledged = (start.token, start.batch)
 
-    def _begin(self, streams: Iterable[str]) -> None:
-        if not self._begun:
+    def _begin_run(self, streams: Iterable[str]) -> None:
+        if not self._run_begun:
             self._batches.begin(streams)
             self._token = self._token or self._batches.epoch
-            self._begun = True
+            self._run_begun = True
 
     # --- groups ---
 
-    def _join(
-        self, start: GroupOffset, facts: Mapping[str, StreamInfo | None], standing: Mapping[str, GroupPosition]
+    def _create_groups(
+        self, start: GroupOffset, infos: Mapping[str, StreamInfo | None], positions: Mapping[str, GroupPosition]
     ) -> dict[str, GroupPosition]:
-        """Make the group where it is missing."""
-        missing = {name: fact for name, fact in facts.items() if name not in standing}
-        for name in missing.keys() & start.taken.keys():
-            self._lose(
-                f"the group {self._options.group!r} of stream {name!r} is gone, or the whole stream: what was pending, "
-                "and how far the group had come, is not known any more",
-                "what the stream has is taken from its beginning",
+        """Create the group on the streams that do not have it."""
+        missing = {name: info for name, info in infos.items() if name not in positions}
+        for name in missing.keys() & start.counts.keys():
+            self._report_loss(
+                f"the group {self._options.group!r} of stream {name!r} is gone, or the whole stream, and with it the "
+                "pending entries and the last delivered id",
+                "the query then reads the stream from its beginning",
             )
-        new = {name: fact for name, fact in missing.items() if fact is not None}
-        if self._looked or start.token:
-            places = {name: fact.earliest() for name, fact in new.items()}
+        new = {name: info for name, info in missing.items() if info is not None}
+        if self._groups_checked or start.token:
+            starts = {name: info.earliest_position() for name, info in new.items()}
         else:
-            places = self._starts.of(new, "latest")
+            starts = self._starting.resolve(new, "latest")
         group = self._options.group
-        made = fetch_calls(
+        replies = fetch_calls(
             self._client,
             [
-                ("XGROUP", "CREATE", name, group, str(at.id), *(() if at.added is None else ("ENTRIESREAD", at.added)))
-                for name, at in places.items()
+                (
+                    "XGROUP",
+                    "CREATE",
+                    name,
+                    group,
+                    str(at.id),
+                    *(() if at.entries_added is None else ("ENTRIESREAD", at.entries_added)),
+                )
+                for name, at in starts.items()
             ],
         )
-        for reply in made:
-            if not (isinstance(reply, CommandFailed) and "BUSYGROUP" in str(reply)):
+        for reply in replies:
+            if not (isinstance(reply, CommandFailed) and reply.code == "BUSYGROUP"):
                 raise_if_error(reply)
-        if not self._looked and (names := [*standing, *places]):
-            self._batches.may_read(names[0])
-        self._looked = True
-        return {name: GroupPosition(at, 0) for name, at in places.items()}
+        if not self._groups_checked and (names := [*positions, *starts]):
+            self._batches.check_read_access(names[0])
+        self._groups_checked = True
+        return {name: GroupPosition(at, 0) for name, at in starts.items()}
 
-    def _recover(
-        self, token: str, number: int, standing: Iterable[str], held: Mapping[str, PendingCounts]
+    def _recover_batch(
+        self, token: str, number: int, streams: Iterable[str], pending: Mapping[str, PendingCounts]
     ) -> dict[str, int]:
-        """What a run before this one, or before an error, has put into this batch already; take back what else it had."""
-        records = self._batches.records(standing)
-        self._tell({name: one.gone for name, one in records.items()})
+        """Return the sizes of this batch if a restart or error interrupted it; reclaim entries of other batches."""
+        records = self._batches.records(streams)
+        self._report_gone({name: one.gone for name, one in records.items()})
         ours = {name: one for name, one in records.items() if (one.token, one.batch) == (token, number)}
-        left = {name: one for name, one in records.items() if one.size and name not in ours}
-        if left:
+        foreign = {name: one for name, one in records.items() if one.size and name not in ours}
+        if foreign:
             logger.warning(
-                "%d entries were put into batches of another checkpoint that took as the consumer %r, or into a first "
-                "batch that came into none, and are not acknowledged: they are taken again",
-                sum(one.size for one in left.values()),
+                "%d entries belong to batches of another checkpoint that used the consumer %r, or to a first batch "
+                "that was never checkpointed, and are not acknowledged; reading them again",
+                sum(one.size for one in foreign.values()),
                 self._sharing.consumer,
             )
-        ready = [name for name, one in ours.items() if one.size]
-        self._batches.recall({name: one for name, one in held.items() if name not in ready})
-        self._batches.forget(left)
-        # From here on nobody adds to the batch: neither an older run nor a call that had no answer.
-        self._batches.keep(ready)
-        return {name: one.size for name, one in self._batches.records(ready).items()}
+        begun = [name for name, one in ours.items() if one.size]
+        self._batches.reclaim({name: one for name, one in pending.items() if name not in begun})
+        self._batches.delete_ids(foreign)
+        # The renewal fences older runs, and calls whose reply was lost: from here on neither adds to the batch.
+        self._batches.renew(begun)
+        return {name: one.size for name, one in self._batches.records(begun).items()}
 
-    # --- taking ---
+    # --- fetching ---
 
-    def _waiting(
+    def _backlogs(
         self,
-        facts: Mapping[str, StreamInfo | None],
-        standing: Mapping[str, GroupPosition],
+        infos: Mapping[str, StreamInfo | None],
+        positions: Mapping[str, GroupPosition],
         target: Mapping[str, EntryId] | None,
     ) -> dict[str, int]:
-        """About how many entries of each stream nobody was given yet."""
-        waiting = {}
-        for name, one in standing.items():
-            fact, at = facts[name], one.at
-            if fact is None or at.id >= fact.last or (target is not None and at.id >= target.get(name, at.id)):
+        """Estimate the number of entries of each stream that the group has not delivered yet."""
+        backlogs = {}
+        for name, position in positions.items():
+            info, at = infos[name], position.position
+            if info is None or at.id >= info.last_id or (target is not None and at.id >= target.get(name, at.id)):
                 continue
-            lag = 0 if at.added is None else fact.added - at.added
-            waiting[name] = max(1, min(lag, fact.length) if lag > 0 else fact.length)
-        return waiting
+            lag = 0 if at.entries_added is None else info.entries_added - at.entries_added
+            backlogs[name] = max(1, min(lag, info.length) if lag > 0 else info.length)
+        return backlogs
 
-    def _adopt(self, held: Mapping[str, PendingCounts], inbox: dict[str, int]) -> None:
-        """Take over what others have held for too long, as far as there is room: looked for twice in that time."""
-        # The search goes on from batch to batch; a stream may be deleted meanwhile.
-        self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in held}
+    def _claim_idle(self, pending: Mapping[str, PendingCounts], own: dict[str, int]) -> None:
+        """Claim idle entries of other consumers while the batch has room, with two scans in every `adoptAfter`."""
+        # A scan continues from batch to batch; a stream may be deleted meanwhile.
+        self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in pending}
         now_ms = self._clock.monotonic_ms()
-        if not self._cursors and now_ms >= self._sweep_due_ms:
-            self._cursors = {name: FIRST for name, one in held.items() if one.others}
-            self._sweep_due_ms = now_ms + self._sharing.adopt_after_ms / 2
-        while self._cursors and (room := self._most - sum(inbox.values())) > 0:
+        if not self._cursors and now_ms >= self._scan_due_ms:
+            self._cursors = {name: SCAN_START for name, counts in pending.items() if counts.others}
+            self._scan_due_ms = now_ms + self._sharing.claim_idle_ms / 2
+        while self._cursors and (room := self._max_entries - sum(own.values())) > 0:
             name, cursor = next(iter(self._cursors.items()))
-            following, count, gone = self._batches.adopt(
-                name, cursor, min_idle_ms=self._sharing.adopt_after_ms, most=room
+            next_cursor, count, gone = self._batches.claim_idle(
+                name, cursor, min_idle_ms=self._sharing.claim_idle_ms, count=room
             )
-            self._cursors[name] = following
-            if following == FIRST:
+            self._cursors[name] = next_cursor
+            if next_cursor == SCAN_START:
                 del self._cursors[name]
             if count:
-                inbox[name] = inbox.get(name, 0) + count
-                logger.info("took over %d entries of %s that others had held for too long", count, name)
-            self._tell({name: gone})
+                own[name] = own.get(name, 0) + count
+                logger.info("claimed %d idle entries of %s from other consumers", count, name)
+            self._report_gone({name: gone})
 
-    def _draw(self, waiting: Mapping[str, int], inbox: dict[str, int]) -> None:
-        """Take new entries, as far as there is room; streams share it by what waits there."""
-        room = self._most - sum(inbox.values())
-        if not waiting or room <= 0:
+    def _fetch_new(self, backlogs: Mapping[str, int], own: dict[str, int]) -> None:
+        """Fetch new entries while the batch has room, divided among the streams by their backlogs."""
+        room = self._max_entries - sum(own.values())
+        if not backlogs or room <= 0:
             return
-        shares = divide(waiting, room, self._last_served)
-        self._last_served = list(shares)[-1] if len(shares) < len(waiting) else ""
-        inbox.update({name: one.ours for name, one in self._batches.draw(shares).items()})
+        shares = divide(backlogs, room, self._last_served)
+        self._last_served = list(shares)[-1] if len(shares) < len(backlogs) else ""
+        own.update({name: counts.ours for name, counts in self._batches.fetch(shares).items()})
 
-    def _fill(self, token: str, number: int, inbox: Mapping[str, int]) -> dict[str, int]:
-        """Put what is held into a batch."""
-        sizes = divide({name: count for name, count in inbox.items() if count}, self._most)
+    def _add_to_batch(self, token: str, number: int, own: Mapping[str, int]) -> dict[str, int]:
+        """Add the query's pending entries to a batch."""
+        sizes = divide({name: count for name, count in own.items() if count}, self._max_entries)
         if not sizes:
             return {}
-        step = self._spread.target(sum(sizes.values()))
-        filled = self._batches.fill(token, number, sizes, step=step)
-        self._tell({name: one.gone for name, one in filled.items()})
-        return {name: one.size for name, one in filled.items() if one.size}
+        step = self._task_sizing.task_size(sum(sizes.values()))
+        fills = self._batches.add(token, number, sizes, step=step)
+        self._report_gone({name: fill.gone for name, fill in fills.items()})
+        return {name: fill.size for name, fill in fills.items() if fill.size}
 
     # --- the tasks of a batch ---
 
-    def tasks(self, start: GroupOffset, end: GroupOffset) -> list[list[GroupPartition]]:
-        """Return what each task of the batch between `start` and `end` reads; the batch is kept until the next plan."""
-        if end.batch == start.batch or not end.filled:
+    def plan_tasks(self, start: GroupOffset, end: GroupOffset) -> list[list[GroupPartition]]:
+        """Plan the tasks of the batch from `start` to `end`; its claims are renewed until it is acknowledged."""
+        if end.batch == start.batch or not end.non_empty:
             return []
         if end.batch != start.batch + 1:
             raise ConfigError(
-                f"Spark asks for the batches {start.batch + 1} to {end.batch} at once: those before the last are "
-                "acknowledged. readAs=group needs each batch in the checkpoint: leave asyncProgressTrackingEnabled out"
+                f"Spark asks for the batches {start.batch + 1} to {end.batch} at once, of which all but the last are "
+                "acknowledged. readAs=group needs each batch in the checkpoint: remove asyncProgressTrackingEnabled"
             )
         if end != self._planned:
-            self._resume(end)
-        records = self._batches.records(end.filled)
+            self._resume_batch(end)
+        records = self._batches.records(end.non_empty)
         portions: list[GroupPartition] = []
-        for name, count in end.filled.items():
-            one = records.get(name)
-            size = one.size if one is not None and (one.token, one.batch) == (end.token, end.batch) else 0
+        for name, count in end.non_empty.items():
+            record = records.get(name)
+            size = record.size if record is not None and (record.token, record.batch) == (end.token, end.batch) else 0
             if size != count:
-                self._lose(
-                    f"{count - size:,} of the {count:,} entries that batch {end.batch} has of stream {name!r} are not known "
-                    "to Redis any more: it lost its last writes, its keys were deleted, or another checkpoint has taken "
-                    f"over from this one as the consumer {self._sharing.consumer!r}",
-                    "what is left of it is read; the group gives the rest to whoever reads on",
+                self._report_loss(
+                    f"Redis has lost the ids of {count - size:,} of the {count:,} entries that batch {end.batch} has "
+                    f"of stream {name!r}: it lost its last writes, its keys were deleted, or another checkpoint now "
+                    f"uses the consumer {self._sharing.consumer!r}",
+                    "the batch has the entries that are left; the group delivers the others again",
                 )
-            if one is not None:
+            if record is not None:
                 ids = self._batches.keys(name).ids(end.token, end.batch)
-                portions += [GroupPartition(name, at, min(one.step, size - at), ids) for at in range(0, size, one.step)]
-        self._keeper.hold(end.filled)
-        return _packed(portions, self._spread.target(max(1, sum(portion.size for portion in portions))))
+                portions += [
+                    GroupPartition(name, at, min(record.step, size - at), ids) for at in range(0, size, record.step)
+                ]
+        self._claim_renewal.set_streams(end.non_empty)
+        return _pack(portions, self._task_sizing.task_size(max(1, sum(portion.size for portion in portions))))
 
-    def _resume(self, end: GroupOffset) -> None:
-        """Take charge of a batch that another run has planned: nobody has kept it since."""
-        self._begin(end.filled)
+    def _resume_batch(self, end: GroupOffset) -> None:
+        """Resume a batch that an earlier run has planned: its claims have not been renewed since."""
+        self._begin_run(end.non_empty)
         try:
-            self._batches.keep(end.filled)
+            self._batches.renew(end.non_empty)
         except GroupMissing as error:
-            logger.warning("what this query holds of a stream cannot be kept: %s", error)
+            logger.warning("cannot renew the claims on a stream: %s", error)
 
     # --- losses ---
 
-    def _tell(self, gone: Mapping[str, int]) -> None:
+    def _report_gone(self, gone: Mapping[str, int]) -> None:
         for name, count in gone.items():
             if count:
-                self._lose(
+                self._report_loss(
                     f"{count:,} pending entries of stream {name!r} were trimmed or deleted before they were read",
-                    "nobody will ever see them",
+                    "they are lost",
                 )
-        self._batches.told(gone)
+        self._batches.clear_reported(gone)
 
-    def _lose(self, what: str, instead: str) -> None:
+    def _report_loss(self, what: str, consequence: str) -> None:
         if self._options.fail_on_data_loss:
-            raise DataLoss(
-                f"{what}. To go on all the same ({instead}) set failOnDataLoss=false, which says it in the log"
-            )
-        logger.warning("%s; %s", what, instead)
+            raise DataLoss(f"{what}. To go on ({consequence}) set failOnDataLoss=false, which logs the loss")
+        logger.warning("%s; %s", what, consequence)
 
 
-def _packed(portions: Iterable[GroupPartition], most: int) -> list[list[GroupPartition]]:
-    """Give each task one portion, or several small ones: a batch is cut into portions of the size of a task."""
+def _pack(portions: Iterable[GroupPartition], max_size: int) -> list[list[GroupPartition]]:
+    """Pack portions into tasks of at most `max_size` entries: one portion of about that size, or several small ones."""
     tasks: list[list[GroupPartition]] = []
     room = 0
-    for portion in sorted(portions, key=lambda portion: (-portion.size, portion.stream, portion.after)):
+    for portion in sorted(portions, key=lambda portion: (-portion.size, portion.stream, portion.first_index)):
         if portion.size > room:
             tasks.append([])
-            room = most
+            room = max_size
         tasks[-1].append(portion)
         room -= portion.size
     return tasks

@@ -1,8 +1,8 @@
-"""Batches of a group's entries: taken by one master, held by the consumers that stand for their portions, and
-acknowledged as a whole.
+"""Batches: batches of a consumer group's entries in Redis, fetched by the driver, pending with one consumer a portion,
+and acknowledged as a whole.
 
-A batch has a number, and its ids are noted in Redis in the step that takes them, so whoever comes back after a crash
-finds the same batch. Runs are fenced: the newest one that has touched a stream is in charge of what is taken from it.
+A batch has a number. The script that claims its entries also records their ids, so a run after a crash finds the same
+batch. Epochs fence runs: on each stream, only the newest run that has used it may change a batch.
 """
 
 import re
@@ -15,22 +15,24 @@ from millstream.redis_client.key_names import TakenKeys, from_wire, to_wire
 
 _CLAIM_IDLE_BATCH = Script("groups/claim_idle_batch")
 _FILL_BATCH = Script("groups/fill_batch")
-# What frees the list of pending entries, or keeps it as it is, must be possible at maxmemory.
+# Scripts that shrink the list of pending entries, or keep its size, must run at maxmemory.
 _RENEW_BATCH = Script("groups/renew_batch", allow_oom=True)
 _ACK_BATCH = Script("groups/ack_batch", allow_oom=True)
 
 _CALLS_PER_TRIP = 500
-_READ_AT_ONCE = 10_000  # Redis serves nobody else for about 3 ms
-_PAGE = 500
+_READ_COUNT = 10_000  # blocks Redis for about 3 ms
+_CLAIM_COUNT = 500
 _EPOCHS_OF_A_RUN = 1_000_000
-FIRST = "0-0"
-"""The cursor at the beginning, and at the end, of what others hold."""
+SCAN_START = "0-0"
+"""The cursor at the beginning, and at the end, of a scan of pending entries."""
 
 
-class Record(NamedTuple):
-    """What Redis knows of the last batch of a stream: whose it is, its number, entries in a portion, and in all of it.
+class BatchRecord(NamedTuple):
+    """The last batch of a stream, as recorded in Redis.
 
-    * `gone`: entries that were found to be gone from the stream since that was last told
+    * `token`, `batch`: its checkpoint and number
+    * `step`, `size`: number of entries in a portion, and in the batch
+    * `gone`: pending entries found missing from the stream, and not yet reported
     """
 
     token: str
@@ -41,7 +43,7 @@ class Record(NamedTuple):
 
 
 class PendingCounts(NamedTuple):
-    """How many entries are pending: with us and in no batch, in our batches' portions, and with others."""
+    """Numbers of pending entries: with our consumer and in no batch, per portion of our batches, and with others."""
 
     ours: int
     portions: Mapping[str, int]
@@ -49,24 +51,24 @@ class PendingCounts(NamedTuple):
 
 
 class NotOurs(NamedTuple):
-    """Entries of a batch that were not ours to acknowledge: others had taken them over, or settled them already."""
+    """Numbers of entries of a batch that other consumers have claimed, and that are no longer pending."""
 
-    others: int
-    settled: int
+    claimed: int
+    not_pending: int
 
 
 class BatchFill(NamedTuple):
-    """How many entries a batch has, and how many were found to be gone from the stream since that was last told."""
+    """Number of entries in a batch, and of entries found missing from the stream and not yet reported."""
 
     size: int
     gone: int
 
 
 class Batches:
-    """What one run takes from the group `group` of some streams, in the name of `consumer`.
+    """The batches of one run, which reads the group `group` of some streams as the consumer `consumer`.
 
-    What it has taken and put into no batch is held by `consumer`, portion n of a batch by `<consumer>:<n>`. Every method
-    may be repeated; each raises RedisError, GroupMissing among them, and StaleOwner once a newer run is in charge.
+    Entries in no batch are pending with `consumer`, portion n of a batch with `<consumer>:<n>`. Every method may be
+    repeated; each raises RedisError, GroupMissing among them, and StaleOwner once a newer run has begun on the stream.
     """
 
     def __init__(self, client: Client, *, group: str, consumer: str) -> None:
@@ -77,54 +79,56 @@ class Batches:
         self._epoch = ""
 
     def keys(self, stream: str) -> TakenKeys:
-        """Where Redis keeps what is taken from `stream`."""
+        """The keys of the batches of `stream`."""
         return TakenKeys(stream, self._group, self._consumer)
 
     @property
     def epoch(self) -> str:
-        """The number of this run, greater than those before it; "" until `begin`."""
+        """The epoch of this run, greater than those of earlier runs; "" until `begin`."""
         return self._epoch
 
     def begin(self, streams: Iterable[str]) -> None:
-        """Become the newest run. The others learn it stream by stream, as this one takes, keeps or acknowledges there.
+        """Become the newest run. Older runs are fenced stream by stream, once this one changes a batch there.
 
-        Called again, it fences what this run itself has asked for and had no answer to: that may still be on its way. It
-        stays older than whoever has begun since.
+        A further call fences this run's own scripts whose replies were lost: they may still arrive. The run stays older
+        than runs that have begun since.
         """
         if self._epoch:
             self._epoch = str(int(self._epoch) + 1)
             return
-        asked = [("HGET", self.keys(stream).record, "epoch") for stream in streams]
+        commands = [("HGET", self.keys(stream).record, "epoch") for stream in streams]
         seconds, micros = map(int, self._client.execute("TIME"))
-        found = [int(reply or 0) for reply in self._ask(asked)]
+        epochs = [int(reply or 0) for reply in self._call(commands)]
         # At least the server's time, so that a failover to a replica that missed the last epoch cannot repeat it.
-        self._epoch = str(max([seconds * 1_000_000 + micros, *(one + _EPOCHS_OF_A_RUN for one in found)]))
+        self._epoch = str(max([seconds * 1_000_000 + micros, *(epoch + _EPOCHS_OF_A_RUN for epoch in epochs)]))
 
-    # --- what is there ---
+    # --- state in Redis ---
 
-    def records(self, streams: Iterable[str]) -> dict[str, Record]:
-        """The last batch of each stream that has had one."""
+    def records(self, streams: Iterable[str]) -> dict[str, BatchRecord]:
+        """The last batch of each stream that has one."""
         names = list(streams)
         fields = ("token", "batch", "step", "gone")
-        replies = self._ask([("HMGET", self.keys(stream).record, *fields) for stream in names])
+        replies = self._call([("HMGET", self.keys(stream).record, *fields) for stream in names])
         known = {
             stream: (token.decode(), int(batch), int(step), int(gone or 0))
             for stream, (token, batch, step, gone) in zip(names, replies, strict=True)
             if token is not None
         }
-        sizes = self._ask([("LLEN", self.keys(name).ids(token, number)) for name, (token, number, *_) in known.items()])
+        sizes = self._call(
+            [("LLEN", self.keys(name).ids(token, number)) for name, (token, number, *_) in known.items()]
+        )
         return {
-            stream: Record(token, batch, step, size, gone)
+            stream: BatchRecord(token, batch, step, size, gone)
             for (stream, (token, batch, step, gone)), size in zip(known.items(), sizes, strict=True)
         }
 
-    def held(self, streams: Iterable[str]) -> dict[str, PendingCounts]:
-        """Who holds how much of each stream's pending entries."""
+    def pending_counts(self, streams: Iterable[str]) -> dict[str, PendingCounts]:
+        """Count the pending entries of each stream by owner."""
         names = list(streams)
-        replies = self._ask([("XPENDING", stream, self._group) for stream in names])
-        return {stream: self._sorted(reply) for stream, reply in zip(names, replies, strict=True)}
+        replies = self._call([("XPENDING", stream, self._group) for stream in names])
+        return {stream: self._parse_pending(reply) for stream, reply in zip(names, replies, strict=True)}
 
-    def _sorted(self, summary: Reply) -> PendingCounts:
+    def _parse_pending(self, summary: Reply) -> PendingCounts:
         ours, portions, others = 0, {}, 0
         for raw, count in summary[3] or ():
             name = from_wire(raw)
@@ -136,101 +140,105 @@ class Batches:
                 others += int(count)
         return PendingCounts(ours, portions, others)
 
-    # --- taking ---
+    # --- building a batch ---
 
-    def may_read(self, stream: str) -> None:
-        """Raise AccessDenied if the user may not read through groups: `draw` is not answered, and would not tell."""
+    def check_read_access(self, stream: str) -> None:
+        """Raise AccessDenied if the user may not run XREADGROUP: fetching switches replies off and shows no error."""
         reply = self._client.pipeline([("XREADGROUP", "GROUP", f"{self._group}:none", "-", "STREAMS", stream, ">")])[0]
         if not isinstance(reply, CommandFailed | GroupMissing):
             raise_if_error(reply)
 
-    def draw(self, shares: Mapping[str, int]) -> dict[str, PendingCounts]:
-        """Take up to so many entries of each stream that nobody was given; their contents stay in Redis."""
+    def fetch(self, shares: Mapping[str, int]) -> dict[str, PendingCounts]:
+        """Fetch up to so many new entries of each stream into the pending list; their fields stay in Redis."""
         pairs: list[tuple[Command, Command]] = []
         for stream, share in shares.items():
-            counts = [_READ_AT_ONCE] * (share // _READ_AT_ONCE) + [share % _READ_AT_ONCE] * (share % _READ_AT_ONCE > 0)
+            counts = [_READ_COUNT] * (share // _READ_COUNT) + [share % _READ_COUNT] * (share % _READ_COUNT > 0)
             read = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
             pairs += [((*read, count, "STREAMS", stream, ">"), ("XPENDING", stream, self._group)) for count in counts]
-        held: dict[str, PendingCounts] = {}
+        pending: dict[str, PendingCounts] = {}
         for at in range(0, len(pairs), _CALLS_PER_TRIP):
             some = pairs[at : at + _CALLS_PER_TRIP]
-            for (_, asked), reply in zip(some, self._client.unanswered(some), strict=True):
-                held[str(asked[1])] = self._sorted(raise_if_error(reply))
-        return held
+            for (_, count_command), reply in zip(some, self._client.unanswered(some), strict=True):
+                pending[str(count_command[1])] = self._parse_pending(raise_if_error(reply))
+        return pending
 
-    def adopt(self, stream: str, cursor: str, *, min_idle_ms: int, most: int) -> tuple[str, int, int]:
-        """Take over a page of what was held for so long, `most` at most.
+    def claim_idle(self, stream: str, cursor: str, *, min_idle_ms: int, count: int) -> tuple[str, int, int]:
+        """Claim a page of entries that were idle for `min_idle_ms`, `count` at most.
 
-        Returns the next cursor, how many they are, and how many were found to be gone since that was last told.
+        Returns the next cursor, the number of claimed entries, and of entries found missing and not yet reported.
         """
-        (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(most, _PAGE))})
+        (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(count, _CLAIM_COUNT))})
         return reply[0].decode(), reply[1], reply[2]
 
-    def recall(self, held: Mapping[str, PendingCounts]) -> None:
-        """Take back what the portions of batches hold that are none any more."""
-        for stream, shares in held.items():
-            for portion in shares.portions:
+    def reclaim(self, pending: Mapping[str, PendingCounts]) -> None:
+        """Claim back, for our consumer, the entries in portions of former batches."""
+        for stream, counts in pending.items():
+            for portion in counts.portions:
                 while self._run(_RENEW_BATCH, {stream: (self._consumer, "-")}, consumer=portion)[0]:
                     pass
 
-    def fill(self, token: str, batch: int, sizes: Mapping[str, int], *, step: int) -> dict[str, BatchFill]:
-        """Put up to so many of the entries that we hold of each stream into a batch, in portions of `step`."""
-        filled: dict[str, BatchFill] = {}
+    def add(self, token: str, batch: int, sizes: Mapping[str, int], *, step: int) -> dict[str, BatchFill]:
+        """Add up to so many of our pending entries of each stream to a batch, in portions of `step`."""
+        fills: dict[str, BatchFill] = {}
         left = {stream: (token, batch, step, size) for stream, size in sizes.items()}
         while left:
             for stream, (size, more, gone) in zip(
                 list(left), self._run(_FILL_BATCH, left, batch=(token, batch)), strict=True
             ):
-                filled[stream] = BatchFill(size, gone)
+                fills[stream] = BatchFill(size, gone)
                 if not more or size >= sizes[stream]:
                     del left[stream]
-        return filled
+        return fills
 
-    # --- holding, and letting go ---
+    # --- renewing, and acknowledging ---
 
-    def keep(self, streams: Iterable[str]) -> None:
-        """Say that we are still at work on what we hold, so that nobody takes it over. What others hold they keep.
+    def renew(self, streams: Iterable[str]) -> None:
+        """Reset the idle time of our pending entries, so that other consumers do not claim them.
 
-        Raises GroupMissing only when all other streams are done: they must not be lost to others for that.
+        Raises GroupMissing, but only after all other streams are renewed.
         """
         missing: GroupMissing | None = None
         for stream in streams:
             try:
-                self._keep(stream)
+                self._renew_stream(stream)
             except GroupMissing as error:
                 missing = missing or error
         if missing is not None:
             raise missing
 
-    def _keep(self, stream: str) -> None:
-        for name in (self._consumer, *self.held([stream])[stream].portions):
+    def _renew_stream(self, stream: str) -> None:
+        for name in (self._consumer, *self.pending_counts([stream])[stream].portions):
             after = "-"
             while after:
                 (last,) = self._run(_RENEW_BATCH, {stream: (name, after)}, consumer=name)
                 after = f"({last.decode()}" if last else ""
 
     def acknowledge(self, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotOurs]:
-        """Acknowledge a batch, but for what is not ours any more: how many those entries are."""
-        found = dict.fromkeys(streams, NotOurs(0, 0))
-        left: dict[str, Sequence[Any]] = dict.fromkeys(found, ())
+        """Acknowledge a batch; return the numbers of entries on each stream that were no longer ours."""
+        not_ours = dict.fromkeys(streams, NotOurs(0, 0))
+        left: dict[str, Sequence[Any]] = dict.fromkeys(not_ours, ())
         while left:
-            for stream, (more, others, settled) in zip(
+            for stream, (more, claimed, not_pending) in zip(
                 list(left), self._run(_ACK_BATCH, left, batch=(token, batch)), strict=True
             ):
-                found[stream] = NotOurs(found[stream].others + others, found[stream].settled + settled)
+                not_ours[stream] = NotOurs(
+                    not_ours[stream].claimed + claimed, not_ours[stream].not_pending + not_pending
+                )
                 if not more:
                     del left[stream]
-        return found
+        return not_ours
 
-    def forget(self, records: Mapping[str, Record]) -> None:
-        """Drop the ids of batches that nobody will come back to."""
-        self._ask([("UNLINK", self.keys(stream).ids(one.token, one.batch)) for stream, one in records.items()])
+    def delete_ids(self, records: Mapping[str, BatchRecord]) -> None:
+        """Delete the recorded ids of batches that will not be read again."""
+        self._call(
+            [("UNLINK", self.keys(stream).ids(record.token, record.batch)) for stream, record in records.items()]
+        )
 
-    def told(self, gone: Mapping[str, int]) -> None:
-        """Note that the user knows of so many entries that are gone from each stream."""
-        self._ask([("HINCRBY", self.keys(stream).record, "gone", -count) for stream, count in gone.items() if count])
+    def clear_reported(self, gone: Mapping[str, int]) -> None:
+        """Subtract missing entries that were reported to the user from the records."""
+        self._call([("HINCRBY", self.keys(stream).record, "gone", -count) for stream, count in gone.items() if count])
 
-    # --- inside ---
+    # --- calls ---
 
     def _run(
         self,
@@ -240,7 +248,7 @@ class Batches:
         consumer: str = "",
         batch: tuple[str, int] | None = None,
     ) -> list[Reply]:
-        """Run a script on each stream; replies in order."""
+        """Run a script on each stream; return the replies in order."""
         common = (self._epoch, to_wire(self._group), consumer or self._consumer)
         calls = []
         for stream, rest in args.items():
@@ -254,14 +262,14 @@ class Batches:
                 for reply in self._client.scripts(calls[at : at + _CALLS_PER_TRIP])
             ]
         except CommandFailed as error:
-            if "STALE" in str(error):
+            if error.code == "STALE":
                 raise StaleOwner(
-                    f"a newer run takes entries from the group {self._group!r} as the consumer {self._consumer!r}; this "
-                    "one stops. If they are two queries, give each a consumer name of its own"
+                    f"a newer run reads the group {self._group!r} as the consumer {self._consumer!r}; this one stops. "
+                    "If they are two queries, give each a consumer name of its own"
                 ) from error
             raise
 
-    def _ask(self, commands: Sequence[Command]) -> list[Reply]:
+    def _call(self, commands: Sequence[Command]) -> list[Reply]:
         return [
             raise_if_error(reply)
             for at in range(0, len(commands), _CALLS_PER_TRIP)

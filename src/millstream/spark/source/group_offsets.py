@@ -1,6 +1,6 @@
-"""Where a query stands that takes from a consumer group: which batch, of which streams, and its form in Spark's checkpoint.
+"""GroupOffset: the offset of a query that reads through a consumer group, and its JSON in Spark's checkpoint.
 
-Spark compares offsets as JSON text, so the same place must always give the same text.
+Spark compares offsets as JSON text, so equal offsets must always give equal text.
 """
 
 from collections.abc import Mapping
@@ -10,38 +10,38 @@ from millstream.errors import ConfigError
 
 
 class GroupOffset(NamedTuple):
-    """The end of a batch. Its entries are named in Redis, where `Batches` notes them.
+    """The end of a batch. The ids of its entries are recorded in Redis, by `Batches`.
 
-    * `token`: tells the batches of this checkpoint from those of another one; "" before the first
+    * `token`: identifies the checkpoint that the batch belongs to; "" before the first batch
     * `batch`: its number
-    * `taken`: how many entries it has of each stream that the query knows; 0 for most of them
+    * `counts`: its number of entries of each stream that the query knows; 0 for most of them
     """
 
     token: str
     batch: int
-    taken: Mapping[str, int]
+    counts: Mapping[str, int]
 
     @property
-    def filled(self) -> dict[str, int]:
-        """The streams that the batch has entries of."""
-        return {stream: count for stream, count in self.taken.items() if count}
+    def non_empty(self) -> dict[str, int]:
+        """The numbers of entries, without the streams that the batch has none of."""
+        return {stream: count for stream, count in self.counts.items() if count}
 
 
-START = GroupOffset("", 0, {})
+BEFORE_FIRST_BATCH = GroupOffset("", 0, {})
 """Before the first batch."""
 
 
-def dump(place: GroupOffset) -> dict[str, Any]:
+def dump(offset: GroupOffset) -> dict[str, Any]:
     """Return the JSON form: `{"batch": number, "taken": {"stream": count}, "token": text}`."""
-    return {"batch": place.batch, "taken": dict(sorted(place.taken.items())), "token": place.token}
+    return {"batch": offset.batch, "taken": dict(sorted(offset.counts.items())), "token": offset.token}
 
 
 def load(raw: Mapping[str, Any]) -> GroupOffset:
-    """Read back what `dump` returned. Raises ConfigError for anything else."""
+    """Parse the result of `dump`. Raises ConfigError for anything else."""
     match raw:
         case {"batch": int(batch), "taken": dict(taken), "token": str(token), **rest} if not rest:
             return GroupOffset(token, batch, taken)
     raise ConfigError(
-        "the offsets in the checkpoint are not those of readAs=group: was it written by another source, or without that "
-        "option? Use a new checkpoint folder"
+        "the offsets in the checkpoint are not those of readAs=group; they may be those of another source, or of a run "
+        "without that option: use a new checkpoint folder"
     )

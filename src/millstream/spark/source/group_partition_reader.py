@@ -1,6 +1,6 @@
-"""Reads the entries of a group's batch in a Spark task: their ids are noted in Redis, their contents are in the streams.
+"""GroupPartitionReader: reads the entries of a group's batch in a Spark task, by the ids recorded in Redis.
 
-Nothing here changes anything: the entries are pending, so a task may read them again as often as it is run.
+It only reads: the entries are pending, so a repeated task reads them again.
 """
 
 from bisect import bisect_right
@@ -11,30 +11,30 @@ from typing import NamedTuple
 
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.spark.source.data_loss import lose
+from millstream.spark.source.data_loss import report_loss
 from millstream.spark.source.partition_reader import Fetched, PartitionReader
 from millstream.spark.source.replica_reads import Replicas
-from millstream.spark.source.row_decoder import Entry, Run
+from millstream.spark.source.row_decoder import Entry, StreamEntries
 from millstream.spark.source.stream_info import fetch_calls
 
 _SPARSE = 4
 
 
 class GroupPartition(NamedTuple):
-    """`size` entries of `stream`: those whose ids stand in the list `ids` from the place `after` on."""
+    """`size` entries of `stream`, whose ids are in the Redis list `ids_key` from the index `first_index` on."""
 
     stream: str
-    after: int
+    first_index: int
     size: int
-    ids: str
+    ids_key: str
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """What is left to read of one portion.
+class _UnreadPortion:
+    """The ids that are left to read of one portion.
 
-    Who reads new entries through a group is given neighbours, so one range brings many. Those that were taken over from
-    others lie among entries that are not ours: there each is asked for by itself.
+    New entries of a group are mostly adjacent, so one XRANGE reads many. Claimed entries lie among entries of other
+    consumers (`sparse`), so each needs an XRANGE of its own.
     """
 
     stream: str
@@ -42,33 +42,33 @@ class _Wanted:
     sparse: bool = False
 
     def commands(self, count: int) -> list[Command]:
-        """What asks for the next `count` entries."""
+        """The commands that read the next `count` entries."""
         some = self.ids[:count]
         if self.sparse:
             return [("XRANGE", self.stream, one, one) for one in some]
         return [("XRANGE", self.stream, some[0], some[-1], "COUNT", len(some))]
 
-    def take(self, count: int, replies: Sequence[Reply]) -> tuple[list[Entry], list[bytes]]:
-        """The entries among `replies` that are wanted, and the ids that were looked for in vain."""
+    def accept(self, count: int, replies: Sequence[Reply]) -> tuple[list[Entry], list[bytes]]:
+        """Return the entries among `replies` that belong to the batch, and the ids of entries that are gone."""
         found: list[Entry] = [entry for reply in replies for entry in raise_if_error(reply)]
-        looked = self.ids[:count]
-        if not self.sparse and len(found) == len(looked) and found[-1][0] != looked[-1]:
-            # There are others in between, so the range was cut off before its end.
-            looked = looked[: bisect_right(looked, EntryId.parse(found[-1][0]), key=EntryId.parse)]
-        del self.ids[: len(looked)]
-        wanted = set(looked)
+        requested = self.ids[:count]
+        if not self.sparse and len(found) == len(requested) and found[-1][0] != requested[-1]:
+            # Entries of other consumers are in between, so COUNT cut the range off before its end.
+            requested = requested[: bisect_right(requested, EntryId.parse(found[-1][0]), key=EntryId.parse)]
+        del self.ids[: len(requested)]
+        wanted = set(requested)
         entries = [entry for entry in found if entry[0] in wanted]
         self.sparse = self.sparse or len(entries) * _SPARSE < len(found)
-        if len(entries) == len(looked):
+        if len(entries) == len(requested):
             return entries, []
-        here = {entry[0] for entry in entries}
-        return entries, [one for one in looked if one not in here]
+        found_ids = {entry[0] for entry in entries}
+        return entries, [one for one in requested if one not in found_ids]
 
 
 class GroupPartitionReader(PartitionReader):
     """Reads the entries of `portions`, in stream order within one portion.
 
-    Raises DataLoss for entries that are gone, or counts them in the log unless `fail_on_data_loss`.
+    Raises DataLoss for entries that are gone, or logs their number unless `fail_on_data_loss`.
     """
 
     def __init__(
@@ -77,55 +77,55 @@ class GroupPartitionReader(PartitionReader):
     ) -> None:  # fmt: skip
         super().__init__(client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas)
         self._portions = portions
-        self._wanted: deque[_Wanted] | None = None
+        self._unread_portions: deque[_UnreadPortion] | None = None
 
-    def _trip(self) -> Fetched | None:
-        if self._wanted is None:
-            self._wanted = self._look_up()
-        if not self._wanted:
+    def _round_trip(self) -> Fetched | None:
+        if self._unread_portions is None:
+            self._unread_portions = self._fetch_ids()
+        if not self._unread_portions:
             return None
-        asked, found, size = self._fetch(self._next_wanted, lambda one: one[0].commands(one[1]))
-        replies = iter(found)
-        runs: list[Run] = []
-        for wanted, count in asked:
-            entries, missing = wanted.take(count, [next(replies) for _ in wanted.commands(count)])
+        requests, fetched, size = self._fetch(self._next_portions, lambda one: one[0].commands(one[1]))
+        replies = iter(fetched)
+        runs: list[StreamEntries] = []
+        for wanted, count in requests:
+            entries, missing = wanted.accept(count, [next(replies) for _ in wanted.commands(count)])
             if missing:
-                self._lose(len(missing), wanted.stream, missing[0].decode())
+                self._report_loss(len(missing), wanted.stream, missing[0].decode())
             if entries:
                 runs.append((wanted.stream, entries))
-        while self._wanted and not self._wanted[0].ids:
-            self._wanted.popleft()
-        return self._weighed(runs, size)
+        while self._unread_portions and not self._unread_portions[0].ids:
+            self._unread_portions.popleft()
+        return self._resize(runs, size)
 
-    def _next_wanted(self) -> list[tuple[_Wanted, int]]:
-        asked: list[tuple[_Wanted, int]] = []
+    def _next_portions(self) -> list[tuple[_UnreadPortion, int]]:
+        requests: list[tuple[_UnreadPortion, int]] = []
         budget = self._trip_entries
-        for wanted in self._wanted or ():
+        for wanted in self._unread_portions or ():
             if budget <= 0:
                 break
             if not wanted.ids:
-                continue  # read to its end, while one before it is not yet
-            asked.append((wanted, min(len(wanted.ids), budget)))
-            budget -= asked[-1][1]
-        return asked
+                continue  # read to its end, while an earlier one is not
+            requests.append((wanted, min(len(wanted.ids), budget)))
+            budget -= requests[-1][1]
+        return requests
 
-    def _look_up(self) -> "deque[_Wanted]":
-        """The ids of the portions."""
-        commands = [("LRANGE", one.ids, one.after, one.after + one.size - 1) for one in self._portions]
-        found: deque[_Wanted] = deque()
-        replies = self._patiently(lambda: [raise_if_error(reply) for reply in fetch_calls(self._client, commands)])
+    def _fetch_ids(self) -> "deque[_UnreadPortion]":
+        """Fetch the ids of the portions."""
+        commands = [("LRANGE", one.ids_key, one.first_index, one.first_index + one.size - 1) for one in self._portions]
+        found: deque[_UnreadPortion] = deque()
+        replies = self._with_retry(lambda: [raise_if_error(reply) for reply in fetch_calls(self._client, commands)])
         for portion, ids in zip(self._portions, replies, strict=True):
             if len(ids) < portion.size:
-                self._lose(
-                    portion.size - len(ids), portion.stream, "(unknown: the list of the batch is gone from Redis)"
+                self._report_loss(
+                    portion.size - len(ids), portion.stream, "(unknown: Redis has lost the ids of the batch)"
                 )
             if ids:
-                found.append(_Wanted(portion.stream, ids))
+                found.append(_UnreadPortion(portion.stream, ids))
         return found
 
-    def _lose(self, count: int, stream: str, first: str) -> None:
+    def _report_loss(self, count: int, stream: str, first: str) -> None:
         text = (
-            f"{count:,} pending entries of stream {stream!r} are gone, the first is {first}: they were trimmed or deleted "
-            "after they were taken, before they were read"
+            f"{count:,} pending entries of stream {stream!r} are gone, the first is {first}: they were trimmed or "
+            "deleted after they were added to the batch, before they were read"
         )
-        lose(text, fail=self._fail_on_data_loss)
+        report_loss(text, fail=self._fail_on_data_loss)

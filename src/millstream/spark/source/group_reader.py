@@ -1,6 +1,6 @@
-"""Reading through a consumer group that the query shares with others (`readAs=group`): what Spark calls.
+"""RedisGroupReader: the stream reader of `readAs=group`, for a consumer group that the query shares with others.
 
-The driver is the master: it takes entries, notes what is in a batch, and acknowledges it. Tasks only read.
+The driver fetches entries through the group, records the ids of each batch, and acknowledges it. Tasks only read.
 """
 
 import os
@@ -15,9 +15,9 @@ from pyspark.sql.types import StructType
 
 from millstream.model import EntryId
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
-from millstream.spark.source.group_offsets import START, dump, load
+from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, dump, load
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.reader_base import HELD_S, ReaderBase, idle_wait
+from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Takes entries from a consumer group; its state is in Spark's checkpoint, and in Redis beside the streams."""
+    """Reads micro-batches through a consumer group; its state is in Spark's checkpoint and in Redis."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         self._target: Mapping[str, EntryId] | None = None
 
     @cached_property
-    def _taker(self) -> "GroupBatchPlanner":
+    def _group_planner(self) -> "GroupBatchPlanner":
         from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 
         sharing = self._options.sharing
@@ -44,54 +44,58 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
 
     @clean_tracebacks
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
+        """The limit of a batch. Spark's first call, so it raises ConfigError for options that only a batch read has."""
         self._options.check_streaming()
         check_schema(self._options.columns, self._schema)
-        return ReadMaxRows(self._options.limits.per_trigger or 1)
+        return ReadMaxRows(self._options.limits.max_per_trigger or 1)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Take new entries up to those that are there now."""
-        self._target = self._patiently(self._taker.tails)
+        """Fix the end of the query at the newest entries of now."""
+        self._target = self._with_retry(self._group_planner.latest_ids)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Before the first batch: where that begins is where the group stands."""
-        return dump(START)
+        """The offset before the first batch, which begins after the group's last delivered id."""
+        return dump(BEFORE_FIRST_BATCH)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Take the batch that follows on `start`; `start` itself, after a short wait, if nothing is there.
+        """Return the end offset of the batch after `start`; after a short wait `start` itself, if there are no entries.
 
-        The batch that ends at `start` is committed by the sink, so this is when it is acknowledged. Spark's own commit
-        call comes later, and never for the last batch. `limit` is that of the options, also for `Trigger.Once`: what one
-        query takes, others must wait for.
+        The sink has committed the batch that ends at `start`, so this call acknowledges it. Spark's own commit call
+        comes later, and never for the last batch. The limit is always that of the options, also with `Trigger.Once`:
+        entries that are pending here are not delivered to other consumers.
         """
         began = time.monotonic()
-        at, target = load(start), self._target
-        taken = self._patiently(lambda: self._taker.advance(at, target=target, hold=target is None))
-        if taken.place != at:
-            return dump(taken.place)
-        if taken.held_ms:
-            time.sleep(min(taken.held_ms / 1000, HELD_S))
+        start_offset, target = load(start), self._target
+        planned = self._with_retry(
+            lambda: self._group_planner.plan_next(start_offset, target=target, may_delay=target is None)
+        )
+        if planned.end != start_offset:
+            return dump(planned.end)
+        if planned.delay_ms:
+            time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))
         elif target is None:
             idle_wait(began)
         return start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """What the tasks of one batch read; after a restart Spark asks for the last batch again, before anything else."""
-        tasks = self._patiently(lambda: self._taker.tasks(load(start), load(end)))
+        """Plan the tasks of one batch. After a restart Spark calls it first, for the last batch."""
+        tasks = self._with_retry(lambda: self._group_planner.plan_tasks(load(start), load(end)))
         return [InputPartition(portions) for portions in tasks]
 
     def stop(self) -> None:
-        """The query has ended."""
-        self._taker.close()
+        """End the query: stop renewing its claims."""
+        self._group_planner.close()
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""
         from millstream.spark.source.group_partition_reader import GroupPartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        portions: list[GroupPartition] = partition.value or []  # Spark makes a partition of its own where there is none
-        fail = self._options.fail_on_data_loss
-        reading = GroupPartitionReader(
-            self._client, portions, limit_ms=None, fail_on_data_loss=fail, replicas=self._replicas
+        portions: list[GroupPartition] = (
+            partition.value or []
+        )  # an empty batch gets a partition of Spark's own, without a value
+        fail_on_data_loss = self._options.fail_on_data_loss
+        reader = GroupPartitionReader(
+            self._client, portions, limit_ms=None, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas
         )
-        return clean_traceback(reading.batches(batch_maker(self._options.columns, self._schema)))
+        return clean_traceback(reader.batches(batch_maker(self._options.columns, self._schema)))

@@ -1,4 +1,4 @@
-"""Where reading starts and ends, stream by stream: words, entry ids and times, and which option goes before which."""
+"""OffsetBounds: starting and ending offsets per stream, as words, entry ids or times, parsed from the options."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -8,13 +8,13 @@ from typing import Any, Literal, TypeVar, cast
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.option_parser import OptionParser, near
+from millstream.spark.option_parser import OptionParser, suggestion
 
-Word = Literal["earliest", "latest", "group", "frontier"]
+BoundWord = Literal["earliest", "latest", "group", "frontier"]
 
-_GREATEST_SEQ = 2**64 - 1
+_MAX_SEQ = 2**64 - 1
 _LIKE_SECONDS = range(10**9, 10**10)
-"""As milliseconds they were early in 1970; as seconds they are times since 2001."""
+"""Numbers that are times early in 1970 as milliseconds, and times since 2001 as seconds."""
 T = TypeVar("T")
 
 
@@ -25,111 +25,111 @@ class Timestamp:
     ms: int
 
     @property
-    def before(self) -> EntryId:
-        """The greatest id that an entry can have which is older."""
-        return EntryId(self.ms - 1, _GREATEST_SEQ) if self.ms > 0 else ZERO_ID
+    def last_id_before(self) -> EntryId:
+        """The greatest id of an older entry."""
+        return EntryId(self.ms - 1, _MAX_SEQ) if self.ms > 0 else ZERO_ID
 
 
-Edge = Word | EntryId | Timestamp
-"""Where reading starts or ends: a word; or the last entry before the start, or at the end; or the time of the first
-entry at the start, or after the end."""
+Bound = BoundWord | EntryId | Timestamp
+"""A start or an end of reading. A word; an id: the last entry before the start, or at the end; a time: that of the
+first entry at the start, or after the end."""
 
 
-def id_of(edge: Edge) -> EntryId | None:
-    """The id that `edge` lies directly behind; None for a word, which means another one in each stream."""
-    if isinstance(edge, Timestamp):
-        return edge.before
-    return edge if isinstance(edge, EntryId) else None
+def id_of(bound: Bound) -> EntryId | None:
+    """The greatest id that a start at `bound` leaves out; None for a word, whose id differs between streams."""
+    if isinstance(bound, Timestamp):
+        return bound.last_id_before
+    return bound if isinstance(bound, EntryId) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffsetBounds:
-    """A start or an end: `default` for every stream that `streams` does not name; None = what is usual there."""
+    """All starts or all ends: `default` holds for streams that `streams` does not name; None = the reader's default."""
 
-    default: Edge | None = None
-    streams: Mapping[str, Edge] = field(default_factory=dict)
+    default: Bound | None = None
+    streams: Mapping[str, Bound] = field(default_factory=dict)
 
-    def of(self, stream: str, usual: Edge) -> Edge:
-        """The edge of one stream."""
-        return self.streams.get(stream, self.default or usual)
+    def for_stream(self, stream: str, default: Bound) -> Bound:
+        """The bound of one stream."""
+        return self.streams.get(stream, self.default or default)
 
-    def names(self, word: Word) -> bool:
+    def mentions(self, word: BoundWord) -> bool:
         """True if any stream may begin or end at `word`."""
         return word in (self.default, *self.streams.values())
 
-    def are_all(self, word: Word, streams: Collection[str]) -> bool:
-        """True if every one of `streams` begins or ends at `word`; without any: if those of a pattern do."""
+    def are_all(self, word: BoundWord, streams: Collection[str]) -> bool:
+        """True if each of `streams` begins or ends at `word`; of no streams: if all that a pattern finds do."""
         if not streams:
             return self.default == word and not self.streams
         return all(self.streams.get(stream, self.default) == word for stream in streams)
 
 
-USUAL = OffsetBounds()
-"""What is usual, in all streams."""
+DEFAULT_BOUNDS = OffsetBounds()
+"""The reader's default in all streams."""
 
 
-def read_bounds(given: OptionParser, side: str, streams: Sequence[str], words: Sequence[str]) -> OffsetBounds:
-    """Read the options about one `side`, "starting" or "ending": `<side>Timestamp` goes before
-    `<side>OffsetsByTimestamp`, and that before `<side>Offsets`, as with Spark's Kafka source.
+def read_bounds(options: OptionParser, side: str, streams: Sequence[str], words: Sequence[str]) -> OffsetBounds:
+    """Parse the options of one `side`, "starting" or "ending": `<side>Timestamp` has priority over
+    `<side>OffsetsByTimestamp`, and that over `<side>Offsets`, as with Spark's Kafka source.
 
-    `streams`: those that are listed, none if there is a pattern. `words`: what else than ids and times is understood.
-    Raises ConfigError for a value that makes no sense.
+    `streams`: those that are listed, none if there is a pattern. `words`: values allowed beside ids and times. Raises
+    ConfigError for an invalid value.
     """
-    offsets = _offsets(given, f"{side}Offsets", streams, words)
-    moments = _moments(given, f"{side}OffsetsByTimestamp", streams)
-    stamp = given.text(f"{side}Timestamp")
-    if stamp is not None:
-        return OffsetBounds(default=_moment(f"{side}Timestamp", stamp))
-    return OffsetBounds(default=offsets.default, streams={**offsets.streams, **moments})
+    offsets = _offsets(options, f"{side}Offsets", streams, words)
+    timestamps = _timestamps(options, f"{side}OffsetsByTimestamp", streams)
+    text = options.text(f"{side}Timestamp")
+    if text is not None:
+        return OffsetBounds(default=_timestamp(f"{side}Timestamp", text))
+    return OffsetBounds(default=offsets.default, streams={**offsets.streams, **timestamps})
 
 
 def check_order(starting: OffsetBounds, ending: OffsetBounds, streams: Collection[str]) -> None:
-    """Raise ConfigError if a stream is to end before it begins. Without `streams`, which a pattern will find, those
-    with edges of their own are looked at, and all others as one."""
+    """Raise ConfigError if the end of a stream comes before its start. Without `streams`, which a pattern will find,
+    checks those with bounds of their own, and the default."""
     for stream in streams or ("", *starting.streams, *ending.streams):  # no stream has the name ""
-        start, end = id_of(starting.of(stream, "earliest")), id_of(ending.of(stream, "latest"))
+        start, end = id_of(starting.for_stream(stream, "earliest")), id_of(ending.for_stream(stream, "latest"))
         if start is not None and end is not None and start > end:
             where = f" in the stream {stream!r}" if stream else ""
             raise ConfigError(
-                f"reading is to begin{where} {_said(starting.of(stream, 'earliest'), 'after', 'from')} and to end "
-                f"{_said(ending.of(stream, 'latest'), 'at', 'at')}, which is before that"
+                f"reading would begin{where} {_describe(starting.for_stream(stream, 'earliest'), 'after', 'from')} and end "
+                f"before that, {_describe(ending.for_stream(stream, 'latest'), 'at', 'at')}: set an end after the start"
             )
 
 
-def _said(edge: Edge, id_lies: str, time_lies: str) -> str:
-    if not isinstance(edge, Timestamp):
-        return f"{id_lies} {edge}"
+def _describe(bound: Bound, id_word: str, time_word: str) -> str:
+    if not isinstance(bound, Timestamp):
+        return f"{id_word} {bound}"
     try:
-        return f"{time_lies} {datetime.fromtimestamp(edge.ms / 1000, UTC).isoformat(timespec='milliseconds')}"
+        return f"{time_word} {datetime.fromtimestamp(bound.ms / 1000, UTC).isoformat(timespec='milliseconds')}"
     except (ValueError, OverflowError, OSError):  # beyond the year 9999
-        return f"{time_lies} {edge.ms} ms since 1970"
+        return f"{time_word} {bound.ms} ms since 1970"
 
 
-def _offsets(given: OptionParser, name: str, streams: Sequence[str], words: Sequence[str]) -> OffsetBounds:
-    text = given.text(name)
+def _offsets(options: OptionParser, name: str, streams: Sequence[str], words: Sequence[str]) -> OffsetBounds:
+    text = options.text(name)
     if text is None:
         return OffsetBounds()
     if not text.startswith("{"):
         return OffsetBounds(default=_bound(name, text, words))
 
-    def edge(value: object) -> Edge:
-        # A position as it stands in a checkpoint, ["ms-seq", n], may be pasted here.
+    def parse(value: object) -> Bound:
+        # Users may paste a position from a checkpoint, ["ms-seq", n].
         return _bound(name, value[0] if isinstance(value, list) and value else value, words)
 
-    return OffsetBounds(streams=_per_stream(name, text, streams, edge, example="1700000000000-0"))
+    return OffsetBounds(streams=_per_stream(name, text, streams, parse, example="1700000000000-0"))
 
 
-def _moments(given: OptionParser, name: str, streams: Sequence[str]) -> dict[str, Timestamp]:
-    text = given.text(name)
+def _timestamps(options: OptionParser, name: str, streams: Sequence[str]) -> dict[str, Timestamp]:
+    text = options.text(name)
     if text is None:
         return {}
-    return _per_stream(name, text, streams, lambda value: _moment(name, value), example="2025-01-31T12:00:00+01:00")
+    return _per_stream(name, text, streams, lambda value: _timestamp(name, value), example="2025-01-31T12:00:00+01:00")
 
 
 def _per_stream(
-    name: str, text: str, streams: Sequence[str], read: Callable[[object], T], *, example: str
+    name: str, text: str, streams: Sequence[str], parse: Callable[[object], T], *, example: str
 ) -> dict[str, T]:
-    """Read JSON with something for each stream."""
+    """Parse JSON with a value for each stream."""
     raw: Any = None
     try:
         raw = json.loads(text)
@@ -137,24 +137,24 @@ def _per_stream(
         raise ConfigError(f'option {name} is not JSON like {{"orders": "{example}"}}: {error}') from error
     if not isinstance(raw, dict):
         raise ConfigError(f'option {name} must be JSON like {{"orders": "{example}"}}')
-    strangers = sorted(set(raw) - set(streams)) if streams else []
-    if strangers:
+    unknown = sorted(set(raw) - set(streams)) if streams else []
+    if unknown:
         raise ConfigError(
-            f"option {name} names {strangers[0]!r}, which is not subscribed to{near(strangers[0], streams)}"
+            f"option {name} names {unknown[0]!r}, which is not subscribed to{suggestion(unknown[0], streams)}"
         )
-    return {stream: read(value) for stream, value in raw.items()}
+    return {stream: parse(value) for stream, value in raw.items()}
 
 
-def _bound(name: str, value: object, words: Sequence[str]) -> Edge:
+def _bound(name: str, value: object, words: Sequence[str]) -> Bound:
     if isinstance(value, str):
         if value.lower() in words:
-            return cast(Word, value.lower())
+            return cast(BoundWord, value.lower())
         if value[:1].isdigit():
             return EntryId.parse(value)
     raise ConfigError(f"option {name}: {value!r} must be {', '.join(words)} or an entry id like 1700000000000-0")
 
 
-def _moment(name: str, value: object) -> Timestamp:
+def _timestamp(name: str, value: object) -> Timestamp:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -163,11 +163,11 @@ def _moment(name: str, value: object) -> Timestamp:
         return Timestamp(value)
     if isinstance(value, str):
         try:
-            moment = datetime.fromisoformat(value)
+            parsed = datetime.fromisoformat(value)
         except ValueError:
             pass
         else:
-            return Timestamp(round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000))
+            return Timestamp(round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000))
     raise ConfigError(
         f"option {name}={value!r} must be milliseconds since 1970 or a time like 2025-01-31T12:00:00+01:00"
     )

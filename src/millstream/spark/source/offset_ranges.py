@@ -1,7 +1,7 @@
-"""Pieces of streams, and how they are dealt out to Spark's tasks. No I/O.
+"""OffsetRange: splits streams into offset ranges and assigns them to Spark's tasks. No I/O.
 
-One Spark task costs about 33 ms however little it does, so there are about as many as cores, each with pieces of
-many streams.
+A Spark task costs about 33 ms however little it reads, so a batch has about as many tasks as cores, each with ranges
+of many streams.
 """
 
 import heapq
@@ -18,9 +18,9 @@ _ENTRIES_WORTH_A_TASK = 2_000
 class OffsetRange(NamedTuple):
     """The entries of `stream` after `after`, up to and including `until`.
 
-    * `size`: about how many they are
-    * `rows`: exactly how many they must be; None where that is not known
-    * `untouched`: nothing had ever been removed from the stream, so it is whole if that is still so after reading
+    * `size`: estimated number of entries
+    * `rows`: exact number of entries; None where that is not known
+    * `untouched`: no entry had ever been removed from the stream, so it is whole if that still holds after reading
     """
 
     stream: str
@@ -31,80 +31,80 @@ class OffsetRange(NamedTuple):
     untouched: bool = False
 
 
-def to_tuple(pieces: Iterable[OffsetRange]) -> list[tuple[str, int, int, int, int, int, int | None, bool]]:
-    """Return pieces as plain tuples, which are sent to tasks several times faster."""
-    return [(name, *after, *until, *rest) for name, after, until, *rest in pieces]  # type: ignore[misc]
+def to_tuple(ranges: Iterable[OffsetRange]) -> list[tuple[str, int, int, int, int, int, int | None, bool]]:
+    """Return ranges as plain tuples, which Spark sends to tasks several times faster."""
+    return [(name, *after, *until, *rest) for name, after, until, *rest in ranges]  # type: ignore[misc]
 
 
-def from_tuple(sent: Iterable[tuple[str, int, int, int, int, int, int | None, bool]]) -> list[OffsetRange]:
-    """Return the pieces that `to_tuple` was given."""
+def from_tuple(tuples: Iterable[tuple[str, int, int, int, int, int, int | None, bool]]) -> list[OffsetRange]:
+    """Return the ranges that `to_tuple` was given."""
     return [
         OffsetRange(name, EntryId(after_ms, after_seq), EntryId(until_ms, until_seq), size, rows, untouched)
-        for name, after_ms, after_seq, until_ms, until_seq, size, rows, untouched in sent
+        for name, after_ms, after_seq, until_ms, until_seq, size, rows, untouched in tuples
     ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a batch is to be cut: see the source's options of these names."""
+class TaskSizing:
+    """How to split a batch into tasks: `minPartitions`, `maxRecordsPerPartition`, and the number of cores."""
 
     min_partitions: int | None = None
     max_records: int | None = None
     cores: int = 1
 
-    def target(self, total: int) -> int:
-        """Most entries that one task should get of a batch of `total`."""
+    def task_size(self, total: int) -> int:
+        """Maximum number of entries that one task should get of a batch of `total`."""
         tasks = self.min_partitions or min(self.cores, -(-total // _ENTRIES_WORTH_A_TASK))
         target = -(-total // max(tasks, 1))
         return max(1, min(target, self.max_records or target))
 
-    def tasks(self, total: int) -> int:
+    def task_count(self, total: int) -> int:
         """Number of tasks for a batch of `total` entries."""
-        return max(1, -(-total // self.target(total)))
+        return max(1, -(-total // self.task_size(total)))
 
 
-def cut(piece: OffsetRange, step: int, marks: Sequence[EntryId]) -> list[OffsetRange]:
-    """Cut `piece` at `marks`, which lie `step` entries apart."""
-    pieces = []
-    after, left = piece.after, piece.size
+def split_at(whole: OffsetRange, step: int, marks: Sequence[EntryId]) -> list[OffsetRange]:
+    """Split `whole` at the ids `marks`, which are `step` entries apart."""
+    ranges = []
+    after, left = whole.after, whole.size
     for mark in marks:
-        if not after < mark < piece.until:
+        if not after < mark < whole.until:
             break
-        pieces.append(OffsetRange(piece.stream, after, mark, step, None if piece.rows is None else step))
+        ranges.append(OffsetRange(whole.stream, after, mark, step, None if whole.rows is None else step))
         after, left = mark, left - step
-    done = step * len(pieces)
-    rest = None if piece.rows is None else piece.rows - done
-    return [*pieces, OffsetRange(piece.stream, after, piece.until, max(left, 1), rest)]
+    done = step * len(ranges)
+    rest = None if whole.rows is None else whole.rows - done
+    return [*ranges, OffsetRange(whole.stream, after, whole.until, max(left, 1), rest)]
 
 
-def guess_cuts(piece: OffsetRange, parts: int) -> list[OffsetRange]:
-    """Cut `piece` into `parts` of even id space, without asking Redis: how many entries each holds is a guess.
+def split_evenly(whole: OffsetRange, parts: int) -> list[OffsetRange]:
+    """Split `whole` into `parts` of even id space, without a call to Redis: the size of each is a guess.
 
-    An id is taken as one number, milliseconds first; the width of its lower digits follows from the sequence numbers
-    at both ends, so that entries that all came in one millisecond are spread too.
+    Counts an id as one number, milliseconds first; the width of its lower digits follows from the sequence numbers at
+    both ends, so that entries of one millisecond are spread too.
     """
-    width = max(piece.after.seq, piece.until.seq) + 1
-    first = piece.after.ms * width + piece.after.seq
-    span = piece.until.ms * width + piece.until.seq - first
+    width = max(whole.after.seq, whole.until.seq) + 1
+    first = whole.after.ms * width + whole.after.seq
+    span = whole.until.ms * width + whole.until.seq - first
     marks = sorted({EntryId(*divmod(first + span * part // parts, width)) for part in range(1, parts)})
-    size = -(-piece.size // parts)
-    cuts = [piece.after, *(mark for mark in marks if piece.after < mark < piece.until), piece.until]
-    return [piece._replace(after=a, until=b, size=size, rows=None) for a, b in pairwise(cuts)]
+    size = -(-whole.size // parts)
+    cuts = [whole.after, *(mark for mark in marks if whole.after < mark < whole.until), whole.until]
+    return [whole._replace(after=a, until=b, size=size, rows=None) for a, b in pairwise(cuts)]
 
 
-def assign(pieces: Iterable[OffsetRange], tasks: int, max_size: int) -> list[list[OffsetRange]]:
-    """Deal `pieces` out to at most about `tasks` tasks of even size (greatest first, to the least loaded).
+def assign(ranges: Iterable[OffsetRange], tasks: int, max_size: int) -> list[list[OffsetRange]]:
+    """Assign `ranges` to about `tasks` tasks of even size (greatest first, to the least loaded).
 
-    A task is given more than `max_size` entries only where one piece is greater by itself. Whoever takes the tasks in turn
-    has the entries of each stream in their order.
+    A task gets more than `max_size` entries only where a single range has more. Read in the order of the tasks, the
+    entries of each stream are in their order.
     """
     of_stream: dict[str, list[OffsetRange]] = {}
-    for piece in pieces:
-        of_stream.setdefault(piece.stream, []).append(piece)
-    # All pieces of a stream count as its greatest, so that they may change places.
-    weights = {stream: max([piece.size for piece in some]) for stream, some in of_stream.items()}
+    for one in ranges:
+        of_stream.setdefault(one.stream, []).append(one)
+    # All ranges of a stream weigh as much as its greatest, so that they may change places.
+    weights = {stream: max([one.size for one in some]) for stream, some in of_stream.items()}
     loads: list[tuple[int, int]] = [(0, index) for index in range(tasks)]
-    places: dict[str, list[int]] = {}
+    task_indexes: dict[str, list[int]] = {}
     count = tasks
     for stream in sorted(weights, key=lambda stream: (-weights[stream], stream)):
         weight = weights[stream]
@@ -115,9 +115,9 @@ def assign(pieces: Iterable[OffsetRange], tasks: int, max_size: int) -> list[lis
                 heapq.heappush(loads, (weight, index))
             else:
                 heapq.heapreplace(loads, (load + weight, index))
-            places.setdefault(stream, []).append(index)
-    dealt: list[list[OffsetRange]] = [[] for _ in range(count)]
+            task_indexes.setdefault(stream, []).append(index)
+    assigned: list[list[OffsetRange]] = [[] for _ in range(count)]
     for stream in sorted(of_stream):
-        for piece, index in zip(sorted(of_stream[stream]), sorted(places[stream]), strict=True):
-            dealt[index].append(piece)
-    return [some for some in dealt if some]
+        for one, index in zip(sorted(of_stream[stream]), sorted(task_indexes[stream]), strict=True):
+            assigned[index].append(one)
+    return [some for some in assigned if some]

@@ -1,10 +1,10 @@
-"""Finds the id of the n-th entry after a given one, without fetching what lies between.
+"""Seek: finds the id of the n-th entry after a given one, without fetching the entries between.
 
-Redis has no command for it. A temporary consumer group is read past n entries with the reply switched off, and then
-asked where it stands: a third of what fetching the entries would cost the server, and nothing on the wire (Redis
-documentation, XREADGROUP and CLIENT REPLY). The group has a name of its own, so that two planners of one stream do
-not move each other's; one that a killed planner left behind is removed by the next planner of that stream, an hour
-later.
+Redis has no command for it. The planner reads n entries through a temporary consumer group with replies switched off,
+then reads the last delivered id of the group: a third of what fetching the entries would cost the server, and no
+payload on the wire (Redis documentation, XREADGROUP and CLIENT REPLY). The group has a unique name, so that two
+planners of one stream do not move each other's. If a planner is killed, the next planner of that stream removes its
+group an hour later.
 """
 
 import secrets
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.spark.source.stream_info import StreamInfo, facts_and_groups, fetch_calls
+from millstream.spark.source.stream_info import StreamInfo, fetch_calls, parse_full_info
 
-CHUNK = 10_000
-"""Entries that one command may skip: Redis serves nobody else for about 3 ms."""
+MAX_SKIP = 10_000
+"""Entries that one command skips at most: it blocks Redis for about 3 ms."""
 
 _PREFIX = "millstream:plan:"
 _LEFTOVER_AGE_MS = 3_600_000  # far more than the clocks of two drivers may differ
@@ -26,105 +26,111 @@ _PAIRS_PER_TRIP = 1000
 
 
 class Seek(NamedTuple):
-    """A wish: from `after`, note the id of every `step`-th entry, `marks` times."""
+    """A request: from `after`, find the id of every `step`-th entry, `mark_count` times."""
 
     after: EntryId
     step: int
-    marks: int
+    mark_count: int
 
 
 class SeekResult(NamedTuple):
-    """The ids that were asked for, fewer where the stream has fewer entries; and its facts after the last of them."""
+    """The ids found, fewer where the stream has fewer entries; and the stream info after the last of them."""
 
     marks: list[EntryId]
-    facts: StreamInfo | None
+    info: StreamInfo | None
 
 
-def seek(client: Client, wishes: Mapping[str, Seek]) -> dict[str, SeekResult]:
-    """Fulfil the wish for each stream.
+def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
+    """Run the request of each stream.
 
-    Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if it has to be done again.
+    Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if the caller has to retry.
     """
-    if not wishes:
+    if not requests:
         return {}
     group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
-    walkers = [_Seeker(stream, wish) for stream, wish in wishes.items()]
-    made = [("XGROUP", "CREATE", walker.stream, group, str(walker.wish.after)) for walker in walkers]
-    # Refused for want of a group or of the right: reading is done without an answer, which would not tell.
-    probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", walkers[0].stream, ">")
+    seekers = [_Seeker(stream, request) for stream, request in requests.items()]
+    creates = [("XGROUP", "CREATE", seeker.stream, group, str(seeker.request.after)) for seeker in seekers]
+    # The seek itself runs without replies, so it shows no refusal. This probe fails: no such group, or access denied.
+    probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", seekers[0].stream, ">")
     try:
-        *replies, _ = [_allowed(reply) for reply in fetch_calls(client, [*made, probe])]
+        *replies, _ = [_check_access(reply) for reply in fetch_calls(client, [*creates, probe])]
         # CommandFailed: the stream is gone.
-        _skip_all(client, group, [w for w, r in zip(walkers, replies, strict=True) if not isinstance(r, CommandFailed)])
+        _skip_all(
+            client,
+            group,
+            [seeker for seeker, reply in zip(seekers, replies, strict=True) if not isinstance(reply, CommandFailed)],
+        )
     finally:
-        removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
+        removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in requests])
     for reply in removed:
-        _allowed(reply)
-    return {walker.stream: SeekResult(walker.found, walker.facts) for walker in walkers}
+        _check_access(reply)
+    return {seeker.stream: SeekResult(seeker.marks, seeker.info) for seeker in seekers}
 
 
-def _allowed(reply: Reply) -> Reply:
+def _check_access(reply: Reply) -> Reply:
     if isinstance(reply, AccessDenied):
-        raise AccessDenied(f"{reply}; limiting or splitting a batch needs XGROUP, XREADGROUP and XINFO on the stream")
+        raise AccessDenied(f"{reply}; to limit or split a batch, grant XGROUP, XREADGROUP and XINFO on the stream")
     return reply if isinstance(reply, CommandFailed | GroupMissing) else raise_if_error(reply)
 
 
 class _Seeker:
-    """One stream's way: how far it has come towards its next mark."""
+    """The seek on one stream: its id, and the entries skipped since the last mark."""
 
-    def __init__(self, stream: str, wish: Seek) -> None:
+    def __init__(self, stream: str, request: Seek) -> None:
         self.stream = stream
-        self.found: list[EntryId] = []
-        self.facts: StreamInfo | None = None
-        self.wish = wish
-        self._at = wish.after
+        self.marks: list[EntryId] = []
+        self.info: StreamInfo | None = None
+        self.request = request
+        self._last_id = request.after
         self._skipped = 0
 
     @property
-    def wanted(self) -> int:
-        """Entries to skip next; 0 when the wish is fulfilled or the stream has ended."""
-        wish = self.wish
-        return min(CHUNK, wish.step - self._skipped) if len(self.found) < wish.marks else 0
+    def skip_count(self) -> int:
+        """Entries to skip next; 0 when all marks are found or the stream has ended."""
+        request = self.request
+        return min(MAX_SKIP, request.step - self._skipped) if len(self.marks) < request.mark_count else 0
 
-    def hear(self, own: str, reply: Reply) -> list[Command]:
-        """Note where skipping `wanted` entries has led; return what removes groups that others left behind."""
-        self.facts, groups = facts_and_groups(self.stream, _allowed(reply))
+    def on_reply(self, own: str, reply: Reply) -> list[Command]:
+        """Record the id after a skip; return commands that remove groups of killed planners."""
+        self.info, groups = parse_full_info(self.stream, _check_access(reply))
         if own not in groups:
-            raise Unavailable(f"the planning group on stream {self.stream!r} has vanished: it is planned again")
-        self._arrive(groups[own])
+            raise Unavailable(f"the planning group on stream {self.stream!r} was deleted; planning again")
+        self._on_position(groups[own])
         return [("XGROUP", "DESTROY", self.stream, name) for name in groups if _is_leftover(name)]
 
-    def _arrive(self, at: EntryId) -> None:
-        if at == self._at:
-            self.wish = self.wish._replace(marks=0)  # the stream has ended
+    def _on_position(self, at: EntryId) -> None:
+        if at == self._last_id:
+            self.request = self.request._replace(mark_count=0)  # the stream has ended
             return
-        self._skipped += self.wanted
-        self._at = at
-        if self._skipped == self.wish.step:
-            self.found.append(at)
+        self._skipped += self.skip_count
+        self._last_id = at
+        if self._skipped == self.request.step:
+            self.marks.append(at)
             self._skipped = 0
 
 
-def _skip_all(client: Client, group: str, walkers: Iterable[_Seeker]) -> None:
+def _skip_all(client: Client, group: str, seekers: Iterable[_Seeker]) -> None:
     leftovers: list[Command] = []
-    active = [walker for walker in walkers if walker.wanted]
+    active = [seeker for seeker in seekers if seeker.skip_count]
     while active:
         for at in range(0, len(active), _PAIRS_PER_TRIP):
             some = active[at : at + _PAIRS_PER_TRIP]
-            for walker, reply in zip(some, client.unanswered([_pair(group, w) for w in some]), strict=True):
-                leftovers += walker.hear(group, reply)
-        active = [walker for walker in active if walker.wanted]
+            for seeker, reply in zip(
+                some, client.unanswered([_skip_commands(group, seeker) for seeker in some]), strict=True
+            ):
+                leftovers += seeker.on_reply(group, reply)
+        active = [seeker for seeker in active if seeker.skip_count]
     fetch_calls(client, leftovers)
 
 
-def _pair(group: str, walker: _Seeker) -> tuple[Command, Command]:
-    stream = walker.stream
-    skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", walker.wanted, "NOACK", "STREAMS", stream, ">")
+def _skip_commands(group: str, seeker: _Seeker) -> tuple[Command, Command]:
+    stream = seeker.stream
+    skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", seeker.skip_count, "NOACK", "STREAMS", stream, ">")
     return skip, ("XINFO", "STREAM", stream, "FULL", "COUNT", 1)
 
 
 def _is_leftover(name: str) -> bool:
     if not name.startswith(_PREFIX):
         return False
-    born_ms = name[len(_PREFIX) :].partition(":")[0]
-    return born_ms.isdigit() and time.time() * 1000 - int(born_ms) > _LEFTOVER_AGE_MS
+    created_ms = name[len(_PREFIX) :].partition(":")[0]
+    return created_ms.isdigit() and time.time() * 1000 - int(created_ms) > _LEFTOVER_AGE_MS

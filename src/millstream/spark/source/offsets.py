@@ -1,6 +1,6 @@
-"""Where a query stands: one position per stream, and its form in Spark's checkpoint.
+"""Offsets: one position per stream, and their JSON in Spark's checkpoint.
 
-Spark compares offsets as JSON text, so the same positions must always give the same text (Spark,
+Spark compares offsets as JSON text, so equal positions must always give equal text (Spark,
 `PythonStreamingSourceOffset`).
 """
 
@@ -14,36 +14,36 @@ from typing import Any, NamedTuple
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
 
-_MOST_READABLE = 1_000
+_MAX_READABLE = 1_000
 _PACKED = "packed"
 _QUICK = 1
 
 
 class Position(NamedTuple):
-    """The last entry that has been taken from a stream.
+    """The offset of a query in one stream: its last entry that is in a batch.
 
-    * `id`: its id; whatever comes next is greater
-    * `added`: how many entries had ever been added up to and including it; None where that cannot be known
+    * `id`: its id; all entries of later batches have greater ids
+    * `entries_added`: number of entries ever added up to and including it; None where that is not known
     """
 
     id: EntryId
-    added: int | None
+    entries_added: int | None
 
 
 Offsets = dict[str, Position]
 
 BEGINNING = Position(ZERO_ID, 0)
-"""Before the first entry of a stream that nothing has been taken from."""
+"""Before the first entry ever added to a stream."""
 
 
 def dump(offsets: Mapping[str, Position]) -> dict[str, Any]:
     """Return the JSON form of `offsets`: `{"stream": ["ms-seq", added]}`, sorted by stream.
 
-    Of more than 1,000 streams the text of that is compressed (RFC 1950, base64): `{"packed": "eJy..."}`. Spark passes it
-    about several times in a batch, and keeps it for a hundred batches.
+    For more than 1,000 streams that text is compressed (RFC 1950, base64): `{"packed": "eJy..."}`. Spark passes offsets
+    on several times in a batch, and keeps those of a hundred batches.
     """
-    if len(offsets) <= _MOST_READABLE:
-        return {stream: [str(position.id), position.added] for stream, position in sorted(offsets.items())}
+    if len(offsets) <= _MAX_READABLE:
+        return {stream: [str(position.id), position.entries_added] for stream, position in sorted(offsets.items())}
     items = []
     for stream in sorted(offsets):
         (ms, seq), added = offsets[stream]
@@ -52,10 +52,10 @@ def dump(offsets: Mapping[str, Position]) -> dict[str, Any]:
     return {_PACKED: b64encode(zlib.compress(text.encode(), _QUICK)).decode()}
 
 
-def readable(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `{"stream": ["ms-seq", added]}` of whatever `dump` returned. Raises ValueError for what is damaged."""
+def unpack(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Unpack the result of `dump` to `{"stream": ["ms-seq", added]}`. Raises ValueError for damaged data."""
     packed = raw.get(_PACKED)
-    if not isinstance(packed, str):  # of a stream with that name it is a list
+    if not isinstance(packed, str):  # a stream of that name has a list here
         return raw
     try:
         return json.loads(zlib.decompress(b64decode(packed)))  # type: ignore[no-any-return]
@@ -64,17 +64,17 @@ def readable(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load(raw: Mapping[str, Any]) -> Offsets:
-    """Read back what `dump` returned. Raises ConfigError for anything else."""
+    """Parse the result of `dump`. Raises ConfigError for anything else."""
     try:
-        return {stream: _position(*place) for stream, place in readable(raw).items()}
+        return {stream: _position(*fields) for stream, fields in unpack(raw).items()}
     except (TypeError, ValueError, AttributeError):
         raise ConfigError(
-            'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}: was it written by '
-            "another source? Use a new checkpoint folder (for `millstream run`, with --from-frontier)"
+            'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}; they may be those of '
+            "another source: use a new checkpoint folder (for `millstream run`, with --from-frontier)"
         ) from None
 
 
 def _position(text: str, added: int | None) -> Position:
-    # EntryId.parse, which says what is wrong with what people write, takes three times as long.
+    # Three times as fast as EntryId.parse, which explains errors in user input.
     ms, _, seq = text.partition("-")
     return Position(EntryId(int(ms), int(seq)), added)

@@ -1,4 +1,4 @@
-"""The options of the `redis-streams` source: read from text, checked, and explained when wrong.
+"""SourceOptions: the options of the `redis-streams` source, parsed from text and checked.
 
 Names follow Spark's Kafka source where the meaning is the same. `docs/spark-source.md` describes each.
 """
@@ -12,7 +12,7 @@ from typing import Literal, cast
 from millstream.errors import ConfigError
 from millstream.redis_client.key_names import check_identifier
 from millstream.spark.option_parser import OptionParser
-from millstream.spark.source.offset_bounds import USUAL, OffsetBounds, Timestamp, check_order, read_bounds
+from millstream.spark.source.offset_bounds import DEFAULT_BOUNDS, OffsetBounds, Timestamp, check_order, read_bounds
 
 FieldsAs = Literal["array", "map", "json"]
 LateStart = Literal["error", "latest"]
@@ -57,23 +57,23 @@ _UNITS_MS = {"": 1, "ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_0
 _SHARED_ONLY = ("consumer", "adoptAfter")
 _LOG_ONLY = ("startingGroup", "frontierApp")
 _SHARED_BATCH = 10_000
-_LEAST_ADOPT_MS = 1_000
+_MIN_ADOPT_MS = 1_000
 _PACKED_ONLY = ("keyField",)
 _COLUMNS_ONLY = ("fieldsAs", "mode", "redriven")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Entries per batch, tasks per batch, entries per task; None = no limit of that kind.
+    """Entries per batch, tasks per batch, entries per task; None = no limit.
 
-    A batch of fewer than `least_per_trigger` waits for more, until `most_delay_ms` after the last one.
+    A batch of fewer than `min_per_trigger` entries waits for more, until `max_delay_ms` after the last batch.
     """
 
-    per_trigger: int | None = None
-    least_per_trigger: int | None = None
-    most_delay_ms: float = 900_000.0
+    max_per_trigger: int | None = None
+    min_per_trigger: int | None = None
+    max_delay_ms: float = 900_000.0
     min_partitions: int | None = None
-    per_partition: int | None = None
+    max_per_partition: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class Columns:
 
     * `fields_as`: the type of the column `fields`
     * `failfast`: a value that does not fit its typed column is an error, not null
-    * `skip_redriven`: leave out entries that were redriven to a handler, whose they are
-    * `packed`: the layout of the handler engine, with the value of `key_field` as its key
+    * `skip_redriven`: skip entries that were redriven to a handler
+    * `packed`: the layout of the handler engine, with the value of `key_field` as the key
     """
 
     fields_as: FieldsAs = "array"
@@ -95,87 +95,87 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Reading through a consumer group, together with others.
+    """Reading through a consumer group that the query shares with other consumers.
 
-    * `consumer`: the name under which the query takes entries; unique in the group, and the same after a restart
-    * `adopt_after_ms`: how long another consumer may hold an entry before it is taken over
+    * `consumer`: the query's consumer name; unique in the group, and the same after a restart
+    * `claim_idle_ms`: idle time after which the query claims a pending entry of another consumer
     """
 
     consumer: str = "spark"
-    adopt_after_ms: int = 300_000
+    claim_idle_ms: int = 300_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """Everything that the source was told.
+    """All options of the source.
 
-    * `announced`: the service that the streams are announced to; `bases`: of which the streams are the partitions
-    * `late_start`: what to do about a stream with no entry at or after the time to start at; None = what is usual
-    * `starting_group`: the consumer group that `group` means as a start
-    * `push_down`: filters of a batch read limit what Redis is asked for
-    * `frontier`: the app and handler whose commits it must not outrun
-    * `from_replicas`: tasks read entries from replicas, where those have them
-    * `sharing`: entries are taken from `group`; None = all are read, and `group` shows how far
+    * `service`: the service that the streams are announced to; `partitioned_streams`: the partitioned streams to read
+    * `late_start`: for streams with no entry at or after the starting time: fail, or begin at the end; None = default
+    * `starting_group`: the consumer group that startingOffsets=group begins at
+    * `push_down`: filters of a batch read limit what it reads from Redis
+    * `handler`: the app and handler whose commits the query follows
+    * `from_replicas`: tasks read entries from replicas that are up to date
+    * `sharing`: read through `group`; None = read all entries, and show the progress in `group`
     """
 
     url: str = field(repr=False)
     streams: tuple[str, ...] = ()
     pattern: str | None = None
-    announced: str | None = None
-    bases: tuple[str, ...] = ()
-    starting: OffsetBounds = USUAL
+    service: str | None = None
+    partitioned_streams: tuple[str, ...] = ()
+    starting: OffsetBounds = DEFAULT_BOUNDS
     late_start: LateStart | None = None
     starting_group: str | None = None
-    ending: OffsetBounds = USUAL
+    ending: OffsetBounds = DEFAULT_BOUNDS
     limits: Limits = Limits()
     fail_on_data_loss: bool = True
     group: str = "spark-source"
     columns: Columns = Columns()
     push_down: bool = False
     from_replicas: bool = False
-    frontier: tuple[str, str] | None = None
+    handler: tuple[str, str] | None = None
     sharing: Sharing | None = None
 
     def check_streaming(self) -> None:
-        """Raise ConfigError for what only a batch read can do."""
+        """Raise ConfigError for options that only a batch read supports."""
         if why := self._why_not_streaming():
             raise ConfigError(why)
 
     def check_batch(self) -> None:
-        """Raise ConfigError for what only a streaming query can do."""
+        """Raise ConfigError for options that only a streaming query supports."""
         if why := self._why_not_batch():
             raise ConfigError(why)
 
     def check_either(self) -> None:
-        """Raise ConfigError for what neither a batch read nor a streaming query can do."""
+        """Raise ConfigError for options that neither a batch read nor a streaming query supports together."""
         batch, streaming = self._why_not_batch(), self._why_not_streaming()
         if batch and streaming:
-            raise ConfigError(f"these options do not go together: {batch}; but {streaming}")
+            raise ConfigError(f"these options cannot be combined: {batch}; but {streaming}")
 
     def _why_not_streaming(self) -> str | None:
-        if self.ending != USUAL:
+        if self.ending != DEFAULT_BOUNDS:
             return "endingOffsets and endingTimestamp are for spark.read: a streaming query does not end"
         if self.push_down:
-            return "pushDownPredicate is for spark.read: Spark gives no filters to a streaming source"
+            return "pushDownPredicate is for spark.read: Spark passes no filters to a streaming source"
         return None
 
     def _why_not_batch(self) -> str | None:
         if self.sharing is not None:
-            return "readAs=group is for spark.readStream: spark.read looks, and acknowledges nothing"
+            return "readAs=group is for spark.readStream: spark.read acknowledges nothing"
         if self.starting.are_all("latest", self.streams):
             return "startingOffsets=latest leaves nothing to read for spark.read: use earliest or an id"
-        if self.limits.per_trigger is not None:
+        if self.limits.max_per_trigger is not None:
             return "maxOffsetsPerTrigger is for spark.readStream; spark.read ends at endingOffsets"
-        if self.limits.least_per_trigger is not None:
-            return "minOffsetsPerTrigger is for spark.readStream; spark.read reads what is there"
+        if self.limits.min_per_trigger is not None:
+            return "minOffsetsPerTrigger is for spark.readStream; spark.read does not wait for entries"
         return None
 
 
 def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SourceOptions:
-    """Understand the options of `spark.read` or `spark.readStream`; names in any case.
+    """Parse the options of `spark.read` or `spark.readStream`; names in any case.
 
-    Raises ConfigError, in one line with what to change, for an option that is unknown, misspelt, contradicts another
-    one or has a value that makes no sense.
+    Raises ConfigError, one line that says what to change, for an option that is unknown or misspelt, contradicts
+    another or has an invalid value.
     """
     options = OptionParser.read(given, NAMES, "reading", _NAMES_SHOWN)
     url = options.url(environ)
@@ -188,40 +188,40 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     starting = read_bounds(options, "starting", streams, words)
     ending = read_bounds(options, "ending", streams, ("latest",))
     check_order(starting, ending, streams)
-    found = SourceOptions(
+    parsed = SourceOptions(
         url=url,
         streams=streams,
         pattern=pattern,
-        announced=announced,
-        bases=tuple((bases or "").split(",")) if bases else (),
+        service=announced,
+        partitioned_streams=tuple((bases or "").split(",")) if bases else (),
         starting=starting,
         late_start=_late_start(options, starting),
         starting_group=_starting_group(options, starting),
         ending=ending,
-        limits=_limits(options, most=None if sharing is None else _SHARED_BATCH),
+        limits=_limits(options, maximum=None if sharing is None else _SHARED_BATCH),
         fail_on_data_loss=options.flag("failOnDataLoss", True),
         group=options.values.get("group", SourceOptions.group),
         columns=_columns(options),
         push_down=options.flag("pushDownPredicate", False),
         from_replicas=options.choice("readFrom", ("primary", "replica"), "primary") == "replica",
-        frontier=frontier,
+        handler=frontier,
         sharing=sharing,
     )
-    found.check_either()
-    return found
+    parsed.check_either()
+    return parsed
 
 
 def _subscription(options: OptionParser) -> tuple[tuple[str, ...], str | None]:
     if "assign" in options.values:
         raise ConfigError(
             "option assign names partitions, which a stream does not have: name whole streams by "
-            'option("subscribe", "a,b"), and where to begin in each by startingOffsets'
+            'option("subscribe", "a,b"), and the start of each by startingOffsets'
         )
     listed, pattern = options.text("subscribe"), options.text("subscribePattern")
     if (listed is None) == (pattern is None):
         raise ConfigError(
-            'to read, name the streams either by option("subscribe", "a,b") or by option("subscribePattern", "prefix:*")'
-            + (", not by both" if listed else "")
+            'to read, name the streams either by option("subscribe", "a,b") or by '
+            'option("subscribePattern", "prefix:*")' + (", not by both" if listed else "")
         )
     names = tuple(dict.fromkeys(name.strip() for name in (listed or "").split(",") if name.strip()))
     if listed and not names:
@@ -233,37 +233,37 @@ def _sharing(options: OptionParser) -> Sharing | None:
     shared = options.choice("readAs", ("log", "group"), "log") == "group"
     for name in _LOG_ONLY if shared else _SHARED_ONLY:
         if name in options.values:
-            raise ConfigError(f"option {name} does not go with readAs={'group' if shared else 'log'}")
+            raise ConfigError(f"option {name} needs readAs={'log' if shared else 'group'}")
     if not shared:
         return None
     if options.text("group") is None:
-        raise ConfigError('readAs=group: say which consumer group to share by option("group", NAME)')
+        raise ConfigError('readAs=group: name the consumer group to share by option("group", NAME)')
     after = options.text("adoptAfter")
-    after_ms = Sharing.adopt_after_ms if after is None else _duration_ms("adoptAfter", after)
-    if after_ms < _LEAST_ADOPT_MS:
-        raise ConfigError(f"option adoptAfter={after!r} must be 1s or more: longer than a worker needs for an entry")
+    after_ms = Sharing.claim_idle_ms if after is None else _duration_ms("adoptAfter", after)
+    if after_ms < _MIN_ADOPT_MS:
+        raise ConfigError(f"option adoptAfter={after!r} must be 1s or more: longer than a consumer needs for an entry")
     consumer = check_identifier("consumer name", options.text("consumer") or Sharing.consumer)
-    return Sharing(consumer=consumer, adopt_after_ms=after_ms)
+    return Sharing(consumer=consumer, claim_idle_ms=after_ms)
 
 
-def _limits(options: OptionParser, *, most: int | None) -> Limits:
-    most, least = options.number("maxOffsetsPerTrigger") or most, options.number("minOffsetsPerTrigger")
-    if most is not None and least is not None and least > most:
-        raise ConfigError(f"minOffsetsPerTrigger={least} is more than maxOffsetsPerTrigger={most}: no batch is both")
+def _limits(options: OptionParser, *, maximum: int | None) -> Limits:
+    maximum, minimum = options.number("maxOffsetsPerTrigger") or maximum, options.number("minOffsetsPerTrigger")
+    if maximum is not None and minimum is not None and minimum > maximum:
+        raise ConfigError(f"minOffsetsPerTrigger={minimum} must not be more than maxOffsetsPerTrigger={maximum}")
     delay = options.text("maxTriggerDelay")
-    if delay is not None and least is None:
-        raise ConfigError("option maxTriggerDelay is how long minOffsetsPerTrigger may wait: give that one too")
+    if delay is not None and minimum is None:
+        raise ConfigError("option maxTriggerDelay limits the wait of minOffsetsPerTrigger: set that one too")
     return Limits(
-        per_trigger=most,
-        least_per_trigger=least,
-        most_delay_ms=Limits.most_delay_ms if delay is None else _duration_ms("maxTriggerDelay", delay),
+        max_per_trigger=maximum,
+        min_per_trigger=minimum,
+        max_delay_ms=Limits.max_delay_ms if delay is None else _duration_ms("maxTriggerDelay", delay),
         min_partitions=options.number("minPartitions"),
-        per_partition=options.number("maxRecordsPerPartition"),
+        max_per_partition=options.number("maxRecordsPerPartition"),
     )
 
 
 def _duration_ms(name: str, text: str) -> int:
-    """A length of time as Spark writes it: 15m, 30s, 500ms; a number alone is milliseconds."""
+    """Parse a duration as Spark writes it: 15m, 30s, 500ms; a number alone is milliseconds."""
     found = re.fullmatch(r"(\d{1,12})\s*([a-z]*)", text.lower(), re.ASCII)
     if found is None or found[2] not in _UNITS_MS:
         raise ConfigError(f"option {name}={text!r} must be a time like 15m, 30s or 500ms")
@@ -274,27 +274,27 @@ def _late_start(options: OptionParser, starting: OffsetBounds) -> LateStart | No
     name = "startingOffsetsByTimestampStrategy"
     if name not in options.values:
         return None
-    if not any(isinstance(edge, Timestamp) for edge in (starting.default, *starting.streams.values())):
-        raise ConfigError(f"option {name} goes with startingTimestamp or startingOffsetsByTimestamp: give one of them")
+    if not any(isinstance(bound, Timestamp) for bound in (starting.default, *starting.streams.values())):
+        raise ConfigError(f"option {name} needs startingTimestamp or startingOffsetsByTimestamp: set one of them")
     return cast(LateStart, options.choice(name, ("error", "latest"), "error"))
 
 
 def _starting_group(options: OptionParser, starting: OffsetBounds) -> str | None:
     named = options.text("startingGroup")
-    if not starting.names("group"):
+    if not starting.mentions("group"):
         if named is not None:
-            raise ConfigError("option startingGroup is read with startingOffsets=group only: give that one too")
+            raise ConfigError("option startingGroup needs startingOffsets=group: set that one too")
         return None
     group = named or options.values.get("group", SourceOptions.group)
     if not group:
-        raise ConfigError('startingOffsets=group: say which one by option("startingGroup", NAME)')
+        raise ConfigError('startingOffsets=group: name the group by option("startingGroup", NAME)')
     return group
 
 
 def _frontier(options: OptionParser) -> tuple[str, str] | None:
     app, handler = options.text("frontierApp"), options.text("frontierHandler")
     if (app is None) != (handler is None):
-        raise ConfigError("frontierApp and frontierHandler go together")
+        raise ConfigError("frontierApp and frontierHandler belong together: set both or none")
     return (app, handler) if app and handler else None
 
 
@@ -302,7 +302,7 @@ def _columns(options: OptionParser) -> Columns:
     packed = options.choice("layout", ("columns", "packed"), "columns") == "packed"
     for name in _COLUMNS_ONLY if packed else _PACKED_ONLY:
         if name in options.values:
-            raise ConfigError(f"option {name} does not go with layout={'packed' if packed else 'columns'}")
+            raise ConfigError(f"option {name} needs layout={'columns' if packed else 'packed'}")
     return Columns(
         fields_as=cast(FieldsAs, options.choice("fieldsAs", ("array", "map", "json"), "array")),
         failfast=options.choice("mode", ("permissive", "failfast"), "permissive") == "failfast",

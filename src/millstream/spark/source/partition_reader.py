@@ -1,7 +1,7 @@
-"""Reads pieces of streams in a Spark task: raw XRANGE replies, fetched one round trip ahead of the rows being made.
+"""PartitionReader: reads offset ranges in a Spark task, as raw XRANGE replies, one round trip ahead of the row decoder.
 
-What is asked for at once is bounded in entries and, by the sizes seen so far, in bytes. What comes is bounded as well: larger
-entries may follow small ones.
+A round trip requests a bounded number of entries and, by the sizes seen so far, of bytes. The reply is bounded as well:
+larger entries may follow small ones.
 """
 
 from collections import deque
@@ -14,83 +14,83 @@ from typing import NamedTuple, TypeVar
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.redis_client.resp import ReplySize
-from millstream.spark.source.data_loss import lose
+from millstream.spark.source.data_loss import report_loss
 from millstream.spark.source.gc_pause import gc_paused
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
-from millstream.spark.source.row_decoder import Run
+from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
 T = TypeVar("T")
 
-_GROWTH = 8
-_MOST_TRIP_ENTRIES = 2_000
-_TRIP_BYTES, _MOST_TRIP_BYTES = 4 << 20, 16 << 20
-"""What a trip is meant to bring, and what it may bring at most, but for a single entry."""
+_GROWTH_FACTOR = 8
+_MAX_TRIP_ENTRIES = 2_000
+_TRIP_BYTES, _MAX_TRIP_BYTES = 4 << 20, 16 << 20
+"""The target size of a round trip's reply, and its maximum, which only a single entry may exceed."""
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
 _GUESS_MARGIN = 200
 
 
 @dataclass(slots=True)
-class _Reader:
-    """How far one piece has been read."""
+class _UnreadRange:
+    """One offset range, and the id up to which it has been read."""
 
-    piece: OffsetRange
-    after: bytes
-    until: bytes
-    read: int = 0
+    offset_range: OffsetRange
+    start: bytes
+    end: bytes
+    read_count: int = 0
 
     @classmethod
-    def of(cls, piece: OffsetRange) -> "_Reader":
+    def of(cls, piece: OffsetRange) -> "_UnreadRange":
         return cls(piece, b"(%d-%d" % piece.after, b"%d-%d" % piece.until)
 
     @property
-    def left(self) -> int:
-        """About how many entries are still to come, and not too few: each shortfall costs a round trip."""
-        return max(self.piece.size - self.read, 1 if self.piece.rows is not None else _GUESS_MARGIN)
+    def remaining(self) -> int:
+        """Estimate of the entries left, rather too high: each shortfall costs a round trip."""
+        return max(self.offset_range.size - self.read_count, 1 if self.offset_range.rows is not None else _GUESS_MARGIN)
 
-    def may_hold_more_before(self, other: "_Reader") -> bool:
-        """True if it may take more than one trip, and `other` has the entries of its stream that come after."""
-        return self.piece.stream == other.piece.stream and self.piece.rows is None
+    def must_finish_before(self, other: "_UnreadRange") -> bool:
+        """True if this range may need another round trip, and `other` is a later range of the same stream."""
+        return self.offset_range.stream == other.offset_range.stream and self.offset_range.rows is None
 
 
 class Fetched(NamedTuple):
-    """What one round trip brought; `size` in bytes, as they came."""
+    """The reply of one round trip; `size` in bytes on the wire."""
 
-    runs: list[Run]
+    runs: list[StreamEntries]
     rows: int
     size: int
 
 
 class PartitionReader:
-    """Reads all entries of `pieces`: in stream order within one piece.
+    """Reads all entries of `ranges`, in stream order within one range.
 
-    `limit_ms` bounds the wait for a Redis that is away; None waits for ever. Entries that should be there and are
-    not raise DataLoss, or are counted in the log unless `fail_on_data_loss`. Entries are asked of `replicas`, if any are
-    given, and all else of the primaries.
+    `limit_ms` bounds the wait for an unavailable Redis; None waits for ever. Raises DataLoss for entries that were lost
+    after planning, or logs their number unless `fail_on_data_loss`. Reads entries from `replicas`, if given, and
+    everything else from primaries.
     """
 
     def __init__(
-        self, client: Client, pieces: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
+        self, client: Client, ranges: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
         replicas: Replicas | None = None,
     ) -> None:  # fmt: skip
         self._client = client
-        self._ask = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).ask
+        self._fetch_entries = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).fetch
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
-        self._waiting = deque(_Reader.of(piece) for piece in pieces)
-        self._trip_entries = 1  # nothing is known of the entries' size yet
+        self._unread_ranges = deque(_UnreadRange.of(one) for one in ranges)
+        self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
 
-    def batches(self, make: Callable[[list[Run]], T]) -> Iterator[T]:
-        """Yield what `make` makes of each 10,000 rows or so, or 16 MB: a record batch."""
-        runs: list[Run] = []
+    def batches(self, make: Callable[[list[StreamEntries]], T]) -> Iterator[T]:
+        """Yield a record batch, built by `make`, for about every 10,000 rows or 16 MB."""
+        runs: list[StreamEntries] = []
         rows = size = 0
-        with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as ahead:
-            trip = ahead.submit(self._trip)
+        with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as prefetch:
+            trip = prefetch.submit(self._round_trip)
             while (fetched := trip.result()) is not None:
-                trip = ahead.submit(self._trip)
+                trip = prefetch.submit(self._round_trip)
                 runs += fetched.runs
                 rows += fetched.rows
                 size += fetched.size
@@ -100,103 +100,104 @@ class PartitionReader:
             if rows:
                 yield make(runs)
 
-    def _trip(self) -> Fetched | None:
-        """Fetch some more entries in one round trip; None when there are none left."""
-        if not self._waiting:
+    def _round_trip(self) -> Fetched | None:
+        """Fetch the next entries in one round trip; None at the end."""
+        if not self._unread_ranges:
             return None
-        asked, replies, size = self._fetch(self._next, lambda one: [self._command(*one)])
-        for _ in asked:
-            self._waiting.popleft()
+        requests, replies, size = self._fetch(self._next_ranges, lambda one: [self._command(*one)])
+        for _ in requests:
+            self._unread_ranges.popleft()
         runs = [
             run
-            for (reader, count), reply in zip(asked, replies, strict=True)
-            if (run := self._take(reader, count, reply))[1]
+            for (reader, count), reply in zip(requests, replies, strict=True)
+            if (run := self._accept(reader, count, reply))[1]
         ]
-        return self._weighed(runs, size)
+        return self._resize(runs, size)
 
-    def _next(self) -> list[tuple[_Reader, int]]:
-        """The first of those that wait, and how many entries of each are to be asked for."""
-        asked: list[tuple[_Reader, int]] = []
+    def _next_ranges(self) -> list[tuple[_UnreadRange, int]]:
+        """Choose the ranges of the next round trip, and the COUNT of each."""
+        requests: list[tuple[_UnreadRange, int]] = []
         budget = self._trip_entries
-        for reader in self._waiting:
-            if budget <= 0 or (asked and asked[-1][0].may_hold_more_before(reader)):
+        for reader in self._unread_ranges:
+            if budget <= 0 or (requests and requests[-1][0].must_finish_before(reader)):
                 break
-            asked.append((reader, min(reader.left, self._trip_entries)))
-            budget -= asked[-1][1]
-        return asked
+            requests.append((reader, min(reader.remaining, self._trip_entries)))
+            budget -= requests[-1][1]
+        return requests
 
     @staticmethod
-    def _command(reader: _Reader, count: int) -> Command:
-        return ("XRANGE", reader.piece.stream, reader.after, reader.until, "COUNT", count)
+    def _command(reader: _UnreadRange, count: int) -> Command:
+        return ("XRANGE", reader.offset_range.stream, reader.start, reader.end, "COUNT", count)
 
     def _fetch(
         self, choose: Callable[[], list[T]], commands_of: Callable[[T], list[Command]]
     ) -> tuple[list[T], list[Reply], int]:
-        """What `choose` has chosen, the replies, and their size: of fewer entries, if they turn out to be too large.
+        """Fetch what `choose` returns; return it with the replies and their size. Retries with fewer entries if the
+        reply is too large.
 
-        No size is known before it has come. What comes is counted, and where it is more than was bargained for, the
-        connection is given up and less is asked for; at last one entry, however large. So it is where a connection breaks for
-        another reason: Redis ends one whose replies outgrow its own limit (client-output-buffer-limit).
+        The size is not known before the reply arrives. If a reply exceeds the maximum, the reader closes the connection
+        and requests fewer entries, finally a single one of any size. It does the same if the connection breaks for
+        another reason: Redis closes one whose replies exceed client-output-buffer-limit.
         """
 
         def attempt() -> tuple[list[T], list[Reply], int]:
             while True:
-                meter = ReplySize(_MOST_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
+                meter = ReplySize(_MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
                 chosen = choose()
                 try:
-                    replies = self._ask([command for one in chosen for command in commands_of(one)], meter)
+                    replies = self._fetch_entries([command for one in chosen for command in commands_of(one)], meter)
                 except Unavailable:
-                    self._trip_entries = max(1, self._trip_entries // _GROWTH)
+                    self._trip_entries = max(1, self._trip_entries // _GROWTH_FACTOR)
                     if not meter.exceeded:
                         raise
                 else:
-                    return chosen, replies, meter.taken
+                    return chosen, replies, meter.total_bytes
 
-        return self._patiently(attempt)
+        return self._with_retry(attempt)
 
-    def _patiently(self, ask_for: Callable[[], T]) -> T:
+    def _with_retry(self, ask_for: Callable[[], T]) -> T:
         return self._client.patiently(ask_for, what="reading streams", limit_ms=self._limit_ms)
 
-    def _take(self, reader: _Reader, count: int, reply: Reply) -> Run:
+    def _accept(self, reader: _UnreadRange, count: int, reply: Reply) -> StreamEntries:
         entries = raise_if_error(reply)
         if entries:
-            reader.read += len(entries)
-            reader.after = b"(" + entries[-1][0]
-        if len(entries) == count and entries[-1][0] != reader.until:
-            self._waiting.appendleft(reader)
+            reader.read_count += len(entries)
+            reader.start = b"(" + entries[-1][0]
+        if len(entries) == count and entries[-1][0] != reader.end:
+            self._unread_ranges.appendleft(reader)
         else:
-            self._check(reader)
-        return reader.piece.stream, entries
+            self._check_complete(reader)
+        return reader.offset_range.stream, entries
 
-    def _weighed(self, runs: list[Run], size: int) -> Fetched:
-        """Learn from a trip how many entries the next one may ask for."""
+    def _resize(self, runs: list[StreamEntries], size: int) -> Fetched:
+        """Set the number of entries of the next round trip by the sizes in this one."""
         rows = sum(len(some) for _, some in runs)
         if rows:
             self._entry_bytes = size // rows + 1
-        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH, _TRIP_BYTES // self._entry_bytes)
-        self._trip_entries = max(most, 1)
+        limit = min(_MAX_TRIP_ENTRIES, self._trip_entries * _GROWTH_FACTOR, _TRIP_BYTES // self._entry_bytes)
+        self._trip_entries = max(limit, 1)
         return Fetched(runs, rows, size)
 
-    def _check(self, reader: _Reader) -> None:
-        """Report what was removed while it was being read; what was gone before is the planner's business."""
-        piece = reader.piece
-        if piece.rows is not None:
-            missing = f"{piece.rows - reader.read:,}" if reader.read < piece.rows else ""
+    def _check_complete(self, reader: _UnreadRange) -> None:
+        """Report entries that were removed while the task read them; the planner reports those removed earlier."""
+        offset_range = reader.offset_range
+        if offset_range.rows is not None:
+            missing = f"{offset_range.rows - reader.read_count:,}" if reader.read_count < offset_range.rows else ""
         else:
-            missing = "an unknown number of" if piece.untouched else ""
+            missing = "an unknown number of" if offset_range.untouched else ""
         if not missing:
             return
-        found = self._patiently(lambda: fetch(self._client, [piece.stream]))
-        facts = found[piece.stream]
-        if facts is not None and (facts.keeps(piece.after) or _is_whole(piece, facts)):
-            return  # nothing was trimmed; single entries that are deleted (XDEL) are no loss
+        infos = self._with_retry(lambda: fetch(self._client, [offset_range.stream]))
+        info = infos[offset_range.stream]
+        if info is not None and (info.is_whole_after(offset_range.after) or _is_whole(offset_range, info)):
+            return  # no entry was trimmed; single entries deleted by XDEL are no loss
         text = (
-            f"stream {piece.stream!r} lost {missing} entries between {piece.after} and {piece.until} while they were "
-            "being read: they were trimmed or deleted"
+            f"stream {offset_range.stream!r} lost {missing} entries between {offset_range.after} and "
+            f"{offset_range.until} while they were being read: they were trimmed or deleted"
         )
-        lose(text, fail=self._fail_on_data_loss)
+        report_loss(text, fail=self._fail_on_data_loss)
 
 
-def _is_whole(piece: OffsetRange, facts: StreamInfo) -> bool:
-    """True if a stream that had never lost an entry still has not; one that was made anew begins later."""
-    return piece.untouched and not facts.removed and facts.first.ms <= piece.after.ms + 1
+def _is_whole(offset_range: OffsetRange, info: StreamInfo) -> bool:
+    """True if a stream that had never lost an entry still has not; a recreated one begins later."""
+    return offset_range.untouched and not info.entries_removed and info.first_id.ms <= offset_range.after.ms + 1

@@ -1,8 +1,8 @@
-"""The `redis-streams` data source: what Spark calls, and in which of its processes. Writers are in `sink.py`.
+"""RedisStreamsSource: the `redis-streams` data source that Spark calls, and its readers. Writers are in `spark/sink/`.
 
-`RedisStreamsSource` is made in a planning process. The stream reader plans in a process of its own that lives as
-long as the query; `read` runs in the executors, in workers that are used again from batch to batch. What needs
-Redis or Arrow is imported there only, so that looking the source up stays cheap.
+Spark creates `RedisStreamsSource` in a planning process. A stream reader plans in a process of its own that lives as
+long as the query; `read` runs in executors, in Python workers that Spark reuses from batch to batch. Modules that need
+Redis or Arrow are imported there only, so the lookup of the source stays cheap.
 """
 
 import time
@@ -36,13 +36,13 @@ from millstream.spark.sink.options import is_for_writing, parse_sink
 from millstream.spark.source.offset_ranges import to_tuple
 from millstream.spark.source.offsets import Offsets, dump, load
 from millstream.spark.source.options import NAMES, SourceOptions, parse
-from millstream.spark.source.reader_base import HELD_S, ReaderBase, idle_wait
+from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema, default_schema, shown_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.spark.source.batch_planner import Advance
+    from millstream.spark.source.batch_planner import PlannedEnd
     from millstream.spark.source.filters import ReadFilter
     from millstream.spark.source.progress_group import ProgressGroup
 
@@ -50,10 +50,10 @@ _BATCH_PATIENCE_MS = 60_000.0
 
 
 class RedisStreamsSource(DataSource):
-    """Redis Streams as a Spark data source, `format("redis-streams")`, to read from and to write to.
+    """Redis Streams as a Spark data source and sink, `format("redis-streams")`.
 
-    Options are in `docs/spark-source.md` and `docs/spark-sink.md`. Raises ConfigError at `load()`, or when writing
-    begins, for options that are wrong.
+    `docs/spark-source.md` and `docs/spark-sink.md` describe the options. Raises ConfigError for wrong options: at
+    `load()`, or when writing begins.
     """
 
     @clean_tracebacks
@@ -62,9 +62,9 @@ class RedisStreamsSource(DataSource):
         self._parsed = self._parse() if self._is_for_reading() else None
 
     def _is_for_reading(self) -> bool:
-        """Spark does not say yet which it will be. What can only be meant for writing is checked then.
+        """True if the options are for reading: Spark does not say yet. Options for writing are checked by the writer.
 
-        Raises ConfigError for an option that is unknown to both.
+        Raises ConfigError for an option that neither the source nor the sink has.
         """
         names = {name.lower() for name in self.options}
         if any(name.startswith("subscribe") for name in names):
@@ -82,7 +82,7 @@ class RedisStreamsSource(DataSource):
         if is_for_writing(self.options, NAMES) and not names & {"subscribe", "subscribepattern"}:
             raise ConfigError('these options are for writing: to read, name streams by option("subscribe", "a,b")')
         options = parse(self.options)
-        route_to(options.url, timeout_ms=0)  # looked at, not gone
+        route_to(options.url, timeout_ms=0)  # checks the URL, connects to nothing
         return options
 
     @property
@@ -91,12 +91,12 @@ class RedisStreamsSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """What Spark users call it."""
+        """The name of the format."""
         return "redis-streams"
 
     @clean_tracebacks
     def schema(self) -> StructType:
-        """The columns; Spark asks only if the user gives no schema."""
+        """The columns; Spark asks only if the user sets no schema."""
         columns = self._options.columns
         schema = default_schema(columns)
         check_schema(columns, schema)
@@ -104,13 +104,13 @@ class RedisStreamsSource(DataSource):
 
     @clean_tracebacks
     def reader(self, schema: StructType) -> DataSourceReader:
-        """What `spark.read` uses."""
-        # Spark refuses a reader that could take filters unless it is set to give them.
+        """The reader of `spark.read`."""
+        # Spark refuses a reader with `pushFilters` unless its setting for filter pushdown is on.
         return (FilteringReader if self._options.push_down else RedisBatchReader)(self._options, schema)
 
     @clean_tracebacks
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """What `spark.readStream` uses."""
+        """The reader of `spark.readStream`."""
         if self._options.sharing is not None:
             from millstream.spark.source.group_reader import RedisGroupReader
 
@@ -119,7 +119,7 @@ class RedisStreamsSource(DataSource):
 
     @clean_tracebacks
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """What `df.write` uses."""
+        """The writer of `df.write`."""
         from millstream.spark.sink.upsert_writer import UpsertBatchWriter
         from millstream.spark.sink.writer import RedisBatchWriter
 
@@ -129,7 +129,7 @@ class RedisStreamsSource(DataSource):
 
     @clean_tracebacks
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        """What `df.writeStream` uses."""
+        """The writer of `df.writeStream`."""
         from millstream.spark.sink.upsert_writer import UpsertStreamWriter
         from millstream.spark.sink.writer import RedisStreamWriter
 
@@ -141,10 +141,10 @@ class RedisStreamsSource(DataSource):
 
 
 class RedisBatchReader(ReaderBase, DataSourceReader):
-    """Reads the subscribed streams once, between two ends that are fixed when the query is planned."""
+    """Reads the subscribed streams once, between offsets that are fixed when the query is planned."""
 
     @cached_property
-    def _selection(self) -> "ReadFilter":
+    def _read_filter(self) -> "ReadFilter":
         from millstream.spark.source.filters import ReadFilter
 
         shown = shown_columns(self._options.columns, self._schema)
@@ -152,11 +152,11 @@ class RedisBatchReader(ReaderBase, DataSourceReader):
 
     @clean_tracebacks
     def partitions(self) -> list[InputPartition]:
-        """One partition per task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
+        """Plan one partition a task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
-        tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
-        return [InputPartition(to_tuple(pieces)) for pieces in tasks]
+        tasks = self._with_retry(lambda: self._planner.plan_batch_read(self._read_filter), limit_ms=_BATCH_PATIENCE_MS)
+        return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition."""
@@ -164,104 +164,105 @@ class RedisBatchReader(ReaderBase, DataSourceReader):
 
 
 class FilteringReader(RedisBatchReader):
-    """Reads once, and only what Spark's filters on stream, id and time leave."""
+    """Reads once, and only entries that Spark's filters on stream, id and time let through."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802
-        """Take what can be taken; yield the filters that Spark has to apply to the rows."""
+        """Push down the filters that the source supports; yield those that Spark has to apply to the rows."""
         for condition in filters:
-            if not self._selection.add(condition):
+            if not self._read_filter.add(condition):
                 yield condition
 
 
 class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads the subscribed streams on and on; its whole state is in the offsets that Spark keeps."""
+    """Reads the subscribed streams in micro-batches; its whole state is in the offsets of Spark's checkpoint."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         self._target: Offsets | None = None
-        # To read the offsets of 100,000 streams takes a good part of a second; to compare them with the last two does not.
-        self._known: list[tuple[dict[str, Any], Offsets]] = []
-        self._newest: tuple[int, dict[str, Any] | None] = (0, None)
+        # Parsing the offsets of 100,000 streams takes a good part of a second; comparing with known ones is fast.
+        self._recent_offsets: list[tuple[dict[str, Any], Offsets]] = []
+        self._latest: tuple[int, dict[str, Any] | None] = (0, None)
 
     @cached_property
-    def _lag(self) -> "ProgressGroup":
+    def _progress_group(self) -> "ProgressGroup":
         from millstream.spark.source.progress_group import ProgressGroup
 
-        return ProgressGroup(self._client, self._options.group, ours=self._options.frontier is not None)
+        return ProgressGroup(self._client, self._options.group, is_handler_group=self._options.handler is not None)
 
     @clean_tracebacks
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
+        """The limit of a batch. Spark's first call, so it raises ConfigError for options that only a batch read has."""
         self._options.check_streaming()
         check_schema(self._options.columns, self._schema)
         limits = self._options.limits
-        if limits.per_trigger is not None:
-            return ReadMaxRows(limits.per_trigger)
-        return ReadAllAvailable() if limits.least_per_trigger is None else ReadMinRows(limits.least_per_trigger)
+        if limits.max_per_trigger is not None:
+            return ReadMaxRows(limits.max_per_trigger)
+        return ReadAllAvailable() if limits.min_per_trigger is None else ReadMinRows(limits.min_per_trigger)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Fix the end of the query at the entries that are there now."""
-        self._target = self._patiently(self._planner.tails)
+        """Fix the end of the query at the newest entries of now."""
+        self._target = self._with_retry(self._planner.latest_offsets)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Where a query without a checkpoint begins."""
-        return self._initial
+        """The starting offsets of a query without a checkpoint."""
+        return self._initial_offsets
 
     @cached_property
-    def _initial(self) -> dict[str, Any]:
-        # Spark asks twice and uses the second answer: "latest" must not move in between.
-        return dump(self._patiently(lambda: self._planner.starts("latest")))
+    def _initial_offsets(self) -> dict[str, Any]:
+        # Spark calls twice and uses the second result: "latest" must not move in between.
+        return dump(self._with_retry(lambda: self._planner.starting_offsets("latest")))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Where the batch that begins at `start` ends; `start` itself, after a short wait, if nothing is new.
+        """Return the end offsets of the batch that begins at `start`; after a short wait `start` itself, if nothing is
+        new.
 
-        Everything up to `start` is committed by the sink, so this is when the lag group moves there.
+        The sink has committed everything up to `start`, so this call moves the progress group there.
         """
         began = time.monotonic()
-        at = self._load(start)
-        planned = self._patiently(lambda: self._advance(at, limit))
-        if planned.ends is not at:
-            end = dump(planned.ends)
-            self._know(end, planned.ends)
+        start_offsets = self._parse_offsets(start)
+        planned = self._with_retry(lambda: self._plan_next(start_offsets, limit))
+        if planned.end is not start_offsets:
+            end = dump(planned.end)
+            self._remember(end, planned.end)
             return end
         if self._target is not None:
-            self._patiently(self._lag.catch_up)  # there may be no other look
-        if planned.held_ms:
-            time.sleep(min(planned.held_ms / 1000, HELD_S))
+            self._with_retry(self._progress_group.publish_rest)  # this may be the last call
+        if planned.delay_ms:
+            time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))
         elif self._target is None:
             idle_wait(began)
         return start
 
-    def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
-        self._lag.show(start)
-        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        # Whoever wants all that is available, once or now, has no later batch to wait for.
-        hold = self._target is None and not isinstance(limit, ReadAllAvailable)
-        return self._planner.advance(start, limit=most, target=self._target, hold=hold)
+    def _plan_next(self, start: Offsets, limit: ReadLimit) -> "PlannedEnd":
+        self._progress_group.publish(start)
+        limit_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        # Trigger.Once and Trigger.AvailableNow have no later batch, so a small one must not wait.
+        may_delay = self._target is None and not isinstance(limit, ReadAllAvailable)
+        return self._planner.plan_next(start, limit=limit_rows, target=self._target, may_delay=may_delay)
 
-    def _load(self, raw: dict[str, Any]) -> Offsets:
-        for known, offsets in self._known:
+    def _parse_offsets(self, raw: dict[str, Any]) -> Offsets:
+        for known, offsets in self._recent_offsets:
             if known == raw:
                 return offsets
-        return self._know(raw, load(raw))
+        return self._remember(raw, load(raw))
 
-    def _know(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
-        self._known = [*self._known[-1:], (raw, offsets)]
+    def _remember(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
+        self._recent_offsets = [*self._recent_offsets[-1:], (raw, offsets)]
         return offsets
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """The newest entries as of the last `latestOffset`, for Spark's progress reports."""
-        version, newest = self._planner.newest()
-        if version != self._newest[0]:
+        """The latest offsets as of the last `latestOffset` call, for Spark's progress reports."""
+        version, newest = self._planner.cached_latest_offsets()
+        if version != self._latest[0]:
             offsets = newest()
-            known = next((raw for raw, same in self._known if same == offsets), None)
-            self._newest = (version, known or dump(offsets))
-        return self._newest[1]
+            known = next((raw for raw, same in self._recent_offsets if same == offsets), None)
+            self._latest = (version, known or dump(offsets))
+        return self._latest[1]
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """What the tasks of one batch read; Spark may ask for any batch again, before anything else."""
-        tasks = self._patiently(lambda: self._planner.pieces(self._load(start), self._load(end)))
-        return [InputPartition(to_tuple(pieces)) for pieces in tasks]
+        """Plan the tasks of one batch. After a restart Spark may call it first, for a batch that it planned before."""
+        tasks = self._with_retry(lambda: self._planner.plan_tasks(self._parse_offsets(start), self._parse_offsets(end)))
+        return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""

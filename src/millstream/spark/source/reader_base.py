@@ -1,4 +1,4 @@
-"""What the readers of the source have in common."""
+"""ReaderBase: client, planner and task reading that all readers of the source share."""
 
 import os
 import time
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HELD_S = 0.5
-"""How often Redis is asked, in seconds, while a small batch is held back."""
+DELAY_POLL_S = 0.5
+"""Seconds between polls of Redis while a small batch is delayed."""
 
 _PARENT = os.getppid()
 _IDLE_MS = (50.0, 500.0)
@@ -32,12 +32,12 @@ _IDLE_SHARE = 2.0
 
 
 def _is_orphan() -> bool:
-    """True if the query's Java process is gone: nobody waits for an answer any more."""
+    """True if the query's Java process is gone, so a result has no receiver."""
     return os.getppid() != _PARENT
 
 
 class ReaderBase:
-    """What every reader needs; pickled into every task without what is open."""
+    """Options, schema and connections of a reader. Spark pickles it into every task, without the connections."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
@@ -60,13 +60,13 @@ class ReaderBase:
 
     @cached_property
     def _replicas(self) -> "Replicas | None":
-        """Whom tasks ask for entries, if not the primaries."""
+        """The replicas that tasks read entries from; None: tasks read from primaries."""
         from millstream.spark.source.replica_reads import replicas_of
 
         return replicas_of(self._client) if self._options.from_replicas else None
 
     @clean_tracebacks
-    def _patiently(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
+    def _with_retry(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
         with gc_paused():
             what = "the redis-streams source"
             return self._client.patiently(plan, what=what, limit_ms=limit_ms, give_up=_is_orphan)
@@ -75,18 +75,18 @@ class ReaderBase:
         from millstream.spark.source.partition_reader import PartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        pieces = from_tuple(partition.value or [])  # Spark makes a partition of its own where there is none
-        fail = self._options.fail_on_data_loss
-        reading = PartitionReader(
-            self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=fail, replicas=self._replicas
+        ranges = from_tuple(partition.value or [])  # an empty batch gets a partition of Spark's own, without a value
+        fail_on_data_loss = self._options.fail_on_data_loss
+        reader = PartitionReader(
+            self._client, ranges, limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas
         )
-        return clean_traceback(reading.batches(batch_maker(self._options.columns, self._schema)))
+        return clean_traceback(reader.batches(batch_maker(self._options.columns, self._schema)))
 
 
 def idle_wait(began_s: float) -> None:
-    """Wait a little after an idle look at Redis that began at `began_s`, by `time.monotonic`.
+    """Sleep after a poll that found nothing new and began at `began_s`, in seconds of `time.monotonic`.
 
-    Spark asks again at once, 90 times a second; leave Redis alone for longer than asking takes.
+    Spark polls again at once, 90 times a second. The sleep is twice as long as the poll took, 50 to 500 ms.
     """
-    least, most_ms = _IDLE_MS
-    time.sleep(min(max((time.monotonic() - began_s) * _IDLE_SHARE, least / 1000), most_ms / 1000))
+    least_ms, most_ms = _IDLE_MS
+    time.sleep(min(max((time.monotonic() - began_s) * _IDLE_SHARE, least_ms / 1000), most_ms / 1000))

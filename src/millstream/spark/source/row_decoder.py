@@ -1,7 +1,7 @@
-"""Turns raw stream entries into Arrow record batches, a column at a time.
+"""Row decoder: turns raw stream entries into Arrow record batches, a column at a time.
 
-Every batch has exactly the schema that Spark expects: it checks the first one only, and a later mismatch kills the
-query without a word of explanation.
+Every batch has exactly the schema that Spark expects: Spark checks the first one only, and a later mismatch kills the
+query without an explanation.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
-from millstream.spark.limits import GREATEST_LONG, GREATEST_TIMESTAMP_MS
+from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
 from millstream.spark.source.other_case import warn_of_other_case
 
 Entry = Sequence[Any]
 """As hiredis parses it: [id, [name, value, name, value, ...]]."""
 
-Run = tuple[str, Sequence[Entry]]
+StreamEntries = tuple[str, Sequence[Entry]]
 """Consecutive entries of one stream."""
 
 Ids = list[bytes]
@@ -30,11 +30,11 @@ Fields = list[list[bytes]]
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 
 ColumnMaker = Callable[[Fields], dict[str, pa.Array]]
-"""Makes the columns that come from the entries' fields, by their names."""
+"""Makes the columns of the entries' fields: {name: column}."""
 
 
-class _Misfit(Exception):
-    """A value in the `row`-th entry, in which there is no value of the wanted type."""
+class _InvalidValue(Exception):
+    """A value of the `row`-th entry does not fit the type of its column."""
 
     def __init__(self, row: int, text: str) -> None:
         super().__init__(text)
@@ -42,9 +42,9 @@ class _Misfit(Exception):
 
 
 class BatchMaker:
-    """Makes record batches of `schema`: columns about the entry itself, and those that `make_columns` adds.
+    """Makes record batches of `schema`: columns about the entry itself, and those of `make_columns`.
 
-    `meta` maps what is known about an entry (stream, id, id_ms, id_seq, timestamp) to the column that shows it.
+    `meta` maps stream, id, id_ms, id_seq and timestamp of an entry to the column that shows it.
     """
 
     def __init__(self, schema: pa.Schema, meta: dict[str, str], make_columns: ColumnMaker) -> None:
@@ -52,20 +52,20 @@ class BatchMaker:
         self._meta = meta
         self._make_columns = make_columns
 
-    def __call__(self, runs: Sequence[Run]) -> pa.RecordBatch:
-        """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry, if told to."""
+    def __call__(self, runs: Sequence[StreamEntries]) -> pa.RecordBatch:
+        """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry."""
         entries = list(chain.from_iterable(run for _, run in runs))
         fields: Fields = [entry[1] for entry in entries]
         try:
-            columns = self._about([entry[0] for entry in entries], runs) | self._make_columns(fields)
-        except _Misfit as misfit:
+            columns = self._meta_columns([entry[0] for entry in entries], runs) | self._make_columns(fields)
+        except _InvalidValue as misfit:
             owners = (stream for stream, run in runs for _ in run)
             stream = next(islice(owners, misfit.row, None))
             entry_id = entries[misfit.row][0].decode()
             raise DecodeError(f"the entry {entry_id} of the stream {stream!r}: {misfit}") from None
         return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
-    def _about(self, ids: Ids, runs: Sequence[Run]) -> dict[str, pa.Array]:
+    def _meta_columns(self, ids: Ids, runs: Sequence[StreamEntries]) -> dict[str, pa.Array]:
         meta = self._meta
         columns: dict[str, pa.Array] = {}
         if "stream" in meta:
@@ -80,7 +80,7 @@ class BatchMaker:
         return columns
 
 
-def _streams(runs: Sequence[Run]) -> pa.Array:
+def _streams(runs: Sequence[StreamEntries]) -> pa.Array:
     if len(runs) == 1:
         return pa.repeat(pa.scalar(runs[0][0]), len(runs[0][1]))
     names = pa.array([name for name, _ in runs], pa.string())
@@ -88,21 +88,21 @@ def _streams(runs: Sequence[Run]) -> pa.Array:
 
 
 def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
-    """Return the two numbers of each id as int64. Raises ConfigError if one does not fit in there."""
+    """Return the two numbers of each id as int64. Raises ConfigError if one does not fit."""
     parts = pc.split_pattern(pa.array(ids, pa.binary()).cast(pa.string()), "-").flatten().cast(pa.uint64())
-    if len(ids) and pc.max(parts).as_py() > GREATEST_LONG:
-        culprit = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > GREATEST_LONG)
+    if len(ids) and pc.max(parts).as_py() > MAX_LONG:
+        too_great = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > MAX_LONG)
         raise ConfigError(
-            f"the entry id {culprit.decode()} has a number beyond {GREATEST_LONG}, the greatest that Spark's long "
-            "holds: leave its stream out, or begin after it"
+            f"the entry id {too_great.decode()} has a number beyond {MAX_LONG}, the greatest of Spark's type "
+            "long: exclude its stream, or begin after it"
         )
     numbers = parts.view(pa.int64()).to_numpy()
     return pa.array(numbers[0::2]), pa.array(numbers[1::2])
 
 
 def _timestamps(ms: pa.Array) -> pa.Array:
-    # Ids need not be times: what is too great for one has none.
-    fits = pc.less_equal(ms, GREATEST_TIMESTAMP_MS)
+    # Ids need not be times: one that is too great for a timestamp becomes null.
+    fits = pc.less_equal(ms, MAX_TIMESTAMP_MS)
     ms = ms if pc.all(fits).as_py() in (True, None) else pc.if_else(fits, ms, pa.scalar(None, pa.int64()))
     return pc.multiply(ms, 1000).cast(TIMESTAMP)
 
@@ -122,7 +122,7 @@ def pair_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
 
 
 def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
-    """All fields as a map; of a repeated name the last value stays, invalid UTF-8 in names is replaced."""
+    """All fields as a map; of a repeated name the last value counts, invalid UTF-8 in names is replaced."""
     maps = [dict(zip(some[0::2], some[1::2], strict=True)) for some in fields]
     sizes = np.cumsum([0, *map(len, maps)]).astype(np.int32)
     names = pa.array([name.decode("utf-8", "replace") for one in maps for name in one], pa.string())
@@ -131,25 +131,31 @@ def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
 
 
 def json_columns(fields: Fields) -> dict[str, pa.Array]:
-    """All fields of an entry as one JSON object; a value that is no UTF-8 becomes {"base64": ...}."""
+    """All fields of an entry as one JSON object; a value that is not UTF-8 becomes {"base64": ...}."""
     encode = msgspec.json.Encoder().encode
-    return {"fields": pa.array([encode(_readable(some)) for some in fields], pa.binary()).cast(pa.string())}
+    return {"fields": pa.array([encode(_json_fields(some)) for some in fields], pa.binary()).cast(pa.string())}
 
 
-def _readable(some: list[bytes]) -> dict[str, object]:
+def _json_fields(items: list[bytes]) -> dict[str, object]:
     try:
         return dict(
-            zip([str(name, "utf-8") for name in some[0::2]], [str(it, "utf-8") for it in some[1::2]], strict=True)
+            zip(
+                [str(name, "utf-8") for name in items[0::2]],
+                [str(value, "utf-8") for value in items[1::2]],
+                strict=True,
+            )
         )
     except UnicodeDecodeError:
-        return {str(name, "utf-8", "replace"): _text(it) for name, it in zip(some[0::2], some[1::2], strict=True)}
+        return {
+            str(name, "utf-8", "replace"): _text(value) for name, value in zip(items[0::2], items[1::2], strict=True)
+        }
 
 
 def _text(value: bytes) -> object:
     try:
         return str(value, "utf-8")
     except UnicodeDecodeError:
-        return {"base64": value}  # bytes are base64 to msgspec
+        return {"base64": value}  # msgspec encodes bytes as base64
 
 
 def packed_columns(fields: Fields, *, key_field: bytes | None) -> dict[str, pa.Array]:
@@ -172,11 +178,11 @@ def _keys(fields: Fields, name: bytes) -> list[bytes | None]:
 def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], failfast: bool) -> dict[str, pa.Array]:
     """One column per name in `names`, decoded to its type in `schema`; of a repeated name the last value counts.
 
-    What is absent, or empty where it is no text, is null. So is what does not fit the type, but with `failfast`, with
-    which BatchMaker raises DecodeError.
+    A missing field is null, and so is an empty one unless its column is text. A value that does not fit the type is
+    null too, or with `failfast` raises DecodeError in BatchMaker.
     """
-    found = _raw_columns(fields, [name.encode() for name in names])
-    columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, found, strict=True)}
+    raw_columns = _raw_columns(fields, [name.encode() for name in names])
+    columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, raw_columns, strict=True)}
     warn_of_other_case(fields, [name for name, raw in columns.items() if raw.null_count == len(fields)])
     return {
         name: decode(raw, schema.field(name).type, failfast=name if failfast else None) for name, raw in columns.items()
@@ -188,7 +194,7 @@ def _raw_columns(fields: Fields, names: Sequence[bytes]) -> list[Sequence[bytes 
     flat = list(chain.from_iterable(fields))
     layout = flat[:width:2]
     if set(map(len, fields)) == {width} and flat[0::2] == layout * len(fields):
-        # The usual case, four times as fast: every entry has the same names in the same places.
+        # The usual case, four times as fast: every entry has the same names in the same order.
         places = {name: 2 * i + 1 for i, name in enumerate(layout)}
         nothing: list[bytes | None] = [None] * len(fields)
         return [flat[places[name] :: width] if name in places else nothing for name in names]
@@ -197,16 +203,16 @@ def _raw_columns(fields: Fields, names: Sequence[bytes]) -> list[Sequence[bytes 
 
 
 def decode(raw: pa.Array, wanted: pa.DataType, *, failfast: str | None) -> pa.Array:
-    """Decode binary values to the type `wanted`; what does not fit is null, or an error that names the column `failfast`."""
+    """Decode binary values to the type `wanted`; a value that does not fit is null, or an error naming `failfast`."""
     if pa.types.is_binary(wanted):
         return raw
     if not pa.types.is_string(wanted):
         raw = pc.if_else(pc.equal(pc.binary_length(raw), 0), pa.scalar(None, pa.binary()), raw)
     convert = _to_timestamp if pa.types.is_timestamp(wanted) else partial(_to, wanted=wanted)
-    decoded = pa.chunked_array(_salvage(raw, convert), type=wanted).combine_chunks()
+    decoded = pa.chunked_array(_convert_valid(raw, convert), type=wanted).combine_chunks()
     if failfast is not None and decoded.null_count > raw.null_count:
         row = pc.index(pc.and_(pc.is_null(decoded), pc.is_valid(raw)), True).as_py()
-        raise _Misfit(
+        raise _InvalidValue(
             row, f"the field {failfast!r} holds {raw[row].as_py()[:100]!r}, which is not a value of type {wanted}"
         )
     return decoded
@@ -226,12 +232,12 @@ def _to_timestamp(raw: pa.Array) -> pa.Array:
     return pc.coalesce(with_zone, without)
 
 
-def _salvage(raw: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> list[pa.Array]:
-    """Convert what can be converted: a part with a bad value in it is halved until that value stands alone."""
+def _convert_valid(raw: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> list[pa.Array]:
+    """Convert valid values, and others to null: halves a part with an invalid value until it has that value only."""
     try:
         return [convert(raw)]
     except pa.ArrowInvalid:
         if len(raw) == 1:
             return [convert(pa.nulls(1, raw.type))]
         half = len(raw) // 2
-        return _salvage(raw[:half], convert) + _salvage(raw[half:], convert)
+        return _convert_valid(raw[:half], convert) + _convert_valid(raw[half:], convert)

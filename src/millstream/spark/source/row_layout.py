@@ -1,4 +1,4 @@
-"""Chooses how entries become rows: by the options, and by the schema that Spark asks for."""
+"""Row layout: chooses the row decoder by the options, and by the schema that Spark asks for."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark.source.options import Columns
 from millstream.spark.source.row_decoder import (
     BatchMaker,
-    Run,
+    StreamEntries,
     json_columns,
     map_columns,
     packed_columns,
@@ -20,17 +20,17 @@ from millstream.spark.source.row_decoder import (
 )
 from millstream.spark.source.schema import is_default, shown_columns
 
-MakeBatch = Callable[[Sequence[Run]], pa.RecordBatch]
+MakeBatch = Callable[[Sequence[StreamEntries]], pa.RecordBatch]
 
 
 def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
-    """Return what makes record batches of exactly `schema`."""
+    """Return the function that makes record batches of exactly `schema`."""
     make = _maker(columns, schema)
-    return (lambda runs: make(_for_all(runs))) if columns.skip_redriven else make
+    return (lambda runs: make(_without_redriven(runs))) if columns.skip_redriven else make
 
 
-def _for_all(runs: Sequence[Run]) -> list[Run]:
-    """What was redriven to a handler has been there before, for all others."""
+def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
+    """Skip entries that were redriven to a handler: other readers have read them before."""
     return [(stream, [entry for entry in entries if entry[1][0] != REDRIVE_FIELD]) for stream, entries in runs]
 
 

@@ -1,4 +1,4 @@
-"""The columns of the source, as Spark types."""
+"""Schema: the columns of the source, as Spark types."""
 
 import difflib
 from datetime import date, datetime
@@ -27,14 +27,14 @@ from millstream.errors import ConfigError
 from millstream.handlers.decoding import wire_types
 from millstream.spark.source.options import Columns, FieldsAs
 
-META: dict[str, DataType] = {
+ENTRY_COLUMNS: dict[str, DataType] = {
     "stream": StringType(),
     "id": StringType(),
     "id_ms": LongType(),
     "id_seq": LongType(),
     "timestamp": TimestampType(),
 }
-"""What is known about every entry. A user's schema names these with an underscore in front."""
+"""Columns about the entry itself. A user's schema names them with a leading underscore."""
 
 _PAIR = StructType([StructField("name", BinaryType(), False), StructField("value", BinaryType(), False)])
 _FIELDS: dict[FieldsAs, DataType] = {
@@ -50,79 +50,81 @@ _OF_MODELS: dict[object, DataType] = {
     bytes: BinaryType(), bool: BooleanType(), int: LongType(), float: DoubleType(), date: DateType(),
     datetime: TimestampType(),
 }  # fmt: skip
-_LOOKALIKE = 0.88  # `_timestmp` and `_idms` are, `_state`, `_index`, `_time`, `_ids` and `_uid` are none
+_LOOKALIKE = 0.88  # finds `_timestmp` and `_idms`, but not `_state`, `_index`, `_time`, `_ids` and `_uid`
 _WITH_MODELS = ("stream", "id", "timestamp")
 
 
 def schema_of(given: Any) -> StructType | str:
-    """The schema that `given` means: text and a StructType themselves; of a model its fields, and `_stream`, `_id`,
+    """The schema of `given`: text and a StructType are schemas; a model has its fields, and `_stream`, `_id` and
     `_timestamp` of the entry.
 
-    What has no type of its own in Spark, as a decimal, a UUID, a choice or a nested model, is the text that was published.
-    Raises ConfigError if it is none of these.
+    A field without a Spark type of its own, such as a decimal, a UUID, an enum or a nested model, is the published
+    text. Raises ConfigError for anything else.
     """
     if isinstance(given, str | StructType):
         return given
     fields = [StructField(name, _OF_MODELS.get(kind, StringType())) for name, kind in wire_types(given).items()]
-    return StructType([*fields, *(StructField(f"_{name}", META[name]) for name in _WITH_MODELS)])
+    return StructType([*fields, *(StructField(f"_{name}", ENTRY_COLUMNS[name]) for name in _WITH_MODELS)])
 
 
 def default_schema(columns: Columns) -> StructType:
-    """The schema of a source whose user gave none."""
+    """The schema of a source whose user sets none."""
     if columns.packed:
         names: tuple[str, ...] = ("stream", "id_ms", "id_seq")
         rest = [StructField("key", BinaryType()), StructField("fields", BinaryType(), False)]
     else:
-        names = tuple(META)
+        names = tuple(ENTRY_COLUMNS)
         rest = [StructField("fields", _FIELDS[columns.fields_as], False)]
-    return StructType([*(StructField(name, META[name], name == "timestamp") for name in names), *rest])
+    return StructType([*(StructField(name, ENTRY_COLUMNS[name], name == "timestamp") for name in names), *rest])
 
 
 def is_default(columns: Columns, schema: StructType) -> bool:
-    """True if `schema` is not a schema of typed columns from a user. Spark may have changed what is nullable."""
+    """True if `schema` is the default one, not typed columns of a user. Ignores nullability, which Spark may change."""
     return schema.simpleString() == default_schema(columns).simpleString()
 
 
 def meta_columns(schema: StructType) -> dict[str, str]:
-    """Of a user's schema: which column shows which entry of META."""
-    return {name: f"_{name}" for name in META if f"_{name}" in schema.names}
+    """Map entries of META to the columns that show them in a user's schema."""
+    return {name: f"_{name}" for name in ENTRY_COLUMNS if f"_{name}" in schema.names}
 
 
 def _refuse_lookalikes(schema: StructType) -> None:
-    """Raise ConfigError for a column that would be a field of the entry and is probably meant to be about the entry.
+    """Raise ConfigError for a column that is read from a field but resembles a column about the entry.
 
-    Such a field is hardly ever there: the column would be null without a word.
+    Entries rarely have such a field, so the column would be null without a warning.
     """
-    ours = [f"_{name}" for name in META]
+    ours = [f"_{name}" for name in ENTRY_COLUMNS]
     for name in schema.names:
         found = difflib.get_close_matches(name.lower(), ours, n=1, cutoff=_LOOKALIKE)
         if name.startswith("_") and name not in ours and found:
             raise ConfigError(
-                f"the column {name} looks like one about the entry: did you mean {found[0]}? A field that is really called "
-                f"{name} can be had without .schema(...), from the column fields"
+                f"the column {name} looks like one about the entry: did you mean {found[0]}? If a field is called "
+                f"{name}, read it without .schema(...), from the column fields"
             )
 
 
 def shown_columns(columns: Columns, schema: StructType) -> dict[str, str]:
-    """Which column shows which entry of META: {entry: column}."""
+    """Map entries of META to the columns that show them: {entry: column}."""
     return (
-        {name: name for name in META if name in schema.names} if is_default(columns, schema) else meta_columns(schema)
+        {name: name for name in ENTRY_COLUMNS if name in schema.names}
+        if is_default(columns, schema)
+        else meta_columns(schema)
     )
 
 
 def check_schema(columns: Columns, schema: StructType) -> None:
-    """Raise ConfigError if `schema` cannot be served with `columns`, or is not what its user can have meant."""
+    """Raise ConfigError if `schema` does not fit `columns`, or is probably a mistake."""
     if is_default(columns, schema):
         if columns.failfast:
-            raise ConfigError("mode=failfast is for typed columns: say which by .schema(...), or leave mode out")
+            raise ConfigError("mode=failfast is for typed columns: set them by .schema(...), or remove mode")
         return
     if columns.packed:
-        raise ConfigError("layout=packed has columns of its own: leave .schema(...) out")
+        raise ConfigError("layout=packed has columns of its own: remove .schema(...)")
     if columns.fields_as != "array":
-        raise ConfigError(f"fieldsAs={columns.fields_as} and .schema(...) are two ways to have fields: leave one out")
+        raise ConfigError(f"fieldsAs={columns.fields_as} and .schema(...) both set the columns of fields: remove one")
     _refuse_lookalikes(schema)
     for name in meta_columns(schema).values():
-        wanted = META[name[1:]]
+        wanted = ENTRY_COLUMNS[name[1:]]
         if schema[name].dataType != wanted:
             raise ConfigError(f"the column {name} must be of type {wanted.simpleString()} in the schema")
     for field in schema.fields:

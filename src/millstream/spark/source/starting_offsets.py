@@ -1,4 +1,4 @@
-"""Where a query begins in each stream: at an edge that was asked for, where a group stands, or after a handler's commits."""
+"""StartingOffsets: the start of a query in each stream, by a bound in the options, a group or a committed id."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,141 +8,157 @@ from millstream.errors import ConfigError
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.committed_offsets import CommittedOffsets
-from millstream.spark.source.data_loss import LossPolicy, made_anew
-from millstream.spark.source.offset_bounds import Edge, Timestamp, id_of
+from millstream.spark.source.data_loss import LossPolicy, recreated_stream_error
+from millstream.spark.source.offset_bounds import Bound, Timestamp, id_of
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.progress_group import group_positions, shown
+from millstream.spark.source.progress_group import group_positions, progress_offsets
 from millstream.spark.source.stream_info import StreamInfo, detect_loss
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 3
 
-Facts = Mapping[str, StreamInfo | None]
+StreamInfos = Mapping[str, StreamInfo | None]
 
 
 class StartingOffsets:
-    """Finds starts by what `options` say. Raises ConfigError, or DataLoss, for what cannot be begun so."""
+    """Finds starting offsets by `options`. Raises ConfigError or DataLoss for streams where they are not possible."""
 
     def __init__(self, client: Client, options: SourceOptions, frontier: CommittedOffsets, losses: LossPolicy) -> None:
         self._client = client
         self._options = options
-        self._frontier = frontier
-        self._losses = losses
+        self._committed = frontier
+        self._loss_policy = losses
 
-    def of(self, facts: Facts, usual: Edge) -> Offsets:
-        """The start in each of the streams of `facts`; `usual` is the edge of those that nothing is said about.
+    def resolve(self, infos: StreamInfos, default: Bound) -> Offsets:
+        """The start in each of the streams of `infos`; `default` is the bound of those that the options do not name.
 
-        Raises ConfigError for a stream with no entry at or after the time to begin at, unless the options say, or
-        `usual` does, that it begins at its end.
+        Raises ConfigError for a stream with no entry at or after the starting time, unless it may begin at its end: by
+        `startingOffsetsByTimestampStrategy`, or by default in a batch read.
         """
-        edges = {name: self._options.starting.of(name, usual) for name in facts}
-        self._refuse_late(edges, facts, usual)
-        known = self.resumed([name for name, edge in edges.items() if edge == "frontier"], facts)
-        known |= self._of_group([name for name, edge in edges.items() if edge == "group"], facts)
-        return {name: known.get(name) or _start(facts[name], edge) for name, edge in edges.items()}
+        bounds = {name: self._options.starting.for_stream(name, default) for name in infos}
+        self._refuse_late(bounds, infos, default)
+        known = self.committed_positions([name for name, bound in bounds.items() if bound == "frontier"], infos)
+        known |= self._group_starts([name for name, bound in bounds.items() if bound == "group"], infos)
+        return {name: known.get(name) or _start_position(infos[name], bound) for name, bound in bounds.items()}
 
-    def asked_for(self, name: str, at: Position) -> bool:
-        """True if `at` is an id or time that was asked for, which need not have come yet."""
-        edge = self._options.starting.of(name, "latest")
-        return at.added is None and at.id == id_of(edge)
+    def is_requested_start(self, name: str, at: Position) -> bool:
+        """True if `at` is the id or time in the options, which no entry need have reached yet."""
+        bound = self._options.starting.for_stream(name, "latest")
+        return at.entries_added is None and at.id == id_of(bound)
 
-    def _refuse_late(self, edges: Mapping[str, Edge], facts: Facts, usual: Edge) -> None:
-        if (self._options.late_start or ("error" if usual == "latest" else "latest")) == "latest":
+    def _refuse_late(self, bounds: Mapping[str, Bound], infos: StreamInfos, default: Bound) -> None:
+        if (self._options.late_start or ("error" if default == "latest" else "latest")) == "latest":
             return
-        late = [name for name, edge in edges.items() if _is_late(facts[name], edge)]
+        late = [name for name, bound in bounds.items() if _is_late(infos[name], bound)]
         if late:
             raise ConfigError(
-                f"no entry has come at or after the time to begin at in {some_of(late)}; to begin there with what comes next, "
+                f"no entry at or after the starting time in {summarize_names(late)}; to begin there with the next entry, "
                 'set option("startingOffsetsByTimestampStrategy", "latest")'
             )
 
     # --- after the commits of a handler ---
 
-    def resumed(self, names: Sequence[str], facts: Facts) -> Offsets:
-        """Where to go on with those streams that the handler has commits on. Raises DataLoss, if told to."""
-        frontiers = self._frontier.of(names)
-        committed = shown(self._client, self._options.group, frontiers)
+    def committed_positions(self, names: Sequence[str], infos: StreamInfos) -> Offsets:
+        """The positions to go on at in streams with commits of the handler. Raises DataLoss, with `failOnDataLoss`."""
+        committed_ids = self._committed.committed_ids(names)
+        shown_offsets = progress_offsets(self._client, self._options.group, committed_ids)
         return {
-            name: self._after_commits(name, frontier, committed.get(name), facts[name])
-            for name, frontier in frontiers.items()
+            name: self._committed_position(name, committed_id, shown_offsets.get(name), infos[name])
+            for name, committed_id in committed_ids.items()
         }
 
-    def _after_commits(
-        self, name: str, frontier: EntryId, committed: Position | None, facts: StreamInfo | None
+    def _committed_position(
+        self, name: str, committed_id: EntryId, shown_position: Position | None, info: StreamInfo | None
     ) -> Position:
-        """The position at `frontier`. What was removed after it follows from where the lag group stands."""
-        if facts is not None and facts.last < frontier:
-            raise made_anew(name, frontier)
-        if facts is None or facts.last == frontier:
-            return _located(frontier, facts)
-        if facts.keeps(frontier):
-            return committed if committed is not None and committed.id == frontier else Position(frontier, None)
-        if committed is None or committed.added is None:
-            self._losses.doubt(name, frontier)
-        elif (loss := detect_loss(name, committed, facts)) is not None:
-            # The group is moved after the frontier, so of a run that was killed it may be one batch behind.
-            at_most = committed.id < frontier
-            self._losses.report(replace(loss, start=Position(frontier, committed.added), at_most=at_most))
-        return _located(frontier, facts)
-
-    # --- where a group stands ---
-
-    def _of_group(self, names: Sequence[str], facts: Facts) -> Offsets:
-        """Where the group of `startingOffsets=group` stands; at the earliest entry where a stream does not have it."""
-        group = self._options.starting_group
-        standing = [name for name in names if facts[name] is not None]
-        if group is None or not standing:
-            return {}
-        found = group_positions(self._client, group, standing)
-        if not found and group != self._options.group:
-            raise ConfigError(
-                f"no stream has the consumer group {group!r} that reading is to begin at: see `millstream groups`, or "
-                "begin elsewhere by startingOffsets"
+        """The position at `committed_id`. The progress group's count shows whether later entries were removed."""
+        if info is not None and info.last_id < committed_id:
+            raise recreated_stream_error(name, committed_id)
+        if info is None or info.last_id == committed_id:
+            return _position_at(committed_id, info)
+        if info.is_whole_after(committed_id):
+            return (
+                shown_position
+                if shown_position is not None and shown_position.id == committed_id
+                else Position(committed_id, None)
             )
-        pending = {name: about.pending for name, about in found.items() if about.pending}
+        if shown_position is None or shown_position.entries_added is None:
+            self._loss_policy.warn_of_possible_loss(name, committed_id)
+        elif (loss := detect_loss(name, shown_position, info)) is not None:
+            # The query commits first and then moves the group, so after a kill it may be one batch behind.
+            at_most = shown_position.id < committed_id
+            self._loss_policy.report(
+                replace(loss, start=Position(committed_id, shown_position.entries_added), at_most=at_most)
+            )
+        return _position_at(committed_id, info)
+
+    # --- at the position of a group ---
+
+    def _group_starts(self, names: Sequence[str], infos: StreamInfos) -> Offsets:
+        """The positions of the group of `startingOffsets=group`; the earliest entry of streams without that group."""
+        group = self._options.starting_group
+        existing = [name for name in names if infos[name] is not None]
+        if group is None or not existing:
+            return {}
+        positions = group_positions(self._client, group, existing)
+        if not positions and group != self._options.group:
+            raise ConfigError(
+                f"startingOffsets=group: no stream has the consumer group {group!r}; `millstream groups` lists them, "
+                "or set another start"
+            )
+        pending = {name: group_position.pending for name, group_position in positions.items() if group_position.pending}
         if pending:
             logger.warning(
-                "reading begins after what the group %r was given: its %d pending entries, in %d streams, stay with "
-                "its consumers",
+                "reading begins after the last delivered ids of the group %r: its %d pending entries, in %d streams, "
+                "stay with its consumers",
                 group,
                 sum(pending.values()),
                 len(pending),
             )
         starts: Offsets = {}
-        for name in standing:
-            fact = facts[name]
-            assert fact is not None
-            at = found[name].at if name in found else fact.earliest()
-            # A group may have been set to an id that is yet to come.
-            starts[name] = fact.tail if at.id >= fact.last else at if at.added is not None else _located(at.id, fact)
+        for name in existing:
+            info = infos[name]
+            assert info is not None
+            at = positions[name].position if name in positions else info.earliest_position()
+            # A group may have been set to an id that no entry has reached.
+            starts[name] = (
+                info.tail
+                if at.id >= info.last_id
+                else at
+                if at.entries_added is not None
+                else _position_at(at.id, info)
+            )
         return starts
 
 
-def some_of(names: Sequence[str]) -> str:
-    """The first of `names` and the number of others, for a message."""
+def summarize_names(names: Sequence[str]) -> str:
+    """The first three of `names` and the number of others, for a message."""
     return ", ".join(map(repr, names[:_NAMED])) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
 
 
-def _is_late(facts: StreamInfo | None, edge: Edge) -> bool:
-    return isinstance(edge, Timestamp) and facts is not None and facts.last.ms < edge.ms
+def _is_late(info: StreamInfo | None, bound: Bound) -> bool:
+    return isinstance(bound, Timestamp) and info is not None and info.last_id.ms < bound.ms
 
 
-def _start(facts: StreamInfo | None, edge: Edge) -> Position:
-    if isinstance(edge, Timestamp):
-        return facts.tail if facts is not None and _is_late(facts, edge) else _located(edge.before, facts)
-    if isinstance(edge, EntryId):
-        return _located(edge, facts)
-    if facts is None:
+def _start_position(info: StreamInfo | None, bound: Bound) -> Position:
+    if isinstance(bound, Timestamp):
+        return info.tail if info is not None and _is_late(info, bound) else _position_at(bound.last_id_before, info)
+    if isinstance(bound, EntryId):
+        return _position_at(bound, info)
+    if info is None:
         return BEGINNING
-    return facts.tail if edge == "latest" else facts.earliest()
+    return info.tail if bound == "latest" else info.earliest_position()
 
 
-def _located(entry_id: EntryId, facts: StreamInfo | None) -> Position:
-    """The position at an id that somebody named; its count is known at the ends of the stream only."""
-    if facts is not None and facts.last == entry_id:
-        return facts.tail
-    if facts is not None and entry_id < facts.last and not (facts.keeps(entry_id) or facts.has_gaps_after(entry_id)):
-        return Position(entry_id, facts.removed)
+def _position_at(entry_id: EntryId, info: StreamInfo | None) -> Position:
+    """The position at a given id; its count is known at the ends of the stream only."""
+    if info is not None and info.last_id == entry_id:
+        return info.tail
+    if (
+        info is not None
+        and entry_id < info.last_id
+        and not (info.is_whole_after(entry_id) or info.has_gaps_after(entry_id))
+    ):
+        return Position(entry_id, info.entries_removed)
     return Position(entry_id, None)

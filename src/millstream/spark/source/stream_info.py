@@ -1,4 +1,4 @@
-"""What Redis says about streams, and what that proves about entries that a query has not read yet."""
+"""StreamInfo: ids and counters of streams, and the loss of unread entries that they prove."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,49 +17,49 @@ _NO_SUCH_KEY = "no such key"
 class StreamInfo(NamedTuple):
     """The ids and counters of one stream (Redis XINFO STREAM).
 
-    * `tail`: where one stands who has read everything: the newest entry that was ever added, and how many ever were
-    * `first`: id of the oldest entry that is left; 0-0 if there is none
-    * `deleted`: greatest id that was deleted by itself (XDEL), not by trimming
-    * `length`: entries that are left
+    * `tail`: the position after everything is read: the last id, and the number of entries ever added
+    * `first_id`: id of the oldest entry that is left; 0-0 if there is none
+    * `max_deleted_id`: greatest id that was deleted singly (XDEL), not by trimming
+    * `length`: number of entries that are left
     """
 
     tail: Position
-    first: EntryId
-    deleted: EntryId
+    first_id: EntryId
+    max_deleted_id: EntryId
     length: int
 
     @property
-    def last(self) -> EntryId:
+    def last_id(self) -> EntryId:
         """Id of the newest entry that was ever added."""
         return self.tail.id
 
     @property
-    def added(self) -> int:
-        """Entries that were ever added."""
-        count = self.tail.added
+    def entries_added(self) -> int:
+        """Number of entries ever added."""
+        count = self.tail.entries_added
         assert count is not None
         return count
 
     @property
-    def removed(self) -> int:
-        """Entries that were added and are gone."""
-        return self.added - self.length
+    def entries_removed(self) -> int:
+        """Number of entries that were added and are gone."""
+        return self.entries_added - self.length
 
     def has_gaps_after(self, entry_id: EntryId) -> bool:
-        """True if single entries may be missing between the entries after `entry_id`: counting is no use there."""
-        return self.deleted > entry_id and self.deleted >= self.first and self.length > 0
+        """True if single entries after `entry_id` may have been deleted, so that counts there prove nothing."""
+        return self.max_deleted_id > entry_id and self.max_deleted_id >= self.first_id and self.length > 0
 
-    def keeps(self, entry_id: EntryId) -> bool:
-        """True if what followed `entry_id` is still whole: an entry up to it is left, so trimming stopped before."""
-        return self.length > 0 and self.first <= entry_id
+    def is_whole_after(self, entry_id: EntryId) -> bool:
+        """True if no entry after `entry_id` was trimmed: an entry at or before it is left."""
+        return self.length > 0 and self.first_id <= entry_id
 
-    def earliest(self) -> Position:
-        """Before the first entry that is left. What was removed before is nobody's loss."""
-        return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.removed)
+    def earliest_position(self) -> Position:
+        """The position before the first entry that is left. Entries removed before count as no loss."""
+        return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.entries_removed)
 
 
 def fetch_calls(client: Client, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
-    """Run `commands` in pipelines of bounded size; errors come back among the replies, except Unavailable."""
+    """Run `commands` in pipelines of bounded size; returns errors among the replies, but raises Unavailable."""
     replies = asking.send_all(client, commands, meter)
     for reply in replies:
         if isinstance(reply, Unavailable):
@@ -68,28 +68,28 @@ def fetch_calls(client: Client, commands: Sequence[Command], meter: ReplySize | 
 
 
 def fetch(client: Client, streams: Iterable[str]) -> dict[str, StreamInfo | None]:
-    """Return the facts of each stream, None for one that does not exist.
+    """Return the info of each stream, None for one that does not exist.
 
-    Raises WrongType if a key holds something else, RedisError for other refusals.
+    Raises WrongType if a key holds another type, RedisError for other errors.
     """
     names = list(streams)
     replies = fetch_calls(client, [("XINFO", "STREAM", name) for name in names])
-    return {name: understood(name, reply) for name, reply in zip(names, replies, strict=True)}
+    return {name: parse_info(name, reply) for name, reply in zip(names, replies, strict=True)}
 
 
-def understood(stream: str, reply: Reply) -> StreamInfo | None:
-    """Read a reply to XINFO STREAM, of either protocol. Raises as `fetch`, whatever the reply is."""
-    return _facts(_fields(stream, reply))
+def parse_info(stream: str, reply: Reply) -> StreamInfo | None:
+    """Parse a reply to XINFO STREAM, of RESP2 or RESP3. Raises as `fetch`, also for an unexpected reply."""
+    return _stream_info(_fields(stream, reply))
 
 
-def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict[str, EntryId]]:
-    """Read a reply to XINFO STREAM FULL: the facts of a stream, and where each of its consumer groups stands."""
+def parse_full_info(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict[str, EntryId]]:
+    """Parse a reply to XINFO STREAM FULL: the info of a stream, and the last delivered id of each consumer group."""
     found = _fields(stream, reply)
     groups = {}
     for group in found[b"groups"] if found is not None else ():
         about = dict(zip(group[::2], group[1::2], strict=True))
         groups[about[b"name"].decode("utf-8", "replace")] = _id(about[b"last-delivered-id"])
-    return _facts(found), groups
+    return _stream_info(found), groups
 
 
 def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
@@ -102,31 +102,29 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
     if isinstance(reply, WrongType):
         raise WrongType(f"the key {stream!r} holds another type of value than a stream: subscribe to streams only")
     if isinstance(reply, AccessDenied):
-        raise AccessDenied(
-            f"XINFO STREAM {stream}: {reply}; the lines of `millstream acl` have the rights that are needed"
-        )
+        raise AccessDenied(f"XINFO STREAM {stream}: {reply}; grant the rights that `millstream acl` lists")
     raise_if_error(reply)
-    raise CommandFailed(f"XINFO STREAM {stream}: {reply!r} is no answer to that")
+    raise CommandFailed(f"XINFO STREAM {stream}: unexpected reply {reply!r}")
 
 
-def _facts(found: dict[bytes, Any] | None) -> StreamInfo | None:
+def _stream_info(found: dict[bytes, Any] | None) -> StreamInfo | None:
     if found is None:
         return None
     if b"entries-added" not in found:
         raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
     return StreamInfo(
         tail=Position(_id(found[b"last-generated-id"]), found[b"entries-added"]),
-        first=_id(found[b"recorded-first-entry-id"]),
-        deleted=_id(found[b"max-deleted-entry-id"]),
+        first_id=_id(found[b"recorded-first-entry-id"]),
+        max_deleted_id=_id(found[b"max-deleted-entry-id"]),
         length=found[b"length"],
     )
 
 
-def _id(answered: bytes) -> EntryId:
-    # Redis writes ids in one form only; checking 30,000 of them as if they were input takes a tenth of a second.
-    if answered == b"0-0":
+def _id(reply: bytes) -> EntryId:
+    # Redis writes ids in one form only; to validate 30,000 of them as user input takes a tenth of a second.
+    if reply == b"0-0":
         return ZERO_ID
-    ms, _, seq = answered.partition(b"-")
+    ms, _, seq = reply.partition(b"-")
     return EntryId(int(ms), int(seq))
 
 
@@ -134,8 +132,8 @@ def _id(answered: bytes) -> EntryId:
 class Loss:
     """Entries of `stream` after `start` that can no longer be read.
 
-    `count` is exact, or the most that it can be (`at_most`), or None for a stream that was deleted or re-created: then
-    what it held is not known, and reading goes on at the beginning of whatever stands, or will stand, there (`resets`).
+    `count` is exact, or an upper bound (`at_most`), or None for a stream that was deleted or recreated: then the number
+    is unknown, and reading goes on at the beginning of the stream as it is now, or once it exists (`resets`).
     """
 
     stream: str
@@ -145,40 +143,40 @@ class Loss:
 
     @property
     def resets(self) -> bool:
-        """True if the stream is not the one that `start` was taken from."""
+        """True if the stream is not the one that `start` belongs to."""
         return self.count is None
 
     def __str__(self) -> str:
         if self.count is None:
             return (
-                f"stream {self.stream!r} was deleted or re-created, or Redis lost its last writes: the entry "
-                f"{self.start.id} that the query had reached is not part of its history any more"
+                f"stream {self.stream!r} was deleted or recreated, or Redis lost its last writes: the entry "
+                f"{self.start.id} that the query had reached is no longer part of its history"
             )
         return (
-            f"stream {self.stream!r} lost {'up to ' if self.at_most else ''}{self.count:,} entries after {self.start.id} before they were read: "
-            "they were trimmed or deleted"
+            f"stream {self.stream!r} lost {'up to ' if self.at_most else ''}{self.count:,} entries after "
+            f"{self.start.id} before they were read: they were trimmed or deleted"
         )
 
 
-def detect_loss(stream: str, start: Position, facts: StreamInfo | None) -> Loss | None:
-    """Say what is lost for a query that stands at `start`; None if nothing is, or nothing can be proven.
+def detect_loss(stream: str, start: Position, info: StreamInfo | None) -> Loss | None:
+    """Return the loss of a query whose offset is `start`; None if there is none, or none can be proven.
 
-    Rests on entries-added: of a stream whose entries up to `start` are all gone, as many must have been removed as
-    had been added by then. Fewer: it is another stream. More: the difference was removed before it was read. Without a
-    count no more is known than that a stream's last id never goes back.
+    The proof rests on entries-added. If all entries up to `start` are gone, the stream must have removed as many as had
+    been added by then. Fewer: it is another stream. More: the difference was removed before it was read. Without a
+    count, the only proof is a last id that has gone back.
     """
-    if facts is None:
-        return None if start.added == 0 else Loss(stream=stream, start=start, count=None)
-    if facts.last < start.id or facts.added < (start.added or 0):
+    if info is None:
+        return None if start.entries_added == 0 else Loss(stream=stream, start=start, count=None)
+    if info.last_id < start.id or info.entries_added < (start.entries_added or 0):
         return Loss(stream=stream, start=start, count=None)
-    if start.added is None or facts.keeps(start.id) or facts.removed == start.added:
+    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed == start.entries_added:
         return None
-    lost = facts.removed - start.added
+    lost = info.entries_removed - start.entries_added
     return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
 
 
-def after_loss(start: Position, facts: StreamInfo) -> Position:
-    """Return `start` with its count moved past what was removed behind it, so that no loss is counted twice."""
-    if start.added is None or facts.keeps(start.id) or facts.removed <= start.added:
+def after_loss(start: Position, info: StreamInfo) -> Position:
+    """Return `start` with its count moved past the entries removed after it, so that no loss is counted twice."""
+    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed <= start.entries_added:
         return start
-    return Position(start.id, None if facts.has_gaps_after(start.id) else facts.removed)
+    return Position(start.id, None if info.has_gaps_after(start.id) else info.entries_removed)

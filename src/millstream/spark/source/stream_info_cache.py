@@ -1,4 +1,4 @@
-"""What a query knows of its streams: asked for again only where Redis says that it may have changed."""
+"""StreamInfoCache: the stream info of a query, fetched again only for streams that Redis reports as changed."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -6,59 +6,59 @@ from itertools import islice
 from millstream.clock import Clock
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
-from millstream.spark.source.stream_info import StreamInfo, understood
+from millstream.spark.source.stream_info import StreamInfo, parse_info
 
 _SWEEP_MS = 300_000.0
-"""Within this time a query that looks once a second asks about all streams: not everything is told (SWAPDB, XSETID)."""
-_MOST_SWEPT_MS = 1_000.0
+"""Interval in which each stream is fetched at least once: Redis does not report every change (SWAPDB, XSETID)."""
+_MAX_SWEPT_MS = 1_000.0
 
 
 class StreamInfoCache:
-    """The facts of streams as of the last `look`. They only save time: whenever that is in doubt, all is forgotten."""
+    """The info of streams as of the last refresh. It only saves time: in doubt, all of it counts as stale."""
 
     def __init__(self, client: Client, *, clock: Clock) -> None:
-        self._watch = KeyTracker(client)
+        self._key_tracker = KeyTracker(client)
         self._clock = clock
-        self._facts: dict[str, StreamInfo | None] = {}  # those that were asked for longest ago come first
+        self._infos: dict[str, StreamInfo | None] = {}  # those fetched longest ago come first
         self._stale: set[str] = set()
         self._swept_ms = clock.monotonic_ms()
         self._to_sweep = 0.0
         self.version = 0
 
     @property
-    def latest(self) -> Mapping[str, StreamInfo | None]:
-        """What was known last of all streams, whether or not it is true any more; `version` grows with every change."""
-        return self._facts
+    def all_known(self) -> Mapping[str, StreamInfo | None]:
+        """The last info of all streams, also where it is stale; `version` grows with every change."""
+        return self._infos
 
-    def look(self) -> set[str] | None:
-        """Learn of which streams nothing is known any more, and return them; None: all of them. Raises RedisError."""
-        changed = self._watch.changed()
+    def refresh(self) -> set[str] | None:
+        """Mark changed streams as stale, and return them; None: all streams. Raises RedisError."""
+        changed = self._key_tracker.changed()
         if changed is None:
-            self._stale.update(self._facts)
+            self._stale.update(self._infos)
             return None
-        changed |= self._due()
+        changed |= self._sweep_due()
         self._stale |= changed
         return changed
 
-    def of(self, names: Iterable[str]) -> Mapping[str, StreamInfo | None]:
-        """The facts of `names`, as of the last look or later, and of others, which may be older; None: there is no stream.
+    def get(self, names: Iterable[str]) -> Mapping[str, StreamInfo | None]:
+        """The info of `names`, as of the last refresh or later, and older info of others; None: no such stream.
 
-        Raises WrongType if a key holds something else, RedisError for other refusals.
+        Raises WrongType if a key holds another type, RedisError for other errors.
         """
-        facts, stale = self._facts, self._stale
-        unknown = [name for name in names if name in stale or name not in facts]
-        for name, reply in self._watch.ask(("XINFO", "STREAM"), unknown):
-            found = understood(name, reply)
-            if facts.pop(name, None) != found:
+        infos, stale = self._infos, self._stale
+        unknown = [name for name in names if name in stale or name not in infos]
+        for name, reply in self._key_tracker.read_each(("XINFO", "STREAM"), unknown):
+            found = parse_info(name, reply)
+            if infos.pop(name, None) != found:
                 self.version += 1
-            facts[name] = found
+            infos[name] = found
         stale.difference_update(unknown)
-        return facts
+        return infos
 
-    def _due(self) -> set[str]:
+    def _sweep_due(self) -> set[str]:
         now_ms = self._clock.monotonic_ms()
-        self._to_sweep += len(self._facts) * min(now_ms - self._swept_ms, _MOST_SWEPT_MS) / _SWEEP_MS
+        self._to_sweep += len(self._infos) * min(now_ms - self._swept_ms, _MAX_SWEPT_MS) / _SWEEP_MS
         self._swept_ms = now_ms
         share = int(self._to_sweep)
         self._to_sweep -= share
-        return set(islice(self._facts, share))
+        return set(islice(self._infos, share))

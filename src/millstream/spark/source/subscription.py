@@ -1,4 +1,4 @@
-"""Which streams a query reads."""
+"""Subscription: the streams that a query reads."""
 
 import logging
 from abc import abstractmethod
@@ -14,17 +14,17 @@ from millstream.spark.source.options import SourceOptions
 logger = logging.getLogger(__name__)
 
 _SCAN_INTERVAL_MS = 1000.0
-_MENDED_AFTER_MS = 30_000.0
+_RECHECK_MS = 30_000.0
 _SLICE_MS = 10.0
-_SCAN_SHARE = 20.0
+_SCAN_WAIT_FACTOR = 20.0
 _NAMED = 3
 
 
 class Subscription:
-    """The streams that are listed, or those that match a glob pattern, looked up about once a second.
+    """The streams that are listed, or those that match a glob pattern, found by a SCAN about once a second.
 
-    To look among 100,000 keys takes as long as planning may: after the first time that is done a few milliseconds at a
-    time, or a twentieth of the time that has passed.
+    A SCAN of 100,000 keys takes as long as planning may. So after the first one it runs in slices, of 10 ms or a
+    twentieth of the time since the last slice.
     """
 
     def __init__(self, client: Client, listed: tuple[str, ...], pattern: str | None, *, clock: Clock) -> None:
@@ -34,22 +34,22 @@ class Subscription:
         self._clock = clock
         self._pages: Iterator[list[str]] | None = None
         self._found: set[str] = set()
-        self._due_ms = self._looked_ms = float("-inf")
+        self._due_ms = self._scanned_ms = float("-inf")
         self._left_out: set[str] = set()
 
     def names(self) -> KeysView[str]:
-        """Their names, the same object while they are the same; listed ones need not exist.
+        """The names of the streams: the same object while they are the same. Listed streams need not exist.
 
-        What is no text is left out, with a word in the log.
+        Leaves out names that are not UTF-8 text, with a warning.
         """
         if self.pattern is not None and (self._pages is not None or self._clock.monotonic_ms() >= self._due_ms):
             self._scan(self.pattern)
         return self._names
 
     def _scan(self, pattern: str) -> None:
-        """Go on looking for a while; at the end these are the names."""
+        """Continue the SCAN for one slice; its end replaces the names."""
         now_ms = self._clock.monotonic_ms()
-        until_ms = now_ms + max(_SLICE_MS, (now_ms - self._looked_ms) / _SCAN_SHARE)
+        until_ms = now_ms + max(_SLICE_MS, (now_ms - self._scanned_ms) / _SCAN_WAIT_FACTOR)
         if self._pages is None:
             self._pages, self._found = self._client.scan_pages(pattern), set()
         try:
@@ -60,28 +60,26 @@ class Subscription:
             else:
                 self._pages = None
                 self._due_ms = now_ms + _SCAN_INTERVAL_MS
-                self._adopt(self._found)
+                self._set_names(self._found)
         except RedisError:
-            self._pages = None  # what comes after would not be all
+            self._pages = None  # a continued SCAN would miss keys
             raise
-        self._looked_ms = self._clock.monotonic_ms()
+        self._scanned_ms = self._clock.monotonic_ms()
 
-    def _adopt(self, found: set[str]) -> None:
+    def _set_names(self, found: set[str]) -> None:
         unusable = {name for name in found - self._names if not _is_text(name)}
         if new := unusable - self._left_out:
-            # Anybody may make a key, and Spark has no name for it.
-            some = ", ".join(map(repr, sorted(new)[:_NAMED]))
-            logger.warning(
-                "streams are left out, since their names are not UTF-8 text: %d, among them %s", len(new), some
-            )
+            # Any client may create such a key; Spark has no string for it.
+            examples = ", ".join(map(repr, sorted(new)[:_NAMED]))
+            logger.warning("%d streams are left out, as their names are not UTF-8 text: %s", len(new), examples)
         self._left_out = unusable
         found -= unusable
         if found != self._names:
             self._names = dict.fromkeys(sorted(found)).keys()
 
 
-class _KeptElsewhere(Subscription):
-    """The streams that a list in Redis names, looked up about once a second, and less often the longer that takes."""
+class _ListedInRedis(Subscription):
+    """The streams of a list in Redis, fetched about once a second, less often if that is slow."""
 
     def __init__(self, client: Client, *, clock: Clock) -> None:
         super().__init__(client, (), None, clock=clock)
@@ -90,69 +88,71 @@ class _KeptElsewhere(Subscription):
         """See Subscription."""
         began_ms = self._clock.monotonic_ms()
         if began_ms >= self._due_ms:
-            self._adopt(set(self._look()))
+            self._set_names(set(self._fetch_names()))
             ended_ms = self._clock.monotonic_ms()
-            self._due_ms = ended_ms + max(_SCAN_INTERVAL_MS, (ended_ms - began_ms) * _SCAN_SHARE)
+            self._due_ms = ended_ms + max(_SCAN_INTERVAL_MS, (ended_ms - began_ms) * _SCAN_WAIT_FACTOR)
         return self._names
 
     @abstractmethod
-    def _look(self) -> Iterable[str]: ...
+    def _fetch_names(self) -> Iterable[str]: ...
 
 
-class AnnouncedSubscription(_KeptElsewhere):
-    """The streams that were announced to `service` and read there by one of its consumers, until they are done.
+class AnnouncedSubscription(_ListedInRedis):
+    """The streams that were announced to `service`, whose consumers lease them, until they are done.
 
-    What no stream can be is left out, with a word in the log, and looked at again after half a minute: anybody may announce
-    anything.
+    Leaves out names that cannot be streams, with a warning, and checks them again after 30 s: any client may announce
+    any name.
     """
 
     def __init__(self, client: Client, service: str, *, clock: Clock) -> None:
         super().__init__(client, clock=clock)
         self._key = ServiceKeys(service).streams
         self._usable: dict[str, bool] = {}
-        self._mended_due_ms = 0.0
+        self._recheck_due_ms = 0.0
 
-    def _look(self) -> list[str]:
+    def _fetch_names(self) -> list[str]:
         names = [from_wire(name) for name in self._client.execute("HKEYS", self._key)]
         now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._mended_due_ms:
-            self._mended_due_ms = now_ms + _MENDED_AFTER_MS
+        if now_ms >= self._recheck_due_ms:
+            self._recheck_due_ms = now_ms + _RECHECK_MS
             self._usable = {name: True for name, usable in self._usable.items() if usable}
         new = [name for name in names if name not in self._usable]
-        for name, why in zip(new, self._why_not(new), strict=True):
+        for name, why in zip(new, self._reasons_unreadable(new), strict=True):
             self._usable[name] = why is None
             if why is not None:
                 logger.warning("the announced stream %r is left out: %s", name, why)
         self._usable = {name: self._usable[name] for name in names}
         return [name for name, usable in self._usable.items() if usable]
 
-    def _why_not(self, names: Sequence[str]) -> list[str | None]:
-        """What keeps each from being read; None if nothing does."""
+    def _reasons_unreadable(self, names: Sequence[str]) -> list[str | None]:
+        """Why each stream cannot be read; None if it can."""
         types = self._client.pipeline([("TYPE", to_wire(name)) for name in names]) if names else []
-        return [_fault(name, raise_if_error(kind)) for name, kind in zip(names, types, strict=True)]
+        return [_why_unreadable(name, raise_if_error(kind)) for name, kind in zip(names, types, strict=True)]
 
 
-class PartitionSubscription(_KeptElsewhere):
-    """The partitions of `bases`, of which there may be more at any time."""
+class PartitionSubscription(_ListedInRedis):
+    """The partitions of `partitioned_streams`, whose number may grow at any time."""
 
-    def __init__(self, client: Client, bases: Sequence[str], *, clock: Clock) -> None:
+    def __init__(self, client: Client, partitioned_streams: Sequence[str], *, clock: Clock) -> None:
         super().__init__(client, clock=clock)
-        self._bases = bases
+        self._partitioned_streams = partitioned_streams
 
-    def _look(self) -> list[str]:
-        return [stream for base in self._bases for stream in Partitions(self._client, base).found().streams]
+    def _fetch_names(self) -> list[str]:
+        return [
+            stream for base in self._partitioned_streams for stream in Partitions(self._client, base).found().streams
+        ]
 
 
 def subscription(client: Client, options: SourceOptions, *, clock: Clock) -> Subscription:
-    """What `options` subscribe to."""
-    if options.announced is not None:
-        return AnnouncedSubscription(client, options.announced, clock=clock)
-    if options.bases:
-        return PartitionSubscription(client, options.bases, clock=clock)
+    """The subscription of `options`."""
+    if options.service is not None:
+        return AnnouncedSubscription(client, options.service, clock=clock)
+    if options.partitioned_streams:
+        return PartitionSubscription(client, options.partitioned_streams, clock=clock)
     return Subscription(client, options.streams, options.pattern, clock=clock)
 
 
-def _fault(name: str, kind: bytes) -> str | None:
+def _why_unreadable(name: str, kind: bytes) -> str | None:
     if not _is_text(name):
         return "its name is not UTF-8 text"
     try:
@@ -163,6 +163,5 @@ def _fault(name: str, kind: bytes) -> str | None:
 
 
 def _is_text(name: str) -> bool:
-    return name.isascii() or not any(
-        "\udc80" <= char <= "\udcff" for char in name
-    )  # how Python writes bytes that are none
+    # Python decodes bytes that are not UTF-8 to these surrogates.
+    return name.isascii() or not any("\udc80" <= char <= "\udcff" for char in name)

@@ -1,26 +1,26 @@
-"""Holds small batches back: until enough entries wait, or for as long as it may take."""
+"""TriggerDelay: delays small batches, for minOffsetsPerTrigger and maxTriggerDelay."""
 
 from millstream.clock import Clock
 
 
 class TriggerDelay:
-    """Lets a batch of fewer than `least` entries begin only `most_ms` after the last one; None holds nothing back.
+    """Delays a batch of fewer than `min_entries` entries until `max_delay_ms` after the last one; None delays nothing.
 
-    The first batch of a process is never held back (Spark's Kafka source, minOffsetsPerTrigger).
+    The first batch of a process is never delayed (Spark's Kafka source, minOffsetsPerTrigger).
     """
 
-    def __init__(self, least: int | None, most_ms: float, *, clock: Clock) -> None:
-        self._least = least
-        self._most_ms = most_ms
+    def __init__(self, min_entries: int | None, max_delay_ms: float, *, clock: Clock) -> None:
+        self._min_entries = min_entries
+        self._max_delay_ms = max_delay_ms
         self._clock = clock
         self._due_ms = float("-inf")
 
-    def left_ms(self, waiting: int) -> float:
-        """How much longer a batch of `waiting` entries is held back, in milliseconds; 0 if it may begin."""
-        if self._least is None or not 0 < waiting < self._least:
+    def remaining_ms(self, waiting: int) -> float:
+        """The remaining delay of a batch of `waiting` entries, in milliseconds; 0 if it may begin."""
+        if self._min_entries is None or not 0 < waiting < self._min_entries:
             return 0.0
         return max(0.0, self._due_ms - self._clock.monotonic_ms())
 
-    def began(self) -> None:
-        """A batch begins now."""
-        self._due_ms = self._clock.monotonic_ms() + self._most_ms
+    def on_batch(self) -> None:
+        """Record that a batch begins now."""
+        self._due_ms = self._clock.monotonic_ms() + self._max_delay_ms

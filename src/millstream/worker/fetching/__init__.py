@@ -1,1 +1,1 @@
-"""How a worker gets its messages: entries of a group, or leases on keyed queues."""
+"""Fetching: a worker reads entries through a consumer group, or routes them to key queues and leases keys."""

@@ -1,4 +1,4 @@
-"""What the ways in which a worker gets its messages have in common: they ask what may be read now, and wait if nothing may."""
+"""Fetcher: base of the fetchers of a worker; asks the rate limiter what may be read now, and waits if nothing may."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -17,38 +17,38 @@ S_co = TypeVar("S_co", bound=ReliableStream, covariant=True)
 
 
 class Fetcher(ABC, Generic[S_co]):
-    """Takes into the hand what there is room for. Used by one thread.
+    """Fetches entries as far as there is room in flight. Used by one thread.
 
-    * `client`: one whose timeout is longer than reads wait
-    * `streams`: those that the worker has joined so far; others add to them
+    * `client`: a client with a timeout longer than blocking reads take
+    * `streams`: the streams that the worker has joined; other threads add to it
     """
 
     def __init__(
-        self, client: Client, hand: InFlight, report: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
-        streams: Mapping[str, S_co], allowance: RateLimiter,
+        self, client: Client, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
+        streams: Mapping[str, S_co], rate_limiter: RateLimiter,
     ) -> None:  # fmt: skip
         self._client = client
-        self._hand = hand
-        self._report = report
+        self._in_flight = in_flight
+        self._loop_metrics = loop_metrics
         self._clock = clock
         self._policy = policy
         self._streams = streams
-        self._allowance = allowance
+        self._rate_limiter = rate_limiter
 
     @abstractmethod
-    def take(self, room: int, stopping: threading.Event) -> None:
-        """Take as much as there is `room` for, or wait for a while. Raises RedisError."""
+    def fetch(self, room: int, stopping: threading.Event) -> None:
+        """Fetch up to `room` entries or keys, or wait for a while. Raises RedisError."""
 
     @abstractmethod
-    def look_again(self) -> None:
-        """Streams were joined again, or a reply was lost."""
+    def refresh(self) -> None:
+        """Poll all streams afresh: streams were joined again, or a reply was lost."""
 
-    def _ask_all(self, stopping: threading.Event) -> Permit | None:
-        """What may be read of all streams, which is one at least; None, after a while, if nothing may."""
-        self._report.polling()
-        allowed = self._allowance.ask([one for one in list(self._streams.values()) if one.readable])
-        if allowed.streams:
-            return allowed
-        self._report.resting()
-        stopping.wait(min(self._policy.sweep_ms, allowed.until_ms) / 1000)
+    def _await_permit(self, stopping: threading.Event) -> Permit | None:
+        """Return a permit for at least one of the streams; None, after a while, if no stream may be read."""
+        self._loop_metrics.on_poll_wanted()
+        permit = self._rate_limiter.acquire([one for one in list(self._streams.values()) if one.readable])
+        if permit.streams:
+            return permit
+        self._loop_metrics.on_idle()
+        stopping.wait(min(self._policy.sweep_ms, permit.until_ms) / 1000)
         return None

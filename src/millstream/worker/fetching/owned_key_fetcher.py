@@ -1,4 +1,4 @@
-"""How a worker leases the lines of streams that only it works on, thousands of them: those that may have something, together."""
+"""Owned key fetcher: leases keys of thousands of streams that one worker alone works on, many in one round trip."""
 
 import contextlib
 import threading
@@ -13,103 +13,107 @@ from millstream.worker.stream_exclusion import exclude_on_error
 
 _AT_ONCE = 100
 _SWEEP_MS_EACH = 5.0
-_FOREIGN_MS = 100.0
+_FOREIGN_LEASE_MS = 100.0
 
 
 class OwnedKeyFetcher(LeaseFetcher):
-    """Leases the lines of streams that only this worker works on; each has one.
+    """Leases the key queues of streams that only this worker works on; each stream has one.
 
-    `woken`: put in it are the streams that may have something. Now and then each is asked all the same.
+    `ready_streams`: a queue of names of streams that may have entries. Each stream is polled from time to time, too.
     """
 
-    def __init__(self, *means: Any, woken: "SimpleQueue[str]", **options: Any) -> None:
-        super().__init__(*means, **options)
-        self._woken = woken
-        self._agenda = DelayQueue()
-        self._large: list[str] = []
-        self._lines_each = 1
+    def __init__(self, *args: Any, ready_streams: "SimpleQueue[str]", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ready_streams = ready_streams
+        self._delay_queue = DelayQueue()
+        self._with_oversized: list[str] = []
+        self._keys_each = 1
 
-    def take(self, room: int, stopping: threading.Event) -> None:
-        """See Taker."""
-        self._report.polling()
+    def fetch(self, room: int, stopping: threading.Event) -> None:
+        """See Fetcher."""
+        self._loop_metrics.on_poll_wanted()
         now_ms = self._clock.monotonic_ms()
-        self._hear(now_ms)
-        due = [self._large.pop()] if self._large else self._agenda.take(now_ms, min(room, _AT_ONCE))
+        self._receive_ready(now_ms)
+        due = (
+            [self._with_oversized.pop()]
+            if self._with_oversized
+            else self._delay_queue.pop_due(now_ms, min(room, _AT_ONCE))
+        )
         if not due:
-            self._wait(now_ms)
+            self._block(now_ms)
             return
-        streams = self._with_room(due, now_ms)
-        allowed = self._allowance.ask([one for one in streams if one.readable])
-        names = set(allowed.streams)
+        streams = self._affordable(due, now_ms)
+        permit = self._rate_limiter.acquire([one for one in streams if one.readable])
+        names = set(permit.streams)
         for stream in streams:
             if stream.stream not in names:
-                self._agenda.put(stream.stream, now_ms + min(self._policy.sweep_ms, allowed.until_ms))
+                self._delay_queue.put(stream.stream, now_ms + min(self._policy.sweep_ms, permit.until_ms))
         if names:
-            taken = self._take_of([one for one in streams if one.stream in names], allowed.count)
-            self._hand.found(taken, room)
+            leased = self._lease_from([one for one in streams if one.stream in names], permit.count)
+            self._in_flight.on_fetched(leased, room)
         else:
-            self._report.resting()
+            self._loop_metrics.on_idle()
 
-    def _with_room(self, due: Sequence[str], now_ms: float) -> list[KeyedStream]:
-        """Those for which there is room, as far as it is known how large their entries are; the others are due later."""
-        chosen: list[KeyedStream] = []
-        left = self._hand.room_bytes
+    def _affordable(self, due: Sequence[str], now_ms: float) -> list[KeyedStream]:
+        """Return the streams whose entries fit, judging by earlier sizes; make the others due again."""
+        streams: list[KeyedStream] = []
+        room_bytes = self._in_flight.free_bytes
         for name in due:
             stream = self._streams.get(name)
             if stream is not None and not stream.leaving:
-                left -= stream.sizes.about
-                if left >= 0 or not chosen:
-                    chosen.append(stream)
+                room_bytes -= stream.sizes.about
+                if room_bytes >= 0 or not streams:
+                    streams.append(stream)
                 else:
-                    self._agenda.put(name, now_ms)
-        return chosen
+                    self._delay_queue.put(name, now_ms)
+        return streams
 
-    def look_again(self) -> None:
-        """See Taker."""
+    def refresh(self) -> None:
+        """See Fetcher."""
         now_ms = self._clock.monotonic_ms()
         for name in list(self._streams):
-            self._agenda.put(name, now_ms)
+            self._delay_queue.put(name, now_ms)
 
-    def _take_of(self, streams: Sequence[KeyedStream], count: int) -> int:
-        """Take the line of each that is ready, in one round trip; return how many were."""
+    def _lease_from(self, streams: Sequence[KeyedStream], count: int) -> int:
+        """Lease the ready key of each stream in one round trip; return how many were leased."""
         now_ms = self._clock.monotonic_ms()
-        terms = self._terms(self._lines_each, count, len(streams))
-        replies = self._client.pipeline([one.to_take(**terms) for one in streams])
+        options = self._lease_options(self._keys_each, count, len(streams))
+        replies = self._client.pipeline([one.to_take(**options) for one in streams])
         failed: list[KeyedStream] = []
-        taken = self._hand.unfit = 0
+        leased = self._in_flight.oversized_bytes = 0
         for stream, reply in zip(streams, replies, strict=True):
             if isinstance(reply, Exception):
                 failed.append(stream)
             else:
-                taken += self._note(stream, stream.taken(reply, now_ms + self._policy.claim_ms), now_ms)
+                leased += self._on_leased(stream, stream.taken(reply, now_ms + self._policy.claim_ms), now_ms)
         if len(streams) > 1:
-            self._hand.unfit = 0  # what had no room among others may have it alone
-        for stream in failed:  # after the others: what was given is in hand, whatever comes of these
+            self._in_flight.oversized_bytes = 0  # an entry that did not fit beside others may fit alone
+        for stream in failed:  # last: the leases of the other replies are in flight, whatever happens here
             with exclude_on_error(stream):
-                taken += self._note(stream, stream.take(now_ms=now_ms, **terms), now_ms)
-        return taken
+                leased += self._on_leased(stream, stream.take(now_ms=now_ms, **options), now_ms)
+        return leased
 
-    def _note(self, stream: KeyedStream, taken: LeaseResult, now_ms: float) -> int:
-        """Put what was taken in hand; return how many lines it was."""
-        if taken.unfit:
-            self._hand.unfit = taken.unfit
-            self._large.append(stream.stream)
-            return self._put_in_hand(stream, taken)
+    def _on_leased(self, stream: KeyedStream, leased: LeaseResult, now_ms: float) -> int:
+        """Add leased keys to flight; return how many there are."""
+        if leased.unfit:
+            self._in_flight.oversized_bytes = leased.unfit
+            self._with_oversized.append(stream.stream)
+            return self._add_in_flight(stream, leased)
         wait_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
-        if not taken.leases and taken.wait_ms is not None:
-            # Somebody else may be at the end of what was its own, and nobody here would hear of it.
-            wait_ms = min(wait_ms, taken.wait_ms, max(_FOREIGN_MS, len(self._streams)))
-        self._agenda.put(stream.stream, now_ms + wait_ms)
-        return self._put_in_hand(stream, taken)
+        if not leased.leases and leased.wait_ms is not None:
+            # The former owner may be about to end its lease, and then no notification reaches this worker.
+            wait_ms = min(wait_ms, leased.wait_ms, max(_FOREIGN_LEASE_MS, len(self._streams)))
+        self._delay_queue.put(stream.stream, now_ms + wait_ms)
+        return self._add_in_flight(stream, leased)
 
-    def _wait(self, now_ms: float) -> None:
-        """Until a stream is said to have something, or may have something by itself."""
-        self._report.polled(0)
-        wait_ms = max(1.0, min(self._policy.block_ms, self._agenda.wait_ms(now_ms)))
+    def _block(self, now_ms: float) -> None:
+        """Wait until a stream is reported ready, or is due by itself."""
+        self._loop_metrics.on_polled(0)
+        wait_ms = max(1.0, min(self._policy.block_ms, self._delay_queue.wait_ms(now_ms)))
         with contextlib.suppress(Empty):
-            self._agenda.put(self._woken.get(timeout=wait_ms / 1000), now_ms)
+            self._delay_queue.put(self._ready_streams.get(timeout=wait_ms / 1000), now_ms)
 
-    def _hear(self, now_ms: float) -> None:
+    def _receive_ready(self, now_ms: float) -> None:
         with contextlib.suppress(Empty):
             while True:
-                self._agenda.put(self._woken.get_nowait(), now_ms)
+                self._delay_queue.put(self._ready_streams.get_nowait(), now_ms)

@@ -1,4 +1,4 @@
-"""How many entries of a handler with a rate may be read, as all its workers together keep it."""
+"""Rate limiter: limits how many entries of a handler are read a second, by all its workers together."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _NO_LIMIT = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """What may be read now: up to `count` entries of each of `streams`, until another may be in `until_ms`."""
+    """Permit to read up to `count` entries of each of `streams` now; another stream may be due in `until_ms`."""
 
     streams: list[str]
     count: int
@@ -21,37 +21,37 @@ class Permit:
 
 
 class RateLimiter:
-    """What one worker may read of each stream; `rate` is in entries a second, None for no limit.
+    """Limits what one worker reads of each stream; `rate` is in entries a second, None for no limit.
 
-    It reserves what it is about to read, at most about a fifth of a second's worth (and at least one entry), and keeps
-    what it did not need. So a handler that was idle may begin with so many entries of each worker. Used by one thread.
+    It reserves entries before it reads them, at most about a fifth of a second's worth (at least one), and keeps an
+    unused reservation. So after an idle time each worker may start with that many. Used by one thread.
     """
 
     def __init__(self, rate: float | None, clock: Clock) -> None:
         self._rate = rate
         self._clock = clock
-        self._left: dict[str, int] = defaultdict(int)
+        self._reserved: dict[str, int] = defaultdict(int)
         self._due_ms: dict[str, float] = {}
 
-    def ask(self, streams: Sequence[ReliableStream]) -> Permit:
-        """What of `streams` may be read now. Raises RedisError."""
+    def acquire(self, streams: Sequence[ReliableStream]) -> Permit:
+        """Return a permit for those of `streams` that may be read now. Raises RedisError."""
         if self._rate is None:
             return Permit([one.stream for one in streams], _NO_LIMIT, float("inf"))
         for stream in streams:
-            if not self._left[stream.stream]:
+            if not self._reserved[stream.stream]:
                 count = reservation_size(self._rate)
                 wait_ms = stream.reserve(self._rate, count)
                 self._due_ms[stream.stream] = self._clock.monotonic_ms() + wait_ms
-                self._left[stream.stream] = count
+                self._reserved[stream.stream] = count
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}
         ready = [name for name, wait_ms in waits_ms.items() if wait_ms <= 0]
         return Permit(
             ready,
-            min((self._left[name] for name in ready), default=0),
+            min((self._reserved[name] for name in ready), default=0),
             min((wait_ms for wait_ms in waits_ms.values() if wait_ms > 0), default=float("inf")),
         )
 
-    def spend(self, stream: str, count: int) -> None:
-        """Note that so many entries of a stream were read."""
+    def consume(self, stream: str, count: int) -> None:
+        """Note that `count` entries of a stream were read."""
         if self._rate is not None:
-            self._left[stream] -= count
+            self._reserved[stream] -= count

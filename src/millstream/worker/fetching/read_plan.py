@@ -1,4 +1,4 @@
-"""Which streams are read next, and how many entries of each, so that no more come than there is room for."""
+"""Read plan: which streams to read next, and how many entries of each, so that no more come than there is room for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """One read: up to `count` entries of each of `streams`, which may be waited for or not."""
+    """One read: up to `count` entries of each of `streams`; `may_wait` allows it to block."""
 
     streams: Sequence[str]
     count: int
@@ -14,35 +14,35 @@ class ReadPlan:
 
 
 class ReadScheduler:
-    """Shares the room for new entries among streams. Redis counts for each stream by itself, so `count` is a share.
+    """Shares the room for new entries among streams. Redis applies `count` to each stream by itself, so it is a share.
 
-    After a read of all, those with more to give have a turn by themselves. Where there is less room than streams, as
-    many as there is room for are read in turn; only when all were found empty are all waited for at once, and then one
-    entry of each may come. Used by one thread.
+    After a read of all streams, those that may have more are read by themselves. With less room than streams, as many
+    streams as there is room for are read, round robin; only when all were found empty does one read block on all of
+    them, and then one entry of each may come. Used by one thread.
     """
 
     def __init__(self) -> None:
-        self._busy: list[str] = []
-        self._at = 0
-        self._empty = 0
+        self._with_more: list[str] = []
+        self._position = 0
+        self._empty_reads = 0
 
-    def next(self, streams: Sequence[str], room: int, most: int) -> ReadPlan:
-        """The next read of `streams`, at least one, with `room` for at least one entry; of each at most `most`."""
+    def next_plan(self, streams: Sequence[str], room: int, most: int) -> ReadPlan:
+        """Return the next read of `streams` (one or more), with `room` for one entry or more; `most`: of one stream."""
         known = set(streams)
-        busy = [name for name in self._busy if name in known][:room]
-        self._busy = []
+        busy = [name for name in self._with_more if name in known][:room]
+        self._with_more = []
         if busy and len(busy) < len(streams):
             return ReadPlan(busy, min(most, room // len(busy)), may_wait=False)
         if room >= len(streams):
             return ReadPlan(streams, min(most, room // len(streams)), may_wait=True)
-        if self._empty >= len(streams):
+        if self._empty_reads >= len(streams):
             return ReadPlan(streams, 1, may_wait=True)
-        at = self._at % len(streams)
-        self._at = at + room
+        at = self._position % len(streams)
+        self._position = at + room
         return ReadPlan([*streams[at:], *streams[:at]][:room], 1, may_wait=False)
 
-    def found(self, turn: ReadPlan, counts: Mapping[str, int]) -> None:
-        """Note how many entries a turn gave of each stream that had some."""
-        self._empty = 0 if counts else self._empty + len(turn.streams)
-        if turn.may_wait:
-            self._busy = [name for name, count in counts.items() if count >= turn.count]
+    def on_read(self, plan: ReadPlan, counts: Mapping[str, int]) -> None:
+        """Note how many entries a read returned, of each stream that had some."""
+        self._empty_reads = 0 if counts else self._empty_reads + len(plan.streams)
+        if plan.may_wait:
+            self._with_more = [name for name, count in counts.items() if count >= plan.count]

@@ -1,4 +1,4 @@
-"""How one of the workers routes thousands of streams for all of them: told by Redis which have changed."""
+"""Shared key router: the elected worker routes entries of thousands of streams for all workers, by key tracking."""
 
 import threading
 from collections.abc import Sequence
@@ -10,36 +10,36 @@ from millstream.worker.fetching.shared_key_fetcher import ReadyHints
 
 
 class SharedKeyRouter(OwnedKeyRouter):
-    """An OwnedKeyRouter of the streams on which this worker is the router; the workers hear of new lines by hints."""
+    """An OwnedKeyRouter of the streams on which this worker is the router; it notifies the workers by hints."""
 
     _is_shared = True
 
-    def __init__(self, *means: Any, hints: ReadyHints, **options: Any) -> None:
-        super().__init__(*means, woken=hints, **options)
+    def __init__(self, *args: Any, hints: ReadyHints, **options: Any) -> None:
+        super().__init__(*args, ready_streams=hints, **options)
         self._hints = hints
 
-    def _listen(self, stopping: threading.Event) -> None:
-        before = self._held_names
-        self._ask_for(self.streams.copy())
-        self._to_route |= dict.fromkeys(self._held_names - before)
-        super()._listen(stopping)
+    def _collect(self, stopping: threading.Event) -> None:
+        before = self._owned_names
+        self._acquire_roles(self.streams.copy())
+        self._to_route |= dict.fromkeys(self._owned_names - before)
+        super()._collect(stopping)
 
-    def _is_mine(self, name: str) -> bool:
-        return name in self._held_names
+    def _is_owned(self, name: str) -> bool:
+        return name in self._owned_names
 
-    def _tell(self, stream: KeyedStream) -> None:
+    def _notify(self, stream: KeyedStream) -> None:
         if stream.readied:
             self._hints.put(stream.stream)
 
     def _route_all(self, due: Sequence[KeyedStream]) -> None:
-        """See Router, whose way is taken where Redis tells nothing."""
+        """See KeyRouter: runs where Redis tracks no keys."""
         try:
             super()._route_all(due)
         finally:
-            self._hints.tell()
+            self._hints.publish()
 
-    def _route_some(self) -> None:
+    def _route_batch(self) -> None:
         try:
-            super()._route_some()
+            super()._route_batch()
         finally:
-            self._hints.tell()
+            self._hints.publish()

@@ -1,1 +1,1 @@
-"""What is different between workers without order, by key, by stream and by partition."""
+"""Orderings of a worker: without order, by key, by stream and by partition."""

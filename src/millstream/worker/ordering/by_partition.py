@@ -1,4 +1,4 @@
-"""Workers of a handler that reads partitions: those of all generations, with keys that move from old ones to new ones."""
+"""Ordering by partition: workers of a handler that reads partitions of all generations, while keys migrate."""
 
 import logging
 import threading
@@ -9,7 +9,7 @@ from millstream.partitions.key_migration import KeyMigration, PartitionStream, s
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
-from millstream.worker.ordering.ordering import ByKey, Round, WorkerContext
+from millstream.worker.ordering.ordering import BackgroundLoop, ByKey, WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -17,83 +17,90 @@ _SOON_S = 0.05
 
 
 class ByPartition(ByKey):
-    """A ByKey on the partitions of the handler's bases. New ones are joined as soon as a look shows them."""
+    """A ByKey on the partitions of the handler's base streams; joins new partitions as soon as discovery finds them."""
 
-    def __init__(self, means: WorkerContext) -> None:
-        super().__init__(means)
-        m, handler = means, means.handler
-        self._moving = Client(m.url, clock=m.clock)
-        self._layouts: dict[str, PartitionMap] = {}
-        self._places: dict[str, tuple[str, int]] = {}
-        self._routing_moves: dict[str, KeyMigration] = {}
-        self._rounds_moves: dict[str, KeyMigration] = {}
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        c, handler = context, context.handler
+        self._migration_client = Client(c.url, clock=c.clock)
+        self._partition_maps: dict[str, PartitionMap] = {}
+        self._positions: dict[str, tuple[str, int]] = {}
+        self._router_migrations: dict[str, KeyMigration] = {}
+        self._key_migrations: dict[str, KeyMigration] = {}
         self._owner = {"app": handler.app, "handler": handler.name}
 
-    def find(self, looking: Client) -> Sequence[str]:
-        """See Side. The newest come first: so where the oldest of all is joined, all that there were then are."""
-        handler = self._means.handler
+    def discover(self, scan_client: Client) -> Sequence[str]:
+        """See Ordering. Newest first: so when the oldest is joined, all partitions made by then are joined."""
+        handler = self._context.handler
         found: list[str] = []
         for base in handler.streams:
-            self._take_note(Partitions(looking, base).made(handler.partitions or 1))
-            layout = self._layouts[base]
-            self._places.update({layout.stream(place): (base, place) for place in range(layout.count)})
-            found += reversed(layout.streams)
+            self._on_partition_map(Partitions(scan_client, base).made(handler.partitions or 1))
+            partition_map = self._partition_maps[base]
+            self._positions.update(
+                {partition_map.stream(position): (base, position) for position in range(partition_map.count)}
+            )
+            found += reversed(partition_map.streams)
         return found
 
-    def _take_note(self, layout: PartitionMap) -> None:
-        known = self._layouts.get(layout.base)
-        if known is not None and layout.counts[: known.generation] != known.counts:
+    def _on_partition_map(self, partition_map: PartitionMap) -> None:
+        known = self._partition_maps.get(partition_map.base)
+        if known is not None and partition_map.counts[: known.generation] != known.counts:
             raise ConfigError(
-                f"the partitions of {layout.base!r} are others than they were: Redis has lost them; start the workers anew"
+                f"the partitions of {partition_map.base!r} changed: Redis lost their definition; restart the workers"
             )
-        self._layouts[layout.base] = layout
-        clock = self._means.clock
-        for moves, client in ((self._routing_moves, self._routing), (self._rounds_moves, self._moving)):
-            moves.setdefault(layout.base, KeyMigration(client, layout, clock=clock, **self._owner)).layout = layout
+        self._partition_maps[partition_map.base] = partition_map
+        clock = self._context.clock
+        for migrations, client in (
+            (self._router_migrations, self._routing_client),
+            (self._key_migrations, self._migration_client),
+        ):
+            migrations.setdefault(
+                partition_map.base, KeyMigration(client, partition_map, clock=clock, **self._owner)
+            ).layout = partition_map
 
     def join(self, name: str) -> None:
-        """See Side. A handler that has begun gets all of a new partition, wherever it is to begin."""
-        base, place = self._places[name]
-        m = self._means
-        has_begun = m.client.execute("HEXISTS", self._keys_of(self._layouts[base].stream(0)).meta, "frontier")
-        start = "earliest" if has_begun else m.start
-        # What may fail comes before the stream is known. The first to join says where it begins.
-        working = self._opened(PartitionStream, name, start)
-        routed = self._to_route(PartitionStream, working)
-        routed.place, routed.moves, routed.send_on = place, self._routing_moves[base], self._send_on
-        self._work_on(working)
+        """See Ordering. A handler that has started reads a new partition from its beginning, whatever its `start`."""
+        base, position = self._positions[name]
+        c = self._context
+        has_started = c.client.execute("HEXISTS", self._keys_of(self._partition_maps[base].stream(0)).meta, "frontier")
+        start = "earliest" if has_started else c.start
+        # Steps that may fail come first, before the stream is known. The first worker to join decides where it starts.
+        working = self._make_joined(PartitionStream, name, start)
+        routed = self._make_routed(PartitionStream, working)
+        routed.place, routed.moves, routed.send_on = position, self._router_migrations[base], self._forward
+        self._add_stream(working)
         self._router.add(routed)
 
-    def _send_on(self, stream: str, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
-        """Publish a redriven entry, once, to the partition that its key is in by now; False if it has not moved."""
-        base, _ = self._places[stream]
-        return send_on(self._routing, base, self._keys_of(stream), key, entry_id, pairs)
+    def _forward(self, stream: str, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
+        """Publish a redriven entry, once, to the partition that now owns its key; False if the key has not moved."""
+        base, _ = self._positions[stream]
+        return send_on(self._routing_client, base, self._keys_of(stream), key, entry_id, pairs)
 
-    def rounds(self) -> Mapping[str, Round]:
-        """See Side."""
-        return {**super().rounds(), "movers": self._move}
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
+        """See Ordering."""
+        return {**super().background_loops(), "key-migration": self._run_migration}
 
-    def _move(self, stopping: threading.Event) -> None:
-        """Bring in the keys that move to the partitions that this worker routes. Raises RedisError but Unavailable."""
-        wait_s, most_s = _SOON_S, self._means.policy.sweep_ms / 1000
+    def _run_migration(self, stopping: threading.Event) -> None:
+        """Import keys into the partitions that this worker routes. Raises RedisError except Unavailable."""
+        wait_s, longest_s = _SOON_S, self._context.policy.sweep_ms / 1000
         while not stopping.wait(wait_s):
-            wait_s = min(2 * wait_s, most_s)
+            wait_s = min(2 * wait_s, longest_s)
             try:
-                if self._move_once():
+                if self._migrate_once():
                     wait_s = _SOON_S
             except Unavailable as error:
-                logger.debug("no key moves while Redis is away: %s", error)
+                logger.debug("key migration paused, Redis is unavailable: %s; retrying", error)
 
-    def _move_once(self) -> int:
+    def _migrate_once(self) -> int:
         moved = 0
-        for base, mover in self._rounds_moves.copy().items():
-            if mover.layout.generation > 1:
-                held = [self._places[name] for name in self._router.held]
-                mine = [place for its, place in held if its == base]
-                moved += mover.bring_in(mine) + mover.settle(mine)
+        for base, migration in self._key_migrations.copy().items():
+            if migration.layout.generation > 1:
+                routed = [self._positions[name] for name in self._router.owned]
+                own_positions = [position for its_base, position in routed if its_base == base]
+                moved += migration.bring_in(own_positions) + migration.settle(own_positions)
         return moved
 
     def close(self) -> None:
-        """See Side."""
+        """See Ordering."""
         super().close()
-        self._moving.close()
+        self._migration_client.close()

@@ -1,4 +1,4 @@
-"""What is different between workers of handlers with a key and without: how entries come, are kept and are committed."""
+"""Orderings of a worker: how entries are fetched, renewed and committed, without order or in the order of each key."""
 
 import logging
 import math
@@ -38,113 +38,114 @@ from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewal
 logger = logging.getLogger(__name__)
 
 _BACK_OFF_STEPS = 100
-_FEW = 8
+_FEW_STREAMS = 8
 
-Round = Callable[[threading.Event], None]
+BackgroundLoop = Callable[[threading.Event], None]
 S = TypeVar("S", bound=KeyedStream)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a reading loop has, for its parts to share.
+    """Shared state of a reading loop, for its parts.
 
-    * `client`, `reading`: connections for what is quick, and for what waits
-    * `suspect`: takes an entry that its worker may have died of; `break_off` one that must not run any longer
-    * `give_up`: says that waiting for Redis has no point any more
+    * `client`, `blocking_client`: connections for quick commands, and for reads that block
+    * `on_suspect`: called with an entry that may have crashed its worker
+    * `cancel_run`: called with an entry that must not run any longer
+    * `give_up`: returns True when waiting for Redis is pointless, as the stop deadline has passed
     """
 
     handler: Handler
-    pipeline: HandlerSteps
-    hand: InFlight
-    report: LoopMetrics
+    steps: HandlerSteps
+    in_flight: InFlight
+    loop_metrics: LoopMetrics
     clock: Clock
     policy: WorkerPolicy
     consumer: str
     start: Literal["earliest", "latest"]
     url: str = field(repr=False)
     client: Client
-    reading: Client
-    suspect: Callable[[Delivery], None]
-    break_off: Callable[[Delivery], None]
+    blocking_client: Client
+    on_suspect: Callable[[Delivery], None]
+    cancel_run: Callable[[Delivery], None]
     give_up: Callable[[], bool]
 
 
 class Ordering(Protocol):
-    """The parts that fit a handler, and what they share."""
+    """The parts of a reading loop that depend on the order of a handler, and the streams they share."""
 
     @property
-    def taker(self) -> Fetcher[ReliableStream]:
-        """Takes what comes."""
+    def fetcher(self) -> Fetcher[ReliableStream]:
+        """Fetches entries."""
 
     @property
-    def keeper(self) -> ClaimRenewal:
-        """Keeps what is in hand."""
+    def renewal(self) -> ClaimRenewal:
+        """Renews the claims on entries in flight, and claims idle entries."""
 
     @property
-    def settler(self) -> Committer:
-        """Commits what was run."""
+    def committer(self) -> Committer:
+        """Commits the outcomes of runs."""
 
     @property
     def streams(self) -> Mapping[str, ReliableStream]:
-        """Those that are joined."""
+        """The streams that this worker has joined, by name."""
 
-    def find(self, looking: Client) -> Sequence[str]:
-        """The streams that there are now, in the order in which they are to be joined. Raises RedisError."""
+    def discover(self, scan_client: Client) -> Sequence[str]:
+        """Return the streams that exist now, in the order in which to join them. Raises RedisError."""
 
     def join(self, name: str) -> None:
         """Join the workers of a stream. Raises ConfigError for a name that cannot be used, RedisError."""
 
-    def rounds(self) -> Mapping[str, Round]:
-        """What else has to run in a thread of its own until the loop stops, by name."""
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
+        """Return further loops by name: each runs in a thread of its own until the reading loop stops."""
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Give up entries that were dropped from the hand."""
+    def release(self, deliveries: Sequence[Delivery]) -> None:
+        """Release entries that were dropped from flight, so that other workers get them."""
 
     def close(self) -> None:
-        """Close its own connections."""
+        """Close the connections that this ordering opened."""
 
 
 class Unordered:
-    """For a handler without a key: workers share its entries."""
+    """Ordering of a handler without a key: workers share its entries."""
 
-    def __init__(self, means: WorkerContext) -> None:
-        m = means
-        self._means = m
+    def __init__(self, context: WorkerContext) -> None:
+        c = context
+        self._context = c
         self.streams: dict[str, ReliableStream] = {}
-        self.keeper = ClaimRenewal(
-            m.pipeline, m.hand, m.report, m.clock, m.policy, client=m.client, streams=self.streams,
-            on_suspect=m.suspect,
+        self.renewal = ClaimRenewal(
+            c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
+            on_suspect=c.on_suspect,
         )  # fmt: skip
-        self.settler = Committer(m.pipeline, m.hand, m.client, m.report, m.clock, give_up=m.give_up)
-        self.taker = EntryFetcher(
-            m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, consumer=m.consumer,
-            allowance=RateLimiter(m.handler.rate, m.clock),
+        self.committer = Committer(c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up)
+        self.fetcher = EntryFetcher(
+            c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy, streams=self.streams,
+            consumer=c.consumer, rate_limiter=RateLimiter(c.handler.rate, c.clock),
         )  # fmt: skip
 
-    def find(self, looking: Client) -> Sequence[str]:
-        """See Side."""
-        return streams_of(self._means.handler, looking)
+    def discover(self, scan_client: Client) -> Sequence[str]:
+        """See Ordering."""
+        return existing_streams(self._context.handler, scan_client)
 
     def join(self, name: str) -> None:
-        """See Side."""
-        m, handler = self._means, self._means.handler
+        """See Ordering."""
+        c, handler = self._context, self._context.handler
         stream = ReliableStream(
-            m.client, name, app=handler.app, handler=handler.name, consumer=m.consumer, into=handler.into,
-            into_maxlen=handler.into_maxlen, start=m.start, on_trimmed=m.report.trimmed_some,
+            c.client, name, app=handler.app, handler=handler.name, consumer=c.consumer, into=handler.into,
+            into_maxlen=handler.into_maxlen, start=c.start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
-        stream.room_bytes = lambda: m.hand.room_bytes
+        stream.room_bytes = lambda: c.in_flight.free_bytes
         stream.join()
         stream.dismiss_silent()
         stream.look()
-        self.keeper.recover(stream)
+        self.renewal.recover(stream)
         self.streams[name] = stream
 
-    def rounds(self) -> Mapping[str, Round]:
-        """See Side."""
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
+        """See Ordering."""
         return {}
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
-        """See Side."""
+    def release(self, deliveries: Sequence[Delivery]) -> None:
+        """See Ordering."""
         by_idle: dict[tuple[ReliableStream, int], list[Delivery]] = defaultdict(list)
         for one in deliveries:
             by_idle[one.stream, self._idle_ms_of(one)].append(one)
@@ -153,156 +154,162 @@ class Unordered:
                 stream.end_isolation(some)
                 lost = stream.hand_back([one.id for one in some], idle_ms=idle_ms)
             except MillstreamError as error:
-                _could_not(len(some), error)
+                _warn_not_released(len(some), error)
             else:
-                self._means.report.handed_back_some(len(some) - len(lost))
+                self._context.loop_metrics.count_released(len(some) - len(lost))
 
     def _idle_ms_of(self, delivery: Delivery) -> int:
-        """How long an entry that is handed back is to have been idle: so that its back-off is kept, if not for long."""
-        wait_ms = delivery.due_ms - self._means.clock.monotonic_ms()
+        """Return the idle time for a released entry: one that backs off becomes claimable about when its wait ends."""
+        wait_ms = delivery.due_ms - self._context.clock.monotonic_ms()
         if wait_ms <= 0:
             return HANDED_BACK_MS
-        claim_ms = self._means.policy.claim_ms
-        step_ms = math.ceil(claim_ms / _BACK_OFF_STEPS)  # not a call for each
+        claim_ms = self._context.policy.claim_ms
+        step_ms = math.ceil(claim_ms / _BACK_OFF_STEPS)  # rounded, so that entries share calls
         return claim_ms - math.ceil(wait_ms / step_ms) * step_ms
 
     def close(self) -> None:
-        """See Side."""
+        """See Ordering."""
 
 
 class ByKey:
-    """For a handler with a key: workers share the lines of its keys, of which each has one worker at a time.
+    """Ordering of a handler with a key: workers share its keys, and each key is leased to one worker at a time.
 
-    `woken`: put in it are the streams that may have lines to take, where no other worker works on them.
+    `ready_streams`: gets the names of streams that may have keys to lease, where this worker alone works on them.
     """
 
-    def __init__(self, means: WorkerContext, *, woken: "SimpleQueue[str] | None" = None) -> None:
-        m = means
-        self._means = m
-        self._newest: int | None = None
+    def __init__(self, context: WorkerContext, *, ready_streams: "SimpleQueue[str] | None" = None) -> None:
+        c = context
+        self._context = c
+        self._max_takeover_epoch: int | None = None
         self.streams: dict[str, KeyedStream] = {}
-        self._joined: SimpleQueue[str] = SimpleQueue()
-        self._routing = Client(m.url, clock=m.clock)
-        self._router = self._router_of(woken)
-        self.keeper = KeyLeaseRenewal(
-            m.pipeline, m.hand, m.report, m.clock, m.policy, client=m.client, streams=self.streams,
-            on_suspect=m.suspect, break_off=m.break_off,
+        self._joined_streams: SimpleQueue[str] = SimpleQueue()
+        self._routing_client = Client(c.url, clock=c.clock)
+        self._router = self._make_router(ready_streams)
+        self.renewal = KeyLeaseRenewal(
+            c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
+            on_suspect=c.on_suspect, cancel_run=c.cancel_run,
         )  # fmt: skip
-        self.settler: Committer = KeyCommitter(
-            m.pipeline, m.hand, m.client, m.report, m.clock, give_up=m.give_up,
-            on_turned=(lambda name: None) if woken is None else woken.put,
+        self.committer: Committer = KeyCommitter(
+            c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up,
+            on_lease_end=(lambda name: None) if ready_streams is None else ready_streams.put,
         )  # fmt: skip
-        self.taker = self._taker_of(woken)
+        self.fetcher = self._make_fetcher(ready_streams)
 
-    def _router_of(self, woken: "SimpleQueue[str] | None") -> KeyRouter:
-        m = self._means
+    def _make_router(self, ready_streams: "SimpleQueue[str] | None") -> KeyRouter:
+        c = self._context
         options: dict[str, Any] = {
             "token": secrets.token_hex(8),
             "keys_of": self._keys_of,
             "readable": lambda name: name in self.streams and self.streams[name].readable,
-            "on_filled": m.report.lines_filled,
+            "on_filled": c.loop_metrics.set_look_ahead_used,
         }
-        if woken is None and self._shares_many:
-            return SharedKeyRouter(self._routing, m.clock, m.policy, hints=self._hints(self._routing), **options)
-        if woken is None:
-            return KeyRouter(self._routing, m.clock, m.policy, **options)
-        return OwnedKeyRouter(self._routing, m.clock, m.policy, woken=woken, **options)
+        if ready_streams is None and self._shares_many:
+            return SharedKeyRouter(
+                self._routing_client, c.clock, c.policy, hints=self._make_hints(self._routing_client), **options
+            )
+        if ready_streams is None:
+            return KeyRouter(self._routing_client, c.clock, c.policy, **options)
+        return OwnedKeyRouter(self._routing_client, c.clock, c.policy, ready_streams=ready_streams, **options)
 
-    def _taker_of(self, woken: "SimpleQueue[str] | None") -> LeaseFetcher:
-        m = self._means
-        means = m.reading, m.hand, m.report, m.clock, m.policy
+    def _make_fetcher(self, ready_streams: "SimpleQueue[str] | None") -> LeaseFetcher:
+        c = self._context
+        args = c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy
         options: dict[str, Any] = {
             "streams": self.streams,
-            "allowance": RateLimiter(m.handler.rate, m.clock),
-            "with_state": m.handler.wants_state,
-            "isolated_after": isolated_after(m.handler.retry),
-            "on_suspect": m.suspect,
+            "rate_limiter": RateLimiter(c.handler.rate, c.clock),
+            "with_state": c.handler.wants_state,
+            "isolated_after": isolated_after(c.handler.retry),
+            "on_suspect": c.on_suspect,
         }
-        if woken is None and self._shares_many:
-            return SharedKeyFetcher(*means, hints=self._hints, keys_of=self._keys_of, woken=self._joined, **options)
-        if woken is None:
-            return KeyFetcher(*means, keys_of=self._keys_of, **options)
-        return OwnedKeyFetcher(*means, woken=woken, **options)
+        if ready_streams is None and self._shares_many:
+            return SharedKeyFetcher(
+                *args, hints=self._make_hints, keys_of=self._keys_of, ready_streams=self._joined_streams, **options
+            )
+        if ready_streams is None:
+            return KeyFetcher(*args, keys_of=self._keys_of, **options)
+        return OwnedKeyFetcher(*args, ready_streams=ready_streams, **options)
 
     @property
     def _shares_many(self) -> bool:
-        handler = self._means.handler
-        return handler.pattern is not None or len(handler.streams) > _FEW
+        handler = self._context.handler
+        return handler.pattern is not None or len(handler.streams) > _FEW_STREAMS
 
-    def _hints(self, client: Client) -> ReadyHints:
-        return ReadyHints(client, self._means.handler.app, self._means.handler.name)
+    def _make_hints(self, client: Client) -> ReadyHints:
+        return ReadyHints(client, self._context.handler.app, self._context.handler.name)
 
     def _keys_of(self, name: str) -> HandlerKeys:
-        return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
+        return HandlerKeys(self._context.handler.app, self._context.handler.name, name)
 
-    def _opened(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
-        stream = self._made(kind, self._means.client, name, start)
-        stream.newest = self._newest
+    def _make_joined(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
+        stream = self._make_stream(kind, self._context.client, name, start)
+        stream.newest = self._max_takeover_epoch
         stream.join()
         return stream
 
-    def _to_route(self, kind: Callable[..., S], working: KeyedStream) -> S:
-        # Whoever routes waits for entries on its connection: nobody else may need an answer there.
-        stream = self._made(kind, self._routing, working.stream, "earliest")
+    def _make_routed(self, kind: Callable[..., S], working: KeyedStream) -> S:
+        # The router blocks on its connection while it waits for entries, so nothing else may use that connection.
+        stream = self._make_stream(kind, self._routing_client, working.stream, "earliest")
         stream.join_as(working)
         return stream
 
-    def _made(self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]) -> S:
-        m, handler, line_of = self._means, self._means.handler, self._means.pipeline.line_of
+    def _make_stream(
+        self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]
+    ) -> S:
+        c, handler, queue_of = self._context, self._context.handler, self._context.steps.queue_of
         return kind(
-            client, name, line_of=lambda entry_id, pairs: line_of(name, entry_id, pairs), app=handler.app,
-            handler=handler.name, consumer=m.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
-            start=start, on_trimmed=m.report.trimmed_some,
+            client, name, line_of=lambda entry_id, pairs: queue_of(name, entry_id, pairs), app=handler.app,
+            handler=handler.name, consumer=c.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
+            start=start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
 
-    def find(self, looking: Client) -> Sequence[str]:
-        """See Side."""
-        return streams_of(self._means.handler, looking)
+    def discover(self, scan_client: Client) -> Sequence[str]:
+        """See Ordering."""
+        return existing_streams(self._context.handler, scan_client)
 
     def join(self, name: str) -> None:
-        """See Side."""
-        working = self._opened(KeyedStream, name, self._means.start)
-        self._work_on(working)
-        self._router.add(self._to_route(KeyedStream, working))
+        """See Ordering."""
+        working = self._make_joined(KeyedStream, name, self._context.start)
+        self._add_stream(working)
+        self._router.add(self._make_routed(KeyedStream, working))
 
-    def _work_on(self, stream: KeyedStream) -> None:
+    def _add_stream(self, stream: KeyedStream) -> None:
         stream.dismiss_silent()
         stream.look()
-        self.keeper.recover(stream)
+        self.renewal.recover(stream)
         self.streams[stream.stream] = stream
-        self._joined.put(stream.stream)
+        self._joined_streams.put(stream.stream)
 
-    def rounds(self) -> Mapping[str, Round]:
-        """See Side."""
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
+        """See Ordering."""
         return {"router": self._router.run}
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
-        """See Side. A line that is being run is not given back here: its lease ends when what runs is settled."""
-        hand = self._means.hand
-        endings: dict[KeyedStream, list[LeaseRelease]] = defaultdict(list)
+    def release(self, deliveries: Sequence[Delivery]) -> None:
+        """See Ordering. Skips a key that is being run: the committer releases its lease when the run is settled."""
+        in_flight = self._context.in_flight
+        releases: dict[KeyedStream, list[LeaseRelease]] = defaultdict(list)
         for lease in dict.fromkeys(map(lease_of, deliveries)):
-            if not any(one in hand for one in lease.entries):
-                hand.end_lease(lease)
-                endings[lease.stream].append(LeaseRelease(lease, "first"))
-        for stream, some in endings.items():
-            count = sum(ending.lease.given for ending in some)
+            if not any(one in in_flight for one in lease.entries):
+                in_flight.remove_lease(lease)
+                releases[lease.stream].append(LeaseRelease(lease, "first"))
+        for stream, some in releases.items():
+            count = sum(release.lease.given for release in some)
             try:
-                stream.end_isolation([one for ending in some for one in ending.lease.entries])
+                stream.end_isolation([one for release in some for one in release.lease.entries])
                 lost = stream.release(some)
             except MillstreamError as error:
-                _could_not(count, error)
+                _warn_not_released(count, error)
             else:
-                self._means.report.handed_back_some(count - sum(lease.given for lease in lost))
+                self._context.loop_metrics.count_released(count - sum(lease.given for lease in lost))
 
     def close(self) -> None:
-        """See Side."""
-        self._routing.close()
+        """See Ordering."""
+        self._routing_client.close()
 
 
-def streams_of(handler: Handler, looking: Client) -> Sequence[str]:
-    """The streams that there are now, of those that the handler reads."""
-    return handler.streams or looking.scan_streams(handler.pattern or "*")
+def existing_streams(handler: Handler, scan_client: Client) -> Sequence[str]:
+    """Return the streams of the handler that exist now."""
+    return handler.streams or scan_client.scan_streams(handler.pattern or "*")
 
 
-def _could_not(count: int, error: MillstreamError) -> None:
-    logger.warning("%d messages could not be handed back, others adopt them later: %s", count, error)
+def _warn_not_released(count: int, error: MillstreamError) -> None:
+    logger.warning("cannot release %d messages: %s; other workers claim them when they expire", count, error)

@@ -1,8 +1,8 @@
-"""The heartbeat of a worker process, and the watchdog that its supervisor has on it.
+"""Heartbeat of a worker process, and the supervisor's watchdog on it.
 
-A handler in C code that keeps Python's interpreter to itself (the GIL: a runaway regular expression, say) stops all
-threads of its process, those included that extend leases and keep time limits. So whoever ends such a process must be
-outside of the interpreter: the supervisor, or, should that be dead, a timer of the kernel.
+A handler in C code that holds Python's interpreter (the GIL: a runaway regular expression, say) stops all threads of
+its process, also those that renew leases and enforce time limits. Only something outside of the interpreter can end
+such a process: the supervisor or, if that is dead, a timer of the kernel.
 """
 
 import mmap
@@ -16,18 +16,19 @@ from pathlib import Path
 
 _BEAT_S = 0.1
 _COUNTER = struct.Struct("<Q")
-_LEAST_COMPUTED, _LEAST_BLOCKED = 0.25, 0.5
-_LOOK_AFTER_MS = 500.0
+_COMPUTED_SHARE, _BLOCKED_SHARE = 0.25, 0.5
+_INSPECT_AFTER_MS = 500.0
 _LATE_MS = 1_000.0
 _TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 _STOPPED = {"T", "t"}
 
 
 class Heartbeat:
-    """Counts up in memory that the supervisor sees, in a thread of its own, as long as threads of this process get to run.
+    """Increments a counter in memory shared with the supervisor, in its own thread, while threads of this process run.
 
-    Where none has for `cpu_limit_ms` milliseconds of computing, the kernel ends the process (SIGPROF; setitimer(2),
-    ITIMER_PROF): a process that is stopped, or gets no processor, is left alone. A profiler that uses that signal comes first.
+    After `cpu_limit_ms` milliseconds of processor time without a beat, the kernel ends the process (SIGPROF;
+    setitimer(2), ITIMER_PROF): a process that is stopped, or gets no processor, is not ended. A profiler that uses that
+    signal has priority.
     """
 
     def __init__(self, descriptor: int, *, cpu_limit_ms: float) -> None:
@@ -35,7 +36,7 @@ class Heartbeat:
         self._cpu_limit_s = cpu_limit_ms / 1000
 
     def start(self) -> None:
-        """Begin."""
+        """Start the heartbeat thread."""
         threading.Thread(target=self._beat, name="millstream-heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
@@ -48,10 +49,11 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Tells when a process is frozen: for `limit_ms` milliseconds it had no heartbeat, though it could have had.
+    """Detects a frozen process: for `limit_ms` milliseconds it had no heartbeat, though it could have had.
 
-    While it is stopped (SIGSTOP) it could not; nor if it waits for a disk or gets no processor all that time. It is watched
-    from its first heartbeat on. Where the system does not show what a process does (/proc), silence alone counts.
+    A process that is stopped (SIGSTOP), waits for a disk or gets no processor all that time is not frozen. It is
+    watched from its first heartbeat on. Where the system does not show the state of threads (/proc), silence alone
+    counts.
     """
 
     def __init__(self, limit_ms: float) -> None:
@@ -60,23 +62,23 @@ class Watchdog:
         self._memory = mmap.mmap(self._file.fileno(), _COUNTER.size)
         self._limit_ms = limit_ms
         self._count = 0
-        self._asked_ms = self._silent_ms = self._blocked_ms = 0.0
+        self._checked_ms = self._silent_ms = self._blocked_ms = 0.0
         self._computed_ms: float | None = None
 
     @property
     def descriptor(self) -> int:
-        """Of the memory, to be passed to the process."""
+        """File descriptor of the shared memory, to be passed to the process."""
         return self._file.fileno()
 
     def is_frozen(self, pid: int, now_ms: float) -> bool:
-        """Whether the process is frozen. To be asked several times a second, by a monotonic clock."""
+        """Return whether the process is frozen. Call it several times a second, with a monotonic clock."""
         (count,) = _COUNTER.unpack_from(self._memory, 0)
-        passed_ms, self._asked_ms = now_ms - self._asked_ms, now_ms
-        # Who asks late has stood still, perhaps with all of the machine.
+        passed_ms, self._checked_ms = now_ms - self._checked_ms, now_ms
+        # A late call means that the supervisor itself was not scheduled, and perhaps the whole machine.
         if count != self._count or not count or passed_ms > _LATE_MS:
             self._count, self._silent_ms, self._blocked_ms, self._computed_ms = count, 0.0, 0.0, None
             return False
-        if self._silent_ms < _LOOK_AFTER_MS:
+        if self._silent_ms < _INSPECT_AFTER_MS:
             self._silent_ms += passed_ms
             return False
         return self._looks_frozen(pid, passed_ms)
@@ -88,22 +90,22 @@ class Watchdog:
         if states & _STOPPED:
             return False
         self._silent_ms += passed_ms
-        if states <= {"S"}:  # one thread has the interpreter, and sleeps
+        if states <= {"S"}:  # one thread holds the interpreter, and sleeps
             self._blocked_ms += passed_ms
         enough = max(
-            (computed_ms - self._computed_ms) / (_LEAST_COMPUTED * self._limit_ms),
-            self._blocked_ms / (_LEAST_BLOCKED * self._limit_ms),
+            (computed_ms - self._computed_ms) / (_COMPUTED_SHARE * self._limit_ms),
+            self._blocked_ms / (_BLOCKED_SHARE * self._limit_ms),
         )
         return self._silent_ms >= self._limit_ms and enough >= 1
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the shared memory."""
         self._memory.close()
         self._file.close()
 
 
 def _threads(pid: int) -> tuple[set[str], float]:
-    """The states of a process's threads, and how long they have computed in all, in milliseconds (proc(5), stat)."""
+    """Return the states of a process's threads, and their processor time in total, in milliseconds (proc(5), stat)."""
     states, ticks = set(), 0
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # it has just ended

@@ -1,4 +1,4 @@
-"""One worker process: a reading loop for each handler of an app, until it is told to stop."""
+"""Worker process: runs a reading loop for each handler of an app, until it is stopped."""
 
 import gc
 import logging
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _FROZEN_SHARE = 2 / 3
-_LEAST_FROZEN_MS, _GRACE_MS = 1_000.0, 1_000.0
-_COLLECT_AFTER = (10_000, 20, 20)
+_MIN_FROZEN_MS, _GRACE_MS = 1_000.0, 1_000.0
+_GC_THRESHOLDS = (10_000, 20, 20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What a worker process is told.
+    """Settings of a worker process.
 
     * `url`: where Redis is
     * `consumer`: its name in the consumer groups
-    * `incarnation`: under which name its supervisor notes how it ended; "" if there is none
+    * `incarnation`: the name under which its supervisor records how it ended; "" without a supervisor
     * `only`: names of the handlers to run; () for all
-    * `start`: where a handler begins that has done nothing yet
+    * `start`: where a handler begins that has processed nothing yet
     """
 
     url: str = field(repr=False)
@@ -44,23 +44,24 @@ class WorkerSettings:
     policy: WorkerPolicy = field(default_factory=WorkerPolicy)
 
 
-def collect_rarely() -> None:
-    """Have Python look for cyclic garbage less often in this process, and never again among what is loaded by now.
+def tune_gc() -> None:
+    """Make Python collect cyclic garbage less often in this process, and exempt all objects loaded by now.
 
-    Each message is a few objects that live until it is committed; to walk them as often as by default, on the way to
-    all modules there are, takes a tenth of a worker's time (Python docs, "gc.freeze").
+    A message takes a few objects that live until it is committed. Traversing these as often as by default, together
+    with all loaded modules, takes a tenth of a worker's time (Python docs, "gc.freeze").
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 class WorkerProcess:
-    """Runs the handlers of `app`, each in its own reading loop; if one loop ends, all do.
+    """Runs the handlers of `app`, each in its own reading loop; if one loop ends, all are stopped.
 
-    `on_figures` is told the counts of each handler, by name, about every `every_ms` milliseconds, at the end, and soon after
-    the first commit, so that the supervisor knows of it if the process dies then. `end_process` is called to end it at once,
-    because of a handler that runs on though its lease is about to end.
+    * `on_figures`: called with the counts of each handler, by name, about every `every_ms` milliseconds, at the end,
+      and soon after the first commit, so that the supervisor knows of that commit even if the process dies then
+    * `end_process`: called to end the process at once, because a handler runs on though its lease is about to expire
+
     Raises ConfigError for handlers that a worker cannot run, before anything is read.
     """
 
@@ -83,7 +84,7 @@ class WorkerProcess:
             raise ConfigError(
                 f"app {app.name!r} has no handler {sorted(unknown)[0]!r}; it has {', '.join(app.handlers)}"
             )
-        quiet = ProcessIsolation(settings.incarnation, end_process)
+        isolation = ProcessIsolation(settings.incarnation, end_process)
         self._loops = {
             name: ReadingLoop(
                 handler,
@@ -93,7 +94,7 @@ class WorkerProcess:
                 start=settings.start,
                 metrics=metrics,
                 health=health,
-                quiet=quiet,
+                isolation=isolation,
                 clock=clock,
             )
             for name, handler in app.handlers.items()
@@ -110,25 +111,25 @@ class WorkerProcess:
 
     @property
     def frozen_after_ms(self) -> float:
-        """For how long a handler may stop all threads of the process, so that none of its leases runs out meanwhile.
+        """How long a handler may stop all threads of the process: none of its leases may expire meanwhile.
 
-        And for no longer than its time limit, which cannot be kept then.
+        At most its time limit, which the process cannot enforce in that state.
         """
         longest_ms = max(loop.handler.time_limit_ms for loop in self._loops.values()) + _GRACE_MS
-        return max(_LEAST_FROZEN_MS, min(_FROZEN_SHARE * self._policy.claim_ms, longest_ms))
+        return max(_MIN_FROZEN_MS, min(_FROZEN_SHARE * self._policy.claim_ms, longest_ms))
 
     def run(self, stopping: threading.Event) -> Sequence[Delivery]:
-        """Work until `stopping`; return what was still running then. Raises what made a loop end before."""
-        collect_rarely()
+        """Work until `stopping`; return the deliveries still running then. Raises the error that ended a loop early."""
+        tune_gc()
         threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self._loops.values()]
         for thread in threads:
             thread.start()
-        told_ms, has_worked = self._clock.monotonic_ms(), False
+        reported_ms, has_worked = self._clock.monotonic_ms(), False
         while not stopping.wait(_TICK_S) and not self._failures:
-            began, has_worked = has_worked, any(loop.report.committed for loop in self._loops.values())
-            if (has_worked and not began) or self._clock.monotonic_ms() - told_ms >= self._every_ms:
-                told_ms = self._clock.monotonic_ms()
-                self._tell()
+            had_worked, has_worked = has_worked, any(loop.loop_metrics.committed for loop in self._loops.values())
+            if (has_worked and not had_worked) or self._clock.monotonic_ms() - reported_ms >= self._every_ms:
+                reported_ms = self._clock.monotonic_ms()
+                self._report()
         if self._health is not None:
             self._health.stopping()
         deadline_ms = self._clock.monotonic_ms() + self._longest_stop_ms
@@ -136,13 +137,13 @@ class WorkerProcess:
             loop.stop(deadline_ms)
         for thread in threads:
             thread.join()
-        self._tell()
+        self._report()
         if self._failures:
             raise self._failures[0]
         return self._leftovers
 
     def stop_within(self, longest_ms: float) -> None:
-        """Have a stop that begins from now on wait no longer than so many milliseconds for what runs."""
+        """Limit how long a stop that begins from now on waits for running messages, in milliseconds."""
         self._longest_stop_ms = min(self._longest_stop_ms, longest_ms)
 
     def _run(self, loop: ReadingLoop) -> None:
@@ -151,5 +152,5 @@ class WorkerProcess:
         except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._failures.append(error)
 
-    def _tell(self) -> None:
-        self._on_figures({name: loop.report.figures() for name, loop in self._loops.items()})
+    def _report(self) -> None:
+        self._on_figures({name: loop.loop_metrics.counts() for name, loop in self._loops.items()})

@@ -1,1 +1,1 @@
-"""How handlers are run: in threads, in an event loop, in lists, in isolation."""
+"""Running handlers: in threads, in an event loop, in batches, in isolation."""

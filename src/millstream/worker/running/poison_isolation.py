@@ -1,4 +1,4 @@
-"""Runs in isolation what a worker may have died of: nothing else runs meanwhile, so that no other message is blamed."""
+"""Poison isolation: re-runs suspected poison pills while nothing else runs, so that no other message is blamed."""
 
 import contextlib
 import heapq
@@ -15,37 +15,37 @@ from millstream.handlers.attempt import DeadLettered, Outcome, given_up
 from millstream.handlers.handler import Handler
 from millstream.model import Retry
 from millstream.worker.in_flight import InFlight
-from millstream.worker.incarnations import NO_END, Incarnation
+from millstream.worker.incarnations import ALIVE, Incarnation
 from millstream.worker.running.runner import Runner
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
 
-_ALONE_WAIT_S = 0.005
-_ASIDE_S = 0.5
+_POLL_S = 0.005
+_RECHECK_S = 0.5
 _MOST_LOSSES = 2
 _LEAST_DEATHS = 2
 
 
 def isolated_after(retry: Retry) -> int:
-    """After how many leases that ran out, or deliveries that came to nothing, a message is run in isolation.
+    """Return after how many expired leases, or deliveries without an outcome, a message is run in isolation.
 
     Before that, another message may have been the reason, or none. The fewer attempts, the sooner.
     """
     return max(1, min(_MOST_LOSSES, retry.attempts - _LEAST_DEATHS))
 
 
-def deaths_allowed(retry: Retry) -> int:
-    """How many processes may die of a message in isolation: at least two, as one may be chance."""
+def crashes_allowed(retry: Retry) -> int:
+    """Return how many processes may crash on a message in isolation: at least two, as one may be chance."""
     return max(_LEAST_DEATHS, retry.attempts - _MOST_LOSSES)
 
 
 class ProcessIsolation:
-    """What all loops of a process share: only one suspect runs at a time, and nothing else in the process meanwhile.
+    """Shared by all loops of a process: one suspect runs at a time, and nothing else in the process meanwhile.
 
-    * `incarnation`: under which name the process's supervisor notes how it ended; "" if there is none
-    * `end_process`: ends the process at once, because of a handler that cannot be ended without it. It may return, where
-      the process belongs to others as well: then the loop ends as soon as it can
+    * `incarnation`: the name under which the process's supervisor records how it ended; "" without a supervisor
+    * `end_process`: ends the process at once, because a handler cannot be ended without it. It may return, where others
+      use the process, too: then the loop ends as soon as it can
     """
 
     def __init__(
@@ -53,81 +53,82 @@ class ProcessIsolation:
     ) -> None:
         self.incarnation = incarnation
         self.end_process = end_process
-        self.turn = threading.Lock()
-        self.hands: list[InFlight] = []
+        self.lock = threading.Lock()
+        self.all_in_flight: list[InFlight] = []
 
 
 class PoisonIsolation:
-    """Runs suspects, entries in hand that do not go through its buffer, one after another. `run` is for one thread.
+    """Runs suspects one after another: entries in flight that bypass the buffer. `run` is for one thread.
 
-    Before a suspect runs, its process puts its mark beside it. Whoever finds a mark asks what became of that process: its
-    death counts against the message, which then waits as after a failed attempt; after too many it is a dead letter. A
-    process that lives, that was told to stop or that had to end because Redis was away counts for nothing.
+    Before it runs a suspect, the process writes its mark beside the entry. A worker that finds the mark of another
+    process looks up how that process ended. A crash counts against the message, which then waits as after a failed
+    attempt; after too many crashes it is dead-lettered. A process that is alive, was stopped, or ended because Redis
+    was unavailable counts for nothing.
     """
 
     def __init__(
-        self, handler: Handler, hand: InFlight, runner: Runner, stopping: threading.Event, quiet: ProcessIsolation, *,
-        incarnation: Incarnation, clock: Clock,
+        self, handler: Handler, in_flight: InFlight, runner: Runner, stopping: threading.Event,
+        process_isolation: ProcessIsolation, *, incarnation: Incarnation, clock: Clock,
     ) -> None:  # fmt: skip
         self._handler = handler
-        self._hand = hand
+        self._in_flight = in_flight
         self._runner = runner
         self._stopping = stopping
-        self._quiet = quiet
+        self._process_isolation = process_isolation
         self._incarnation = incarnation
         self._clock = clock
-        quiet.hands.append(hand)
+        process_isolation.all_in_flight.append(in_flight)
         self._suspects: SimpleQueue[Delivery | None] = SimpleQueue()
-        self._waiting: list[tuple[float, int, Delivery]] = []
-        self._number = itertools.count()
+        self._delayed: list[tuple[float, int, Delivery]] = []
+        self._sequence = itertools.count()
 
-    def suspect(self, delivery: Delivery | None) -> None:
-        """Have an entry run when its turn has come; None has `run` end."""
+    def add_suspect(self, delivery: Delivery | None) -> None:
+        """Queue an entry to be run in isolation; None ends `run`."""
         self._suspects.put(delivery)
 
     def run(self) -> None:
-        """Run suspects until told to end."""
-        while (delivery := self._next()) is not None and not self._stopping.is_set():
+        """Run suspects until `add_suspect(None)` or the stop."""
+        while (delivery := self._next_suspect()) is not None and not self._stopping.is_set():
             try:
                 with exclude_on_error(delivery.stream):
-                    if delivery in self._hand:  # it may have been given up while it waited here
-                        self._judge(delivery)
+                    if delivery in self._in_flight:  # it may have been given up while it was queued here
+                        self._run_or_give_up(delivery)
             except Unavailable as error:
-                logger.debug("a message that may have killed others waits: %s", error)
-                self._wait(delivery, _ASIDE_S * 1000)
+                logger.debug("cannot run a poison-pill suspect, Redis is unavailable: %s; retrying", error)
+                self._delay(delivery, _RECHECK_S * 1000)
 
-    def _next(self) -> Delivery | None:
-        """The next suspect, the first that is due before new ones; None at the end."""
+    def _next_suspect(self) -> Delivery | None:
+        """Return the next suspect: one whose wait is over before new ones; None at the end."""
         while True:
             wait_s = None
-            if self._waiting:
-                wait_s = min(_ASIDE_S, (self._waiting[0][0] - self._clock.monotonic_ms()) / 1000)
+            if self._delayed:
+                wait_s = min(_RECHECK_S, (self._delayed[0][0] - self._clock.monotonic_ms()) / 1000)
                 if wait_s <= 0:
-                    return heapq.heappop(self._waiting)[2]
+                    return heapq.heappop(self._delayed)[2]
             with contextlib.suppress(Empty):
                 return self._suspects.get(timeout=wait_s)
 
-    def _wait(self, delivery: Delivery, wait_ms: float) -> None:
+    def _delay(self, delivery: Delivery, wait_ms: float) -> None:
         delivery.due_ms = self._clock.monotonic_ms() + wait_ms
-        heapq.heappush(self._waiting, (delivery.due_ms, next(self._number), delivery))
+        heapq.heappush(self._delayed, (delivery.due_ms, next(self._sequence), delivery))
 
-    def _judge(self, delivery: Delivery) -> None:
-        """Run a suspect, have it wait if another process has died of it, or give it up if too many have."""
+    def _run_or_give_up(self, delivery: Delivery) -> None:
+        """Run a suspect, make it wait if another process crashed on it, or give it up if too many have."""
         deaths, mark = delivery.stream.isolation(delivery)
-        end = self._incarnation.end_of(mark) if mark else NO_END
+        end = self._incarnation.end_of(mark) if mark else ALIVE
         if end is None:
-            self._wait(delivery, _ASIDE_S * 1000)
+            self._delay(delivery, _RECHECK_S * 1000)
         elif not end.died:
-            with self._quiet.turn:
-                self._run_in_quiet(delivery)
-        elif deaths + 1 < deaths_allowed(self._handler.retry):
+            with self._process_isolation.lock:
+                self._run_isolated(delivery)
+        elif deaths + 1 < crashes_allowed(self._handler.retry):
             delivery.stream.note_deaths(delivery, deaths + 1)
             wait_ms = self._handler.retry.delay_after(deaths + 1)
             logger.warning(
-                "message %s of %s ended its process, which %s while nothing else ran there: it runs again in %.1f s",
+                "message %s of %s crashed its process, which %s while no other message ran; retrying in %.1f s",
                 delivery.id.decode(), delivery.stream.stream, end.cause, wait_ms / 1000,
             )  # fmt: skip
-            self._wait(delivery, wait_ms)
+            self._delay(delivery, wait_ms)
         else:
             self._give_up(delivery, deaths + 1, end.cause)
 
@@ -135,33 +136,33 @@ class PoisonIsolation:
         delivery.attempt = deaths + isolated_after(self._handler.retry)
         dead = DeadLettered(
             "crashed",
-            f"{deaths} processes ended while they ran this message and nothing else; the last {cause}",
+            f"{deaths} processes crashed while they ran this message and nothing else; the last {cause}",
         )
         outcome: Outcome = dead if delivery.lease is None else given_up(self._handler, dead)
-        self._hand.conclude(delivery, outcome)
+        self._in_flight.complete(delivery, outcome)
 
-    def _run_in_quiet(self, delivery: Delivery) -> None:
-        hands = list(self._quiet.hands)
-        for hand in hands:
-            hand.close_gate()
+    def _run_isolated(self, delivery: Delivery) -> None:
+        all_in_flight = list(self._process_isolation.all_in_flight)
+        for in_flight in all_in_flight:
+            in_flight.close_gate()
         try:
-            if self._wait_for_others(hands) and delivery in self._hand:
-                self._run_alone(delivery)
+            if self._wait_for_others(all_in_flight) and delivery in self._in_flight:
+                self._run_marked(delivery)
         finally:
-            for hand in hands:
-                hand.open_gate()
+            for in_flight in all_in_flight:
+                in_flight.open_gate()
 
-    def _wait_for_others(self, hands: Sequence[InFlight]) -> bool:
-        """Until nothing runs: if the process ended now, the suspect would be blamed. False if there is no time for it."""
-        while any(one.running and not one.ran for hand in hands for one in hand.deliveries):
-            if self._stopping.wait(_ALONE_WAIT_S):
+    def _wait_for_others(self, all_in_flight: Sequence[InFlight]) -> bool:
+        """Wait until nothing runs, as the suspect would be blamed for a crash now. False if the stop comes first."""
+        while any(one.running and not one.ran for in_flight in all_in_flight for one in in_flight.deliveries):
+            if self._stopping.wait(_POLL_S):
                 return False
         return True
 
-    def _run_alone(self, delivery: Delivery) -> None:
+    def _run_marked(self, delivery: Delivery) -> None:
         delivery.stream.isolate(delivery, self._incarnation.mark)
-        outcome = self._runner.alone(delivery)
-        with contextlib.suppress(Unavailable):  # a commit will do it as well
+        outcome = self._runner.run_isolated(delivery)
+        with contextlib.suppress(Unavailable):  # a commit ends the isolation as well
             delivery.stream.end_isolation([delivery])
         if outcome is not None:
-            self._hand.conclude(delivery, outcome)
+            self._in_flight.complete(delivery, outcome)

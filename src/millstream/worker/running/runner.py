@@ -1,7 +1,7 @@
-"""Runs what waits in the buffer: plain handlers in threads, async ones in an event loop.
+"""Runners: run buffered messages, plain handlers in threads and async ones in an event loop.
 
-Both stop before their next message while the gate is closed: then a message that may have killed a worker before is run,
-alone, so that the blame falls on no other.
+Both pause before their next message while the gate is closed: then a poison-pill suspect runs alone, so that a crash is
+blamed on no other message.
 """
 
 import asyncio
@@ -23,64 +23,66 @@ from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 
-_LOOK_MS = 5.0
+_SAMPLE_MS = 5.0
 _LONG_MS = 50.0
 _BUSY_SHARE = 0.7
 _SHORT_MS = 0.2
-GATE_S = 0.01
+GATE_POLL_S = 0.01
 _FD_SETSIZE = 1024
 
 
 class Runner(Protocol):
-    """What a reading loop needs of either kind."""
+    """The part of a reading loop that runs messages."""
 
     def run(self) -> None:
-        """Run messages until the buffer's end; called in a thread of its own."""
+        """Run messages until the end of the buffer; called in a thread of its own."""
 
-    def nudge(self) -> None:
-        """Look at the buffer: something was put into it, or waits there. Called often."""
+    def notify(self) -> None:
+        """Check the buffer: a message was added, or waits there. Called often."""
 
-    def alone(self, delivery: Delivery) -> Outcome | None:
-        """Run one message while nothing else runs; None if it cannot be run any more. Called from another thread."""
+    def run_isolated(self, delivery: Delivery) -> Outcome | None:
+        """Run one message while nothing else runs; None if it must not run any more. Called from another thread."""
 
-    def break_off(self, delivery: Delivery) -> None:
-        """End the run of one message, if that is possible; what comes of it must be ignored."""
+    def cancel_run(self, delivery: Delivery) -> None:
+        """Cancel the run of one message, if that is possible; its outcome must be ignored."""
 
-    def cancel(self) -> None:
-        """Break off what still runs, if that is possible."""
+    def cancel_all(self) -> None:
+        """Cancel all runs, if that is possible."""
 
 
 class _Start:
-    """What both runners do when a message's turn has come, and when its run has ended."""
+    """Start and end of a run, for both runners."""
 
-    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock) -> None:
-        self._pipeline = pipeline
-        self._hand = hand
-        self._report = report
+    def __init__(self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock) -> None:
+        self._steps = steps
+        self._in_flight = in_flight
+        self._loop_metrics = loop_metrics
         self._clock = clock
 
-    def _begin(self, delivery: Delivery, *, anyway: bool = False) -> bool | None:
-        begins = self._hand.begin(delivery, self._clock.monotonic_ms(), anyway=anyway)
-        if begins:
-            self._report.began()
-        return begins
+    def _start(self, delivery: Delivery, *, ignore_gate: bool = False) -> bool | None:
+        starts = self._in_flight.start(delivery, self._clock.monotonic_ms(), ignore_gate=ignore_gate)
+        if starts:
+            self._loop_metrics.on_run_started()
+        return starts
 
-    def _begin_all(self, deliveries: Sequence[Delivery]) -> list[Delivery] | None:
-        begun = self._hand.begin_all(deliveries, self._clock.monotonic_ms())
-        for _ in begun or ():
-            self._report.began()
-        return begun
+    def _start_all(self, deliveries: Sequence[Delivery]) -> list[Delivery] | None:
+        started = self._in_flight.start_all(deliveries, self._clock.monotonic_ms())
+        for _ in started or ():
+            self._loop_metrics.on_run_started()
+        return started
 
-    def _end(self, delivery: Delivery) -> None:
+    def _finish(self, delivery: Delivery) -> None:
         delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
         delivery.ran = True
 
 
 class LoadSample(NamedTuple):
-    """What a runner of threads saw when it looked.
+    """One look at the load of a ThreadRunner, to compare with an earlier one.
 
-    How often one had nothing to run; how many runs had ended, and took how long together; when it was, and what the
-    process had computed; since when no run has ended.
+    * `starved`: how often a thread found the buffer empty
+    * `finished`, `took_ms`: the runs that ended, and how long they took in total
+    * `at_ms`, `cpu_ms`: the time of the sample, and the processor time of the process
+    * `stalled_since_ms`: since when no run has ended
     """
 
     starved: int
@@ -88,81 +90,84 @@ class LoadSample(NamedTuple):
     took_ms: float
     at_ms: float
     cpu_ms: float
-    since_ms: float
+    stalled_since_ms: float
 
-    def asks_for_more(self, before: "LoadSample") -> bool:
-        """True if another thread would have been of use since."""
+    def needs_thread(self, before: "LoadSample") -> bool:
+        """True if another thread would have been useful since `before`."""
         ended = self.finished - before.finished
         are_short = ended and self.took_ms - before.took_ms < _SHORT_MS * ended
         is_busy = self.cpu_ms - before.cpu_ms >= _BUSY_SHARE * (self.at_ms - before.at_ms)
-        return self.at_ms - self.since_ms > _LONG_MS or not (are_short or is_busy)
+        return self.at_ms - self.stalled_since_ms > _LONG_MS or not (are_short or is_busy)
 
 
 class ThreadRunner(_Start):
-    """Threads, each of which takes a message and runs it: one at first, more where messages wait for runs that wait.
+    """Threads that fetch a message from the buffer and run it: one at first, more while messages wait for blocked runs.
 
-    More would only be in each other's way where the process is busy: one thread at a time can have the interpreter. What
-    computes outside of it shows by none ending for long.
+    Where the process is busy, more threads would only compete: one at a time has the interpreter. A run that computes
+    outside of the interpreter shows in that no run ends for long.
     """
 
-    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, most: int) -> None:
-        super().__init__(pipeline, hand, report, clock)
-        self._most = most
+    def __init__(
+        self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, max_threads: int
+    ) -> None:
+        super().__init__(steps, in_flight, loop_metrics, clock)
+        self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
         self._finished = self._starved = 0
         self._took_ms = 0.0
-        self._idle: set[int] = set()
+        self._idle_threads: set[int] = set()
         now_ms = clock.monotonic_ms()
-        self._looked = self._look(now_ms, now_ms)
+        self._last_sample = self._sample(now_ms, now_ms)
         self._failure: BaseException | None = None
 
     def run(self) -> None:
         """See Runner."""
-        self._serve()
+        self._thread_main()
         for thread in self._threads:
             thread.join()
         if self._failure is not None:
             raise self._failure
 
-    def nudge(self) -> None:
-        """See Runner: another thread, if messages have waited for a while though the process had time to run them."""
-        now_ms, before = self._clock.monotonic_ms(), self._looked
-        if self._idle or self._hand.buffer.empty() or before.starved != self._starved:
-            self._looked = self._look(now_ms, now_ms)
-        elif now_ms - before.at_ms >= _LOOK_MS:
-            self._looked = now = self._look(now_ms, before.since_ms if self._finished == before.finished else now_ms)
-            if now.asks_for_more(before) and len(self._threads) < self._most - 1:
-                thread = threading.Thread(target=self._serve, name="millstream-handler", daemon=True)
+    def notify(self) -> None:
+        """See Runner. Adds a thread if messages have waited for a while though the process had time to run them."""
+        now_ms, before = self._clock.monotonic_ms(), self._last_sample
+        if self._idle_threads or self._in_flight.buffer.empty() or before.starved != self._starved:
+            self._last_sample = self._sample(now_ms, now_ms)
+        elif now_ms - before.at_ms >= _SAMPLE_MS:
+            sample = self._sample(now_ms, before.stalled_since_ms if self._finished == before.finished else now_ms)
+            self._last_sample = sample
+            if sample.needs_thread(before) and len(self._threads) < self._max_threads - 1:
+                thread = threading.Thread(target=self._thread_main, name="millstream-handler", daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
-    def _look(self, now_ms: float, since_ms: float) -> "LoadSample":
+    def _sample(self, now_ms: float, since_ms: float) -> "LoadSample":
         return LoadSample(self._starved, self._finished, self._took_ms, now_ms, time.process_time() * 1000, since_ms)
 
-    def alone(self, delivery: Delivery) -> Outcome | None:
+    def run_isolated(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
-        return self._outcome(delivery) if self._begin(delivery, anyway=True) else None
+        return self._run_message(delivery) if self._start(delivery, ignore_gate=True) else None
 
-    def break_off(self, delivery: Delivery) -> None:
+    def cancel_run(self, delivery: Delivery) -> None:
         """See Runner. A thread cannot be stopped."""
 
-    def cancel(self) -> None:
-        """See Runner. A thread cannot be stopped: what still runs is left to it, and it dies with the process."""
+    def cancel_all(self) -> None:
+        """See Runner. A thread cannot be stopped: a run that goes on ends with the process."""
 
-    def _serve(self) -> None:
+    def _thread_main(self) -> None:
         try:
-            self._work()
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for this one
+            self._run_all()
+        except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._failure = error
-        self._hand.buffer.put(None)  # the end is for all of them
+        self._in_flight.buffer.put(None)  # passes the end on to the next thread
 
-    def _work(self) -> None:
+    def _run_all(self) -> None:
         while self._run_next():
             pass
 
     def _run_next(self) -> bool:
-        """Wait for a message; run it, and what follows in its line. False at the end. While it waits, it holds on to none."""
-        following = self._next()
+        """Wait for a message; run it and its successors of the same key. False at the end. Holds none meanwhile."""
+        following = self._next_delivery()
         if following is None:
             return False
         while following is not None:
@@ -171,39 +176,39 @@ class ThreadRunner(_Start):
         return True
 
     def _run_one(self, delivery: Delivery) -> Delivery | None:
-        """Run a message; return the next of its line."""
-        while (begins := self._begin(delivery)) is None:
-            self._hand.gate.wait()
-        if not begins:
+        """Run a message; return the next of its key."""
+        while (starts := self._start(delivery)) is None:
+            self._in_flight.gate.wait()
+        if not starts:
             return None
-        outcome = self._outcome(delivery)
+        outcome = self._run_message(delivery)
         self._took_ms += delivery.took_ms
-        return self._hand.conclude(delivery, outcome)
+        return self._in_flight.complete(delivery, outcome)
 
-    def _next(self) -> Delivery | None:
+    def _next_delivery(self) -> Delivery | None:
         try:
-            return self._hand.buffer.get_nowait()
+            return self._in_flight.buffer.get_nowait()
         except Empty:
             self._starved += 1
-            self._idle.add(threading.get_ident())
-            delivery = self._hand.buffer.get()
-            self._idle.discard(threading.get_ident())
+            self._idle_threads.add(threading.get_ident())
+            delivery = self._in_flight.buffer.get()
+            self._idle_threads.discard(threading.get_ident())
             return delivery
 
-    def _outcome(self, delivery: Delivery) -> Outcome:
-        message = self._pipeline.decode(delivery)
+    def _run_message(self, delivery: Delivery) -> Outcome:
+        message = self._steps.decode(delivery)
         if message is None:
             outcome: Outcome = NOTHING
         elif delivery.lease is None:
-            outcome = self._pipeline.run(message)
+            outcome = self._steps.run(message)
         else:
-            outcome = self._pipeline.run(message, delivery.lease.state)
-        self._end(delivery)
+            outcome = self._steps.run(message, delivery.lease.state)
+        self._finish(delivery)
         return outcome
 
 
 class _FineSelector(selectors.EpollSelector):
-    """Waits to the microsecond. epoll rounds up to milliseconds, which is felt by handlers that wait for a few."""
+    """Waits to the microsecond. epoll rounds up to milliseconds, which slows down handlers that wait for a few."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """See selectors.BaseSelector."""
@@ -214,50 +219,50 @@ class _FineSelector(selectors.EpollSelector):
 
 
 class AsyncRunner(_Start):
-    """An event loop, in which as many messages as the handler's `concurrency` are run at once, each in its own task."""
+    """An event loop that runs up to the handler's `concurrency` messages at once, each in its own task."""
 
-    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock) -> None:
-        super().__init__(pipeline, hand, report, clock)
+    def __init__(self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock) -> None:
+        super().__init__(steps, in_flight, loop_metrics, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._begun = threading.Event()
-        self._nudged = asyncio.Event()
-        self._free = pipeline.handler.concurrency
-        self._ended = self._cancelled = False
-        self._main: asyncio.Task[None] | None = None
+        self._loop_started = threading.Event()
+        self._notified = asyncio.Event()
+        self._free_slots = steps.handler.concurrency
+        self._is_at_end = self._is_cancelled = False
+        self._main_task: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def run(self) -> None:
         """See Runner."""
         self._loop = loop = asyncio.SelectorEventLoop(_FineSelector())
         asyncio.set_event_loop(loop)
-        self._main = loop.create_task(self._serve())
-        self._begun.set()
+        self._main_task = loop.create_task(self._serve())
+        self._loop_started.set()
         try:
-            loop.run_until_complete(self._main)
+            loop.run_until_complete(self._main_task)
         except asyncio.CancelledError as error:
-            if not self._cancelled:
+            if not self._is_cancelled:
                 raise Unfinished(
-                    f"{self._pipeline.handler.label} has cancelled all tasks of its event loop, the worker's own among "
-                    "them; let it cancel only those that it has made"
+                    f"{self._steps.handler.label} has cancelled all tasks of its event loop, the worker's own among "
+                    "them; cancel only tasks that the handler has made"
                 ) from error
         finally:
-            # What another thread has begun, and waits for, ends with the loop.
+            # Tasks that other threads started and wait for end with the loop.
             for task in asyncio.all_tasks(loop):
                 task.cancel()
                 loop.run_until_complete(asyncio.wait((task,)))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
-    def nudge(self) -> None:
-        """See Runner. Where as many run as may, the one that ends first looks itself."""
-        if self._free and not self._hand.buffer.empty():
-            self._tell(self._nudged.set)
+    def notify(self) -> None:
+        """See Runner. With no slot free, the next run that ends checks the buffer."""
+        if self._free_slots and not self._in_flight.buffer.empty():
+            self._call_soon(self._notified.set)
 
-    def alone(self, delivery: Delivery) -> Outcome | None:
+    def run_isolated(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
-        self._begun.wait()
+        self._loop_started.wait()
         assert self._loop is not None
-        run = self._outcome_if_it_begins(delivery, anyway=True)
+        run = self._start_and_run(delivery, ignore_gate=True)
         try:
             return asyncio.run_coroutine_threadsafe(run, self._loop).result()
         except CancelledError:
@@ -268,75 +273,75 @@ class AsyncRunner(_Start):
                 raise
             return None
 
-    def break_off(self, delivery: Delivery) -> None:
+    def cancel_run(self, delivery: Delivery) -> None:
         """See Runner."""
         task = self._tasks.get(id(delivery))
         if task is not None:
-            self._tell(task.cancel)
+            self._call_soon(task.cancel)
 
-    def cancel(self) -> None:
+    def cancel_all(self) -> None:
         """See Runner."""
-        self._cancelled = True
-        if self._main is not None:
-            self._tell(self._main.cancel)
+        self._is_cancelled = True
+        if self._main_task is not None:
+            self._call_soon(self._main_task.cancel)
 
-    def _tell(self, what: Callable[[], object]) -> None:
-        # Before the loop begins it has nothing to be woken from: it looks at the buffer first.
-        with contextlib.suppress(RuntimeError):  # it has just been closed
+    def _call_soon(self, callback: Callable[[], object]) -> None:
+        # Before the loop runs there is nothing to wake: it checks the buffer first.
+        with contextlib.suppress(RuntimeError):  # the loop was closed at this moment
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(callback)
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as group:
-            while not self._ended:
-                self._fill(group)
-                await self._nudged.wait()
-                self._nudged.clear()
+            while not self._is_at_end:
+                self._start_tasks(group)
+                await self._notified.wait()
+                self._notified.clear()
 
-    def _fill(self, group: asyncio.TaskGroup) -> None:
-        """Begin as many messages as may run; each that ends begins the next."""
-        while self._free and not self._ended:
-            if not self._hand.gate.is_set():
-                asyncio.get_running_loop().call_later(GATE_S, self._nudged.set)
+    def _start_tasks(self, group: asyncio.TaskGroup) -> None:
+        """Start as many messages as there are free slots; each that ends starts the next."""
+        while self._free_slots and not self._is_at_end:
+            if not self._in_flight.gate.is_set():
+                asyncio.get_running_loop().call_later(GATE_POLL_S, self._notified.set)
                 return
             try:
-                delivery = self._hand.buffer.get_nowait()
+                delivery = self._in_flight.buffer.get_nowait()
             except Empty:
                 return
             if delivery is None:
-                self._ended = True
-                self._nudged.set()
+                self._is_at_end = True
+                self._notified.set()
             else:
-                self._free -= 1
+                self._free_slots -= 1
                 group.create_task(self._run_one(delivery, group))
 
     async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
         following: Delivery | None = delivery
-        while following is not None and not self._cancelled:
+        while following is not None and not self._is_cancelled:
             task = asyncio.current_task()
             assert task is not None
             self._tasks[id(following)] = task
-            outcome = await self._outcome_if_it_begins(following)
+            outcome = await self._start_and_run(following)
             del self._tasks[id(following)]
-            if outcome is None or self._cancelled:
+            if outcome is None or self._is_cancelled:
                 break
-            following = self._hand.conclude(following, outcome)
-        if not self._cancelled:
-            self._free += 1
-            self._fill(group)
+            following = self._in_flight.complete(following, outcome)
+        if not self._is_cancelled:
+            self._free_slots += 1
+            self._start_tasks(group)
 
-    async def _outcome_if_it_begins(self, delivery: Delivery, *, anyway: bool = False) -> Outcome | None:
-        while (begins := self._begin(delivery, anyway=anyway)) is None:  # noqa: ASYNC110 - another thread's doing, and rare
-            await asyncio.sleep(GATE_S)
-        return await self._outcome(delivery) if begins else None
+    async def _start_and_run(self, delivery: Delivery, *, ignore_gate: bool = False) -> Outcome | None:
+        while (starts := self._start(delivery, ignore_gate=ignore_gate)) is None:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(GATE_POLL_S)
+        return await self._run_message(delivery) if starts else None
 
-    async def _outcome(self, delivery: Delivery) -> Outcome:
-        message = self._pipeline.decode(delivery)
+    async def _run_message(self, delivery: Delivery) -> Outcome:
+        message = self._steps.decode(delivery)
         if message is None:
             outcome: Outcome = NOTHING
         elif delivery.lease is None:
-            outcome = await self._pipeline.run_async(message)
+            outcome = await self._steps.run_async(message)
         else:
-            outcome = await self._pipeline.run_async(message, delivery.lease.state)
-        self._end(delivery)
+            outcome = await self._steps.run_async(message, delivery.lease.state)
+        self._finish(delivery)
         return outcome

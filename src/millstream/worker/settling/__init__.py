@@ -1,1 +1,1 @@
-"""What happens to what was run: commits, retries, dead letters; and how claims are renewed meanwhile."""
+"""Commits, retries and dead letters of finished runs, and the renewal of claims and key leases meanwhile."""

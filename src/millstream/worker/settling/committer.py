@@ -1,4 +1,4 @@
-"""Settles what was run: commits it, files it as dead, or has it tried again."""
+"""Committer: commits the outcomes of runs, writes dead letters, and schedules retries."""
 
 import heapq
 import logging
@@ -15,7 +15,7 @@ from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.client import Client
-from millstream.worker.completion_queue import Ran
+from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -23,146 +23,147 @@ from millstream.worker.loop_metrics import LoopMetrics
 logger = logging.getLogger(__name__)
 
 _MEMORY_RETRY_MS = 500.0
-_WORD_EVERY_MS = 5_000.0
-Settled = tuple[Sequence[Delivery], Effects]
+_WARN_EVERY_MS = 5_000.0
+PendingCommit = tuple[Sequence[Delivery], Effects]
 T = TypeVar("T")
 
 
 class Committer:
-    """Commits what comes out of the handler, as much at once as has come, and times the retries.
+    """Commits the outcomes of a handler, as many at once as have arrived, and schedules the retries.
 
-    Used by one thread. `give_up` says that waiting for Redis has no point any more.
+    Used by one thread. `give_up` returns True when waiting for Redis is pointless.
     """
 
     def __init__(
         self, pipeline: HandlerSteps, hand: InFlight, client: Client, report: LoopMetrics, clock: Clock, *,
         give_up: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._pipeline = pipeline
-        self._hand = hand
+        self._steps = pipeline
+        self._in_flight = hand
         self._client = client
-        self._report = report
+        self._loop_metrics = report
         self._clock = clock
         self._give_up = give_up
         self._retries: list[tuple[float, int, Delivery]] = []
-        self._number = count()
-        self._without_memory: list[Settled] = []
-        self._memory_due_ms = 0.0
-        self._word_due_ms = 0.0
+        self._sequence = count()
+        self._postponed: list[PendingCommit] = []
+        self._postponed_due_ms = 0.0
+        self._warn_due_ms = 0.0
 
     def run(self) -> None:
-        """Settle until the outbox's end."""
+        """Commit until the completion queue is closed."""
         ended = False
         while not ended:
-            found, ended = self._hand.outbox.collect(self._wait_s())
-            if found:
-                self.settle(found)
-                found = []  # nothing holds on to it while more is waited for
-            self._wake_retries()
-            if self._waits_for_memory and self._clock.monotonic_ms() >= self._memory_due_ms:
-                self._try_memory_again()
+            finished, ended = self._in_flight.completions.collect(self._wait_s())
+            if finished:
+                self.settle(finished)
+                finished = []  # drop the reference while waiting for more
+            self._requeue_retries()
+            if self._has_postponed and self._clock.monotonic_ms() >= self._postponed_due_ms:
+                self._retry_postponed()
 
-    def settle(self, found: Sequence[Ran]) -> None:
-        """Do what the outcomes ask for."""
-        units: list[Settled] = []
+    def settle(self, finished: Sequence[FinishedRun]) -> None:
+        """Commit, retry or dead-letter each of these runs."""
+        commits: list[PendingCommit] = []
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
-        self._report_times(found)
-        gone = self._hand.gone([one for deliveries, _ in found for one in deliveries])
-        for deliveries, outcome in found:
+        self._observe_run_times(finished)
+        lost = self._in_flight.not_in_flight([one for deliveries, _ in finished for one in deliveries])
+        for deliveries, outcome in finished:
             delivery = deliveries[0]
-            if gone and not gone.isdisjoint(deliveries):
-                # It was given up, or lost to another worker, while it ran; the rest of its batch is run again.
-                self._run_again([one for one in deliveries if one not in gone], now_ms)
+            if lost and not lost.isdisjoint(deliveries):
+                # The entry was given up, or lost to another worker, while it ran; the rest of its batch is run again.
+                self._run_again([one for one in deliveries if one not in lost], now_ms)
             elif isinstance(outcome, Done):
-                commit = self._pipeline.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
-                units.append((deliveries, commit or self._pipeline.commit(delivery, outcome)))
+                effects = self._steps.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
+                commits.append((deliveries, effects or self._steps.commit(delivery, outcome)))
             elif isinstance(outcome, DeadLettered):
-                units.append((deliveries, self._pipeline.dead_letter(delivery, outcome)))
+                commits.append((deliveries, self._steps.dead_letter(delivery, outcome)))
             else:
-                assert isinstance(outcome, RetryLater)  # what has no key is not parked
+                assert isinstance(outcome, RetryLater)  # entries without a key are never parked
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
-                delivery.due_ms = now_ms + self._pipeline.retry(delivery, outcome)
-                heapq.heappush(self._retries, (delivery.due_ms, next(self._number), delivery))
+                delivery.due_ms = now_ms + self._steps.retry(delivery, outcome)
+                heapq.heappush(self._retries, (delivery.due_ms, next(self._sequence), delivery))
         for stream, deliveries in failed.items():
-            self._report.retried_some(len(deliveries))
-            self._note(stream, deliveries)
-        if units:
-            self._commit(units)
-        self._report.ended(sum([len(deliveries) for deliveries, _ in found]))
+            self._loop_metrics.count_retried(len(deliveries))
+            self._record_failures(stream, deliveries)
+        if commits:
+            self._commit(commits)
+        self._loop_metrics.on_runs_settled(sum([len(deliveries) for deliveries, _ in finished]))
 
-    def _note(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
+    def _record_failures(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         try:
-            self._patiently(lambda: stream.note_failures(deliveries))
+            self._retry_while_unavailable(lambda: stream.note_failures(deliveries))
         except OutOfMemory as error:
-            logger.warning("%d failed attempts are not counted beyond this worker: %s", len(deliveries), error)
+            logger.warning("cannot record %d failed attempts: %s; only this worker counts them", len(deliveries), error)
 
     def _wait_s(self) -> float | None:
         due = [self._retries[0][0]] if self._retries else []
-        if self._waits_for_memory:
-            due.append(self._memory_due_ms)
+        if self._has_postponed:
+            due.append(self._postponed_due_ms)
         return max(0.0, min(due) - self._clock.monotonic_ms()) / 1000 if due else None
 
-    def _wake_retries(self) -> None:
+    def _requeue_retries(self) -> None:
         now_ms = self._clock.monotonic_ms()
         while self._retries and self._retries[0][0] <= now_ms:
             _, _, delivery = heapq.heappop(self._retries)
             delivery.attempt += 1
-            if delivery in self._hand:
-                self._hand.take((delivery,), now_ms)
+            if delivery in self._in_flight:
+                self._in_flight.add((delivery,), now_ms)
 
-    def _commit(self, settled: Sequence[Settled]) -> None:
-        by_stream: dict[ReliableStream, list[Settled]] = defaultdict(list)
-        for one_unit in settled:
-            by_stream[one_unit[0][0].stream].append(one_unit)
+    def _commit(self, commits: Sequence[PendingCommit]) -> None:
+        by_stream: dict[ReliableStream, list[PendingCommit]] = defaultdict(list)
+        for commit in commits:
+            by_stream[commit[0][0].stream].append(commit)
         for stream, some in by_stream.items():
-            # Those of the streams to come are kept in hand meanwhile: it may take long where a server is away.
+            # Claims on entries of the later streams are renewed meanwhile: a commit may take long while a server is
+            # down.
             for one in _deliveries(some):
                 one.settling = True
             for portion in chunk_by_size(some, itemgetter(1)):
                 try:
                     self._commit_some(stream, portion)
                 except OutOfMemory as error:
-                    self._wait_for_memory(stream, portion, error)
+                    self._postpone(stream, portion, error)
 
-    def _commit_some(self, stream: ReliableStream, some: Sequence[Settled], *, allow_oom: bool = False) -> None:
-        units = [unit for _, unit in some]
+    def _commit_some(self, stream: ReliableStream, some: Sequence[PendingCommit], *, allow_oom: bool = False) -> None:
+        effects = [one for _, one in some]
         began_ms = self._clock.monotonic_ms()
         call = stream.new_call()
-        refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom, call=call))
+        refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
-        missing = {id(unit) for unit in refused}
-        written = [one for one in some if id(one[1]) not in missing] if missing else some
-        dead = [reason for _, unit in written if unit.dead for reason in map(reason_of, unit.dead)]
-        settled = _deliveries(some)
-        self._report.committed_some(_deliveries(written) if missing else settled, dead, took_s)
+        refused_ids = {id(one) for one in refused}
+        written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
+        dead = [reason for _, one in written if one.dead for reason in map(reason_of, one.dead)]
+        deliveries = _deliveries(some)
+        self._loop_metrics.count_committed(_deliveries(written) if refused_ids else deliveries, dead, took_s)
         if refused:
-            self._report.refused_some(len(refused))
+            self._loop_metrics.count_refused(len(refused))
             logger.warning(
-                "%d messages of %s were not committed: another worker has taken them over, or they were committed "
-                "before (first: %s)", len(refused), stream.stream, refused[0].first_id,
+                "commit refused for %d messages of %s: another worker claimed them, or they were committed before; "
+                "discarding their effects (first: %s)", len(refused), stream.stream, refused[0].first_id,
             )  # fmt: skip
-        self._hand.drop(settled)
-        for deliveries, unit in some if missing else ():
-            if len(deliveries) > 1 and id(unit) in missing:
-                self._rescue(stream, deliveries)
+        self._in_flight.remove(deliveries)
+        for batch, one in some if refused_ids else ():
+            if len(batch) > 1 and id(one) in refused_ids:
+                self._rerun_owned(stream, batch)
 
-    def _rescue(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
-        """Run again what this worker still has of a batch that was refused, since some of it is another's by now."""
+    def _rerun_owned(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
+        """Run a refused batch again, without the entries of it that another worker has claimed."""
         try:
-            lost = self._patiently(lambda: stream.extend([one.id for one in deliveries]))
+            lost = self._retry_while_unavailable(lambda: stream.extend([one.id for one in deliveries]))
         except OutOfMemory:
-            return  # they are pending: somebody adopts them later
+            return  # the entries stay pending: another worker claims them when they are idle
         self._run_again([one for one in deliveries if one.id not in lost], self._clock.monotonic_ms())
 
     def _run_again(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
         for one in deliveries:
             one.running = one.ran = one.settling = False
-        self._hand.take(deliveries, now_ms)
+        self._in_flight.add(deliveries, now_ms)
 
-    def _patiently(self, operation: Callable[[], T]) -> T:
-        """Wait while Redis is away; being out of memory is for the caller."""
+    def _retry_while_unavailable(self, operation: Callable[[], T]) -> T:
+        """Retry while Redis is unavailable. Raises OutOfMemory at once, for the caller to handle."""
 
         def attempt() -> T | OutOfMemory:
             try:
@@ -170,42 +171,42 @@ class Committer:
             except OutOfMemory as error:
                 return error
 
-        what = self._pipeline.handler.label
+        what = self._steps.handler.label
         result = self._client.patiently(attempt, what=what, give_up=self._give_up)
         if isinstance(result, OutOfMemory):
             raise result
         return result
 
-    def _wait_for_memory(self, stream: ReliableStream, some: Sequence[Settled], error: OutOfMemory) -> None:
-        """Acknowledge what writes nothing, which frees memory in the end; the rest waits, pending and counting no attempt."""
-        plain = [one for one in some if not (one[1].outputs or one[1].dead)]
-        if plain:
-            self._commit_some(stream, plain, allow_oom=True)
-        waiting = [one for one in some if one[1].outputs or one[1].dead]
-        for one in _deliveries(waiting):
-            one.settling = False  # it may take longer than a claim lasts
-        self._without_memory += waiting
-        self._say_that_memory_is_short(len(waiting), stream, error)
+    def _postpone(self, stream: ReliableStream, some: Sequence[PendingCommit], error: OutOfMemory) -> None:
+        """Commit plain acknowledgements, which free memory in the end; keep the rest pending, without an attempt."""
+        acknowledgements = [one for one in some if not (one[1].outputs or one[1].dead)]
+        if acknowledgements:
+            self._commit_some(stream, acknowledgements, allow_oom=True)
+        postponed = [one for one in some if one[1].outputs or one[1].dead]
+        for one in _deliveries(postponed):
+            one.settling = False  # Redis may be out of memory for longer than a claim lasts
+        self._postponed += postponed
+        self._warn_postponed(len(postponed), stream, error)
 
-    def _say_that_memory_is_short(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
+    def _warn_postponed(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
         now_ms = self._clock.monotonic_ms()
-        self._memory_due_ms = now_ms + _MEMORY_RETRY_MS
-        if count and now_ms >= self._word_due_ms:
-            logger.warning("%d messages of %s wait to be committed: %s", count, stream.stream, error)
-            self._word_due_ms = now_ms + _WORD_EVERY_MS
+        self._postponed_due_ms = now_ms + _MEMORY_RETRY_MS
+        if count and now_ms >= self._warn_due_ms:
+            logger.warning("commit of %d messages of %s postponed: %s; retrying", count, stream.stream, error)
+            self._warn_due_ms = now_ms + _WARN_EVERY_MS
 
     @property
-    def _waits_for_memory(self) -> bool:
-        return bool(self._without_memory)
+    def _has_postponed(self) -> bool:
+        return bool(self._postponed)
 
-    def _try_memory_again(self) -> None:
-        waiting, self._without_memory = self._without_memory, []
-        self._commit(waiting)
+    def _retry_postponed(self) -> None:
+        postponed, self._postponed = self._postponed, []
+        self._commit(postponed)
 
-    def _report_times(self, found: Sequence[Ran]) -> None:
-        if self._report.is_heard:
-            self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
+    def _observe_run_times(self, finished: Sequence[FinishedRun]) -> None:
+        if self._loop_metrics.has_backend:
+            self._loop_metrics.observe_run_times([one.took_ms for deliveries, _ in finished for one in deliveries])
 
 
-def _deliveries(settled: Sequence[Settled]) -> list[Delivery]:
-    return [one for deliveries, _ in settled for one in deliveries]
+def _deliveries(commits: Sequence[PendingCommit]) -> list[Delivery]:
+    return [one for deliveries, _ in commits for one in deliveries]

@@ -1,4 +1,4 @@
-"""Settles what was run of lines: commits it under their leases, and ends the leases that are used up."""
+"""Key committer: commits the outcomes of leased keys under their leases, and releases leases that are used up."""
 
 import logging
 from collections import defaultdict
@@ -14,34 +14,34 @@ from millstream.errors import OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.client import Reply
-from millstream.worker.completion_queue import Ran
+from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.settling.committer import Committer
 
 logger = logging.getLogger(__name__)
 
 Runs = list[tuple[Delivery, Outcome]]
-"""What was run of a line, in order, and what became of it."""
+"""Entries of a key that were run, in order, and their outcomes."""
 
 
 @dataclass(slots=True, eq=False)
 class _LeaseOutcome:
-    """What is to be done about a lease: effects to commit, and another end of it than that its turn is over."""
+    """Actions for one lease: effects to commit, and a release other than the requeue at the end of its slice."""
 
     lease: KeyLease
     runs: Runs
     done: Sequence[Delivery] = ()
-    unit: Effects | None = None
-    ending: LeaseRelease | None = None
+    effects: Effects | None = None
+    release: LeaseRelease | None = None
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more of the line is run under this lease."""
+        """True if no further entry of the key is run under this lease."""
         return self.lease.last is self.runs[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
 class _PipelinedReply:
-    """A commit that was sent together with others': under which number, and what came back."""
+    """The reply to a commit that was pipelined with others, and the number of its call."""
 
     call: str
     reply: Reply
@@ -49,59 +49,60 @@ class _PipelinedReply:
 
 
 class KeyCommitter(Committer):
-    """A Settler for handlers with a key. What fails waits in Redis, with its line, for its next attempt.
+    """A Committer for handlers with a key. A failed message waits in Redis, in its key queue, for its next attempt.
 
-    `on_turned` is told of a stream of which the turn of a line is over, or lost: there may be more of it.
+    `on_lease_end` is called with a stream when a lease on one of its keys ended or was lost: it may have more keys to
+    lease.
     """
 
-    def __init__(self, *means: Any, on_turned: Callable[[str], None] = lambda stream: None, **options: Any) -> None:
-        super().__init__(*means, **options)
-        self._on_turned = on_turned
-        self._kept: dict[KeyLease, Runs] = {}
+    def __init__(self, *args: Any, on_lease_end: Callable[[str], None] = lambda stream: None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._on_lease_end = on_lease_end
+        self._postponed_runs: dict[KeyLease, Runs] = {}
 
-    def settle(self, found: Sequence[Ran]) -> None:
-        """Do what the outcomes ask for."""
-        self._report_times(found)
-        if found:
-            self._hand.took(sum(deliveries[0].took_ms for deliveries, _ in found) / len(found))
-        # What waits for memory comes before what was run of the same line since.
-        runs, self._kept = self._kept, {}
-        for (delivery,), outcome in found:
+    def settle(self, finished: Sequence[FinishedRun]) -> None:
+        """Commit, retry, park or dead-letter each of these runs."""
+        self._observe_run_times(finished)
+        if finished:
+            self._in_flight.on_run_time(sum(deliveries[0].took_ms for deliveries, _ in finished) / len(finished))
+        # Runs kept for want of memory come before later runs of the same key.
+        runs, self._postponed_runs = self._postponed_runs, {}
+        for (delivery,), outcome in finished:
             runs.setdefault(lease_of(delivery), []).append((delivery, outcome))
         by_stream: dict[KeyedStream, list[_LeaseOutcome]] = defaultdict(list)
         for lease, some in runs.items():
-            if lease.lost or not all(delivery in self._hand for delivery, _ in some):
-                self._lose(lease)
+            if lease.lost or not all(delivery in self._in_flight for delivery, _ in some):
+                self._drop_lost(lease)
             else:
-                by_stream[lease.stream].append(self._turn(lease, some))
-        sent = self._commit_together(by_stream) if len(by_stream) > 1 else {}
-        for stream, turns in by_stream.items():
-            self._settle_of(stream, turns, sent.get(stream))
-        self._report.ended(len(found))
+                by_stream[lease.stream].append(self._make_outcome(lease, some))
+        sent = self._commit_pipelined(by_stream) if len(by_stream) > 1 else {}
+        for stream, outcomes in by_stream.items():
+            self._settle_stream(stream, outcomes, sent.get(stream))
+        self._loop_metrics.on_runs_settled(len(finished))
 
-    def _turn(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
-        turn = _LeaseOutcome(lease, runs)
-        effects = [(delivery, outcome) for delivery, outcome in runs if isinstance(outcome, (Done, DeadLettered))]
-        lease.ending = turn.is_over
-        if effects:
-            turn.done = [delivery for delivery, _ in effects]
-            turn.unit = self._pipeline.commit_turn(lease, effects)
-            if turn.is_over and len(effects) == len(runs):
-                turn.unit.left = lease.given - len(effects)
-        last, outcome = runs[-1]
-        if isinstance(outcome, RetryLater):
-            turn.ending = LeaseRelease(lease, "later", self._pipeline.retry(last, outcome), last.attempt)
-        elif isinstance(outcome, Parked):
-            turn.ending = LeaseRelease(lease, "park", f"{outcome.reason}: {outcome.error}", last.attempt)
-        return turn
+    def _make_outcome(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
+        outcome = _LeaseOutcome(lease, runs)
+        done = [(delivery, result) for delivery, result in runs if isinstance(result, (Done, DeadLettered))]
+        lease.ending = outcome.is_over
+        if done:
+            outcome.done = [delivery for delivery, _ in done]
+            outcome.effects = self._steps.commit_key(lease, done)
+            if outcome.is_over and len(done) == len(runs):
+                outcome.effects.left = lease.given - len(done)
+        last, result = runs[-1]
+        if isinstance(result, RetryLater):
+            outcome.release = LeaseRelease(lease, "later", self._steps.retry(last, result), last.attempt)
+        elif isinstance(result, Parked):
+            outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt)
+        return outcome
 
-    def _commit_together(
+    def _commit_pipelined(
         self, by_stream: Mapping[KeyedStream, Sequence[_LeaseOutcome]]
     ) -> dict[KeyedStream, _PipelinedReply]:
-        """Commit what can go in one round trip. What is not answered well is committed again, stream by stream."""
-        of = {stream: _with_effects(turns) for stream, turns in by_stream.items()}
-        calls = {stream: stream.new_call() for stream in _first_trip(of)}
-        commands = [stream.to_commit(_units(of[stream]), call) for stream, call in calls.items()]
+        """Commit as much as fits in one round trip. A commit without a good reply is sent again, stream by stream."""
+        effects_of = {stream: _with_effects(outcomes) for stream, outcomes in by_stream.items()}
+        calls = {stream: stream.new_call() for stream in _first_round_trip(effects_of)}
+        commands = [stream.to_commit(_effects(effects_of[stream]), call) for stream, call in calls.items()]
         began_ms = self._clock.monotonic_ms()
         replies: Sequence[Reply]
         try:
@@ -114,109 +115,111 @@ class KeyCommitter(Committer):
             for (stream, call), reply in zip(calls.items(), replies, strict=True)
         }
 
-    def _settle_of(self, stream: KeyedStream, turns: Sequence[_LeaseOutcome], sent: _PipelinedReply | None) -> None:
-        kept = [turn for some in _portions(_with_effects(turns)) for turn in self._commit_or_keep(stream, some, sent)]
-        turns = [turn for turn in turns if turn not in kept and not turn.lease.lost]
-        endings = [turn.ending for turn in turns if turn.ending is not None]
-        if endings:
-            self._report.retried_some(sum(ending.how == "later" for ending in endings))
-            self._report.parked_some(sum(ending.how == "park" for ending in endings))
-            for lease in self._patiently(lambda: stream.release(endings)):
-                self._lose(lease)
-        over = [turn for turn in turns if turn.is_over]
-        for turn in over:
-            self._hand.end_lease(turn.lease)
-            turn.lease.forget()
+    def _settle_stream(
+        self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
+    ) -> None:
+        kept = [one for some in _chunks(_with_effects(outcomes)) for one in self._commit_or_keep(stream, some, sent)]
+        outcomes = [one for one in outcomes if one not in kept and not one.lease.lost]
+        releases = [one.release for one in outcomes if one.release is not None]
+        if releases:
+            self._loop_metrics.count_retried(sum(release.how == "later" for release in releases))
+            self._loop_metrics.count_parked(sum(release.how == "park" for release in releases))
+            for lease in self._retry_while_unavailable(lambda: stream.release(releases)):
+                self._drop_lost(lease)
+        over = [one for one in outcomes if one.is_over]
+        for one in over:
+            self._in_flight.remove_lease(one.lease)
+            one.lease.forget()
         if over:
-            self._on_turned(stream.stream)
+            self._on_lease_end(stream.stream)
 
     def _commit_or_keep(
-        self, stream: KeyedStream, turns: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
+        self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
     ) -> list[_LeaseOutcome]:
-        """Commit what has effects; return what Redis has no memory for, which is kept, with its lease."""
+        """Commit the effects; return the outcomes that Redis has no memory for: they are kept, with their leases."""
         try:
-            self._commit_turns(stream, turns, sent)
+            self._commit_outcomes(stream, outcomes, sent)
         except OutOfMemory as error:
-            # What only acknowledges frees memory in the end.
-            plain = [turn for turn in turns if turn.unit and turn.unit.is_acknowledgement]
-            self._commit_turns(stream, plain, None, allow_oom=True)
-            kept = [turn for turn in turns if turn not in plain]
-            self._kept |= {turn.lease: turn.runs for turn in kept}
-            for turn in kept:
-                turn.lease.ending = False  # it has to be extended meanwhile
-            self._say_that_memory_is_short(sum(len(turn.runs) for turn in kept), stream, error)
+            # Plain acknowledgements free memory in the end.
+            plain = [one for one in outcomes if one.effects and one.effects.is_acknowledgement]
+            self._commit_outcomes(stream, plain, None, allow_oom=True)
+            kept = [one for one in outcomes if one not in plain]
+            self._postponed_runs |= {one.lease: one.runs for one in kept}
+            for one in kept:
+                one.lease.ending = False  # the lease has to be renewed meanwhile
+            self._warn_postponed(sum(len(one.runs) for one in kept), stream, error)
             return kept
         return []
 
-    def _commit_turns(
+    def _commit_outcomes(
         self,
         stream: KeyedStream,
-        turns: Sequence[_LeaseOutcome],
+        outcomes: Sequence[_LeaseOutcome],
         sent: _PipelinedReply | None,
         *,
         allow_oom: bool = False,
     ) -> None:
-        if not turns:
+        if not outcomes:
             return
-        of = {id(turn.unit): turn for turn in turns}
-        units = _units(turns)
+        by_effects = {id(one.effects): one for one in outcomes}
+        effects = _effects(outcomes)
         began_ms = self._clock.monotonic_ms()
         if sent is None or isinstance(sent.reply, Exception):
             call = sent.call if sent else stream.new_call()
-            refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom, call=call))
+            refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
         else:
-            refused = stream.committed(units, sent.reply)
+            refused = stream.committed(effects, sent.reply)
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
-        for unit in refused:
-            self._lose(of.pop(id(unit)).lease)
+        for one in refused:
+            self._drop_lost(by_effects.pop(id(one)).lease)
         done: list[Delivery] = []
         dead: list[str] = []
-        for turn in of.values():
-            assert turn.unit is not None
-            turn.lease.given -= len(turn.done)
-            if turn.unit.state is not None:
-                turn.lease.committed_state = turn.unit.state
-            done += turn.done
-            dead += map(reason_of, turn.unit.dead)
-        self._hand.drop(done)
-        self._report.committed_some(done, dead, took_s)
+        for outcome in by_effects.values():
+            assert outcome.effects is not None
+            outcome.lease.given -= len(outcome.done)
+            if outcome.effects.state is not None:
+                outcome.lease.committed_state = outcome.effects.state
+            done += outcome.done
+            dead += map(reason_of, outcome.effects.dead)
+        self._in_flight.remove(done)
+        self._loop_metrics.count_committed(done, dead, took_s)
 
-    def _lose(self, lease: KeyLease) -> None:
-        """Another worker has the line, or a person has changed it: nothing of it is this worker's any more."""
+    def _drop_lost(self, lease: KeyLease) -> None:
+        """Drop a key whose lease another worker has taken, or an operator has ended by changing the key."""
         lease.lost = True
-        self._on_turned(lease.stream.stream)
-        lost = self._hand.end_lease(lease)
+        self._on_lease_end(lease.stream.stream)
+        lost = self._in_flight.remove_lease(lease)
         if lost:
-            self._report.refused_some(len(lost))
+            self._loop_metrics.count_refused(len(lost))
             logger.warning(
-                "%d messages of %s were not committed: another worker has taken their line over (first: %s)",
-                len(lost), lease.stream.stream, lost[0].id.decode(),
+                "commit refused for %d messages of %s: this worker lost the lease of their key; "
+                "discarding their effects (first: %s)", len(lost), lease.stream.stream, lost[0].id.decode(),
             )  # fmt: skip
 
     @property
-    def _waits_for_memory(self) -> bool:
-        return bool(self._kept)
+    def _has_postponed(self) -> bool:
+        return bool(self._postponed_runs)
 
-    def _try_memory_again(self) -> None:
+    def _retry_postponed(self) -> None:
         self.settle(())
 
 
-def _with_effects(turns: Sequence[_LeaseOutcome]) -> list[_LeaseOutcome]:
-    return [turn for turn in turns if turn.unit is not None]
+def _with_effects(outcomes: Sequence[_LeaseOutcome]) -> list[_LeaseOutcome]:
+    return [one for one in outcomes if one.effects is not None]
 
 
-def _portions(turns: Sequence[_LeaseOutcome]) -> Iterator[Sequence[_LeaseOutcome]]:
-    return chunk_by_size(turns, attrgetter("unit"))
+def _chunks(outcomes: Sequence[_LeaseOutcome]) -> Iterator[Sequence[_LeaseOutcome]]:
+    return chunk_by_size(outcomes, attrgetter("effects"))
 
 
-def _first_trip(of: Mapping[KeyedStream, Sequence[_LeaseOutcome]]) -> Iterator[KeyedStream]:
-    """The first streams whose turns make one portion, all together."""
-    room = len(next(_portions([turn for turns in of.values() for turn in turns]), ()))
-    for stream, turns in of.items():
-        room -= len(turns)
-        if turns and room >= 0:
+def _first_round_trip(by_stream: Mapping[KeyedStream, Sequence[_LeaseOutcome]]) -> Iterator[KeyedStream]:
+    """Yield the first streams whose outcomes fit in one chunk, all together."""
+    room = len(next(_chunks([one for outcomes in by_stream.values() for one in outcomes]), ()))
+    for stream, outcomes in by_stream.items():
+        room -= len(outcomes)
+        if outcomes and room >= 0:
             yield stream
 
 
-def _units(turns: Sequence[_LeaseOutcome]) -> list[Effects]:
-    return [turn.unit for turn in turns if turn.unit is not None]
+def _effects(outcomes: Sequence[_LeaseOutcome]) -> list[Effects]:
+    return [one.effects for one in outcomes if one.effects is not None]

@@ -1,4 +1,4 @@
-"""Keeps leases on lines, and sees to it that nothing runs on after its lease."""
+"""Key lease renewal: renews the leases of keys, and cancels runs whose lease is about to expire."""
 
 import logging
 import threading
@@ -16,118 +16,121 @@ from millstream.worker.stream_exclusion import exclude_on_error
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
-_MARGIN = 0.1
-_LEAST_MARGIN_MS = 200.0
+_MARGIN_SHARE = 0.1
+_MIN_MARGIN_MS = 200.0
 
 
 class KeyLeaseRenewal(ClaimRenewal):
-    """A Keeper for handlers with a key. Lines that others have let go of come with the next lease, from `take`.
+    """A ClaimRenewal for handlers with a key. It claims nothing: the fetcher leases keys with expired leases, too.
 
-    `break_off` is told what must not run any longer.
+    `cancel_run` is called with an entry that must not run any longer.
     """
 
-    def __init__(self, *means: Any, break_off: Callable[[Delivery], None], **options: Any) -> None:
-        super().__init__(*means, **options)
-        self._break_off = break_off
+    def __init__(self, *args: Any, cancel_run: Callable[[Delivery], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._cancel_run = cancel_run
 
     def recover(self, stream: ReliableStream) -> None:
-        """Let others have the lines that an earlier life of this worker held, or that it never heard it was given."""
+        """Release the leases that this worker held before a restart, or was given in a reply that was lost."""
         assert isinstance(stream, KeyedStream)
-        known = [lease for lease in self._hand.leases.copy() if lease.stream is stream]
+        known = [lease for lease in self._in_flight.leases.copy() if lease.stream is stream]
         earlier, unheard = stream.recover(known, self._policy.batch)
-        self._report.adopted_some(earlier + unheard)
+        self._loop_metrics.count_claimed(earlier + unheard)
 
-    def round(self) -> None:
-        """See Keeper. Lines that were taken while runs were shorter, and wait, are given back: others may have time."""
+    def run_once(self) -> None:
+        """See ClaimRenewal. Also releases surplus leases, taken when runs were shorter: other workers may have time."""
         surplus: dict[KeyedStream, list[KeyLease]] = defaultdict(list)
-        for lease in self._hand.drop_surplus():
+        for lease in self._in_flight.remove_surplus():
             surplus[lease.stream].append(lease)
         for stream, some in surplus.items():
             with exclude_on_error(stream):
                 lost = stream.release([LeaseRelease(lease, "first") for lease in some])
-                self._report.handed_back_some(sum(one.given for one in some) - sum(one.given for one in lost))
-        super().round()
+                self._loop_metrics.count_released(sum(one.given for one in some) - sum(one.given for one in lost))
+        super().run_once()
 
-    def watch(self, over: threading.Event) -> None:
-        """Until it is over, see to it that no handler runs beyond its lease, though Redis may be away.
+    def run_watchdog(self, over: threading.Event) -> None:
+        """Until `over` is set, cancel each run whose lease is about to expire, also while Redis is unavailable.
 
-        The server may give the line to another worker then. Raises HandlerStuck if one cannot be broken off. This holds as
-        long as the process is scheduled (M. Kleppmann, "How to do distributed locking": a lease needs a fence as well).
+        Redis may lease the key to another worker after that. Raises HandlerStuck if a run cannot be cancelled. This
+        holds as long as the process is scheduled (M. Kleppmann, "How to do distributed locking": a lease needs a fence
+        as well).
         """
-        margin_ms = max(_LEAST_MARGIN_MS, _MARGIN * self._policy.claim_ms)
-        broken_off: list[Delivery] = []
+        margin_ms = max(_MIN_MARGIN_MS, _MARGIN_SHARE * self._policy.claim_ms)
+        cancelled: list[Delivery] = []
         while not over.wait(_WATCH_S):
-            if any(not one.ran for one in broken_off):
+            if any(not one.ran for one in cancelled):
                 raise HandlerStuck(
-                    f"{self._pipeline.handler.label} still runs on message {broken_off[0].id.decode()} of "
-                    f"{broken_off[0].stream.stream} though its lease ends, and another worker may begin it"
+                    f"{self._steps.handler.label} still runs on message {cancelled[0].id.decode()} of "
+                    f"{cancelled[0].stream.stream} though its lease is about to expire; another worker may run it then"
                 )
             late_ms = self._clock.monotonic_ms() + margin_ms
-            broken_off = self._let_go(
+            cancelled = self._drop_expiring(
                 [
                     lease
-                    for lease in self._hand.leases.copy()
+                    for lease in self._in_flight.leases.copy()
                     if (lease.lost or lease.until_ms < late_ms) and not lease.ending
                 ]
             )
 
-    def _let_go(self, leases: Sequence[KeyLease]) -> list[Delivery]:
-        """Have lines be run no more; return what still runs of them, and was told to end."""
-        rest: list[Delivery] = []
+    def _drop_expiring(self, leases: Sequence[KeyLease]) -> list[Delivery]:
+        """Drop leased keys; return their entries that are still running, whose runs it has tried to cancel."""
+        dropped: list[Delivery] = []
         for lease in leases:
             lease.lost = True
-            rest += self._hand.end_lease(lease)
-        self._report.refused_some(len(rest))
-        running = [one for one in rest if one.running and not one.ran]
+            dropped += self._in_flight.remove_lease(lease)
+        self._loop_metrics.count_refused(len(dropped))
+        running = [one for one in dropped if one.running and not one.ran]
         for delivery in running:
-            self._break_off(delivery)
-        for stream, count in Counter(one.stream.stream for one in rest).items():
+            self._cancel_run(delivery)
+        for stream, count in Counter(one.stream.stream for one in dropped).items():
             logger.warning(
-                "the leases of this worker on %d messages of %s end: they could not be extended, as Redis was away or this "
-                "process stood still", count, stream,
+                "leases on %d messages of %s expire: they were not renewed, as Redis was unavailable or this process "
+                "was not scheduled; cancelling their runs", count, stream,
             )  # fmt: skip
         return running
 
-    # What is different for lines
+    # Overridden for keys
 
-    def _adopt(self) -> bool:
+    def _claim_idle(self) -> bool:
         return False
 
-    def _take_stuck(self, stream: ReliableStream) -> None:
-        """Leases are not extended beyond the time limit, however healthy their worker is."""
+    def _claim_stuck(self, stream: ReliableStream) -> None:
+        """Nothing to do: the lease of a run is not renewed beyond the time limit, however healthy its worker is."""
 
-    def _note(self, stream: ReliableStream) -> bool:
-        """Nothing has to be noted: what is not committed is in a line."""
+    def _checkpoint(self, stream: ReliableStream) -> bool:
+        """Nothing to do: entries that are not committed stay in their key queues."""
         return True
 
-    def _extend(self, stream: ReliableStream) -> None:
+    def _renew(self, stream: ReliableStream) -> None:
         assert isinstance(stream, KeyedStream)
-        mine = [one for one in self._hand.leases.copy() if one.stream is stream and not (one.ending or one.lost)]
+        mine = [one for one in self._in_flight.leases.copy() if one.stream is stream and not (one.ending or one.lost)]
         if not mine:
             return
         now_ms = self._clock.monotonic_ms()
         lost: list[Delivery] = []
         for lease in stream.extend_leases(mine, self._policy.claim_ms, now_ms):
             if not lease.ending:
-                lost += self._hand.end_lease(lease)
+                lost += self._in_flight.remove_lease(lease)
         if lost:
-            self._report.refused_some(len(lost))
-            logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
+            self._loop_metrics.count_refused(len(lost))
+            logger.warning(
+                "leases on %d messages of %s lost: they expired or were ended; dropping them", len(lost), stream.stream
+            )
 
-    def _give_up(self, delivery: Delivery) -> None:
-        """Note the failed attempt. The line stays leased as long as the run goes on, that is, until the process has ended."""
+    def _give_up_run(self, delivery: Delivery) -> None:
+        """Record the failed attempt. The key stays leased while the run goes on, that is, until the process ends."""
         lease = lease_of(delivery)
-        message = self._pipeline.decode(delivery)
+        message = self._steps.decode(delivery)
         assert message is not None
         lease.ending = True
-        outcome = overdue(self._pipeline.handler, message)
+        outcome = overdue(self._steps.handler, message)
         if isinstance(outcome, DeadLettered):
-            if not lease.stream.commit([self._pipeline.commit_turn(lease, [(delivery, outcome)])]):
-                self._report.committed_some([delivery], [outcome.reason], 0.0)
+            if not lease.stream.commit([self._steps.commit_key(lease, [(delivery, outcome)])]):
+                self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
         elif isinstance(outcome, RetryLater):
             lease.stream.note_failures([delivery])
-            self._report.retried_some(1)
+            self._loop_metrics.count_retried(1)
             lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
             lease.stream.release([LeaseRelease(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
-        self._hand.end_lease(lease)
+        self._in_flight.remove_lease(lease)

@@ -1,23 +1,23 @@
 #!lua flags=allow-oom
--- End leases on streams: they are done, or others may have them.
+-- End leases on streams: the streams are done, or released to other consumers.
 --
 -- KEYS  1 the input stream   2 meta (hash)
--- ARGV  1 consumer group   2 consumer, or '' for a person   3 'done' or 'released'   4.. stream and token of each lease
---       (token '' for a person)
--- REPLY streams that are not the consumer's under this token, or unknown to the service; nothing was changed of them
+-- ARGV  1 consumer group   2 consumer, or '' for an operator   3 'done' or 'released'   4.. stream and token of each
+--       lease (token '' for an operator)
+-- REPLY streams that the consumer does not own under this token, or that the service does not know; these are unchanged
 --
--- INVARIANT  Only the owner ends a lease, or a person. To repeat it changes nothing: what is done already, or was given
---   back under this very token, is not refused.
+-- INVARIANT  Only the owner or an operator ends a lease. A repeated call changes nothing: a stream that is done
+--   already, or was released under the same token, is not refused.
 
 -- include service_state
 
 local group, consumer, how = ARGV[1], ARGV[2], ARGV[3]
 local refused = {}
 
--- Whether this was asked for before, and its reply lost.
+-- Whether an earlier call, whose reply was lost, has ended the lease.
 local function was_ended(stream, token, is_known)
   if how == 'done' then return not is_known end
-  return redis.call('HGET', RETURNED, stream) == token
+  return redis.call('HGET', RELEASED, stream) == token
 end
 
 for i = 4, #ARGV, 2 do
@@ -27,12 +27,12 @@ for i = 4, #ARGV, 2 do
   local may_end = owner == consumer and token == ARGV[i + 1]
   if consumer == '' then may_end = is_known end
   if may_end and how == 'done' then
-    if owner then let_go(stream, owner) else redis.call('LREM', FREE, 1, stream) end
-    strike_off(group, stream)
-    tell('done', stream, owner or '')
+    if owner then remove_owner(stream, owner) else redis.call('LREM', UNASSIGNED, 1, stream) end
+    forget_stream(group, stream)
+    emit('done', stream, owner or '')
   elseif may_end then
-    if owner then free(group, stream, owner, 'released') end
-    if consumer ~= '' then redis.call('HSET', RETURNED, stream, token) end
+    if owner then release(group, stream, owner, 'released') end
+    if consumer ~= '' then redis.call('HSET', RELEASED, stream, token) end
   elseif consumer == '' or not was_ended(stream, ARGV[i + 1], is_known) then
     refused[#refused + 1] = stream
   end

@@ -1,18 +1,19 @@
 #!lua flags=allow-oom
--- A consumer leaves: others may have all its streams at once, and its name is free.
+-- A consumer leaves: its streams are released at once, and its name may be used again.
 --
 -- KEYS  1 the input stream   2 meta (hash)
--- ARGV  1 consumer group   2 consumer   3 its incarnation   4 'released', or if it comes too late, because it stood still,
---       'expired', or 'lapsed' because Redis was away
+-- ARGV  1 consumer group   2 consumer   3 its incarnation   4 'released'; or, if its leases have expired before,
+--       'expired', or 'lapsed' if that was because Redis was unavailable
 -- REPLY number of streams that it had
 --
--- INVARIANT  Nothing is acknowledged that is not done. A name that another process has by now is left alone.
+-- INVARIANT  Only an announcement whose stream is done is acknowledged. A name that another process has taken since is
+--   left unchanged.
 
 -- include service_state
 
 local group, consumer = ARGV[1], ARGV[2]
-if not is_alive(consumer, ARGV[3]) then return 0 end
-local count = redis.call('SCARD', set_of(consumer))
-bury(group, consumer, ARGV[4], count)
-tell('left', '', consumer)
+if not is_registered(consumer, ARGV[3]) then return 0 end
+local count = redis.call('SCARD', streams_of(consumer))
+evict(group, consumer, ARGV[4], count)
+emit('left', '', consumer)
 return count

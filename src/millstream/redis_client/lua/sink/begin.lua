@@ -1,13 +1,13 @@
 #!lua
--- Begin a run of a sink: give it an epoch above those of all runs before it, or the one that it has.
+-- Begin a run of a sink: assign an epoch above those of all earlier runs, or return the one that the run has.
 --
 -- KEYS  1 record (hash: epoch, batch, state, attempt, manifest, withdrawn)   2 the run (string: its epoch)
--- ARGV  1 how long a run is remembered, in seconds
--- REPLY epoch, 1 if it was given just now, the manifest of a batch that is under way ('' = none)
+-- ARGV  1 seconds until the key of the run expires
+-- REPLY epoch, 1 if it is new, the manifest of the decided batch that is not fully published ('' = none)
 -- ERROR STALE when a newer run has begun
 --
--- INVARIANT  The epoch never goes back. It is at least the server's time in microseconds, so that a failover to a replica
---   that missed the last one cannot repeat it.
+-- INVARIANT  The epoch never goes back. It is at least the server's time in microseconds, so that a replica that has
+--   missed the last epoch cannot assign it again after a failover.
 
 -- include ids
 

@@ -1,15 +1,18 @@
 #!lua
--- See that all is there which a batch has staged for one stream, that it can be published, and keep it until it is.
+-- Close the staged part of a batch for one stream: check that it is complete and can be published, create its seal (the
+-- counter of chunks left to publish), and keep both until it is published.
 --
--- KEYS  1 the stream   2 seal of this attempt (hash: left, fresh)   3.. staged chunks (lists), in the order of the tasks
--- ARGV  1 '': keep it for good, else how many seconds   2 '1': it replaces what the stream holds, or ''
---       3 id of the first entry, if the rows have ids and none may be passed over, or ''   4.. chunks in each list
+-- KEYS  1 the stream   2 seal of this attempt (hash: left, fresh)   3.. staged chunks (lists), in task order
+-- ARGV  1 '': keep them for ever, else seconds until the seal expires
+--       2 '1': the rows replace the stream's entries, or ''
+--       3 id of the first row, if rows have ids and none may be skipped, or ''
+--       4.. number of chunks in each list
 -- REPLY number of chunks
--- ERROR WRONGTYPE when the key holds something else; NOPERM when the user may not write to it; LOST and what is missing;
---       TOPPED, the stream's last id and its name, when the first one is not above it
+-- ERROR WRONGTYPE when the key holds another type; NOPERM when the user may not write to it; LOST with the number and
+--       key of missing chunks; TOPPED with the stream's last id and name, when the first row's id is not above it
 --
--- INVARIANT  Nothing is visible yet. `left` counts the chunks that are to be published, in the same slot as they are: a
---   Redis that forgets some of them is found out.
+-- INVARIANT  No row is visible yet. `left` is in the same slot as the chunks that it counts, so drain detects chunks
+--   that Redis has lost.
 
 -- include ids
 -- include refusal
@@ -19,27 +22,27 @@ local found = redis.call('TYPE', stream)['ok']
 if found ~= 'none' and found ~= 'stream' then
   return redis.error_reply('WRONGTYPE ' .. stream .. ' holds a ' .. found .. ' where a stream is needed')
 end
--- An id that Redis never takes: what is refused before that are the user's rights.
+-- Redis never accepts this id, but checks the user's rights first.
 local refused = redis.pcall('XADD', stream, '0-0', 'f', 'v').err
 if denied(refused) then
   return redis.error_reply('NOPERM XADD ' .. stream)
 end
 if ARGV[3] ~= '' and found == 'stream' then
-  local facts = redis.call('XINFO', 'STREAM', stream)
-  for i = 1, #facts, 2 do
-    if facts[i] == 'last-generated-id' and not less(facts[i + 1], ARGV[3]) then
-      return redis.error_reply('TOPPED ' .. facts[i + 1] .. ' ' .. stream)
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' and not less(info[i + 1], ARGV[3]) then
+      return redis.error_reply('TOPPED ' .. info[i + 1] .. ' ' .. stream)
     end
   end
 end
 
 local chunks = 0
 for i = 3, #KEYS do
-  local held = redis.call('LLEN', KEYS[i])
-  if held ~= tonumber(ARGV[i + 1]) then
-    return redis.error_reply('LOST ' .. ARGV[i + 1] - held .. ' staged chunks of ' .. KEYS[i])
+  local count = redis.call('LLEN', KEYS[i])
+  if count ~= tonumber(ARGV[i + 1]) then
+    return redis.error_reply('LOST ' .. ARGV[i + 1] - count .. ' staged chunks of ' .. KEYS[i])
   end
-  chunks = chunks + held
+  chunks = chunks + count
 end
 redis.call('HSET', seal, 'left', chunks, 'fresh', ARGV[2])
 if ARGV[1] == '' then

@@ -1,14 +1,14 @@
 #!lua
--- Decide that a batch, all of which is staged and sealed, is published.
+-- Decide that a batch, whose parts are all staged and closed, is published.
 --
 -- KEYS  1 record (hash: epoch, batch, state, attempt, manifest, withdrawn)   2 staged (set)
 -- ARGV  1 epoch of the run   2 number of the batch   3 attempt at it   4 manifest (msgpack)
 -- REPLY 1
 -- ERROR STALE: a newer run has begun, another attempt was decided, or this one was withdrawn
 --
--- INVARIANT  This is the one step by which a batch comes to be published, in all its streams: before it none of its rows
---   is, after it all will be, by whoever comes next. A newer run that has begun may stage the batch anew, so an older one
---   decides nothing. What is decided stays noted until all of it is published, so nothing comes before it or in its place.
+-- INVARIANT  This one step decides a batch for all its streams: before it no row is published, after it all will be, by
+--   this run or the next. A newer run may stage the batch again, so an older one decides nothing. The record keeps the
+--   decision until all rows are published, so no other batch comes before it or in its place.
 
 -- include ids
 

@@ -1,16 +1,16 @@
 #!lua
--- Publish the next rows of what a batch has staged for one stream, about a thousand of them or a megabyte.
+-- Publish the next rows that a batch has staged for one stream, about a thousand or a megabyte.
 --
 -- KEYS  1 the stream   2 seal (hash: left, fresh)   3.. staged chunks (lists), in the order of the tasks
 -- ARGV  1 'MAXLEN', 'MINID' or ''   2 '~' or '='   3 its threshold
---       4 '1': rows whose id is not above the stream's last are passed over, or ''
--- REPLY number of chunks that are left
--- ERROR LOST when chunks, or the seal, are missing; TOPPED, the stream's last id and its name, when somebody has
+--       4 '1': skip rows whose id is not above the stream's last one, or ''
+-- REPLY number of chunks left
+-- ERROR LOST when chunks, or the seal, are missing; TOPPED with the stream's last id and name, when another writer has
 --       added an entry above the id of the next row
 --
--- INVARIANTS  A chunk leaves its list in the same step in which its rows become entries, so whoever drains, and how often,
---   each row is published once, and in order. What can be refused comes before the first write of a chunk. It may run at
---   maxmemory: the rows are there already, and take no more room as entries.
+-- INVARIANTS  A chunk leaves its list in the same step in which its rows become entries, so each row is published once
+--   and in order, however often and by however many processes the script is called. Every check comes before the first
+--   write of a chunk. The script may run at maxmemory: staged rows take no more memory as entries.
 
 -- include ids
 
@@ -27,9 +27,9 @@ end
 
 local function last_id()
   if redis.call('EXISTS', stream) == 0 then return '0-0' end
-  local facts = redis.call('XINFO', 'STREAM', stream)
-  for i = 1, #facts, 2 do
-    if facts[i] == 'last-generated-id' then return facts[i + 1] end
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then return info[i + 1] end
   end
 end
 
@@ -37,7 +37,9 @@ local function publish(key, chunk)
   local rows = cmsgpack.unpack(chunk)
   local with_ids = rows[1][1] ~= '*'
   local top = with_ids and last_id()
-  if with_ids and ARGV[4] == '' and not less(top, rows[1][1]) then return nil, redis.error_reply('TOPPED ' .. top .. ' ' .. stream) end
+  if with_ids and ARGV[4] == '' and not less(top, rows[1][1]) then
+    return nil, redis.error_reply('TOPPED ' .. top .. ' ' .. stream)
+  end
   for _, row in ipairs(rows) do
     if not with_ids or less(top, row[1]) then redis.call('XADD', stream, unpack(row)) end
   end

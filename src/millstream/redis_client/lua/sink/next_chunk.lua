@@ -1,11 +1,11 @@
 #!lua
--- Say that all of a decided batch is published, or withdraw one that is not decided.
+-- Finish a decided batch, all of which is published, or withdraw a batch that is not decided.
 --
 -- KEYS  1 record (hash: epoch, batch, state, attempt, manifest, withdrawn)   2 staged (set)
 -- ARGV  1 attempt   2 'finish' or 'withdraw'
 -- REPLY 1, or 0: 'withdraw' came too late, the batch is decided
 --
--- INVARIANT  An attempt that was withdrawn is not decided later, by a call that was on its way: its rows are gone.
+-- INVARIANT  A delayed call of decide cannot decide a withdrawn attempt, whose rows are deleted.
 
 local found = redis.call('HMGET', KEYS[1], 'state', 'attempt')
 local decided = found[1] == 'decided' and found[2] == ARGV[1]

@@ -1,14 +1,14 @@
 #!lua
--- Ask whether a staged batch is to be published; if it is, note its seals, which are made next.
+-- Read whether a staged batch has to be published; if so, add its seals, which are created next, to the index.
 --
 -- KEYS  1 record (hash: epoch, batch, state, attempt, manifest, withdrawn)   2 staged (set: token and stream)
--- ARGV  1 epoch of the run   2 number of the batch   3 'skip' or 'refuse' what comes before the last batch
+-- ARGV  1 epoch of the run   2 number of the batch   3 'skip' or 'refuse' a batch before the last one
 --       4.. token and stream of each seal
--- REPLY 'go': it is   'done': it was   or 'decided' and a manifest: of a batch that is decided and not all published; end
---       that first, and ask again
--- ERROR STALE when a newer run has begun; BEHIND and the number of the last batch
+-- REPLY 'go': publish it   'done': it was published   or 'decided' and the manifest of a batch that is decided and not
+--       fully published: publish that one first, and call again
+-- ERROR STALE when a newer run has begun; BEHIND with the number of the last batch
 --
--- INVARIANT  Like all that is staged, a seal is noted before it is made, or nobody would find it who sweeps up.
+-- INVARIANT  Like every staged key, a seal is indexed before it is created, so that a sweep finds it.
 
 -- include ids
 

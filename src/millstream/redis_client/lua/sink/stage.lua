@@ -1,17 +1,17 @@
 #!lua
--- Stage chunks of rows for one stream, once, however often they are sent.
+-- Stage chunks of rows for one stream, once, however often the call is repeated.
 --
 -- KEYS  1 staged chunks (list), of one attempt at one task
--- ARGV  1 number of chunks that were staged before   2 how long they are kept, in seconds   3.. chunks (msgpack)
--- REPLY number of chunks that are staged now
--- ERROR LOST when fewer chunks are there than were staged
+-- ARGV  1 number of chunks staged before   2 seconds until the list expires   3.. chunks (msgpack)
+-- REPLY number of chunks staged now
+-- ERROR LOST when the list has fewer chunks than were staged before
 --
--- INVARIANT  No flag allow-oom: at maxmemory it is here that a batch waits, before anything of it is visible.
+-- INVARIANT  No flag allow-oom: at maxmemory a batch waits here, before any of its rows is visible.
 
-local held, before = redis.call('LLEN', KEYS[1]), tonumber(ARGV[1])
-if held < before then return redis.error_reply('LOST ' .. before - held .. ' staged chunks of ' .. KEYS[1]) end
-if held == before then
-  for i = 3, #ARGV do held = redis.call('RPUSH', KEYS[1], ARGV[i]) end
+local count, before = redis.call('LLEN', KEYS[1]), tonumber(ARGV[1])
+if count < before then return redis.error_reply('LOST ' .. before - count .. ' staged chunks of ' .. KEYS[1]) end
+if count == before then
+  for i = 3, #ARGV do count = redis.call('RPUSH', KEYS[1], ARGV[i]) end
   redis.call('EXPIRE', KEYS[1], ARGV[2])
 end
-return held
+return count

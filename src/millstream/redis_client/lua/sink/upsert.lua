@@ -1,12 +1,12 @@
 #!lua
--- Write a row as a hash or a JSON text, unless what is stored is newer.
+-- Write a row as a hash or a JSON text, unless the stored one is newer.
 --
--- KEYS  1 where it is stored (hash or string)
--- ARGV  1 'hash' or 'json'   2 guard of the row: a whole number, or the id of an entry   3 name of the field with the guard
+-- KEYS  1 key of the row (hash or string)
+-- ARGV  1 'hash' or 'json'   2 guard of the row: a whole number or an entry id   3 name of the field with the guard
 --       json: 4 the text, an object that begins with the guard
---       hash: 4 number of fields that are removed, their names, then names and values
--- REPLY 1, or 0: what is stored has a greater guard, and stays
--- ERROR WRONGTYPE when the key holds something else; UNGUARDED when what is stored there has no guard
+--       hash: 4 number of fields to remove, their names, then names and values
+-- REPLY 1, or 0: the stored row has a greater guard, and stays
+-- ERROR WRONGTYPE when the key holds another type; UNGUARDED with the key, when its value has no guard
 --
 -- INVARIANT  The guard of a key never goes back, so rows may be written again, late, and in any order.
 

@@ -1,0 +1,175 @@
+"""One language: names in the code use the field's terms (`docs/glossary.md`), and pages name modules that exist."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.cli]
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+PAGES = ("docs/glossary.md", "docs/architecture.md")
+
+# Words of an earlier vocabulary, as whole parts of a name: `put_in_hand`, `LineTaker`. The glossary has the terms.
+_RETIRED = """
+    adopt adopted aside bell bury desk door doors doubt fleet frontier guest hand handed hands hear heard house hurry
+    judging keeper keeping lane leaver leavers ledger line lines look looked marks moving nudge outbox pieces postbox
+    pump restless settler shelf station strike strikes struck taken taker taking tell tend told turn turns
+    """
+RETIRED = frozenset(_RETIRED.split())
+
+# Names that hold such a word and stay, with the reason.
+ALLOWED: Mapping[str, str] = {
+    "SubscriberBuffer.taken_count": "how many messages the subscriber has taken",
+    "_PortTaken": "a port that is taken: the common phrase for EADDRINUSE",
+    "HandlerKeys.line": "the suffix `:line` in Redis",
+    "HandlerKeys.marks": "the suffix `:marks` in Redis",
+    "HandlerKeys.moving": "the suffix `:moving` in Redis",
+    "HandlerKeys.strikes": "the suffix `:strikes` in Redis",
+    "TakenKeys": "the keys `:taken:...` in Redis",
+    "AclRule.line": "a line of an ACL file",
+    "DelayedMessages.keep_moving": "it moves messages",
+    "LinesFd": "lines of text on a pipe",
+    "OneLine": "a line of text",
+    "OneLineFormatter": "a line of text",
+    "Rule.line": "a line of an ACL file",
+    "_Lines": "lines of text on standard output",
+    "escape_line": "a line of text",
+    "escape_lines": "lines of text",
+    "_Seeker.marks": "marks at every n-th entry",
+    "one_line": "a line of text",
+    "print_line": "a line of text",
+    "say_lines": "lines of text",
+    "talk_lines": "lines of text",
+    "look_ahead_used": "the option --look-ahead",
+    "set_look_ahead_used": "the option --look-ahead",
+}
+
+# Methods and functions that are still to be renamed. An entry goes when its name goes; nothing is added.
+_PENDING = """
+    Reactor.run_in_helper KeyRun.aside _Desk LossPolicy.doubt Service.end_leases hand_back hear heard hurry _Snapshot.line
+    _Snapshot.line_or_damage GroupStream.line_of LineOf line_by KeyRun.take_line Delegator.lines_of look to_look
+    look_at looked keep_moving BatchPlanner.pieces CommitStore.strike Effects.end_strikes KeyedStream.taken tell_gap
+    tell_start tell told GroupStream.tend in_turn _Turns adopt adopt_idle
+    """
+PENDING = frozenset(_PENDING.split())
+
+# "Somebody" and "nobody" stand in for a component that has a name. The number may only fall.
+PRONOUNS = re.compile(r"\b(?:some|no)body\b", re.IGNORECASE)
+MOST_PRONOUNS = 175
+
+
+def parts(name: str) -> list[str]:
+    """The words of a name in snake_case or CamelCase, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)]
+
+
+def names_in(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Classes, public functions and public methods below `tree`, as `Class.method`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.ClassDef):
+            yield prefix + child.name
+            yield from names_in(child, f"{child.name}.")
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+            yield prefix + child.name
+
+
+def retired_names(src: Path) -> Iterator[str]:
+    """Each name below `src` that holds a retired word, with the word."""
+    for path in sorted(src.rglob("*.py")):
+        module = ".".join(path.relative_to(src).with_suffix("").parts)
+        for part in module.split("."):
+            yield from (f"{module}: module {part!r} has {word!r}" for word in parts(part) if word in RETIRED)
+        for name in names_in(ast.parse(path.read_text())):
+            last = name.rpartition(".")[2]
+            if not {name, last} & (ALLOWED.keys() | PENDING):
+                yield from (f"{module}: {name!r} has {word!r}" for word in parts(last) if word in RETIRED)
+
+
+def prose_pronouns(src: Path) -> int:
+    """How often "somebody" and "nobody" stand in the text of modules and scripts; names in capitals do not count."""
+    texts = [path.read_text() for kind in ("*.py", "*.lua") for path in src.rglob(kind)]
+    return sum(not word.isupper() for text in texts for word in PRONOUNS.findall(text))
+
+
+def missing_modules(page: str, root: Path) -> Iterator[str]:
+    """Every module, script, folder or page that the text of a page names and the tree lacks."""
+    package = root / "src" / "millstream"
+    places = (package, package / "redis_client", package / "redis_client/lua", root, root / "docs")
+    neighbours = list(package.rglob("*/"))
+    for name in sorted(set(re.findall(r"`([\w/]+(?:\.py|\.lua|/))`", page))):
+        where = places if "/" in name.rstrip("/") else (*places, *neighbours)
+        if not any((place / name).exists() for place in where):
+            yield f"{name} is named, and does not exist"
+    for name in sorted(set(re.findall(r"\| `([a-z]+/[a-z_]+)`|` `([a-z]+/[a-z_]+)`", page))):
+        script = "".join(name)
+        if not (package / "redis_client/lua" / f"{script}.lua").exists():
+            yield f"the script {script} is named, and does not exist"
+    for link in sorted(set(re.findall(r"\]\(([\w./-]+)", page))):
+        if not (root / "docs" / link).exists():
+            yield f"{link} is linked, and does not exist"
+
+
+def test_names_hold_no_word_of_an_earlier_vocabulary() -> None:
+    assert list(retired_names(SRC)) == []
+
+
+def test_prose_names_the_component_rather_than_somebody() -> None:
+    assert prose_pronouns(SRC) <= MOST_PRONOUNS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_only_modules_that_exist(page: str) -> None:
+    assert list(missing_modules((ROOT / page).read_text(), ROOT)) == []
+
+
+def test_every_script_is_in_the_map_of_architecture() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    scripts = (SRC / "millstream/redis_client/lua").glob("*/*.lua")
+    names = [f"{path.parent.name}/{path.stem}" for path in scripts if path.parent.name != "include"]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_every_part_of_the_code_is_in_architecture() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    entries = (SRC / "millstream").iterdir()
+    tops = {path.name if path.suffix else f"{path.name}/" for path in entries if path.name[0] not in "._"}
+    assert [name for name in sorted(tops) if f"`{name}`" not in page and name != "py.typed"] == []
+
+
+def test_every_key_in_redis_is_in_architecture() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    package = SRC / "millstream"
+    suffixes = set(re.findall(r"\{self\.base\}:([a-z]+)", (package / "redis_client/key_names.py").read_text()))
+    for path in (package / "redis_client/lua").rglob("*.lua"):
+        suffixes.update(re.findall(r"(?:BASE \.\. |:)'?:?([a-z-]+):?'", path.read_text()))
+    assert len(suffixes) >= 41, "the expressions above find the suffixes no more"
+    assert [name for name in sorted(suffixes) if not re.search(rf":{name}\b", page)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "complaint"),
+    [
+        ("millstream/worker/taker.py", "", "module 'taker'"),
+        ("millstream/worker/x.py", "class LineTaker: ...", "'LineTaker' has 'line'"),
+        ("millstream/worker/x.py", "class X:\n def put_in_hand(self): ...", "'X.put_in_hand' has 'hand'"),
+    ],
+)
+def test_a_retired_word_is_found(tmp_path: Path, path: str, text: str, complaint: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert any(complaint in found for found in retired_names(tmp_path))
+
+
+def test_words_within_a_word_are_not_found(tmp_path: Path) -> None:
+    (tmp_path / "handlers.py").write_text("class Handler:\n def outline(self): ...\ndef _hand(): ...")
+    assert list(retired_names(tmp_path)) == []
+
+
+def test_a_module_that_is_gone_is_found() -> None:
+    page = "`worker/gone.py`, `worker/loop.py`, `lua/commit/commit.lua`, `worker/` and [x](gone.md)\n| `keys/gone` |"
+    assert [one.split()[0] for one in missing_modules(page, ROOT)] == ["worker/gone.py", "the", "gone.md"]
