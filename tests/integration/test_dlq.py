@@ -258,7 +258,7 @@ def test_a_reason_that_there_is_not_is_refused_with_those_that_there_are(
     bury(client, letter("1-0"))
     refused = call("dlq", *words, "--reason", "nonsense", url=client.url)
     assert (refused.code, refused.out) == (2, "")
-    assert "no message dies of 'nonsense': the reasons are missing-key, " in refused.err
+    assert "unknown dead-letter reason 'nonsense': use one of missing-key, " in refused.err
     assert ", skipped, unreadable" in refused.err
     assert call("dlq", *words, "--reason", "unreadable", url=client.url).code == 0
 
@@ -395,7 +395,7 @@ def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> 
     bury(client, letter(), letter())
     client.execute("SET", "flights", "text")
     box = DeadLetterQueue(client)
-    why = "nothing can be added to flights: the key holds no stream"
+    why = "cannot add to flights: the key holds no stream"
     assert [(one.new_id, one.problem) for one in box.redrive(box.select(DeadLetterFilter()))] == [(None, why)] * 2
     done = call("dlq", "redrive", "--all", "--yes", url=client.url)
     assert (done.code, done.err.count(f"was not redriven: {why}\n")) == (1, 2)

@@ -114,7 +114,7 @@ def test_letters_of_a_stream_that_cannot_be_added_to_stop_no_others(client: Clie
     client.execute("SET", "payments", "text")
     redriven = call("dlq", "redrive", "--all", "--yes", url=client.url)
     assert (redriven.code, redriven.out) == (1, "2 dead letters redriven\n")
-    assert "letter 2-1 was not redriven: nothing can be added to payments: the key holds no stream" in redriven.err
+    assert "letter 2-1 was not redriven: cannot add to payments: the key holds no stream" in redriven.err
 
 
 # --- Handlers ---

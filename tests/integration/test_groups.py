@@ -98,7 +98,7 @@ def test_an_id_that_is_none_is_refused(client: Client, group: Group) -> None:
 
 def test_a_key_of_another_type_is_named(client: Client) -> None:
     client.execute("SET", "s", "text")
-    with pytest.raises(WrongType, match="s holds something else"):
+    with pytest.raises(WrongType, match="s is not a stream"):
         Group(client, "s", "g").create()
 
 
@@ -181,7 +181,7 @@ def test_a_stream_that_there_is_not_and_a_key_that_is_none_are_told_apart(client
     for look in (stream_info, stream_details):
         with pytest.raises(GroupMissing, match="no stream 'none'"):
             look(client, "none")
-        with pytest.raises(WrongType, match="text holds something else"):
+        with pytest.raises(WrongType, match="text is not a stream"):
             look(client, "text")
 
 

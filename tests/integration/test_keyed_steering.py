@@ -138,13 +138,13 @@ def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
         (b"E", "ready", 1, "10-0", None, 0, None),
     ]  # fmt: skip
     why = {name: one.why for name, one in found.items()}
-    assert "worker w1 has it since" in why[b"kA"]
+    assert "worker w1 has leased it for" in why[b"kA"]
     assert why[b"kA"].endswith("then it stays parked: soon")
-    assert why[b"kB"].startswith("attempt 2 on its first entry is due in")
+    assert why[b"kB"].startswith("attempt 2 of its first entry is due in")
     assert why[b"kC"].endswith(": bad é")
-    assert "its lease ran out" in why[b"kD"]
-    assert why[b"kE"] == "it waits for a worker to be free, as number 1 of the lines that do"
+    assert "the lease expired" in why[b"kD"]
+    assert why[b"kE"] == "waits for a free worker, number 1 of the ready queues"
     assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(HOUR_MS - 1, HOUR_MS + 2)
     assert len(list_queues(client, KEYS, most=2)) == 2
     take(keyed(client, "w2"))
-    assert "once a worker lost it" in next(one.why for one in list_queues(client, KEYS) if one.name == b"kD")
+    assert "its lease expired once" in next(one.why for one in list_queues(client, KEYS) if one.name == b"kD")

@@ -227,7 +227,7 @@ def test_an_id_is_forgotten_when_its_time_is_over(client: Client) -> None:
 def test_a_full_stream_refuses_what_is_too_much_and_nothing_is_written(client: Client) -> None:
     with Producer(client, max_length=3, patience_ms=0) as producer:
         producer.publish_many("s", [{"n": 1}, {"n": 2}])
-        with pytest.raises(StreamFull, match="s holds 2 entries and may hold 3"):
+        with pytest.raises(StreamFull, match="s has no room, it holds 2 of at most 3 entries"):
             producer.publish_many("s", [{"n": 3}, {"n": 4}])
         assert numbers(client) == [1, 2]
         first = producer.publish("s", {"n": 3}, dedupe_id="a")

@@ -358,7 +358,7 @@ def test_a_checkpoint_of_much_is_made_less_often_and_one_of_too_much_not_at_all(
     found = mine.read(count=3_000)
     eventually(lambda: [mine.checkpoint(), mine.checkpoint()] == ["noted", "later"])
     eventually(lambda: mine.checkpoint() == "noted")
-    monkeypatch.setattr("millstream.delivery.commit_store._MOST_OPEN", 2_000)
+    monkeypatch.setattr("millstream.delivery.commit_store._MAX_INCOMPLETE", 2_000)
     assert mine.checkpoint() == "too many"
     mine.acknowledge(*found[:2_000])
     assert mine.checkpoint() == "noted"

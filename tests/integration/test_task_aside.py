@@ -104,7 +104,7 @@ def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_ane
     bench.run(works, bench.add(5, keys="A"))
     assert bench.lines() == {b"A": ("ready", 3)}
     (line,) = list_queues(bench.client, KEYS)
-    assert line.why == "it waits for the run on Spark, as number 1 of the lines that do"
+    assert line.why == "waits for the Spark run, number 1 of the ready queues"
     bench.seen.clear()
     bench.process_deferred(works)
     assert [(n, attempt) for _, n, attempt in bench.seen] == [*((2, n + 1) for n in range(10)), (4, 1), (5, 1)]

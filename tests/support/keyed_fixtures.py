@@ -1,4 +1,4 @@
-"""What the tests of keyed streams share: workers without processes, a run on Spark without Spark, and time that is set."""
+"""Shared by the tests of keyed streams: workers without processes, a Spark run without Spark, and a settable clock."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from millstream.redis_client.key_names import HandlerKeys
 KEYS = HandlerKeys("app", "handle", "in")
 MANY = 1_000_000
 HOUR_MS = 3_600_000
-"""How long leases and back-offs last that do not end unless the test says so, with `expire`."""
+"""Duration of leases and back-offs that end only when the test says so, with `expire`."""
 
 
 def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
@@ -28,7 +28,7 @@ def keyed(client: Client, name: str = "w1", stream: str = "in", *, join: bool = 
 
 
 def publish(client: Client, keys: str, *, first: int = 1, stream: str = "in") -> None:
-    """Add one entry for each letter; '-' stands for one without a key. Ids are numbers that count up."""
+    """Add one entry for each letter; '-' means one without a key. Ids are numbers that count up."""
     client.pipeline(
         [("XADD", stream, f"{n}-0", *(() if key == "-" else ("k", key)), "n", n) for n, key in enumerate(keys, first)]
     )
@@ -49,7 +49,7 @@ def lines(client: Client, *names: str) -> list[list[int]]:
 
 
 def held(client: Client) -> dict[str, list[int]]:
-    """Who holds what, as any tool sees it."""
+    """The pending entries of each consumer, as any tool sees them."""
     found: dict[str, list[int]] = {}
     for entry_id, name, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 10_000):
         found.setdefault(name.decode(), []).append(int(entry_id.partition(b"-")[0]))
@@ -88,7 +88,7 @@ def commit(lease: KeyLease, count: int = 1) -> bool:
 
 
 def expire(client: Client, line: bytes | None = None) -> None:
-    """Let leases run out, and back-offs be due: of one line, or of all."""
+    """Let leases expire, and back-offs be due: of one key queue, or of all."""
     for times in (KEYS.leases, KEYS.backoff):
         for name in client.execute("ZRANGE", times, 0, -1):
             if line in (None, name):
@@ -96,7 +96,7 @@ def expire(client: Client, line: bytes | None = None) -> None:
 
 
 def outputs(client: Client) -> dict[str, list[int]]:
-    """What is committed of each line, in the order of commits."""
+    """The committed ids of each key queue, in the order of commits."""
     found: dict[str, list[int]] = defaultdict(list)
     for _, pairs in client.execute("XRANGE", "out", "-", "+"):
         found[pairs[1].decode()].append(int(pairs[3].partition(b"-")[0]))
@@ -104,7 +104,7 @@ def outputs(client: Client) -> dict[str, list[int]]:
 
 
 def expected(keys: str) -> dict[str, list[int]]:
-    """What `outputs` is when all that was published is committed, in order and once."""
+    """The value of `outputs` when all published entries are committed, in order and once."""
     found: dict[str, list[int]] = defaultdict(list)
     for n, key in enumerate(keys, 1):
         found[f"i{n}-0" if key == "-" else f"k{key}"].append(n)
@@ -112,7 +112,7 @@ def expected(keys: str) -> dict[str, list[int]]:
 
 
 def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
-    """Process all that can be."""
+    """Process all entries that can be processed."""
     idle = 0
     while idle < 3:
         routed = worker.route(count=100, most_pending=most_pending)

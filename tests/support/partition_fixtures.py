@@ -1,4 +1,4 @@
-"""What the tests of partitions share: workers without threads, whose every step the test chooses."""
+"""Shared by the tests of partitions: workers without threads, whose every step the test chooses."""
 
 import string
 from collections import defaultdict
@@ -27,7 +27,7 @@ def keys_of(layout: PartitionMap, place: int) -> HandlerKeys:
 
 
 def growth_killed_after(client: Client, steps: int, count: int) -> bool:
-    """Grow to `count`, but die after so many steps; False if it came to its end before."""
+    """Grow to `count`, but die after so many steps; False if the growth finished before."""
     left = iter(range(steps))
 
     def after_step() -> None:
@@ -42,7 +42,7 @@ def growth_killed_after(client: Client, steps: int, count: int) -> bool:
 
 
 class Publisher:
-    """A producer that numbers the messages of each key, and knows the layout that it knew last."""
+    """A producer that numbers the messages of each key, and keeps the partition map that it saw last."""
 
     def __init__(self, client: Client, partitions: int = 2) -> None:
         self.producer = PartitionedProducer(
@@ -58,7 +58,7 @@ class Publisher:
 
 
 class Worker:
-    """Takes one step at a time, by the layout that it saw last."""
+    """Takes one step at a time, by the partition map that it saw last."""
 
     def __init__(self, client: Client, name: str = "w1", *, app: str = "app", handler: str = "handle") -> None:
         self.client = client
@@ -74,7 +74,7 @@ class Worker:
         return moves
 
     def look(self) -> None:
-        """See the newest layout, and join what is new."""
+        """Refresh the partition map, and join new partitions."""
         layout = Partitions(self.client, BASE).found()
         self.moves.layout = layout
         for place, name in reversed(list(enumerate(layout.streams))):
@@ -92,7 +92,7 @@ class Worker:
         return self.streams[place].route(count=count, most_pending=MANY) if place in self.streams else 0
 
     def move(self) -> int:
-        """Make a round of all partitions."""
+        """Run one maintenance round over all partitions."""
         self.moves._asked_ms = float("-inf")  # as if some time had gone by
         return self.moves.bring_in(list(self.streams)) + self.moves.settle(list(self.streams))
 
@@ -118,7 +118,7 @@ class Worker:
         lease.stream.release([LeaseRelease(lease, "next")])
 
     def work(self, *, until_idle: int = 6) -> None:
-        """Do all that there is to do."""
+        """Work until nothing is left to do."""
         idle = rounds = 0
         while idle < until_idle:
             rounds += 1
@@ -134,7 +134,7 @@ class Worker:
 
 
 def outcome(client: Client) -> dict[str, list[int]]:
-    """What is committed of each key, in order; checks states and fences on the way."""
+    """The committed numbers of each key, in order; checks states and fences on the way."""
     found: dict[str, list[int]] = defaultdict(list)
     fences: dict[str, int] = defaultdict(int)
     for _, pairs in client.execute("XRANGE", "out", "-", "+"):
@@ -148,7 +148,7 @@ def outcome(client: Client) -> dict[str, list[int]]:
 
 
 def check_all(client: Client) -> list[str]:
-    """What is wrong once all is done: with the lines of any partition, or with what moves have left behind."""
+    """Return what is wrong once all is done: in the key queues of any partition, or in the remains of migrations."""
     layout = Partitions(client, BASE).found()
     wrong = []
     for place in range(layout.count):
@@ -163,7 +163,7 @@ def check_all(client: Client) -> list[str]:
 
 
 def places_are_right(client: Client, layout: PartitionMap) -> bool:
-    """Whether each entry stands where its key was when it was published."""
+    """Whether each entry is in the partition that owned its key when it was published."""
     for place in range(layout.count):
         for entry_id, pairs in client.execute("XRANGE", layout.stream(place), "-", "+"):
             homes = layout.homes(pairs[1])
@@ -178,7 +178,7 @@ def places_are_right(client: Client, layout: PartitionMap) -> bool:
 
 
 def waiting_in(client: Client, layout: PartitionMap, place: int) -> dict[bytes, bytes]:
-    """The lines of a partition that wait, and why."""
+    """The key queues of a partition that wait, and why."""
     items = client.execute("HGETALL", keys_of(layout, place).parked)
     return {line: reason.split(b" ", 1)[1] for line, reason in zip(items[::2], items[1::2], strict=True)}
 

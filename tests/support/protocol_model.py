@@ -1,7 +1,8 @@
-"""Protocols of per-key order as explicit-state models: every order of steps is tried, and what goes wrong is traced.
+"""Protocols of per-key order as explicit-state models: every order of steps is tried, and each violation is traced.
 
-`Lines` is the protocol of `millstream.redis_client.lua`, call by call. `Memo` is the one it replaces, as "Redis streaming concurrency with
-master and consumers" (Dwarves Memo) describes it. A model is small: a few messages, two workers, a few faults.
+`Lines` is the protocol of the key queues in `millstream.redis_client.lua`, call by call. `Memo` is the protocol it
+replaces, as "Redis streaming concurrency with master and consumers" (Dwarves Memo) describes it. A model is small: a
+few messages, two workers, a few faults.
 """
 
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 Step = tuple[str, Any]
-"""What happens, and the state after it."""
+"""The name of a step, and the state after it."""
 
 
 class Model(Protocol):
-    """A protocol: where it begins, which steps a state has, and what is wrong in a state."""
+    """A protocol: its first state, the steps of each state, and the properties violated in a state."""
 
     def begin(self) -> Any:
         """The first state."""
@@ -27,12 +28,12 @@ class Model(Protocol):
         """Names of the properties that do not hold in a state."""
 
     def wrong_at_end(self, state: Any) -> Iterator[str]:
-        """Those that do not hold in a state without steps."""
+        """Names of the properties that do not hold in a state without steps."""
 
 
 @dataclass
 class Explored:
-    """How many states there are, and for each property that can be broken one of the shortest ways to it."""
+    """How many states there are, and for each violated property one of the shortest ways to it."""
 
     states: int = 0
     traces: dict[str, list[str]] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Explored:
 
 
 def explore(model: Model, *, until: str = "") -> Explored:
-    """Visit every state, nearest first; or only `until` this property is broken."""
+    """Visit every state, nearest first; or only until the property `until` is violated."""
     first = model.begin()
     came: dict[Any, tuple[Any, str]] = {first: (None, "")}
     found = Explored()
@@ -78,11 +79,13 @@ def _with(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
     return (*items[:at], item, *items[at + 1 :])
 
 
-# --- The protocol of lines ---
+# --- The protocol of key queues ---
 
 
 class Turn(NamedTuple):
-    """A lease as its worker knows it: `running` is its first message; `asking` has sent a commit and heard nothing."""
+    """A lease as its worker knows it: `running` is its first message; `asking` has sent a commit without a reply so
+    far.
+    """
 
     key: str
     token: int
@@ -92,7 +95,7 @@ class Turn(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """What a worker knows: which life of its name it is, its leases, and what it has read the stream after."""
+    """The state of a worker: its incarnation, its leases, and the id after which it has read the stream."""
 
     life: int = 0
     turns: tuple[Turn, ...] = ()
@@ -105,9 +108,9 @@ class LinesState(NamedTuple):
     routed: int
     lines: tuple[tuple[int, ...], ...]
     ready: tuple[str, ...]
-    owners: tuple[tuple[int, int, int] | None, ...]  # worker, its life, token
+    owners: tuple[tuple[int, int, int] | None, ...]  # worker, its incarnation, token
     expired: tuple[bool, ...]
-    newest: tuple[int, ...]  # token that was given out last for each key
+    newest: tuple[int, ...]  # last token of each key
     answered: tuple[tuple[int, int] | None, ...]
     workers: tuple[Worker, ...]
     committed: tuple[int, ...]
@@ -119,12 +122,12 @@ class LinesState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """The protocol of lines, for the messages with these keys.
+    """The protocol of key queues, for the messages with these keys.
 
     * `aborts`: a worker stops before its lease ends; otherwise it may sleep at any time, and wake at any later time
     * `without`: checks that are left out: of a commit its "token", that its message is "first", and the "answer" to a
       repetition; that the "frontier" is where a router has read from; which leases a worker has "known"; and that a
-      line which is leased is not ready ("exclusive")
+      leased queue is not ready ("exclusive")
     """
 
     messages: str
@@ -142,7 +145,7 @@ class Lines:
         return "".join(sorted(set(self.messages)))
 
     def begin(self) -> LinesState:
-        """All messages are in the stream, and nothing else is there."""
+        """All messages are in the stream, and nothing else exists."""
         each = len(self.keys)
         return LinesState(
             0, ((),) * each, (), (None,) * each, (False,) * each, (0,) * each, (None,) * self.workers,
@@ -150,7 +153,7 @@ class Lines:
         )  # fmt: skip
 
     def steps(self, state: LinesState) -> Iterator[Step]:
-        """What each worker, each lease and fate can do."""
+        """The possible steps of each worker, of each lease, and of faults."""
         for label, after in self._steps(state):
             yield label, _renumbered(after)
 
@@ -169,7 +172,7 @@ class Lines:
             if owner and not s.expired[k]:
                 gone = s._replace(expired=_with(s.expired, k, True))
                 turns = [turn for worker in s.workers for turn in worker.turns if turn.token == owner[2]]
-                if not turns:  # nobody extends it
+                if not turns:  # no worker renews it
                     yield f"the lease on {key} ends", gone
                 elif s.expiries and not (self.aborts and turns[0].running):
                     yield f"the lease on {key} ends too early", gone._replace(expiries=s.expiries - 1)
@@ -303,12 +306,12 @@ class Lines:
 
 
 def _renumbered(s: LinesState) -> LinesState:
-    """The same state with the lowest tokens that are in the same order, so that there are only so many states."""
+    """The same state with the lowest tokens in the same order, so that the number of states stays finite."""
     turns = [turn for worker in s.workers for turn in worker.turns]
     asked = {(turn.token, turn.ids[0]) for turn in turns if turn.asking}
     answered = tuple([call if call in asked else None for call in s.answered])
     tokens = sorted({turn.token for turn in turns} | {*s.newest, 0})
-    if tokens[-1] == len(tokens) - 1:  # they are the lowest, as after most steps
+    if tokens[-1] == len(tokens) - 1:  # they are the lowest already, as after most steps
         return s if answered == s.answered else s._replace(answered=answered)
     low = {token: n for n, token in enumerate(tokens)}
     workers = tuple(
@@ -326,7 +329,7 @@ def _renumbered(s: LinesState) -> LinesState:
 
 
 class MemoState(NamedTuple):
-    """The pending list, the master's maps in Redis, and what master and consumers are about to do."""
+    """The pending list, the master's maps in Redis, and the next actions of master and consumers."""
 
     given: int
     pending: tuple[int | None, ...]  # the consumer; MASTER
@@ -346,8 +349,9 @@ MASTER = -1
 class Memo:
     """The memo's protocol, for messages of these tickets, where each of its steps succeeds.
 
-    It reads with XREADGROUP and gives to a consumer with XCLAIM; the consumer reads what it has with XREADGROUP 0, processes,
-    sends XACK, and then tells the master. `alarms`: health checks of a live consumer that fail.
+    The master reads with XREADGROUP and assigns to a consumer with XCLAIM; the consumer reads its entries with
+    XREADGROUP 0, processes them, sends XACK, and then notifies the master. `alarms`: health checks of a live consumer
+    that fail.
     """
 
     messages: str
@@ -372,7 +376,7 @@ class Memo:
         return self.keys.index(self.messages[n])
 
     def steps(self, s: MemoState) -> Iterator[Step]:
-        """What the master, each consumer and fate can do."""
+        """The possible steps of the master, of each consumer, and of faults."""
         if s.master is None:
             yield from self._delegate_new(s)
             yield from self._recover_idle(s)
@@ -418,7 +422,7 @@ class Memo:
                     yield f"master: XAUTOCLAIM finds {self._name(n)} idle, c{c} gets it", after
 
     def _move(self, s: MemoState, c: int) -> Iterator[Step]:
-        """The health URL of a consumer does not answer: its tickets go to another. (In one step, which is kind.)"""
+        """The health URL of a consumer does not answer: its tickets go to another. (In one step, a simplification.)"""
         after = s
         for t, ticket in enumerate(s.tickets):
             if ticket and ticket[0] == c:

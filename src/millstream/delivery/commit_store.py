@@ -1,8 +1,9 @@
-"""The ledger: what of a handler's work on one stream is committed, kept in Redis.
+"""CommitStore: stores in Redis how much of a handler's work on one stream is committed.
 
-A key's *mark* is the id of the last message committed for it in the batch in flight; the *frontier* is the id up to
-which all of the stream is committed. A commit names the mark that was loaded with the state and is refused if it has
-moved, so of two executions of a message at most one takes effect, in stream order, whatever the clocks say.
+The *key offset* of a key is the id of its last committed message in the batch in flight. The *committed id* is the id
+up to which the whole stream is committed. A commit names the key offset that was loaded with the state, and is refused
+if that offset has moved. So of two executions of a message at most one takes effect, in stream order, whatever the
+clocks say.
 Both engines commit through this one module and its one script.
 """
 
@@ -30,43 +31,48 @@ RESERVE_RATE = Script("commit/reserve_rate")
 T = TypeVar("T")
 
 Kind = Literal["workers", "keyed"]
-"""Workers who share a stream's entries, and workers who share the lines of its keys."""
+"""How workers share a stream: by its entries, or by the queues of its keys."""
 
 Checkpoint = Literal["noted", "later", "too many"]
-"""What became of a checkpoint."""
+"""Outcome of a checkpoint."""
 
 _CHECKPOINTS: Mapping[int, Checkpoint] = {1: "noted", 0: "later", -1: "too many"}
 
-KEY_MARK, ENTRY_MARK = b"k", b"i"
+KEY_MARK = b"k"
+"""Prefix of the offset field, and of the queue name, of a key."""
+ENTRY_MARK = b"i"
+"""Prefix of the offset field, and of the queue name, of an entry without a key: its id follows."""
 FAILED = "f"
-"""Ends the field of the strikes that counts an entry's failed attempts; the one without it counts those of which the
-process may have died."""
+"""Suffix of the crash-count field for failed attempts; the field without one counts runs that may have died."""
 IN_LINE = b"line"
-"""Stands for the mark of what Spark runs from a line, where it was set aside."""
+"""Takes the place of the expected key offset for entries that Spark runs from a key queue, where they were deferred."""
 LEASES_LOST = "l"
-"""Ends the field of the strikes that counts how often a lease ran out while its entry was the first of its line."""
+"""Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
 
 ISOLATED = "a"
-"""Ends the field of the strikes that tells which process runs the entry in isolation; see `worker/incarnations.py`."""
+"""Suffix of the crash-count field that names the process which runs the entry in isolation
+(`worker/incarnations.py`).
+"""
 
 _LOAD_CHUNK = 1_000
-_MOST_OPEN = 100_000
-_PORTION_BYTES = 8 << 20
+_MAX_INCOMPLETE = 100_000
+_CHUNK_BYTES = 8 << 20
 _OUTPUT_KEY = 8
 _BURST_S = 0.2
 
 
 @dataclass(slots=True)
 class Effects:
-    """The effects of a run of messages of one key, of an unkeyed message or a batch: committed whole or not at all.
+    """The effects of a run of messages of one key, of one unkeyed message or of a batch: committed whole or not at all.
 
-    * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none); of a worker's key, the name of
-      its line and the token of the lease; of what Spark runs from a line, its name and IN_LINE
-    * `first_id`, `last_id`, `messages`: which messages it covers
+    * `mark`, `expected`: the offset field and the value it was loaded with (b"" = none). For a worker's key: the name
+      of its queue and the token of its lease. For entries that Spark runs from a key queue: the queue's name and
+      IN_LINE
+    * `first_id`, `last_id`, `messages`: the messages it covers
     * `state_field`, `state`: None leaves the state alone; b"" removes it
-    * `others`: of a worker's batch, or of a line, the ids of all but the last
-    * `left`: the turn of the line ends with it, and so many of its entries were given out and are not committed
-    * `struck`: ids whose strikes end with this commit
+    * `others`: for a worker's batch, or entries of a key queue, the ids of all but the last
+    * `left`: "" keeps the lease; a number ends it, and is how many of the entries given out with it are not committed
+    * `struck`: fields of the crash counts that this commit clears
     * `outputs`, `dead`: items of the entries to add
     """
 
@@ -84,45 +90,47 @@ class Effects:
     dead: Sequence[Sequence[Arg]] = ()
 
     def cover(self, entry_id: str) -> None:
-        """Extend it to one more message."""
+        """Extend the unit by one message."""
         if self.last_id and self.expected == IN_LINE:
-            self.others = _extended(self.others, (self.last_id,))
+            self.others = _appended(self.others, (self.last_id,))
         self.first_id = self.first_id or entry_id
         self.last_id = entry_id
         self.messages += 1
 
     def add_outputs(self, outputs: Sequence[Sequence[Arg]]) -> None:
         """Add entries for the output stream."""
-        self.outputs = _extended(self.outputs, outputs)
+        self.outputs = _appended(self.outputs, outputs)
 
     def add_dead(self, items: Sequence[Arg]) -> None:
         """Add a dead letter."""
-        self.dead = _extended(self.dead, (items,))
+        self.dead = _appended(self.dead, (items,))
 
     def end_strikes(self, *fields: str) -> None:
-        """Have strikes forgotten."""
-        self.struck = _extended(self.struck, fields)
+        """Clear crash counts with this commit."""
+        self.struck = _appended(self.struck, fields)
 
     @property
     def is_bare(self) -> bool:
-        """True if it has no effects but that its message is done."""
+        """True if its only effect is that its message is done."""
         return not (self.outputs or self.dead or self.struck or self.others or self.expected) and self.state is None
 
     @property
     def is_acknowledgement(self) -> bool:
-        """True if it adds nothing to what Redis holds."""
+        """True if it adds nothing to the data in Redis."""
         return not (self.outputs or self.dead or self.state)
 
     @property
     def size(self) -> int:
-        """About how many bytes it adds to what Redis holds."""
+        """About how many bytes it adds to the data in Redis."""
         size = len(self.state) if self.state else 0
         for items in (*self.outputs, *self.dead):
             size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
         return size
 
     def args(self, maxlen: int) -> list[Arg]:
-        """Its part of the commit script's arguments; output streams are trimmed to about `maxlen` (0 = never)."""
+        """Return its arguments for the commit script; output streams are trimmed to about `maxlen` entries (0 =
+        never).
+        """
         args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
         args += (len(self.others), *self.others, self.left)
         if self.state is None:
@@ -142,8 +150,8 @@ class Effects:
         return args
 
 
-def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
-    # Most units have nothing of a kind: a list for each would cost more than all else about them.
+def _appended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
+    # Most units have no outputs, dead letters or cleared counts: a list for each would dominate their cost.
     if not some:
         return list(more)
     assert isinstance(some, list)
@@ -152,20 +160,20 @@ def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
 
 
 def reservation_size(rate: float) -> int:
-    """How many messages of a handler's `rate` a second are reserved at a time: a fifth of a second's worth, or one."""
+    """Return how many messages of `rate` a second are reserved at a time: a fifth of a second's worth, at least 1."""
     return max(1, int(rate * _BURST_S))
 
 
 def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterator[Sequence[T]]:
-    """Split what is to be committed, in order, so that each call is sent and answered well within a client's timeout.
+    """Split `some`, in order, into chunks that are each sent and answered well within a client's timeout.
 
-    One that is not looks as if Redis were away, and would be repeated for ever.
+    A call that times out looks like a Redis that is away, and would be repeated for ever.
     """
     begin = total = 0
     for at, unit in enumerate(map(unit_of, some)):
-        if unit.outputs or unit.dead or unit.state:  # most have nothing, and are many
+        if unit.outputs or unit.dead or unit.state:  # most units have no effects, and there are many
             size = unit.size
-            if total + size > _PORTION_BYTES and at > begin:
+            if total + size > _CHUNK_BYTES and at > begin:
                 yield some[begin:at]
                 begin, total = at, 0
             total += size
@@ -173,8 +181,8 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterato
         yield some[begin:]
 
 
-def _parted(units: Iterable[Effects]) -> tuple[list[Effects], list[Effects]]:
-    """Those without effects, and the others."""
+def _partition_bare(units: Iterable[Effects]) -> tuple[list[Effects], list[Effects]]:
+    """Split the units into those without effects and the others."""
     bare: list[Effects] = []
     full: list[Effects] = []
     for unit in units:
@@ -193,9 +201,10 @@ def _id_or_none(text: bytes) -> EntryId | None:
 
 @dataclass(frozen=True, slots=True)
 class CommittedPosition:
-    """How far a stream is committed when work on it begins, and how many of its entries are struck.
+    """How far a stream is committed when a run begins, and how many of its entries are poison-pill suspects.
 
-    Up to `floor`, if there is one, workers have committed what `CommitStore.still_open` does not name. `lines`: some wait there.
+    Workers have committed all entries up to `floor` (the takeover offset), if there is one, except those that
+    `CommitStore.still_open` returns. `lines`: entries wait in key queues.
     """
 
     frontier: EntryId | None
@@ -205,12 +214,12 @@ class CommittedPosition:
 
 
 class CommitStore:
-    """The ledger of one handler, over all its streams, as written by the run that holds `token`.
+    """The commit store of one handler, over all its streams, as written by the run that holds `token`.
 
     `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. `consumer` is the
-    name of a worker, which commits only what is pending and its own; "" on Spark. `keyed`: the handler has a key. Each method is
-    one round trip per Redis node, however many streams it names, and may safely be repeated when its reply is lost.
-    Each raises RedisError, and those that write raise StaleOwner if a newer run has begun.
+    name of a worker, which commits only entries that are pending with it; "" on Spark. `keyed`: the handler has a key.
+    Each method is one round trip per Redis node, however many streams it names, and may safely be repeated when its
+    reply is lost. Each raises RedisError, and those that write raise StaleOwner if a newer run has begun.
     """
 
     def __init__(
@@ -235,20 +244,19 @@ class CommitStore:
         self._keyed = keyed
 
     def renewed(self, token: int) -> "CommitStore":
-        """The same ledger in the hands of the run that holds `token`."""
+        """Return the same store for the run that holds `token`."""
         fresh = copy.copy(self)
         fresh.token = token
         return fresh
 
     def keys(self, stream: str) -> HandlerKeys:
-        """The names of the handler's keys on `stream`."""
+        """Return the names of the handler's keys on `stream`."""
         return HandlerKeys(*self._owner, stream)
 
     def new_token(self, streams: Iterable[str]) -> int:
         """Return a token for a new run, greater than the epoch of every earlier run on `streams`.
 
-        The server's time in microseconds, so that a failover to a replica that missed the last epoch cannot
-        repeat it.
+        It is the server's time in microseconds, so a failover to a replica that missed the last epoch cannot repeat it.
         """
         seconds, microseconds = self._client.execute("TIME")
         epochs = self._client.pipeline([("HGET", self.keys(stream).meta, "epoch") for stream in streams])
@@ -256,46 +264,48 @@ class CommitStore:
         return max(int(seconds) * 1_000_000 + int(microseconds), known + 1)
 
     def begin(self, streams: Sequence[str]) -> dict[str, CommittedPosition]:
-        """Raise the streams' epochs to this run's token and return where each stream stands.
+        """Raise the epoch of each stream to this run's token, and return how far each stream is committed.
 
-        Also raises AccessDenied if the Redis user lacks a right that `commit` will need, ConfigError if keys are parked
-        and the handler has none.
+        Also raises AccessDenied if the Redis user lacks a right that `commit` will need, and ConfigError if keys are
+        parked and the handler has none.
         """
         args = (self.token, self._group, "1" if self._keyed else "")
         replies = self._run(BEGIN_RUN, [(self._written(stream), args) for stream in streams])
         return {
-            stream: CommittedPosition(_id_or_none(frontier), int(struck), _id_or_none(floor), bool(lines))
-            for stream, (frontier, struck, floor, lines) in zip(streams, replies, strict=True)
+            stream: CommittedPosition(
+                _id_or_none(committed_id), int(suspects), _id_or_none(takeover_offset), bool(has_queues)
+            )
+            for stream, (committed_id, suspects, takeover_offset, has_queues) in zip(streams, replies, strict=True)
         }
 
     def frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
-        """The frontier of each stream that has one. Writes nothing."""
+        """Return the committed id of each stream that has one. Writes nothing."""
         replies = self._client.pipeline([("HGET", self.keys(stream).meta, "frontier") for stream in streams])
         found = zip(streams, replies, strict=True)
         return {stream: EntryId.parse(value) for stream, value in found if raise_if_error(value)}
 
     def begun(self, streams: Sequence[str]) -> list[str]:
-        """Those of `streams` on which something has been committed. Writes nothing."""
+        """Return those of `streams` on which something has been committed. Writes nothing."""
         replies = self._client.pipeline([("HEXISTS", self.keys(stream).meta, "committed") for stream in streams])
         return [stream for stream, reply in zip(streams, replies, strict=True) if raise_if_error(reply)]
 
     def load(self, wanted: Mapping[str, tuple[Sequence[bytes], Sequence[bytes]]]) -> dict[str, dict[bytes, bytes]]:
-        """Return marks and states: per stream, the values of the mark fields and state fields that exist.
+        """Load offsets and states: per stream, the values of the offset fields and state fields that exist.
 
-        `wanted` maps a stream to its mark fields and state fields. Marks are read before states: a commit in
-        between then shows as a moved mark, never as an unseen state. State fields come back prefixed with b"s".
+        `wanted` maps a stream to its offset fields and state fields. Offsets are read before states: a commit in
+        between then shows as a moved offset, never as an unseen state. State fields come back prefixed with b"s".
         """
         commands: list[Command] = []
-        places: list[tuple[str, bytes, Sequence[bytes]]] = []
-        for stream, (marks, states) in wanted.items():
+        requests: list[tuple[str, bytes, Sequence[bytes]]] = []
+        for stream, (offset_fields, state_fields) in wanted.items():
             names = self.keys(stream)
-            for key, prefix, fields in ((names.marks, b"", marks), (names.state, b"s", states)):
+            for key, prefix, fields in ((names.marks, b"", offset_fields), (names.state, b"s", state_fields)):
                 for at in range(0, len(fields), _LOAD_CHUNK):
                     chunk = fields[at : at + _LOAD_CHUNK]
                     commands.append(("HMGET", key, *chunk))
-                    places.append((stream, prefix, chunk))
+                    requests.append((stream, prefix, chunk))
         found: dict[str, dict[bytes, bytes]] = {stream: {} for stream in wanted}
-        for (stream, prefix, chunk), reply in zip(places, self._client.pipeline(commands), strict=True):
+        for (stream, prefix, chunk), reply in zip(requests, self._client.pipeline(commands), strict=True):
             values = found[stream]
             for name, value in zip(chunk, raise_if_error(reply), strict=True):
                 if value is not None:
@@ -303,7 +313,7 @@ class CommitStore:
         return found
 
     def still_open(self, stream: str, ids: Sequence[str]) -> set[str]:
-        """Those of `ids`, none above the floor, that workers have not committed."""
+        """Return those of `ids`, none above the takeover offset, that workers have not committed."""
         found: set[str] = set()
         for at in range(0, len(ids), _LOAD_CHUNK):
             chunk = ids[at : at + _LOAD_CHUNK]
@@ -316,10 +326,10 @@ class CommitStore:
     ) -> list[Effects]:
         """Commit each stream's units in one atomic step per stream; return the units that were refused.
 
-        A refused unit wrote nothing: part of it is committed already, or the entry is not the worker's any more. Also
-        raises OutOfMemory if Redis cannot take the effects now; a stream whose step failed has nothing written.
+        A refused unit wrote nothing: part of it is committed already, or another worker holds the entry now. Also
+        raises OutOfMemory if Redis cannot store the effects now; a stream whose step failed has nothing written.
         `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end. `call`: the
-        worker's number of this call, under which a repetition gets the answer that was lost.
+        worker's number of this call; a repetition under the same number gets the reply that was lost.
         """
         calls = [(self._written(stream), self._committing(group, call)) for stream, group in units.items()]
         replies = self._run(COMMIT_AT_MAXMEMORY if allow_oom else COMMIT, calls)
@@ -328,12 +338,14 @@ class CommitStore:
         ]
 
     def to_commit(self, stream: str, units: Sequence[Effects], call: str) -> Command:
-        """The command that `commit` sends, for who sends those of many streams together. An error in reply: `commit`."""
+        """Return the command that `commit` sends, for callers that pipeline many streams. If the reply is an error,
+        call `commit`.
+        """
         return self.command(COMMIT, stream, self._committing(units, call))
 
     def committed(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
-        """Understand its answer: the units that were refused."""
-        if not reply:  # as good as always: a thousand need not be sorted again
+        """Parse the reply to `to_commit`: return the units that were refused."""
+        if not reply:  # almost always: saves sorting a thousand units again
             return []
         bare, full = self._in_order(units)
         sent = [*bare, *full]
@@ -347,12 +359,12 @@ class CommitStore:
         return args
 
     def _in_order(self, units: Sequence[Effects]) -> tuple[Sequence[Effects], Sequence[Effects]]:
-        """Those without effects, whose ids are enough, and the others."""
-        bare, full = _parted(units) if self._worker[1] else ([], units)
+        """Return the units without effects, for which the ids are enough, and the others."""
+        bare, full = _partition_bare(units) if self._worker[1] else ([], units)
         return sorted(bare, key=_order), full
 
     def advance(self, ends: Mapping[str, EntryId]) -> None:
-        """Say that all entries of each stream up to the given id are committed, and forget their marks."""
+        """Move the committed id of each stream to the given id, and drop the key offsets up to it."""
         calls = []
         for stream, end in ends.items():
             k = self.keys(stream)
@@ -360,16 +372,16 @@ class CommitStore:
         self._run(ADVANCE_COMMITTED, calls)
 
     def strike(self, stream: str, entry_id: str, by: int = 1) -> int:
-        """Note that an entry is about to be tried by a task that may not survive it; return how often before.
+        """Count that a task starts an entry and may not survive it; return the count before.
 
-        `by` -1: that the task has survived it.
+        `by` -1: the task survived the entry.
         """
         return int(self._client.execute("HINCRBY", self.keys(stream).strikes, entry_id, by)) - by
 
     def forget(self, streams: Sequence[str]) -> None:
-        """Drop frontier, marks, strikes, counters and all keyed state, to process the streams anew.
+        """Drop committed id, offsets, crash counts, counters and all keyed state, to process the streams anew.
 
-        This run must have begun on them, so that an older one that is still alive commits nothing afterwards. Dead
+        This run must have begun on them, so that an older run that is still alive commits nothing afterwards. Dead
         letters and outputs stay.
         """
         self._run(FORGET_PROGRESS, [(self._written(stream), (self.token, self._group)) for stream in streams])
@@ -379,11 +391,11 @@ class CommitStore:
     def joined(
         self, stream: str, start: Literal["0", "$"], kind: Kind = "workers", newest: int | None = None
     ) -> tuple["CommitStore", bool]:
-        """Join the workers of `stream` and return the ledger in their hands, and whether their group was lost.
+        """Join the workers of `stream`; return their commit store, and whether their consumer group was lost.
 
         The first worker takes the stream over from Spark, or from workers of another `kind`, and begins at `start` if
-        nothing was done before. Raises StaleOwner where it would take over from a run that began after `newest`, a time
-        of the server in microseconds.
+        nothing was done before. Raises StaleOwner if it would take over from a run that began after `newest`, a server
+        time in microseconds.
         """
         args = (self._group, start, kind, "" if newest is None else newest)
         ((token, lost),) = self._run(JOIN_WORKERS, [(self._written(stream), args)])
@@ -394,37 +406,41 @@ class CommitStore:
         return self.looked(self._client.execute(*self.to_look(stream)))
 
     def to_look(self, stream: str) -> Command:
-        """The command that `look` sends, for who sends those of many streams together."""
+        """Return the command that `look` sends, for callers that pipeline many streams."""
         return ("HMGET", self.keys(stream).meta, "epoch", "paused")
 
     def looked(self, reply: Reply) -> bool:
-        """Understand its answer, as `look` does."""
+        """Parse the reply to `to_look`; return and raise as `look`."""
         epoch, paused = reply
         if epoch is not None and int(epoch) > self.token:
             raise self._taken_over()
         return paused is not None
 
     def is_with_workers(self, stream: str, kind: Kind = "workers") -> bool:
-        """Return whether workers of that kind are in charge of `stream`, under whichever token."""
+        """Return whether workers of that kind own `stream`, under any token."""
         return bool(self._client.execute("HGET", self.keys(stream).meta, "engine") == kind.encode())
 
     def pause(self, streams: Sequence[str], *, paused: bool) -> None:
-        """Have workers read nothing new of `streams`, or go on. What they have in hand they finish."""
+        """Stop workers from reading new entries of `streams`, or let them go on. They finish the entries in flight."""
         for stream in streams:
             meta = self.keys(stream).meta
             self._client.execute(*(("HSET", meta, "paused", 1) if paused else ("HDEL", meta, "paused")))
 
     def paused(self, streams: Sequence[str]) -> set[str]:
-        """Those of `streams` on which the handler is paused. Raises RedisError."""
+        """Return those of `streams` on which the handler is paused. Raises RedisError."""
         replies = call_all(self._client, [("HEXISTS", self.keys(stream).meta, "paused") for stream in streams])
         return {stream for stream, found in zip(streams, replies, strict=True) if found}
 
     def reserve(self, stream: str, rate: float, count: int) -> float:
-        """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in ms."""
+        """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in
+        milliseconds.
+        """
         return float(self._client.script(RESERVE_RATE, (self.keys(stream).meta,), (rate, count))) / 1000
 
     def marked(self, stream: str) -> Iterator[bytes]:
-        """Ids of single entries with a mark: committed, and above the frontier if Spark was here before."""
+        """Yield the ids of single entries with an offset: committed, and above the committed id if Spark owned the
+        stream before.
+        """
         cursor = b"0"
         while True:
             cursor, found = self._client.execute("HSCAN", self.keys(stream).marks, cursor, "COUNT", _LOAD_CHUNK)
@@ -433,7 +449,7 @@ class CommitStore:
                 return
 
     def hold(self, stream: str, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
-        """Set how long the worker's entries have been idle; return those that it does not hold any more."""
+        """Set the idle time of the worker's pending entries; return those that it does not hold any more."""
         lost: list[bytes] = []
         for at in range(0, len(ids), _LOAD_CHUNK):
             args: list[Arg] = [self.token, *self._worker, idle_ms, *ids[at : at + _LOAD_CHUNK]]
@@ -441,34 +457,41 @@ class CommitStore:
         return lost
 
     def checkpoint(self, stream: str) -> Checkpoint:
-        """Move the frontier to where the workers' group stands, and note the entries before it that are open.
+        """Move the committed id to the last id delivered to the workers' group, and store the incomplete ids before it.
 
-        "later": it was done a moment ago, for as many entries as are pending. "too many" of them are pending for it.
+        "later": a checkpoint was stored too recently for the number of pending entries. "too many": more entries are
+        pending than one checkpoint can store.
         """
-        return _CHECKPOINTS[self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MOST_OPEN))])[0]]
+        return _CHECKPOINTS[
+            self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MAX_INCOMPLETE))])[0]
+        ]
 
     def failures(self, stream: str, ids: Sequence[bytes]) -> list[int]:
-        """How many attempts on each entry are known to have failed."""
+        """Return the number of failed attempts of each entry."""
         if not ids:
             return []
         fields = [entry_id + FAILED.encode() for entry_id in ids]
         return [int(count or 0) for count in self._client.execute("HMGET", self.keys(stream).strikes, *fields)]
 
     def note_failures(self, stream: str, attempts: Mapping[bytes, int]) -> None:
-        """Note how many attempts on each entry have failed."""
+        """Store the number of failed attempts of each entry."""
         items = [part for entry_id, count in attempts.items() for part in (entry_id + FAILED.encode(), count)]
         self._client.execute("HSET", self.keys(stream).strikes, *items)
 
     def run(self, script: Script, stream: str, args: Sequence[Arg]) -> Reply:
-        """Run one of the scripts that work on the lines of keys, whose keys are those of the commit."""
+        """Run a script that works on key queues, and whose keys are those of the commit."""
         return self.run_each(script, [(stream, args)])[0]
 
     def run_each(self, script: Script, calls: Iterable[tuple[str, Sequence[Arg]]]) -> list[Reply]:
-        """The same for some streams with their arguments, in order and in one round trip; the first error is raised."""
+        """Run `script` on several streams with their arguments, in order and in one round trip; raise the first
+        error.
+        """
         return self._run(script, [(self._written(stream), args) for stream, args in calls])
 
     def command(self, script: Script, stream: str, args: Sequence[Arg]) -> Command:
-        """What `run` sends, for those who send it together with others'. An error in reply: `run` it, which knows more."""
+        """Return the command that `run` sends, for callers that pipeline it. If the reply is an error, call `run`,
+        which translates it.
+        """
         keys = self._written(stream)
         return ("EVALSHA", script.sha, len(keys), *keys, *args)
 
@@ -484,10 +507,10 @@ class CommitStore:
                 raise self._taken_over() from error
             if error.code == "PARKED":
                 raise ConfigError(
-                    f"{'.'.join(self._owner)} has parked keys, which only a handler with a key can wait with: "
-                    "see `millstream keys`, and unpark them or skip their messages first"
+                    f"{'.'.join(self._owner)} has parked keys, but the handler has no key: "
+                    "list them with `millstream keys`, then unpark them or skip their messages"
                 ) from error
             raise
 
     def _taken_over(self) -> StaleOwner:
-        return StaleOwner(f"a newer run of {'.'.join(self._owner)} has taken over; this one stops, nothing is lost")
+        return StaleOwner(f"a newer run of {'.'.join(self._owner)} has taken over; this run stops, nothing is lost")

@@ -1,7 +1,7 @@
-"""Dead letters: what is kept of a message that could not be processed, and what can be done about it.
+"""Dead letters: messages that could not be processed, kept with the reason, to show, redrive or purge.
 
-A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead`), written in the same atomic
-step that moves the handler past the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
+A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead`), written in the same atomic step that
+moves the handler past the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ UNREADABLE = "unreadable"
 """The reason shown for an entry of a dead-letter stream that is no dead letter."""
 
 REASONS: Sequence[str] = (*get_args(Reason), UNREADABLE)
-"""All that a letter can be looked for by; UNREADABLE is the last."""
+"""All reasons that a filter accepts; UNREADABLE is the last."""
 
 _REDRIVE = Script("producer/redrive")
-_GONE = "it is gone: another redrive or purge took it"
+_GONE = "it is gone: another redrive or purge removed it"
 _MAX_ITEMS = 7_900
 _PAGE = 50
 _DELETE_PAGE = 500
@@ -30,14 +30,14 @@ _DELETE_PAGE = 500
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetterFilter:
-    """Which dead letters are meant: those that fit all that is given.
+    """Selects dead letters: those that match all given fields.
 
-    * `app`, `handler`, `stream`, `key`: whose they are
-    * `reason`: why they died, one of REASONS
-    * `since_ms`: they died at this time or later, in Unix milliseconds
+    * `app`, `handler`, `stream`, `key`: where they come from
+    * `reason`: why they are dead letters, one of REASONS
+    * `since_ms`: dead-lettered at this time or later, in Unix milliseconds
     * `ids`: their letter ids; () for any
 
-    Raises ConfigError for a reason that there is not.
+    Raises ConfigError for an unknown reason.
     """
 
     app: str | None = None
@@ -50,11 +50,11 @@ class DeadLetterFilter:
 
     def __post_init__(self) -> None:
         if self.reason is not None and self.reason not in REASONS:
-            raise ConfigError(f"no message dies of {self.reason!r}: the reasons are {', '.join(REASONS)}")
+            raise ConfigError(f"unknown dead-letter reason {self.reason!r}: use one of {', '.join(REASONS)}")
 
 
 class DeadLetterRef(NamedTuple):
-    """Where a dead letter lies, and its place among the others: by stream, then by the original entry's id."""
+    """Refers to one dead letter; sorts by stream, then by the original entry's id."""
 
     stream: str
     id: EntryId
@@ -74,23 +74,23 @@ class DeadLetterEntry:
 
     @property
     def reason(self) -> str:
-        """Why it died; "unreadable" for a foreign entry."""
+        """Why it is a dead letter; "unreadable" for a foreign entry."""
         return self.letter.reason if self.letter else UNREADABLE
 
     @property
     def slip(self) -> DeadLetterRef:
-        """Its slip; a foreign entry comes first in its stream."""
+        """Its reference; a foreign entry sorts first in its stream."""
         original = EntryId.parse(self.letter.id) if self.letter else ZERO_ID
         return DeadLetterRef(self.keys.stream, original, self.letter_id, self.keys)
 
     def fits(self, wanted: DeadLetterFilter) -> bool:
-        """Whether it is one of the letters that are meant. A foreign entry has no key."""
+        """Whether the filter selects it by reason and key. A foreign entry has no key."""
         key = self.letter.key if self.letter else None
         return wanted.reason in (None, self.reason) and (wanted.key is None or wanted.key == key)
 
 
 class Redriven(NamedTuple):
-    """What became of one dead letter: moved to `new_id`, or not (None), and then why in `problem`."""
+    """The outcome of one redrive: moved to `new_id`, or not moved (None), and then why in `problem`."""
 
     slip: DeadLetterRef
     new_id: str | None
@@ -104,7 +104,7 @@ class DeadLetterQueue:
         self._client = client
 
     def handlers(self, wanted: DeadLetterFilter) -> list[HandlerKeys]:
-        """The handlers and streams that have dead letters, of those that are meant, sorted by name."""
+        """Return the selected handlers and streams that have dead letters, sorted by name."""
         if wanted.app and wanted.handler and wanted.stream:
             return [HandlerKeys(wanted.app, wanted.handler, wanted.stream)]
         found = []
@@ -112,73 +112,73 @@ class DeadLetterQueue:
             try:
                 keys = HandlerKeys.parse(name)
             except ConfigError:
-                continue  # some other program's stream
+                continue  # another program's stream
             asked = ((wanted.app, keys.app), (wanted.handler, keys.handler), (wanted.stream, keys.stream))
             if all(want in (None, have) for want, have in asked):
                 found.append(keys)
         return sorted(found, key=lambda keys: (keys.app, keys.handler, keys.stream))
 
     def find(self, wanted: DeadLetterFilter) -> Iterator[DeadLetterEntry]:
-        """The entries that are meant, handler by handler, in the order in which they died."""
+        """Yield the selected entries, handler by handler, in the order in which they were dead-lettered."""
         for keys in self.handlers(wanted):
             entries = self._by_id(keys, wanted.ids) if wanted.ids else self._since(keys, wanted.since_ms)
             for letter_id, pairs in entries:
-                filed = _filed(keys, letter_id, pairs)
-                if filed.fits(wanted):
-                    yield filed
+                entry = _parse_entry(keys, letter_id, pairs)
+                if entry.fits(wanted):
+                    yield entry
 
     def select(self, wanted: DeadLetterFilter, limit: int | None = None) -> list[DeadLetterRef]:
-        """Slips of the first `limit` letters that are meant, in the order of the original entries.
+        """Return references to the first `limit` selected letters, in the order of the original entries.
 
-        What dies later is not among them. Raises ConfigError for an id in `wanted.ids` that is not found, or
-        that several handlers have given.
+        Later dead letters are not among them. Raises ConfigError for an id in `wanted.ids` that is not found, or that
+        exists for several handlers.
         """
-        slips = [filed.slip for filed in islice(self.find(wanted), limit)]
+        refs = [entry.slip for entry in islice(self.find(wanted), limit)]
         for letter_id in wanted.ids if limit is None else ():
-            owners = [slip.keys for slip in slips if slip.letter_id == letter_id]
+            owners = [ref.keys for ref in refs if ref.letter_id == letter_id]
             if not owners:
-                raise ConfigError(f"there is no dead letter {letter_id} (any more); see: millstream dlq list")
+                raise ConfigError(f"there is no dead letter {letter_id} (any more): see `millstream dlq list`")
             if len(owners) > 1:
                 names = " and ".join(f"{keys.app}.{keys.handler} on {keys.stream}" for keys in owners)
-                raise ConfigError(f"letter {letter_id} is in the box of {names}: add --handler or --stream")
-        return sorted(slips, key=lambda slip: slip[:3])
+                raise ConfigError(f"dead letter {letter_id} exists for {names}: add --handler or --stream")
+        return sorted(refs, key=lambda ref: ref[:3])
 
-    def redrive(self, slips: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
-        """Send letters back to the tail of their streams, in the order of `slips`.
+    def redrive(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
+        """Move letters back to the tail of their streams, in the order of `refs`.
 
-        Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other
-        handler of the stream processes it again. Ended at any point, or run twice at once, this neither loses nor
-        doubles one. What is wrong with one letter or its stream stops no other: it stays, and its `problem` says why.
+        Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other handler
+        of the stream processes it again. Interrupted at any point, or run twice at once, this neither loses nor doubles
+        one. An error of one letter or its stream stops no other: that letter stays, and its `problem` says why.
         """
-        for at in range(0, len(slips), _PAGE):
-            yield from self._redrive_page(slips[at : at + _PAGE])
+        for at in range(0, len(refs), _PAGE):
+            yield from self._redrive_page(refs[at : at + _PAGE])
 
-    def purge(self, slips: Sequence[DeadLetterRef]) -> int:
-        """Delete letters for good and return how many were still there."""
+    def purge(self, refs: Sequence[DeadLetterRef]) -> int:
+        """Delete letters for good; return how many were still there."""
         removed = 0
-        for at in range(0, len(slips), _DELETE_PAGE):
-            by_box: dict[str, list[str]] = {}
-            for slip in slips[at : at + _DELETE_PAGE]:
-                by_box.setdefault(slip.keys.dead, []).append(slip.letter_id)
-            commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_box.items()]
+        for at in range(0, len(refs), _DELETE_PAGE):
+            by_stream: dict[str, list[str]] = {}
+            for ref in refs[at : at + _DELETE_PAGE]:
+                by_stream.setdefault(ref.keys.dead, []).append(ref.letter_id)
+            commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_stream.items()]
             removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
         return removed
 
-    def _redrive_page(self, slips: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
-        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in slips])
-        entries = [_new_entry(slip, raise_if_error(reply)) for slip, reply in zip(slips, found, strict=True)]
+    def _redrive_page(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
+        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in refs])
+        entries = [_redriven_items(ref, raise_if_error(reply)) for ref, reply in zip(refs, found, strict=True)]
         calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
-            (_REDRIVE, (to_wire(slip.keys.dead), to_wire(slip.stream)), (slip.letter_id, *entry))
-            for slip, entry in zip(slips, entries, strict=True)
+            (_REDRIVE, (to_wire(ref.keys.dead), to_wire(ref.stream)), (ref.letter_id, *entry))
+            for ref, entry in zip(refs, entries, strict=True)
             if not isinstance(entry, str)
         ]
         replies = iter(self._client.try_scripts(calls))
-        for slip, entry in zip(slips, entries, strict=True):
+        for ref, entry in zip(refs, entries, strict=True):
             reply = entry if isinstance(entry, str) else next(replies)
             if isinstance(reply, bytes):
-                yield Redriven(slip, reply.decode())
+                yield Redriven(ref, reply.decode())
             else:
-                yield Redriven(slip, None, _problem(slip, reply))
+                yield Redriven(ref, None, _refusal_text(ref, reply))
 
     def _since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
         start = str(since_ms)
@@ -195,7 +195,7 @@ class DeadLetterQueue:
             yield from raise_if_error(reply)
 
 
-def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLetterEntry:
+def _parse_entry(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLetterEntry:
     try:
         letter = DeadLetter.parse(letter_id, pairs)
         if (letter.app, letter.handler, letter.stream) != (keys.app, keys.handler, keys.stream):
@@ -207,15 +207,15 @@ def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLette
     return DeadLetterEntry(keys, letter_id.decode(), pairs, letter)
 
 
-def _problem(slip: DeadLetterRef, reply: str | RedisError | None) -> str:
-    """Why a letter stays. Raises the error if it is none of this letter alone."""
+def _refusal_text(ref: DeadLetterRef, reply: str | RedisError | None) -> str:
+    """Return why a letter stays. Raises an error that does not concern this letter alone."""
     match reply:
         case None:
             return _GONE
         case str():
             return reply
         case WrongType():
-            return f"nothing can be added to {slip.stream}: the key holds no stream"
+            return f"cannot add to {ref.stream}: the key holds no stream"
         case CommandFailed():
             return str(reply)
         case AccessDenied() if reply.concerns_key:
@@ -224,17 +224,17 @@ def _problem(slip: DeadLetterRef, reply: str | RedisError | None) -> str:
             raise reply
 
 
-def _new_entry(slip: DeadLetterRef, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
-    """Names and values of the entry that a letter becomes, or why it cannot become one."""
+def _redriven_items(ref: DeadLetterRef, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
+    """Return names and values of the entry that a letter becomes, or why it cannot become one."""
     if not found:
         return _GONE
-    filed = _filed(slip.keys, *found[0])
-    if filed.letter is None:
-        return f"it is no dead letter: {filed.problem}"
-    items = [REDRIVE_FIELD, f"{slip.keys.app}.{slip.keys.handler}".encode(), *filed.letter.pairs]
+    entry = _parse_entry(ref.keys, *found[0])
+    if entry.letter is None:
+        return f"it is no dead letter: {entry.problem}"
+    items = [REDRIVE_FIELD, f"{ref.keys.app}.{ref.keys.handler}".encode(), *entry.letter.pairs]
     if len(items) <= _MAX_ITEMS:
         return items
     return (
-        f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: add by hand (XADD) what "
-        f"`millstream dlq show {slip.letter_id} --json` shows, then purge it"
+        f"its {len(entry.letter.pairs) // 2:,} fields are too many for one atomic step: add the fields shown by "
+        f"`millstream dlq show {ref.letter_id} --json` by hand (XADD), then purge it"
     )

@@ -1,7 +1,8 @@
-"""What Spark sets aside: messages that wait in the lines of their keys, so that their batch can end.
+"""Deferral on Spark: messages that have to wait move to the queues of their keys, so that their batch can end.
 
-A batch ends when all of it is committed, so it cannot wait for long, nor for a person. What has to wait goes to the lines
-that workers have (`keyed`), where `millstream keys` shows it, and runs from there when it may.
+A batch ends when all of it is committed, so it cannot wait for a back-off or for an operator. Deferred messages go to
+the same key queues as on workers (`keyed_stream`), where `millstream keys` shows them, and run from there when they
+may.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,9 @@ DEFERRED_KEYS = Script("keys/deferred_keys")
 RUNNABLE_KEYS = Script("keys/runnable_keys")
 
 How = Literal["join", "later", "park"]
-"""Why messages are set aside: behind others of their key; for the next attempt on the first; for a person."""
+"""Why messages are deferred: behind others of their key; until the next attempt on the first; until an operator
+acts.
+"""
 
 _AT_ONCE = 1_000
 _STREAMS_AT_ONCE = 100
@@ -26,12 +29,13 @@ _STREAMS_AT_ONCE = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deferral:
-    """Messages of one key to set aside.
+    """Messages of one key to defer.
 
-    * `line`, `expected`: the field of their mark, and its value as it was loaded, or IN_LINE of what was run from its line
+    * `line`, `expected`: the field of their key offset, and its value as it was loaded, or IN_LINE for entries that
+      were run from their key queue
     * `how`; `detail`: milliseconds for "later", the reason for "park"
     * `failed`: how many attempts on the first have failed, None if that is not known
-    * `ids`: all that there is of the key in the batch, from the first of them on
+    * `ids`: all messages of the key in the batch, from the first deferred one on
     """
 
     line: bytes
@@ -43,12 +47,12 @@ class Deferral:
 
 
 class RunnableKeys(NamedTuple):
-    """The lines of a stream.
+    """The key queues of a stream on Spark.
 
-    * `any`: whether there are any; `entries`: how many wait in them
-    * `moving`: how many of them wait for their key to leave an earlier partition
-    * `wait_ms`: in how many milliseconds one may be run that may not yet; None if there is none
-    * `lines`: those that may be run
+    * `any`: whether there are any; `entries`: how many entries wait in them
+    * `moving`: how many queues wait for their key to migrate from an earlier partition
+    * `wait_ms`: milliseconds until another queue may run; None if none waits for a time
+    * `lines`: the names of those that may run now
     """
 
     any: bool
@@ -59,74 +63,79 @@ class RunnableKeys(NamedTuple):
 
 
 class DeferredKey(NamedTuple):
-    """What waits in a line: ids with names and values, which are None where the entry is gone, failed attempts, state."""
+    """The content of a key queue: ids with names and values (None if the entry is gone), failed attempts, state."""
 
     entries: list[tuple[str, list[bytes] | None]]
     failed: int
     state: bytes
 
 
-def defer(ledger: CommitStore, stream: str, asides: Sequence[Deferral]) -> list[Deferral]:
-    """Set `asides` aside, each in one step; return those that were refused, of which the first thousand are not in a line.
+def defer(store: CommitStore, stream: str, deferrals: Sequence[Deferral]) -> list[Deferral]:
+    """Defer messages, each `Deferral` in one step; return those that were refused: their first 1,000 ids are in no
+    queue.
 
     Raises StaleOwner if a newer run has begun, RedisError. May be repeated.
     """
     refused: list[Deferral] = []
-    group = ledger.keys(stream).group
-    for calls in _calls(asides):
-        args = [part for _, aside in calls for part in _args(aside)]
-        numbers = ledger.run(DEFER, stream, (ledger.token, group, *args))
+    group = store.keys(stream).group
+    for calls in _chunks(deferrals):
+        args = [part for _, deferral in calls for part in _defer_args(deferral)]
+        numbers = store.run(DEFER, stream, (store.token, group, *args))
         refused += [calls[int(number) - 1][0] for number in numbers]
     return refused
 
 
-def _calls(asides: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Deferral]]]:
-    """What goes with each call: so much that Redis serves others meanwhile. Of each part, what it is a part of."""
+def _chunks(deferrals: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Deferral]]]:
+    """Split them into calls of at most 1,000 ids, so that Redis serves others between; yield each part with its
+    whole.
+    """
     call: list[tuple[Deferral, Deferral]] = []
     size = 0
-    for aside in asides:
-        for at in range(0, len(aside.ids), _AT_ONCE):
-            ids = aside.ids[at : at + _AT_ONCE]
+    for deferral in deferrals:
+        for at in range(0, len(deferral.ids), _AT_ONCE):
+            ids = deferral.ids[at : at + _AT_ONCE]
             if call and size + len(ids) > _AT_ONCE:
                 yield call
                 call, size = [], 0
-            before = aside.ids[at - 1].encode() if at else b""
-            part = replace(aside, ids=ids, expected=before, how="join", detail="") if at else replace(aside, ids=ids)
-            call.append((aside, part))
+            before = deferral.ids[at - 1].encode() if at else b""
+            part = (
+                replace(deferral, ids=ids, expected=before, how="join", detail="") if at else replace(deferral, ids=ids)
+            )
+            call.append((deferral, part))
             size += len(ids)
     if call:
         yield call
 
 
-def _args(aside: Deferral) -> list[Arg]:
-    failed = "" if aside.failed is None else aside.failed
-    return [aside.line, aside.expected, aside.how, aside.detail, failed, len(aside.ids), *aside.ids]
+def _defer_args(deferral: Deferral) -> list[Arg]:
+    failed = "" if deferral.failed is None else deferral.failed
+    return [deferral.line, deferral.expected, deferral.how, deferral.detail, failed, len(deferral.ids), *deferral.ids]
 
 
-def deferred_keys(ledger: CommitStore, stream: str, names: Sequence[bytes]) -> set[bytes]:
-    """Those of the lines `names` that must be joined by whatever comes of their keys. Raises RedisError."""
+def deferred_keys(store: CommitStore, stream: str, names: Sequence[bytes]) -> set[bytes]:
+    """Return those of the key queues `names` that later messages of their keys must join. Raises RedisError."""
     found: set[bytes] = set()
     for at in range(0, len(names), _AT_ONCE):
         some = names[at : at + _AT_ONCE]
-        found.update(name for name, waits in zip(some, ledger.run(DEFERRED_KEYS, stream, some), strict=True) if waits)
+        found.update(name for name, waits in zip(some, store.run(DEFERRED_KEYS, stream, some), strict=True) if waits)
     return found
 
 
-def runnable_keys(ledger: CommitStore, streams: Sequence[str], most: int) -> dict[str, RunnableKeys]:
-    """Which lines of each of `streams` may be run, up to `most` of them. Raises StaleOwner, RedisError."""
+def runnable_keys(store: CommitStore, streams: Sequence[str], most: int) -> dict[str, RunnableKeys]:
+    """Return the key queues of each of `streams` that may run, up to `most` of them. Raises StaleOwner, RedisError."""
     found: dict[str, RunnableKeys] = {}
     for at in range(0, len(streams), _STREAMS_AT_ONCE):
         some = streams[at : at + _STREAMS_AT_ONCE]
-        calls = [(stream, (ledger.token, ledger.keys(stream).group, most)) for stream in some]
-        replies = ledger.run_each(RUNNABLE_KEYS, calls)
-        for stream, (has_any, entries, moving, wait_ms, *lines) in zip(some, replies, strict=True):
+        calls = [(stream, (store.token, store.keys(stream).group, most)) for stream in some]
+        replies = store.run_each(RUNNABLE_KEYS, calls)
+        for stream, (has_any, entries, awaiting, wait_ms, *queues) in zip(some, replies, strict=True):
             wait = None if wait_ms < 0 else float(wait_ms)
-            found[stream] = RunnableKeys(bool(has_any), int(entries), int(moving), wait, lines)
+            found[stream] = RunnableKeys(bool(has_any), int(entries), int(awaiting), wait, queues)
     return found
 
 
 def read_queue(client: Client, keys: HandlerKeys, name: bytes, most: int) -> DeferredKey:
-    """The first `most` entries of a line that is not parked; none if it is. Raises RedisError."""
+    """Return the first `most` entries of a key queue; none if it is parked. Raises RedisError."""
     head, state, parked = call_all(
         client,
         [("LRANGE", keys.line(name), 0, most - 1), ("HGET", keys.state, name[1:]), ("HEXISTS", keys.parked, name)],

@@ -1,7 +1,7 @@
 """Delayed messages: published now, added to their stream when they are due.
 
-They wait in Redis, in the stream's hash slot, and some process has to move them: workers and pipelines do. Moving is
-one atomic step by the server's clock, so it may be done by any number of processes, and each may die at any point.
+They wait in Redis, in the stream's hash slot, until a process moves them: workers and Spark runs do. Moving is one
+atomic step by the server's clock, so any number of processes may do it, and each may die at any point.
 """
 
 import logging
@@ -30,9 +30,9 @@ _read_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedMessage:
-    """A message that waits to be due: the id that its publisher was given, when, and its names and values.
+    """A delayed message: the id that its publisher got, when it is due, and its names and values.
 
-    `problem`: why it is no message; it has no names and values then. None if it is one.
+    `problem`: why it cannot be read as a message; it has no names and values then. None if it can.
     """
 
     stream: str
@@ -44,7 +44,7 @@ class DelayedMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class MovedMessages:
-    """What a call of `move_due` has done, or what it has done on one stream.
+    """The result of `move_due`, in all or on one stream.
 
     * `moved`: messages added to their streams
     * `next_ms`: milliseconds until the next one is due; 0 if some are due already, None if none waits
@@ -61,17 +61,18 @@ class DelayedMessages:
         self._client = client
 
     def move_due(self, streams: Sequence[str]) -> MovedMessages:
-        """Add to each of `streams` what is due on it, in due order; at most 500 messages, or about a million bytes, each.
+        """Add the due messages of each of `streams` to it, in due order; at most 500 messages, or about a million
+        bytes, each.
 
-        One round trip per Redis node. Safe to repeat when its reply is lost, and to run anywhere at once. Raises
-        OutOfMemory at maxmemory, whether something is due or not: nothing is moved on that server then.
+        One round trip per Redis node. Safe to repeat when its reply is lost, and to run in any number of processes.
+        Raises OutOfMemory at maxmemory, whether a message is due or not: nothing is moved on that server then.
         """
         movements = self.move_each(streams)
         waits = [one.next_ms for one in movements if one.next_ms is not None]
         return MovedMessages(moved=sum(one.moved for one in movements), next_ms=min(waits, default=None))
 
     def move_each(self, streams: Sequence[str]) -> list[MovedMessages]:
-        """As `move_due`; return what was done on each stream."""
+        """Move as `move_due` does; return the result of each stream."""
         names = list(map(StreamKeys, streams))
         replies = self._client.scripts(
             [
@@ -89,26 +90,26 @@ class DelayedMessages:
         every_ms: float = 1_000.0,
         on_moved: Callable[[int], None] = lambda moved: None,
     ) -> None:
-        """Move what is due, when it is due, until `stopping`; look for what is new every `every_ms` milliseconds."""
+        """Move messages when they are due, until `stopping`; ask for new ones every `every_ms` milliseconds."""
         wait_ms = 0.0
         while not stopping.wait(wait_ms / 1000):
             wait_ms = every_ms
             try:
                 movement = self.move_due(streams())
-            except (Unavailable, WrongType) as error:  # of one stream, which whoever reads it will say
-                logger.debug("no delayed message is moved for now: %s", error)
+            except (Unavailable, WrongType) as error:  # WrongType: the reader of that stream reports it
+                logger.debug("cannot move delayed messages; trying again: %s", error)
             else:
                 on_moved(movement.moved)
                 if movement.next_ms is not None:
                     wait_ms = min(wait_ms, movement.next_ms)
 
     def count(self, stream: str) -> int:
-        """How many messages wait for `stream`."""
+        """Return how many delayed messages `stream` has."""
         waiting: int = self._client.execute("ZCARD", to_wire(StreamKeys(stream).due))
         return waiting
 
     def find(self, stream: str, *, limit: int = 100) -> list[DelayedMessage]:
-        """The first `limit` messages that wait for `stream`, in due order. Those that go meanwhile are left out."""
+        """Return the first `limit` delayed messages of `stream`, in due order. Those moved meanwhile are left out."""
         k = StreamKeys(stream)
         found = self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")
         ids, scores = found[::2], found[1::2]
@@ -120,9 +121,9 @@ class DelayedMessages:
         ]
 
     def cancel(self, stream: str, ids: Sequence[str]) -> int:
-        """Cancel messages by the ids that their publishers were given; return how many still waited.
+        """Cancel messages by the ids that their publishers got; return how many were still delayed.
 
-        A `dedupe_id` that such a message had stays taken until its time is over.
+        The `dedupe_id` of such a message stays taken until its window is over.
         """
         k = StreamKeys(stream)
         cancelled: int = self._client.script(CANCEL_DELAYED, (to_wire(k.due), to_wire(k.delayed)), ids) if ids else 0
@@ -139,7 +140,7 @@ def _read(stream: str, delayed_id: bytes, score: bytes, packed: bytes) -> Delaye
 
 
 def _items(packed: bytes) -> list[bytes]:
-    # Redis packs every value as msgpack text, also what is no UTF-8: the head is cut off rather than understood.
+    # Redis packs every value as msgpack text, even if it is no UTF-8: the head is cut off rather than decoded.
     items = [raw[_RAW_HEADS.get(raw[0], 1) :] for raw in map(bytes, _read_items(packed))]
     if len(items) % 2:
         raise ValueError("its fields are not names and values in turn")

@@ -1,4 +1,4 @@
-"""The lines of a handler's keys as people see them: who has each, why one waits, and how to make it wait or go on."""
+"""The key queues of a handler, for operators: the owner of each, why it waits, and how to park, unpark or skip."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ PARK_UNPARK_SKIP = Script("keys/park_unpark_skip")
 QUEUED_KEYS = Script("keys/queued_keys")
 
 WAITING = "waiting"
-"""The consumer that has the pending entries nobody works on."""
+"""The consumer that holds the pending entries which no worker has leased."""
 
 LineState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyQueue:
-    """What a line waits for.
+    """The queue of one key, and what it waits for.
 
-    * `name`: b"k" and the key, or b"i" and the id of an entry that has no key
-    * `state`: a worker has it; it waits for one; for the time of its next attempt; or for a person; or Redis holds of it
-      what no worker has written
-    * `length`, `first`: how many entries it has, and the id of the first; "" where none waits: a worker has just
-      committed them all, or it is parked for those to come
-    * `worker`, `since_ms`: who has it; since when, or since when it is parked (Unix milliseconds)
+    * `name`: b"k" and the key, or b"i" and the id of an entry without a key
+    * `state`: "leased" to a worker; "ready" for one; "backing off" until its next attempt; "parked" until an operator
+      acts; "unreadable" if its data in Redis were not written by millstream
+    * `length`, `first`: how many entries it has, and the id of the first; "" if it has none: a worker has just
+      committed them all, or it is parked for entries to come
+    * `worker`, `since_ms`: the worker that leased it; since when, or since when it is parked (Unix milliseconds)
     * `until_ms`: when the lease ends, or the next attempt is due (Unix milliseconds)
-    * `failed`, `lost`: of its first entry, the attempts that failed and the leases that ran out
+    * `failed`, `lost`: failed attempts and expired leases of its first entry
     * `parked`: why it is parked, or will be when its lease ends; None if it is not
     * `why`: what it waits for, in words
     """
@@ -56,59 +56,62 @@ class KeyQueue:
 
 
 def names_of(client: Client, keys: HandlerKeys) -> list[bytes]:
-    """The names of all lines that have entries or are parked, sorted. Raises RedisError."""
-    return sorted(set(client.script(QUEUED_KEYS, _keys_of(keys), ())))
+    """Return the names of all key queues that have entries or are parked, sorted. Raises RedisError."""
+    return sorted(set(client.script(QUEUED_KEYS, _script_keys(keys), ())))
 
 
 def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[KeyQueue]:
-    """Those of these lines that are still kept, in the same order. Raises RedisError.
+    """Return those of these key queues that still exist, in the same order. Raises RedisError.
 
-    Of a line that is ready it is not said which number it is of those that are: that would take a look at all of them.
+    For a ready queue, its position among the ready ones is left out: that would mean reading all of them.
     """
-    return _lines(client, keys, _Snapshot.of(client, keys, names), names) if names else []
+    return _describe(client, keys, _Snapshot.of(client, keys, names), names) if names else []
 
 
 def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[KeyQueue]:
-    """Up to `most` lines that have entries or a worker or are parked, the longest first.
+    """Return up to `most` key queues that have entries or a worker or are parked, the longest first.
 
-    Those that wait for a worker are looked at last, in the order of their turns. Each is as it was at some moment of
-    the call, as workers go on meanwhile. Raises RedisError.
+    The ready ones are read last, in their order. Each queue is as it was at some moment of the call, as workers go on
+    meanwhile. Raises RedisError.
     """
-    seen = _Snapshot.read(client, keys, most)
-    names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
-    return sorted(_lines(client, keys, seen, names), key=lambda one: -one.length)
+    snapshot = _Snapshot.read(client, keys, most)
+    names = list(dict.fromkeys((*snapshot.owners, *snapshot.parked, *snapshot.backoff, *snapshot.ready)))[:most]
+    return sorted(_describe(client, keys, snapshot, names), key=lambda one: -one.length)
 
 
-def _lines(client: Client, keys: HandlerKeys, seen: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
+def _describe(client: Client, keys: HandlerKeys, snapshot: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
     counted = send_all(
         client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
-    # What is no list is no line: it has no length, and is shown for where it is.
+    # A key that holds no list is no key queue: it has no length, and is shown as unreadable.
     counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
     lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
-    struck = call_all(
+    counts_of_first = call_all(
         client,
         [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
     )
     return [
-        seen.line_or_damage(name, length, from_wire(first or b""), counts)
-        for (name, (length, first)), counts in zip(lengths.items(), struck, strict=True)
-        if length != 0 or name in seen.owners or name in seen.parked
+        snapshot.line_or_damage(name, length, from_wire(first or b""), counts)
+        for (name, (length, first)), counts in zip(lengths.items(), counts_of_first, strict=True)
+        if length != 0 or name in snapshot.owners or name in snapshot.parked
     ]
 
 
 def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, int]:
-    """How many lines are parked for a person on all of these, and how many entries wait in them. Raises RedisError."""
+    """Return how many key queues are parked on all of these, and how many entries wait in them. Raises RedisError.
+
+    A queue that only waits for its key to migrate is not counted.
+    """
     replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
-    lines: list[bytes] = []
+    queues: list[bytes] = []
     for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
-        lines += [keys.line(name) for name in set(parked) - set(moving)]
-    return len(lines), sum(call_all(client, [("LLEN", line) for line in lines]))
+        queues += [keys.line(name) for name in set(parked) - set(moving)]
+    return len(queues), sum(call_all(client, [("LLEN", queue) for queue in queues]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Snapshot:
-    """Where the lines are, as read in one go."""
+    """The state of the key queues, as read in one go."""
 
     now_ms: int
     owners: dict[bytes, bytes]
@@ -137,7 +140,7 @@ class _Snapshot:
 
     @classmethod
     def of(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
-        """Where these lines are."""
+        """Read the state of these key queues only."""
         (seconds, micros), engine, owners, parked, leases, backoff = call_all(
             client,
             [
@@ -147,22 +150,22 @@ class _Snapshot:
         )  # fmt: skip
         return cls(
             now_ms=int(seconds) * 1000 + int(micros) // 1000,
-            owners=_known(names, owners), leases=_known(names, leases), backoff=_known(names, backoff),
-            parked=_known(names, parked), ready={}, waits_for=_waits_for(engine),
+            owners=_present(names, owners), leases=_present(names, leases), backoff=_present(names, backoff),
+            parked=_present(names, parked), ready={}, waits_for=_waits_for(engine),
         )  # fmt: skip
 
     def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
-        """A line; "unreadable" where Redis holds of it what no worker has written."""
+        """Return a key queue; state "unreadable" if its data in Redis were not written by millstream."""
         try:
             if length is None:
                 raise ValueError("its key holds no list")
-            failed, lost = (int(count or 0) for count in counts)
-            return self.line(name, length, first, failed, lost)
+            failed, expired = (int(count or 0) for count in counts)
+            return self.line(name, length, first, failed, expired)
         except (ValueError, OverflowError) as error:
-            why = f"Redis holds of it what no worker has written: {error}"
+            why = f"its data in Redis were not written by millstream: {error}"
             return KeyQueue(name=name, state="unreadable", length=length or 0, first=first, why=why)
 
-    def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> KeyQueue:
+    def line(self, name: bytes, length: int, first: str, failed: int, expired: int) -> KeyQueue:
         parked_ms, _, reason = self.parked.get(name, b"").partition(b" ")
         parked = from_wire(reason) if parked_ms else None
         state: LineState
@@ -175,31 +178,35 @@ class _Snapshot:
             why += "" if parked is None else f"; then it stays parked: {parked}"
         elif parked is not None:
             state, since_ms = "parked", int(parked_ms)
-            why = f"it is parked since {_seconds(self.now_ms - since_ms)}: {parked}"
+            why = f"parked for {_seconds(self.now_ms - since_ms)}: {parked}"
         elif name in self.backoff:
             state, until_ms = "backing off", int(float(self.backoff[name]))
-            why = f"attempt {failed + 1} on its first entry is due in {_seconds(until_ms - self.now_ms)}"
+            why = f"attempt {failed + 1} of its first entry is due in {_seconds(until_ms - self.now_ms)}"
         else:
             state = "ready"
-            why = f"it waits for {self.waits_for}"
-            why += f", as number {self.ready[name]} of the lines that do" if name in self.ready else ""
-        if lost:
-            times = "once" if lost == 1 else f"{lost} times"
-            why += f"; {times} a worker lost it with this first entry, which is given out by itself now"
+            why = f"waits for {self.waits_for}"
+            why += f", number {self.ready[name]} of the ready queues" if name in self.ready else ""
+        if expired:
+            times = "once" if expired == 1 else f"{expired} times"
+            why += f"; its lease expired {times} with this first entry, which now runs alone"
         return KeyQueue(
             name=name, state=state, length=length, first=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
-            failed=failed, lost=lost, parked=parked, why=why,
+            failed=failed, lost=expired, parked=parked, why=why,
         )  # fmt: skip
 
     def _why_leased(self, worker: str, since_ms: int, until_ms: int) -> str:
-        has = f"worker {worker} has it since {_seconds(self.now_ms - since_ms)}"
+        has = f"worker {worker} has leased it for {_seconds(self.now_ms - since_ms)}"
         if until_ms > self.now_ms:
-            return f"{has}; its lease ends in {_seconds(until_ms - self.now_ms)} unless it is renewed"
-        return f"{has}; its lease ran out {_seconds(self.now_ms - until_ms)} ago, and the next worker to look gets it"
+            return f"{has}; the lease expires in {_seconds(until_ms - self.now_ms)} unless it is renewed"
+        return (
+            f"{has}; the lease expired {_seconds(self.now_ms - until_ms)} ago, and the next worker that fetches gets it"
+        )
 
 
 def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
-    """How many entries wait in the lines of a handler's keys on workers, and how many may; None if that is not known."""
+    """Return how many entries wait in the key queues of a handler on workers, and the limit; None if that is not
+    known.
+    """
     known, pending = send_all(
         client, [("HMGET", keys.meta, "engine", "look_ahead"), ("XPENDING", keys.stream, keys.group)]
     )
@@ -209,66 +216,68 @@ def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None
     return (int(raise_if_error(pending)[0]), int(most)) if engine == b"keyed" and most is not None else None
 
 
-def park(client: Client, keys: HandlerKeys, line: bytes, reason: str) -> bool:
-    """Have a line wait for a person, from its next turn on; False if it does already.
+def park(client: Client, keys: HandlerKeys, queue: bytes, reason: str) -> bool:
+    """Park a key queue, from the end of its current lease on; False if it is parked already.
 
-    This and the two below raise ConfigError if no worker of keys, nor a run on Spark, has begun on the stream, and RedisError.
+    This and the two below raise ConfigError if neither a worker with a key nor a Spark run has begun on the stream, and
+    RedisError.
     """
-    return bool(_steer(client, keys, (line, "park", reason)))
+    return bool(_run_park_unpark_skip(client, keys, (queue, "park", reason)))
 
 
-def unpark(client: Client, keys: HandlerKeys, line: bytes) -> bool:
-    """Have a parked line go on; False if it is not parked."""
-    return bool(_steer(client, keys, (line, "unpark")))
+def unpark(client: Client, keys: HandlerKeys, queue: bytes) -> bool:
+    """Let a parked key queue go on; False if it is not parked."""
+    return bool(_run_park_unpark_skip(client, keys, (queue, "unpark")))
 
 
-def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
-    """Make the first entry of a line a dead letter that says `error`, and return its id.
+def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
+    """Make the first entry of a key queue a dead letter with the text `error`, and return its id.
 
-    None if it has none, or if that was committed at this very moment. Whoever works on it commits nothing of it any more.
-    A line that is parked stays so.
+    None if it has none, or if that entry was committed at this very moment. A worker that processes it is refused its
+    commit. A queue that is parked stays so.
     """
-    (first,) = call_all(client, [("LINDEX", keys.line(line), 0)])
+    (first,) = call_all(client, [("LINDEX", keys.line(queue), 0)])
     if first is None:
         return None
-    found, struck, (seconds, micros) = call_all(
+    found, counts, (seconds, micros) = call_all(
         client,
         [("XRANGE", keys.stream, first, first), ("HMGET", keys.strikes, first + b"f", first + b"l"), ("TIME",)],
     )
     letter = DeadLetter(
-        stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(line), app=keys.app,
-        handler=keys.handler, attempts=sum(int(count or 0) for count in struck), reason=reason, error=error,
+        stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(queue), app=keys.app,
+        handler=keys.handler, attempts=sum(int(count or 0) for count in counts), reason=reason, error=error,
         time_ms=int(seconds) * 1000 + int(micros) // 1000,
     )  # fmt: skip
-    done = _steer(client, keys, (line, "skip", first, *letter.items()))
+    done = _run_park_unpark_skip(client, keys, (queue, "skip", first, *letter.items()))
     return first.decode() if done else None
 
 
-def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
+def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
     try:
-        return client.script(PARK_UNPARK_SKIP, _keys_of(keys), (keys.group, *args))
+        return client.script(PARK_UNPARK_SKIP, _script_keys(keys), (keys.group, *args))
     except CommandFailed as error:
         if error.code == "NOTKEYED":
             raise ConfigError(
-                f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so that its keys cannot "
-                "be parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
+                f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so its keys cannot be "
+                "parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
             ) from error
         if error.code == "MOVING":
             raise ConfigError(
-                f"the key goes on in {keys.stream} by itself, when its messages in its earlier partition are done"
+                f"the key migrates to {keys.stream} and goes on by itself when its messages in the earlier partition are "
+                "done: wait for that"
             ) from error
         raise
 
 
-def _keys_of(keys: HandlerKeys) -> tuple[str, ...]:
+def _script_keys(keys: HandlerKeys) -> tuple[str, ...]:
     return (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead, keys.open, keys.stream)
 
 
 def _waits_for(engine: bytes | None) -> str:
-    return "the run on Spark" if engine is None else "a worker to be free"
+    return "the Spark run" if engine is None else "a free worker"
 
 
-def _known(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
+def _present(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
@@ -277,12 +286,12 @@ def _seconds(ms: int) -> str:
 
 
 def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str]:
-    """Say what is wrong with the lines of a stream on which nothing else works meanwhile. Invariants:
+    """Return the violated invariants of the key queues of a stream that nothing else changes meanwhile.
 
-    1. a line with entries is in exactly one of ready, leased, backing off and parked (or leased and parked)
-    2. owners and leases name the same lines
-    3. an id is in a line if and only if it is pending, with its line's owner or with nobody
-    4. the ids of a line grow
+    1. a key queue with entries is in exactly one of ready, leased, backing off and parked (or leased and parked)
+    2. owners and leases name the same queues
+    3. an id is in a key queue if and only if it is pending, with the queue's owner or with the consumer WAITING
+    4. the ids of a key queue grow
     5. lease tokens are distinct, and none is above the fence
     6. nothing empty is ready, backing off or counted
     """
@@ -293,21 +302,21 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     backoff = set(client.execute("ZRANGE", keys.backoff, 0, -1))
     parked = set(client.execute("HKEYS", keys.parked))
     prefix, suffix = len(keys.line(b"")) - len(b":line"), len(b":line")
-    lines: dict[bytes, list[bytes]] = {}
+    queues: dict[bytes, list[bytes]] = {}
     cursor = b"0"
     while True:
         cursor, found = client.execute("SCAN", cursor, "MATCH", keys.line(b"*"), "COUNT", 1_000)
-        lines |= {key[prefix:-suffix]: client.execute("LRANGE", key, 0, -1) for key in found}
+        queues |= {key[prefix:-suffix]: client.execute("LRANGE", key, 0, -1) for key in found}
         if cursor == b"0":
             break
     places = Counter(ready) + Counter(backoff) + Counter(owners.keys())
-    for name in {*lines, *places}:
+    for name in {*queues, *places}:
         if places[name] != 1 and not (places[name] == 0 and name in parked):
-            wrong.append(f"line {name!r} is in {places[name]} places")
-        if name not in lines and name not in owners:
-            wrong.append(f"line {name!r} has no entries and is kept")
+            wrong.append(f"key queue {name!r} is in {places[name]} places")
+        if name not in queues and name not in owners:
+            wrong.append(f"key queue {name!r} has no entries and still exists")
         if name in parked and name in (*ready, *backoff):
-            wrong.append(f"line {name!r} is parked and can be taken")
+            wrong.append(f"key queue {name!r} is parked and can be leased")
     if owners.keys() != leases:
         wrong.append(f"owners and leases differ: {owners.keys() ^ leases}")
     fence = int(client.execute("HGET", keys.meta, "fence") or 0)
@@ -315,18 +324,18 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     if len(set(fences)) != len(fences) or any(one >= fence for one in fences):
         wrong.append(f"lease tokens {fences} under the fence {fence}")
     pending = {one: name for one, name, *_ in client.execute("XPENDING", stream, keys.group, "-", "+", 1_000_000)}
-    waiting = {one for ids in lines.values() for one in ids}
-    if waiting != pending.keys():
-        wrong.append(f"in lines but not pending: {waiting - pending.keys()}; the reverse: {pending.keys() - waiting}")
-    for name, ids in lines.items():
+    queued = {one for ids in queues.values() for one in ids}
+    if queued != pending.keys():
+        wrong.append(f"queued but not pending: {queued - pending.keys()}; the reverse: {pending.keys() - queued}")
+    for name, ids in queues.items():
         if ids != sorted(set(ids), key=EntryId.parse):
-            wrong.append(f"line {name!r} is out of order: {ids}")
-        holder = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
+            wrong.append(f"key queue {name!r} is out of order: {ids}")
+        expected_consumer = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
         wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
-                  if one in pending and pending[one] not in (holder, WAITING.encode())]  # fmt: skip
-    struck = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
-    if struck - waiting:
-        wrong.append(f"strikes of entries that are done: {struck - waiting}")
+                  if one in pending and pending[one] not in (expected_consumer, WAITING.encode())]  # fmt: skip
+    counted = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
+    if counted - queued:
+        wrong.append(f"crash counts of entries that are done: {counted - queued}")
     return wrong
 
 
@@ -334,5 +343,5 @@ def _mapping(items: list[bytes]) -> dict[bytes, bytes]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _key_of(line: bytes) -> bytes | None:
-    return line[1:] if line.startswith(b"k") else None
+def _key_of(name: bytes) -> bytes | None:
+    return name[1:] if name.startswith(b"k") else None

@@ -1,9 +1,9 @@
-"""A keyed stream: workers share the lines of its keys, so that messages of one key run one after another.
+"""KeyedStream: workers share a stream by the queues of its keys, so that messages of one key run one after another.
 
-An entry is first routed to the line of its key, by whichever worker gets to it. Then a worker leases the line for a turn,
-and commits what it has done under that lease's token, which no other lease ever has. There is no master that could die:
-each step is one server-side script that any worker may run. (The problem: "Redis streaming concurrency with master and
-consumers", Dwarves Memo; the token: M. Kleppmann, "How to do distributed locking", 2016.)
+Any worker enqueues new entries into their key queues. Then a worker leases a key queue for a while, and commits under
+that lease's token, which no other lease ever has. There is no master that could die: each step is one server-side
+script that any worker may run. (The problem: "Redis streaming concurrency with master and consumers", Dwarves Memo; the
+token: M. Kleppmann, "How to do distributed locking", 2016.)
 """
 
 from collections.abc import Callable, Sequence
@@ -31,35 +31,39 @@ RELEASE_LEASES = Script("keys/release_leases")
 RECOVER_LEASES = Script("keys/recover_leases")
 LOWEST_QUEUED_ID = Script("keys/lowest_queued_id")
 
-_ENLISTED_AT_ONCE = 1_000
+_ENQUEUED_AT_ONCE = 1_000
 _FIRST_READ = 100
 _LAST_ID = b"18446744073709551615-18446744073709551615"
-_MOST_LINES = 50_000
+_MAX_QUEUES = 50_000
 _OVERHEAD_BYTES, _SAMPLE = 100, 16
 
 READ_BYTES = 4 * 2**20
-"""About how much is read at once, of one stream or of many together."""
+"""About how many bytes are read at once, from one stream or from many together."""
 
 How = Literal["next", "first", "later", "park"]
-"""What becomes of a line when its lease ends: its turn is over; it was not begun; it waits; it waits for a person."""
+"""What a key queue does when its lease ends: requeued; returned untouched; backing off; parked until an operator
+acts.
+"""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class KeyLease(LeasedKey):
-    """A worker's turn with one line of `stream`, as `take` gives it."""
+    """A worker's lease of one key queue of `stream`, as `take` returns it."""
 
     stream: "KeyedStream"
 
 
 def lease_of(delivery: Delivery) -> KeyLease:
-    """The lease that an entry of a keyed stream was given out with."""
+    """Return the lease that an entry of a keyed stream was given out with."""
     lease = delivery.lease
     assert isinstance(lease, KeyLease)
     return lease
 
 
 class LeaseRelease(NamedTuple):
-    """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed`: attempts on its first entry."""
+    """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed`: attempts on its first
+    entry.
+    """
 
     lease: KeyLease
     how: How
@@ -68,9 +72,11 @@ class LeaseRelease(NamedTuple):
 
 
 class LeaseResult(NamedTuple):
-    """What `take` gave: leases, when a line may next become ready by itself (None: none waits), leases found run out.
+    """The result of `take`: the leases, and why there are no more.
 
-    `unfit`: the size of the entry that had no room any more; 0 if all had.
+    * `wait_ms`: milliseconds until a key queue may become ready by itself; None if none waits
+    * `reaped`: how many expired leases were found
+    * `unfit`: the size of the first entry that did not fit into the byte limit; 0 if all did
     """
 
     leases: list[KeyLease]
@@ -80,21 +86,21 @@ class LeaseResult(NamedTuple):
 
 
 class EntrySizes:
-    """How large the entries of a stream are, about: as those were that were read last, by whoever reads it here."""
+    """The average size of a stream's entries, as of the last read in this process."""
 
     def __init__(self) -> None:
         self.about = READ_BYTES // _FIRST_READ
 
     def note(self, count: int, size: int) -> None:
-        """So many entries have so many bytes together."""
+        """Store that `count` entries have `size` bytes together."""
         if count:
             self.about = max(1, size // count)
 
 
 class KeyedStream(ReliableStream):
-    """One worker's hold on one stream for a handler with a key. Options and errors as of ReliableStream.
+    """One worker's membership in one stream for a handler with a key. Options and errors as for ReliableStream.
 
-    `line_of` names the line of an entry, or returns b"" for one that is meant for another handler.
+    `line_of` returns the name of an entry's key queue, or b"" for an entry that is meant for another handler.
     """
 
     kind: ClassVar[Kind] = "keyed"
@@ -115,26 +121,26 @@ class KeyedStream(ReliableStream):
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
         self.readied = 0
-        """How many lines can be taken since the last `route` that could not before."""
+        """How many key queues the last `route` made ready."""
 
     def join_as(self, other: ReliableStream) -> None:
-        """See ReliableStream. What one of the two reads is news to the other."""
+        """See ReliableStream. The two share the entry sizes."""
         super().join_as(other)
         if isinstance(other, KeyedStream):
             self.sizes = other.sizes
 
-    # Routing
+    # Enqueueing
 
     def route(self, *, count: int, most_pending: int) -> int:
-        """Append up to `count` new entries to their lines; return how many were new.
+        """Append up to `count` new entries to their key queues; return how many were new.
 
-        No more than `most_pending` entries are held in lines: beyond that, the rest stay in the stream.
+        The queues hold no more than `most_pending` entries: beyond that, the rest stay in the stream.
         """
         return self._as_member(lambda: self._route(count, most_pending))
 
     @property
     def routed(self) -> bytes:
-        """The id up to which all entries are routed, as far as this worker knows."""
+        """The id up to which all entries are enqueued, as far as this worker knows."""
         return self._routed or b"0-0"
 
     def _route(self, count: int, most_pending: int) -> int:
@@ -143,12 +149,12 @@ class KeyedStream(ReliableStream):
         count = min(count, most_pending - self.pending, self.affordable)
         if count <= 0:
             return 0
-        after = self.routed  # another thread may move it meanwhile
+        after = self.routed  # another thread may advance it meanwhile
         entries = self._read(after, count)
-        # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
+        # Without new entries, the call returns the committed id: a Redis that lost data may have gone back behind ours.
         calls: list[Sequence[Arg]] = []
-        for at in range(0, max(1, len(entries)), _ENLISTED_AT_ONCE):
-            some = entries[at : at + _ENLISTED_AT_ONCE]
+        for at in range(0, max(1, len(entries)), _ENQUEUED_AT_ONCE):
+            some = entries[at : at + _ENQUEUED_AT_ONCE]
             lines = self._lines_of(some)
             self._expect(lines[1::2])
             calls.append(self._enlisting(after, lines, most_pending))
@@ -156,7 +162,7 @@ class KeyedStream(ReliableStream):
         return self._enlist_all(calls)
 
     def _read(self, after: bytes, count: int) -> Sequence[Any]:
-        if after == _LAST_ID:  # Redis knows of none behind it
+        if after == _LAST_ID:  # Redis allows no id after it
             return ()
         try:
             return self.found(self._client.script(READ_RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
@@ -165,11 +171,11 @@ class KeyedStream(ReliableStream):
             raise
 
     def _enlist_all(self, calls: Sequence[Sequence[Arg]]) -> int:
-        """Route, in portions between which Redis serves others, in one round trip; return how many entries were new."""
+        """Enqueue in one round trip, in chunks between which Redis serves others; return how many entries were new."""
         replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
-        passed = sum([self.enlisted(reply) for reply in replies])
+        new_count = sum([self.enlisted(reply) for reply in replies])
         self.readied = sum(int(reply[1]) for reply in replies)
-        return passed
+        return new_count
 
     @property
     def affordable(self) -> int:
@@ -177,11 +183,11 @@ class KeyedStream(ReliableStream):
         return 1 if self._is_careful else max(1, READ_BYTES // self.sizes.about)
 
     def note_failed_read(self) -> None:
-        """What was asked for may have been more than the server sends: ask for one entry next."""
+        """Read one entry next: the last read may have been larger than the server sends."""
         self._is_careful = True
 
     def _expect(self, lines: Sequence[Arg]) -> None:
-        """Do what has to be done before entries are routed to these lines."""
+        """Prepare these key queues before entries are appended to them (a hook for partitions)."""
 
     def _lines_of(self, entries: Sequence[Any]) -> list[Arg]:
         return [part for entry_id, pairs in entries for part in (entry_id, self._line(entry_id, pairs))]
@@ -192,19 +198,19 @@ class KeyedStream(ReliableStream):
     def _enlisting(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> Sequence[Arg]:
         return (self.token, self.group, after, most_pending, *lines)
 
-    # The steps of `route`, for who sends those of many streams together. Where one fails, `route` repeats them safely
+    # The steps of `route`, for callers that pipeline many streams. If one fails, `route` repeats it safely
 
     def to_read(
         self, *, count: int, most_pending: int, most_bytes: int = READ_BYTES, one_at_least: bool = True
     ) -> Command | None:
-        """The command that reads what is to be routed next; None where `route` has to ask for something before."""
+        """Return the command that reads the entries to enqueue next; None if `route` has to ask Redis first."""
         if self._routed in (None, _LAST_ID) or self.pending >= most_pending:
             return None
         count = min(count, most_pending - self.pending, self.affordable)
         return ("EVALSHA", READ_RANGE.sha, 1, self.stream, self.routed, count, most_bytes, int(one_at_least))
 
     def found(self, reply: Reply) -> tuple[Sequence[Any], int]:
-        """Understand its answer: the entries, and the size of the one that had no room any more, 0 if all had."""
+        """Parse the reply to `to_read`: the entries, and the size of the first that did not fit, 0 if all did."""
         unfit, entries = reply
         self._is_careful = False
         self.sizes.note(len(entries), _size_of(entries))
@@ -213,19 +219,21 @@ class KeyedStream(ReliableStream):
         return entries, unfit
 
     def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
-        """The command that routes what was read so."""
+        """Return the command that enqueues the entries of `found`."""
         lines = self._lines_of(entries)
         self._expect(lines[1::2])
         return self._ledger.command(ROUTE, self.stream, self._enlisting(self.routed, lines, most_pending))
 
     def enlisted(self, reply: Reply) -> int:
-        """Note the answer; return how many entries were new."""
-        passed, self.readied, self.pending, self._routed = reply
-        return int(passed)
+        """Apply the reply to `to_enlist`; return how many entries were new."""
+        new_count, self.readied, self.pending, self._routed = reply
+        return int(new_count)
 
     def trim(self) -> int:
-        """See ReliableStream. What is in lines stays, too, whoever has acknowledged it; where they are too many, all stays."""
-        lowest = self._as_member(lambda: self._script(LOWEST_QUEUED_ID, (_MOST_LINES,)))
+        """See ReliableStream. Entries in key queues stay too, even if acknowledged; with too many queues, nothing is
+        trimmed.
+        """
+        lowest = self._as_member(lambda: self._script(LOWEST_QUEUED_ID, (_MAX_QUEUES,)))
         return 0 if lowest is None else self._trim_below(lowest)
 
     # Leasing
@@ -234,11 +242,11 @@ class KeyedStream(ReliableStream):
         self, *, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
         most_bytes: int = NO_LIMIT, one_at_least: bool = True,
     ) -> LeaseResult:  # fmt: skip
-        """Lease up to `lines` lines with up to `entries` of their entries, `run` of one line, for `lease_ms` milliseconds.
+        """Lease up to `lines` key queues with up to `entries` entries, `run` of each queue, for `lease_ms`
+        milliseconds.
 
-        `most_bytes`: how many their names and values have together at most; but where there are any, one is taken, however
-        large it is, if `one_at_least`. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited
-        are logged.
+        `most_bytes`: limit for the names and values together; with `one_at_least`, one entry is given out however large
+        it is. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited are logged.
         """
         room = (most_bytes, one_at_least)
         return self._as_member(lambda: self._take(lines, entries, run, lease_ms, now_ms, with_state, room=room))
@@ -262,27 +270,27 @@ class KeyedStream(ReliableStream):
         self, *, lines: int, entries: int, run: int, lease_ms: int, with_state: bool = True,
         most_bytes: int = NO_LIMIT, one_at_least: bool = True,
     ) -> Command:  # fmt: skip
-        """The command that `take` sends, for who sends those of many streams together."""
+        """Return the command that `take` sends, for callers that pipeline many streams."""
         args = self._taking(lines, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
         return self._ledger.command(LEASE_KEYS, self.stream, args)
 
     def taken(self, reply: Reply, until_ms: float) -> LeaseResult:
-        """Understand its answer. `until_ms`: until when the leases last, by the worker's monotonic clock."""
-        wait_ms, gone, reaped, unfit, *found = reply
-        if gone:
-            self._say_trimmed(gone)
+        """Parse the reply to `to_take`. `until_ms`: when the leases end, by the worker's monotonic clock."""
+        wait_ms, trimmed, expired, unfit, *found = reply
+        if trimmed:
+            self._say_trimmed(trimmed)
         leases = [self._leased(until_ms, *one) for one in found]
         self.sizes.note(sum(one.given for one in leases), sum(entry.size for one in leases for entry in one.entries))
         if unfit and not leases:
             self.sizes.note(1, int(unfit))
-        return LeaseResult(leases, None if wait_ms < 0 else float(wait_ms), int(reaped), int(unfit))
+        return LeaseResult(leases, None if wait_ms < 0 else float(wait_ms), int(expired), int(unfit))
 
     def _leased(
-        self, until_ms: float, line: bytes, token: bytes, state: bytes, lost: int, failed: int, entries: list[Any]
+        self, until_ms: float, queue: bytes, token: bytes, state: bytes, expired: int, failed: int, entries: list[Any]
     ) -> KeyLease:
         lease = KeyLease(
             stream=self,
-            line=line,
+            line=queue,
             token=token,
             state=state,
             until_ms=until_ms,
@@ -292,11 +300,11 @@ class KeyedStream(ReliableStream):
         lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
         lease.waiting.extend(lease.entries)
         first = lease.entries[0]
-        first.attempt, first.deliveries = failed + 1, lost + 1
+        first.attempt, first.deliveries = failed + 1, expired + 1
         return lease
 
     def extend_leases(self, leases: Sequence[KeyLease], lease_ms: int, now_ms: float) -> list[KeyLease]:
-        """Have leases last for `lease_ms` milliseconds from now; return those that are lost, and note it in them."""
+        """Renew leases for `lease_ms` milliseconds from now; mark those that are lost, and return them."""
         args: list[Arg] = [part for one in leases for part in (one.line, one.token)]
         lost = set(self._as_member(lambda: self._script(EXTEND_LEASES, (self.token, lease_ms, *args))))
         for one in leases:
@@ -307,17 +315,17 @@ class KeyedStream(ReliableStream):
         return [one for one in leases if one.lost]
 
     def recover(self, known: Sequence[KeyLease], run: int) -> tuple[int, int]:
-        """End the leases under this worker's name but for `known`, so that others may have the lines.
+        """End the leases under this worker's name except `known`, so that other workers may have the key queues.
 
-        Return how many were of an earlier life of the worker, and how many it was given in replies that were lost.
+        Return how many belong to an earlier process of the worker, and how many were granted in replies that were lost.
         """
         tokens: list[Arg] = [one.token for one in known]
         args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
-        earlier, unheard = self._as_member(lambda: self._script(RECOVER_LEASES, (self.token, *args)))
-        return int(earlier), int(unheard)
+        earlier, unknown = self._as_member(lambda: self._script(RECOVER_LEASES, (self.token, *args)))
+        return int(earlier), int(unknown)
 
     def release(self, endings: Sequence[LeaseRelease]) -> list[KeyLease]:
-        """End leases; return those that were lost already, of which nothing was changed. May safely be repeated."""
+        """Release leases; return those that were lost already, of which nothing was changed. May safely be repeated."""
         args: list[Arg] = []
         for lease, how, detail, failed in endings:
             args += (lease.line, lease.token, lease.given, how, detail, "" if failed is None else failed)
@@ -327,7 +335,7 @@ class KeyedStream(ReliableStream):
     # Committing
 
     def unit_of(self, lease: KeyLease, deliveries: Sequence[Delivery]) -> Effects:
-        """An empty unit of effects for the first entries of a line, to fill and to commit under its lease."""
+        """Return an empty commit unit for the first entries of a key queue, to fill and to commit under its lease."""
         ids = [one.id.decode() for one in deliveries]
         unit = Effects(lease.line, lease.token, lease.key or b"", first_id=ids[0], last_id=ids[-1], messages=len(ids))
         unit.others = ids[:-1]
@@ -337,13 +345,13 @@ class KeyedStream(ReliableStream):
         return unit
 
     def _waiting(self) -> StreamBacklog:
-        """What waits in lines with no worker counts as not given yet."""
+        """Entries in key queues that no worker has leased count as not given out yet."""
         found = super()._waiting()
         waiting = self._group.pending.summary().by_consumer.get(WAITING, 0)
         return found if found.lag is None else found._replace(lag=found.lag + waiting)
 
     def check(self) -> list[str]:
-        """What is wrong with the lines of the stream, for tests; nothing else may change it meanwhile."""
+        """Return the violated invariants of the key queues, for tests; nothing else may change the stream meanwhile."""
         return check_invariants(self._client, self._ledger.keys(self.stream), self.stream)
 
     def _script(self, script: Script, args: Sequence[Arg]) -> Any:
@@ -351,12 +359,12 @@ class KeyedStream(ReliableStream):
 
 
 def _size_of(entries: Sequence[Any]) -> int:
-    """How many bytes they have, about."""
+    """Return about how many bytes they have."""
     sample = entries[:: 1 + len(entries) // _SAMPLE]
     size = sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample)
     return size * len(entries) // max(1, len(sample))
 
 
 def queue_of_key(key: bytes | None, entry_id: bytes) -> bytes:
-    """The line of an entry with this key, or of one that has no key, which is its own."""
+    """Return the name of the queue of a key, or of an entry without a key, which has a queue of its own."""
     return ENTRY_MARK + entry_id if key is None else KEY_MARK + key

@@ -1,9 +1,9 @@
-"""A reliable stream: one worker's hold on a stream that it reads with others through a consumer group.
+"""ReliableStream: one worker's membership in a stream that it shares with other workers through a consumer group.
 
-An entry that was read is pending until its effects are committed, and pending with one worker at a time. It is
-acknowledged, together with its effects, by the one commit script of all engines, which asks who holds it. What a worker
-that died or hangs has left pending is read by another. (The layers: O. Zakharchenko, "The Redis Streams We Have
-Known and Loved", 2023.)
+An entry that was read is pending until its effects are committed, and pending with one worker at a time. The one commit
+script of all engines acknowledges it together with its effects, and checks which worker holds it. Entries that a dead
+or hanging worker left pending are claimed by another. (The layers: O. Zakharchenko, "The Redis Streams We Have Known
+and Loved", 2023.)
 """
 
 import logging
@@ -39,7 +39,7 @@ READ_ENTRIES = Script("commit/read_entries", allow_oom=True)
 TRIM = Script("commit/trim")
 
 HANDED_BACK_MS = 86_400_000
-"""Idle time of an entry that was handed back: more than any worker waits before it adopts."""
+"""Idle time of a nacked entry, in milliseconds: longer than any worker's claim time."""
 
 NO_LIMIT = 2**53
 """More bytes, or entries, than there can be."""
@@ -47,25 +47,25 @@ NO_LIMIT = 2**53
 _REJOINS = 3
 T = TypeVar("T")
 
-_MOST_TRIMMED = 10_000
+_MAX_TRIMMED = 10_000
 _WATCHED = 100
 
 
 @dataclass(eq=False)
 class Delivery:
-    """One entry in a worker's hands.
+    """One entry in flight on a worker.
 
     * `id`, `pairs`: the entry, as Redis sent it
-    * `attempt`: 1, or one more than the attempts on it that are known to have failed
-    * `deliveries`: how often Redis has delivered it; above 1, others may have died of it
-    * `since_ms`: since when it waits, or runs, by the worker's clock; `running` says which
-    * `ran`: its attempt has ended, and what came of it is to be committed
-    * `settling`: it is being committed
+    * `attempt`: 1 plus the number of failed attempts
+    * `deliveries`: how often Redis has delivered it; above 1, it may have crashed other workers
+    * `since_ms`: when it began to wait or to run, by the worker's clock; `running` tells which
+    * `ran`: its attempt has finished and its outcome waits for the commit
+    * `settling`: its commit is under way
     * `due_ms`: when its next attempt may begin, by the worker's clock
     * `in_batch`: it runs in a batch of several
-    * `isolated_by`: the mark under which this process runs it in isolation; "" if it does not
-    * `took_ms`: how long the last attempt took
-    * `lease`: of a handler with a key, the turn of its line that it was given out with
+    * `isolated_by`: the marker under which this process runs it in isolation; "" if it does not
+    * `took_ms`: duration of the last attempt
+    * `lease`: for a handler with a key, the key lease that it was given out with
     """
 
     stream: "ReliableStream"
@@ -74,7 +74,7 @@ class Delivery:
     attempt: int = 1
     deliveries: int = 1
     lease: "LeasedKey | None" = None
-    # These stay with the class until they change: most deliveries of a fast handler never need most of them.
+    # These stay class attributes until they change: most deliveries of a fast handler never set most of them.
     since_ms: float = field(init=False, default=0.0)
     running: bool = field(init=False, default=False)
     ran: bool = field(init=False, default=False)
@@ -87,7 +87,7 @@ class Delivery:
     place: tuple[str, bytes] = field(init=False)
     """Its stream and id."""
     size: int = field(init=False)
-    """How many bytes its names and values have."""
+    """Total bytes of its names and values."""
 
     def __post_init__(self) -> None:
         self.place = (self.stream.stream, self.id)
@@ -95,11 +95,11 @@ class Delivery:
 
 
 class StreamBacklog(NamedTuple):
-    """What waits on a stream.
+    """The backlog of a stream.
 
     * `lag`: how many entries the group was not given yet; None where Redis cannot say
     * `oldest_ms`: when the lowest pending entry was added, in Unix milliseconds, by its id; None if nothing is pending
-    * `dead_letters`: how many dead letters lie there, whoever wrote them
+    * `dead_letters`: how many dead letters the handler's dead-letter stream holds, of whichever run
     """
 
     lag: int | None
@@ -109,18 +109,18 @@ class StreamBacklog(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LeasedKey:
-    """A worker's turn with one line.
+    """A worker's lease of one key queue.
 
-    * `line`: the line's name: that of the key's mark, or of the entry's that has no key
-    * `token`: under which it commits
-    * `state`: the key's state, as of what has run so far
+    * `line`: the queue's name: b"k" and the key, or b"i" and the id of an entry without a key
+    * `token`: the fencing token under which the worker commits
+    * `state`: the key's state after the entries that have run so far
     * `entries`: those that were given out with it, in order; `waiting`: those of them that have not begun
-    * `until_ms`: until when it lasts for certain, by the worker's clock
+    * `until_ms`: until when it is certain to last, by the worker's clock
     * `given`: how many of its entries were given out and are not committed
-    * `committed_state`: the key's state as it stands in Redis
+    * `committed_state`: the key's state in Redis
     * `last`: the last entry that was run under it, once that is known
-    * `ending`: it is being ended
-    * `lost`: another worker may have the line by now: nothing more may begin
+    * `ending`: its release is under way
+    * `lost`: another worker may have leased the queue: nothing more may begin
     """
 
     line: bytes
@@ -142,30 +142,30 @@ class LeasedKey:
 
     @property
     def fence(self) -> int:
-        """The number of its token: greater than that of every earlier lease of the line."""
+        """The number in its token: greater than that of every earlier lease of the queue."""
         return int(self.token.partition(b" ")[0])
 
     def forget(self) -> None:
-        """Let go of its entries, when it is over: as each knows its turn, they would all wait for the garbage collector."""
+        """Drop the references to its entries at its end: each refers back to it, a cycle for the garbage collector."""
         self.entries, self.last = (), None
 
 
 class ReliableStream:
-    """One worker's hold on one stream for one handler. Threads may share it as they may share its client.
+    """One worker's membership in one stream for one handler. Threads may share it as they may share its client.
 
-    * `app`, `handler`: whose progress it is; they name the consumer group and what is kept in Redis
+    * `app`, `handler`: whose progress it is; they name the consumer group and the keys in Redis
     * `consumer`: this worker's name, unique among the workers that live at the same time
-    * `into`, `into_maxlen`: the stream that outputs go to, and its length
+    * `into`, `into_maxlen`: the output stream, and the length it is trimmed to
     * `start`: where a handler begins that has done nothing on the stream yet
-    * `on_trimmed`: told how many entries were found gone from the stream while they were pending
+    * `on_trimmed`: called with the number of pending entries that were found gone from the stream
 
-    Every method raises RedisError; those that name a token's owner raise StaleOwner once Spark has taken over. But for
-    `read` they join again by themselves where the group is gone.
+    Every method raises RedisError; those that send the token raise StaleOwner once Spark has taken over. All methods
+    except `read` join again by themselves if the group is gone.
     """
 
     kind: ClassVar[Kind] = "workers"
     silent_ms = 3_600_000
-    """A consumer that has asked for nothing for so long may be removed; see `dismiss_silent`."""
+    """Idle time in milliseconds after which a consumer may be removed; see `dismiss_silent`."""
 
     def __init__(
         self,
@@ -196,19 +196,19 @@ class ReliableStream:
         self._done_before: frozenset[bytes] = frozenset()
         self._watched: dict[tuple[bytes, str], float] = {}
         self.room_bytes: Callable[[], int] = lambda: NO_LIMIT
-        """How many bytes of entries may be taken over now: no more are, but for one."""
+        """Returns how many bytes of entries may be claimed now: no more are, except one entry."""
         self.newest: int | None = None
-        """Runs on Spark that began after this time of the server, in microseconds, are not taken over from."""
+        """Server time in microseconds: this worker takes over from no Spark run that began later. None: from any."""
         self.leaving = False
-        """The worker has to leave the stream: nothing new of it is to be taken."""
+        """The worker has to leave the stream: it must read nothing new of it."""
         self.leave_out: Callable[[MillstreamError], None] | None = None
-        """Told of what is wrong with this stream only, where it is one of many; None if that is to be raised."""
+        """Called with an error that concerns only this stream, where it is one of many; None raises the error."""
         self.paused = False
-        """Somebody wants no more entries of this stream to be read for now; as of the last `look`."""
+        """An operator paused the handler on this stream, as of the last `look`."""
 
     @property
     def readable(self) -> bool:
-        """True if entries may be taken from it for now."""
+        """True if new entries may be read from it now."""
         return not (self.paused or self.leaving)
 
     @property
@@ -222,40 +222,42 @@ class ReliableStream:
         return self._group.name
 
     def join(self) -> None:
-        """Join the workers of the stream. The first takes over from Spark what is not committed there.
+        """Join the workers of the stream. The first one takes over from Spark what is not committed there.
 
-        Makes the group, and the stream, if there is none; one that was lost is made again where it stood.
+        Creates the group, and the stream, if they are missing; a group that was lost is recreated at its committed id.
         Raises AccessDenied if the Redis user lacks a right that is needed later.
         """
         before = self.token
         self._ledger, lost = self._ledger.joined(self.stream, self._start, self.kind, self.newest)
-        # Where nothing is known of us any more, "latest" would skip what came since.
+        # If Redis loses all progress later, "latest" would skip the entries added since.
         self._start = "0"
         if lost:
             at = self._client.execute("HGET", self._ledger.keys(self.stream).meta, "frontier") or b"0-0"
             logger.warning(
-                "the group %s of stream %s was lost and is made again at %s: what has an id up to that counts as done, also "
-                "in a stream that was made anew", self._group.name, self.stream, at.decode(),
-            )  # fmt: skip
+                "consumer group %s of stream %s was lost; recreated at %s. Entries with ids up to that are treated as "
+                "processed, even if the stream was recreated",
+                *(self._group.name, self.stream, at.decode()),
+            )
         elif before and before != self.token:
             logger.warning(
-                "Redis has lost the progress of the group %s on stream %s (or a run on Spark had it meanwhile): workers "
-                "begin anew with what the stream holds", self._group.name, self.stream,
-            )  # fmt: skip
+                "Redis lost the progress of consumer group %s on stream %s, or a Spark run owned it meanwhile; workers "
+                "process the entries of the stream anew",
+                *(self._group.name, self.stream),
+            )
         self._done_before = frozenset(self._ledger.marked(self.stream))
 
     def join_as(self, other: "ReliableStream") -> None:
-        """Take part as `other` does, the same worker on the same stream, which has joined over another connection."""
+        """Share the membership of `other`, the same worker on the same stream, which joined over another connection."""
         self._ledger = self._ledger.renewed(other.token)
         self._start = "0"
         self._done_before = other._done_before
 
     def dismiss_silent(self) -> list[str]:
-        """Remove the consumers of the group that were workers, and are none any more; return their names.
+        """Remove the group's consumers that belong to workers which have ended; return their names.
 
-        That is, those that hold nothing, have asked for nothing for `silent_ms`, and whose names no supervisor holds. The
-        first two are asked again in the step that removes each: nothing that is pending is dropped. A worker without a
-        supervisor that was silent for so long is a consumer again with its next entry.
+        These are consumers without pending entries, idle for `silent_ms`, and whose names no supervisor holds. The step
+        that removes a consumer checks the first two again, so no pending entry is dropped. A worker without a
+        supervisor that was idle for so long becomes a consumer again with its next entry.
         """
         return self._as_member(self._dismiss_silent)
 
@@ -267,48 +269,50 @@ class ReliableStream:
         return self._group.delete_idle_consumers(self.silent_ms, only=gone) if gone else []
 
     def look(self) -> None:
-        """See whether the stream is paused, and whether workers are still in charge of it."""
+        """Refresh whether the stream is paused, and check that workers still own it."""
         self.paused = self._as_member(lambda: self._ledger.look(self.stream))
 
     def to_look(self) -> Command:
-        """The command that `look` sends, for who sends those of many streams together."""
+        """Return the command that `look` sends, for callers that pipeline many streams."""
         return self._ledger.to_look(self.stream)
 
     def looked(self, reply: Reply) -> None:
-        """Do as `look` with its reply."""
+        """Apply the reply to `to_look`."""
         try:
             self.paused = self._ledger.looked(raise_if_error(reply))
         except MillstreamError:
-            self.look()  # which joins again, if that is all
+            self.look()  # which joins again, if that is enough
 
     # Reading
 
     def read(self, *, count: int, block_ms: int = 0) -> list[Delivery]:
-        """Take up to `count` new entries, waiting for the first up to `block_ms` milliseconds (0: do not wait).
+        """Fetch up to `count` new entries, waiting up to `block_ms` milliseconds for the first (0: do not wait).
 
         The client's timeout must be longer than that. Raises GroupMissing if the group is gone: join again.
         """
         return self.delivered(self._reader.read_new(count=count, block_ms=block_ms))
 
-    # The same within so many bytes, but for one entry, and without a wait, for who reads many streams together
+    # The same within a number of bytes (except one entry) and without a wait, for callers that pipeline many streams
 
     def to_receive(self, *, count: int, most_bytes: int) -> Command:
-        """The command that takes up to `count` new entries, of no more than `most_bytes` together if they are several."""
+        """Return the command that fetches up to `count` new entries, of at most `most_bytes` if they are several."""
         return ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._receiving(count, most_bytes))
 
     def received(self, reply: Reply) -> list[Delivery]:
-        """Understand its answer."""
+        """Parse the reply to `to_receive`."""
         return self.delivered([Batch(self.stream, reply)])
 
     def receive(self, *, count: int, most_bytes: int) -> list[Delivery]:
-        """Send it, and understand its answer. Raises GroupMissing as `read` does."""
+        """Send the command of `to_receive` and parse the reply. Raises GroupMissing as `read` does."""
         return self.received(self._client.script(READ_ENTRIES, (self.stream,), self._receiving(count, most_bytes)))
 
     def _receiving(self, count: int, most_bytes: int) -> Sequence[Arg]:
         return (self.group, self.consumer, count, most_bytes)
 
     def delivered(self, batches: Iterable[Batch]) -> list[Delivery]:
-        """The entries of a read, without those that Spark had committed beyond its frontier; they are acknowledged."""
+        """Return the fetched entries, without (but acknowledging) those that Spark committed beyond its
+        committed id.
+        """
         entries = [entry for batch in batches for entry in batch.raw]
         done = [entry_id for entry_id, _ in entries if entry_id in self._done_before] if self._done_before else ()
         if done:
@@ -318,10 +322,10 @@ class ReliableStream:
     def read_pending(
         self, *, excluding: Container[bytes] = (), idle_ms: int = 0, own: bool = False, count: int = 100
     ) -> list[Delivery]:
-        """Take over up to `count` entries that have been pending for `idle_ms` milliseconds, lowest id first.
+        """Claim up to `count` entries that have been pending for `idle_ms` milliseconds, lowest id first.
 
-        `own`: only those that this worker holds already, such as those of its last life. `excluding`: ids to leave
-        alone. Never waits. Entries that were trimmed while they were pending are logged, as nobody can process them.
+        `own`: only entries already pending with this worker, such as those of its previous process. `excluding`: ids to
+        leave alone. Never waits. Trimmed entries are logged, since they can never be processed.
         """
         return self._as_member(lambda: self._take_over(excluding, idle_ms, own, count))
 
@@ -331,17 +335,17 @@ class ReliableStream:
             found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
             wanted = list(islice((one for one in found if one.id not in excluding), count))
             claimed = self._claim(wanted, idle_ms)
-            # If all of these are gone from the stream, they are off the list now, and others come after them.
+            # If all of these are gone from the stream, XCLAIM has taken them off the pending list: look at the next.
             if claimed or not wanted:
                 return claimed
         return []
 
     def read_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
-        """Take over entries that another consumer has held for `longest_ms`, though it keeps asking for them.
+        """Claim entries that another consumer has held for `longest_ms`, even though it keeps renewing its claims.
 
-        Reading one's pending entries again resets their idle time, so a consumer that does nothing else would hold
-        them for ever. Since when it holds them is what this worker has seen: call it now and then, with the time of a
-        monotonic clock. It watches the lowest hundred.
+        Reading pending entries again resets their idle time, so a consumer could hold them for ever. This worker
+        measures the holding time: call it regularly, with the time of a monotonic clock. It watches the 100 lowest
+        pending entries.
         """
         return self._as_member(lambda: self._take_stuck(longest_ms, now_ms))
 
@@ -360,7 +364,7 @@ class ReliableStream:
         ]
 
     def _claim_within_room(self, ids: Sequence[bytes], idle_ms: int) -> Iterator[Batch]:
-        """Claim a few, then more, until there is no room for any more: how large they are is not known before."""
+        """Claim in growing steps until the room is used up: sizes are not known before."""
         left, step = self.room_bytes(), 1
         while ids and left > 0:
             some, ids = ids[:step], ids[step:]
@@ -372,7 +376,7 @@ class ReliableStream:
             yield batch
 
     def report_trimmed(self, missing: Iterable[bytes]) -> None:
-        """Say which of the entries that could not be claimed or kept are gone from the stream, in the log too."""
+        """Log and count those of the entries that could not be claimed or renewed which are gone from the stream."""
         self._as_member(lambda: self._report_trimmed(missing))
 
     def _report_trimmed(self, missing: Iterable[bytes]) -> None:
@@ -388,21 +392,21 @@ class ReliableStream:
     def _say_trimmed(self, gone: Sequence[bytes]) -> None:
         some = ", ".join(entry_id.decode() for entry_id in gone[:10])
         logger.warning(
-            "%d pending entries of stream %s were trimmed or deleted before they were processed: %s", len(gone),
-            self.stream, some,
-        )  # fmt: skip
+            "%d pending entries of stream %s were trimmed or deleted before they were processed: %s",
+            *(len(gone), self.stream, some),
+        )
         self._on_trimmed(len(gone))
 
-    # Holding
+    # Claims
 
     def extend(self, ids: Sequence[bytes]) -> list[bytes]:
-        """Keep entries from being adopted by others for as long again; return those that are lost already."""
+        """Renew the claims on entries, so that other workers do not claim them; return those that are lost already."""
         return self._hold(ids, 0)
 
     def hand_back(self, ids: Sequence[bytes], *, idle_ms: int = HANDED_BACK_MS) -> list[bytes]:
-        """Give entries up, as if their delivery had not been; return those that were lost already.
+        """Nack entries: give them up and take back their delivery count; return those that were lost already.
 
-        They count as idle for `idle_ms` (at least 1): another worker adopts them once that is its claim time, by
+        They count as idle for `idle_ms` (at least 1): another worker claims them once that reaches its claim time, by
         default at once.
         """
         return self._hold(ids, max(1, idle_ms))
@@ -417,9 +421,9 @@ class ReliableStream:
     # Committing
 
     def unit(self, delivery: Delivery, *rest: Delivery) -> Effects:
-        """An empty unit of effects for `delivery`, or for all of a batch together, to fill and to commit."""
+        """Return an empty commit unit for `delivery`, or for a whole batch together, to fill and to commit."""
         entry_id = delivery.id.decode()
-        # Names of parameters would double what this costs, and there is one for every message.
+        # Positional, as keyword arguments would double the cost, and there is one unit per message.
         unit = Effects(ENTRY_MARK + delivery.id, b"", b"", None, entry_id, entry_id, 1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
             unit.end_strikes(*crash_counts_of(entry_id))
@@ -432,34 +436,34 @@ class ReliableStream:
         return unit
 
     def new_call(self) -> str:
-        """A number for a commit that may have to be repeated; greater than those before."""
+        """Return a number for a commit that may have to be repeated; greater than those before."""
         return f"{self._incarnation}:{next(self._calls)}"
 
     def commit(self, units: Sequence[Effects], *, allow_oom: bool = False, call: str = "") -> list[Effects]:
         """Commit and acknowledge in one atomic step; return the units that were refused, as `CommitStore.commit` does.
 
-        `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated; with the same `call`, of
-        `new_call`, a repetition is answered as the first was, if no other came in between.
+        `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same `call`,
+        from `new_call`, a repetition gets the first reply, if no other call came in between.
         """
         return self._as_member(lambda: self._ledger.commit({self.stream: units}, allow_oom=allow_oom, call=call))
 
     def to_commit(self, units: Sequence[Effects], call: str) -> Command:
-        """The command that `commit` sends, for who sends those of many streams together.
+        """Return the command that `commit` sends, for callers that pipeline many streams.
 
-        If an error or nothing comes back, `commit` with the same `call` does the rest.
+        If the reply is an error or is lost, call `commit` with the same `call`.
         """
         return self._ledger.to_commit(self.stream, units, call)
 
     def committed(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
-        """Understand its answer: the units that were refused."""
+        """Parse the reply to `to_commit`: return the units that were refused."""
         return self._ledger.committed(units, reply)
 
     def acknowledge(self, *deliveries: Delivery) -> list[Effects]:
-        """Commit entries that have no effects in Redis; return what was refused."""
+        """Commit entries that have no effects in Redis; return the units that were refused."""
         return self.commit([self.unit(delivery) for delivery in deliveries], allow_oom=True)
 
     def letter(self, delivery: Delivery, *, reason: Reason, error: str, traceback: str = "") -> DeadLetter:
-        """A dead letter of an entry, to be given to `dead_letter`. Raises ConfigError for a reason that there is not."""
+        """Return a dead letter of an entry, to be passed to `dead_letter`. Raises ConfigError for an unknown reason."""
         app, handler = self._owner
         pairs = delivery.pairs
         return DeadLetter(
@@ -477,7 +481,7 @@ class ReliableStream:
         )
 
     def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Effects]:
-        """Move entries to the dead letters; return what was refused."""
+        """Move entries to the dead letters; return the units that were refused."""
         units = []
         for delivery, letter in letters:
             units.append(self.unit(delivery))
@@ -485,41 +489,40 @@ class ReliableStream:
         return self.commit(units)
 
     def isolation(self, delivery: Delivery) -> tuple[int, str]:
-        """How many processes died of an entry that they ran in isolation, and the mark of a run whose end is not known.
-
-        "" if there is none.
+        """Return how many processes died of an entry in isolation, and the marker of an unfinished run ("" if there is
+        none).
         """
-        strikes = self._ledger.keys(self.stream).strikes
-        deaths, mark = self._client.execute("HMGET", strikes, delivery.id, delivery.id + ISOLATED.encode())
-        return int(deaths or 0), (mark or b"").decode()
+        crash_counts = self._ledger.keys(self.stream).strikes
+        deaths, marker = self._client.execute("HMGET", crash_counts, delivery.id, delivery.id + ISOLATED.encode())
+        return int(deaths or 0), (marker or b"").decode()
 
-    def isolate(self, delivery: Delivery, mark: str) -> None:
-        """Note, before it begins, that a process runs an entry in isolation. May safely be repeated."""
-        delivery.isolated_by = mark
-        self._client.execute("HSET", self._ledger.keys(self.stream).strikes, delivery.id + ISOLATED.encode(), mark)
+    def isolate(self, delivery: Delivery, marker: str) -> None:
+        """Store, before it begins, that a process runs an entry in isolation. May safely be repeated."""
+        delivery.isolated_by = marker
+        self._client.execute("HSET", self._ledger.keys(self.stream).strikes, delivery.id + ISOLATED.encode(), marker)
 
     def note_deaths(self, delivery: Delivery, deaths: int) -> None:
-        """Note how many processes have died of an entry, with that the end of all its runs is known."""
-        strikes = self._ledger.keys(self.stream).strikes
-        self._client.execute("HSET", strikes, delivery.id, deaths, delivery.id + ISOLATED.encode(), "")
+        """Store how many processes have died of an entry; the end of all its runs is known with that."""
+        crash_counts = self._ledger.keys(self.stream).strikes
+        self._client.execute("HSET", crash_counts, delivery.id, deaths, delivery.id + ISOLATED.encode(), "")
 
     def end_isolation(self, deliveries: Iterable[Delivery]) -> None:
-        """Note that isolated runs have ended otherwise than by the death of this process, though they may not count."""
-        strikes = self._ledger.keys(self.stream).strikes
+        """Store that isolated runs have ended without the death of this process, whatever their outcome."""
+        crash_counts = self._ledger.keys(self.stream).strikes
         for one in deliveries:
             if one.isolated_by:
                 field_name = one.id + ISOLATED.encode()
-                mark = self._client.execute("HGET", strikes, field_name)
-                if mark is not None and mark.decode() == one.isolated_by:  # another may run it by now
-                    self._client.execute("HDEL", strikes, field_name)
+                marker = self._client.execute("HGET", crash_counts, field_name)
+                if marker is not None and marker.decode() == one.isolated_by:  # another process may run it by now
+                    self._client.execute("HDEL", crash_counts, field_name)
                 one.isolated_by = ""
 
     def note_failures(self, deliveries: Sequence[Delivery]) -> None:
-        """Remember that the present attempts have failed, so that they count for whoever tries next."""
+        """Store that the current attempts have failed, so that the worker that tries next counts them."""
         self._ledger.note_failures(self.stream, {delivery.id: delivery.attempt for delivery in deliveries})
 
     def waiting(self) -> StreamBacklog:
-        """What waits on the stream."""
+        """Return the backlog of the stream."""
         return self._as_member(self._waiting)
 
     def _waiting(self) -> StreamBacklog:
@@ -537,17 +540,17 @@ class ReliableStream:
         return self._trim_below(b"")
 
     def _trim_below(self, needed: bytes) -> int:
-        return int(self._client.script(TRIM, (self.stream,), (_MOST_TRIMMED, needed)))
+        return int(self._client.script(TRIM, (self.stream,), (_MAX_TRIMMED, needed)))
 
     def checkpoint(self) -> Checkpoint:
-        """Note in Redis how far all workers are, so that marks can be dropped and a lost group be made again.
+        """Store the progress of all workers, so that offsets can be dropped and a lost group be recreated.
 
-        The more is pending, the less often it is done; see `CommitStore.checkpoint`.
+        The more entries are pending, the less often it is stored; see `CommitStore.checkpoint`.
         """
         return self._as_member(lambda: self._ledger.checkpoint(self.stream))
 
     def _as_member(self, step: Callable[[], T]) -> T:
-        """Take a step; join again and repeat it where the group is gone, or where others had to begin anew."""
+        """Run a step; join again and repeat it if the group is gone, or if other workers had to begin anew."""
         for _ in range(_REJOINS):
             try:
                 return step()
@@ -561,14 +564,14 @@ class ReliableStream:
 
 
 def crash_counts_of(entry_id: str) -> tuple[str, ...]:
-    """The fields of the strikes about an entry, whoever has written them."""
+    """Return all crash-count fields of an entry."""
     return entry_id, entry_id + FAILED, entry_id + LEASES_LOST, entry_id + ISOLATED
 
 
 def leave_all(client: Client, streams: Iterable[ReliableStream]) -> None:
-    """Have workers leave the consumer groups of their streams, but for those in which they hold anything.
+    """Remove a worker's consumers from the groups of its streams, except where entries are pending with it.
 
-    What is held there, others adopt. Where Redis does not answer, the consumer stays until others find it silent.
+    Other workers claim those entries. If Redis does not answer, the consumer stays until another worker finds it idle.
     """
     by_name: dict[str, list[Group]] = {}
     for one in streams:
@@ -577,4 +580,4 @@ def leave_all(client: Client, streams: Iterable[ReliableStream]) -> None:
         try:
             delete_if_empty(client, groups, consumer)
         except RedisError as error:
-            logger.debug("consumer %s may still be in groups that it has left: %s", consumer, error)
+            logger.debug("consumer %s was not removed from its groups and stays until it is idle: %s", consumer, error)

@@ -1,10 +1,10 @@
-"""Consumer groups: every operation of Redis' groups, typed, and a reader that heals.
+"""Consumer groups: every operation of Redis' groups, typed, and a reader that recovers from errors.
 
 * `Group`: one group of one stream: create, set id, destroy, acknowledge, its consumers, its pending entries
 * `Consumer`: reads new entries, and its own pending ones again, from one or several streams
-* `Reader`: the loop around a consumer that outlives lost connections, lost groups and lost streams
-* `stream_info`, `stream_details`: what Redis knows of a stream, and of all its groups, consumers and pending entries
-* `ProcessedIds`: what a consumer has processed, kept on its own disk
+* `Reader`: the loop around a consumer that survives lost connections, lost groups and lost streams
+* `stream_info`, `stream_details`: the state of a stream, and of all its groups, consumers and pending entries
+* `ProcessedIds`: the ids that a consumer has processed, stored on its own disk
 
 After "Redis Streams: consumer groups v2" (S. Sanfilippo, 2018); `docs/consumer-groups.md` goes through it.
 """

@@ -1,4 +1,4 @@
-"""A consumer of a group: it reads what nobody has yet, and what it was given before."""
+"""Consumer: reads the new entries of a group, and again the entries that are pending with it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,9 +11,10 @@ from millstream.redis_client.key_names import to_wire
 class Consumer:
     """The consumer `name` of `group` on one or several streams.
 
-    A name must be a living consumer's own, and the same after its restart: by it Redis knows what it holds. On
-    Redis Cluster the streams must share a hash slot. Each method raises RedisError, GroupMissing among them. A
-    connection that breaks during `read_new` may have delivered entries all the same: read the pending ones again.
+    A name must belong to one living consumer, and stay the same after its restart: Redis stores the pending entries
+    under it. On Redis Cluster the streams must share a hash slot. Each method raises RedisError, GroupMissing among
+    them. A connection that breaks during `read_new` may have delivered entries all the same: read the pending ones
+    again.
     """
 
     def __init__(self, client: Client, *, group: str, name: str, streams: Sequence[str]) -> None:
@@ -31,18 +32,18 @@ class Consumer:
         return list(self._streams.values())
 
     def read_new(self, *, count: int = 100, block_ms: int = 0, noack: bool = False) -> list[Batch]:
-        """Take up to `count` entries of each stream that no consumer of the group was given; [] if there are none.
+        """Fetch up to `count` entries of each stream that no consumer of the group was given; [] if there are none.
 
-        `block_ms` > 0 waits that long for the first to come, on the client's one connection, so that other
-        threads with that client wait too. With `noack` they count as acknowledged at once: what is lost on the
-        way stays lost. Raises ConfigError if the client would time out before the wait ends, or for a count below 1.
+        `block_ms` > 0 waits that long for the first one, on the client's one connection, so that other threads with
+        that client wait too. With `noack` they count as acknowledged at once: entries in a lost reply stay lost. Raises
+        ConfigError if the client would time out before the wait ends, or for a count below 1.
         """
         _check_count(count)
         options: tuple[Arg, ...] = ("COUNT", count)
         if block_ms:
             if block_ms >= self._client.timeout_ms:
                 raise ConfigError(
-                    f"block_ms={block_ms} outlasts the client, which gives up after {self._client.timeout_ms} ms: "
+                    f"block_ms={block_ms} is not below the client's timeout of {self._client.timeout_ms} ms: "
                     "give it a client with a longer timeout_ms"
                 )
             options += ("BLOCK", block_ms)
@@ -52,23 +53,23 @@ class Consumer:
         return [Batch(self._streams[stream], entries) for stream, entries in reply or ()]
 
     def read_pending(self, *, after: Id | Mapping[str, Id] = BEGINNING, count: int = 100) -> list[Batch]:
-        """Read again up to `count` entries of each stream that this consumer holds unacknowledged, after an id.
+        """Read again up to `count` entries of each stream that are pending with this consumer, after an id.
 
-        A mapping gives each stream's own id and leaves out the streams that it does not name. Never waits. Redis
-        resets their idle time and adds one to their delivery counts. Raises ConfigError for what is no id, such as
-        ">", which would take new ones, and for a count below 1.
+        A mapping gives each stream's own id and leaves out the streams that it does not name. Never waits. Redis resets
+        their idle time and adds one to their delivery counts. Raises ConfigError for an invalid id, such as ">", which
+        would fetch new entries, and for a count below 1.
         """
         _check_count(count)
         places = after if isinstance(after, Mapping) else dict.fromkeys(self._streams.values(), after)
         for place in places.values():
-            check_place("the place that read_pending reads after", place)
+            check_place("the id that read_pending reads after", place)
         streams = [to_wire(stream) for stream in places]
         ids = [wire_id(place) for place in places.values()]
         reply = ask(self._client, self._label, *self._head, "COUNT", count, "STREAMS", *streams, *ids)
         return [history(self._streams[stream], entries) for stream, entries in reply or ()]
 
     def ack(self, stream: str, ids: Sequence[bytes | str]) -> int:
-        """Acknowledge entries, whoever holds them; return how many were pending. Safe to repeat."""
+        """Acknowledge entries, also those of other consumers; return how many were pending. Safe to repeat."""
         return int(self._client.execute("XACK", to_wire(stream), self._group, *ids)) if ids else 0
 
 
@@ -83,4 +84,4 @@ def _check_streams(streams: Sequence[str]) -> None:
 
 def _check_count(count: int) -> None:
     if count < 1:
-        raise ConfigError(f"count={count}: Redis would take all there is; give the most entries to read, 1 or more")
+        raise ConfigError(f"count={count}: Redis would read without a limit; use 1 or more")

@@ -1,4 +1,4 @@
-"""What a group hands out, kept as Redis sent it: a thousand entries cost one object, not a thousand."""
+"""Batches of entries as Redis sent them: a thousand entries cost one object, not a thousand."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
@@ -9,7 +9,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Arg, Client, Reply
 
 Id = bytes | str | EntryId
-"""An entry id or a place in a stream, as Redis, text or `EntryId` has it."""
+"""An entry id or a position in a stream, as Redis, text or `EntryId` has it."""
 
 BEGINNING = "0"
 """Before the first entry of a stream."""
@@ -18,10 +18,11 @@ END = "$"
 
 
 class Delivered(NamedTuple):
-    """One entry handed to a consumer: its `id` as Redis sent it, and `[name, value, name, value, ...]`.
+    """One entry delivered to a consumer: its `id` as Redis sent it, and `[name, value, name, value, ...]`.
 
-    * `deliveries`: how often Redis has delivered it, this time included: 1 of a new entry. A `Reader` says it of each; what
-      a `Consumer` reads again and what is claimed comes with 0, since Redis does not say: see `PendingList.deliveries`
+    * `deliveries`: how often Redis has delivered it, this time included: 1 for a new entry. A `Reader` sets it for each
+      entry; entries that a `Consumer` reads again and claimed ones have 0, since Redis does not say: see
+      `PendingList.deliveries`
     """
 
     id: bytes
@@ -35,19 +36,19 @@ class Delivered(NamedTuple):
 
     @property
     def fields(self) -> dict[str, bytes]:
-        """The fields as a mapping; of a repeated name the last value stays, undecodable names are escaped."""
+        """The fields as a mapping; for a repeated name the last value counts, undecodable names are escaped."""
         pairs = self.pairs
         return {pairs[i].decode("utf-8", "surrogateescape"): pairs[i + 1] for i in range(0, len(pairs), 2)}
 
 
 class Batch:
-    """Entries of one stream in one hand; iterating makes `Delivered` of them.
+    """Entries of one stream from one read; iterating yields them as `Delivered`.
 
-    * `stream`: where they stand
-    * `raw`: the entries as hiredis parsed them, `[id, pairs]` each, for code that has no time
+    * `stream`: their stream
+    * `raw`: the entries as hiredis parsed them, `[id, pairs]` each, for code on the hot path
     * `gone`: ids that were pending but whose entries are no longer in the stream (trimmed or deleted)
     * `recovered`: True if they may have been delivered before: read again, or claimed
-    * `deliveries`: of those that are recovered, how often each was delivered, as far as that was asked for
+    * `deliveries`: for recovered entries, how often each was delivered, as far as that was queried
     """
 
     __slots__ = ("deliveries", "gone", "raw", "recovered", "stream")
@@ -80,14 +81,14 @@ class Batch:
 
 
 def history(stream: str, entries: list[list[Any]]) -> Batch:
-    """A batch of entries that were delivered before; Redis sends nil fields for those that are gone."""
+    """Return a batch of entries that were delivered before; Redis sends nil fields for those that are gone."""
     gone = [entry[0] for entry in entries if entry[1] is None]
     raw = [entry for entry in entries if entry[1] is not None] if gone else entries
     return Batch(stream, raw, gone=gone, recovered=True)
 
 
 def wire_id(place: Id) -> bytes | str:
-    """A place in a stream as it goes to Redis."""
+    """Return a position in a stream as it is sent to Redis."""
     return str(place) if isinstance(place, EntryId) else place
 
 
@@ -103,11 +104,11 @@ def check_place(where: str, place: Id, *named: str) -> None:
 
 
 def ask(client: Client, stream: str, *command: Arg) -> Reply:
-    """Run a command on `stream`, whose absence is GroupMissing, and whose wrong type names it."""
+    """Run a command on `stream`; a missing stream raises GroupMissing, and WrongType names the key."""
     try:
         return client.execute(*command)
     except WrongType as error:
-        raise WrongType(f"{stream} holds something else than a stream: rename or delete that key") from error
+        raise WrongType(f"{stream} is not a stream: rename or delete that key") from error
     except CommandFailed as error:
         if "no such key" in str(error) or "requires the key to exist" in str(error):
             raise GroupMissing(f"there is no stream {stream!r}: add an entry, or create it with its group") from error
@@ -115,5 +116,5 @@ def ask(client: Client, stream: str, *command: Arg) -> Reply:
 
 
 def mapping(items: Sequence[Reply]) -> dict[bytes, Reply]:
-    """What XINFO answers: names and values in turn."""
+    """Return an XINFO reply, alternating names and values, as a mapping."""
     return dict(zip(items[::2], items[1::2], strict=True))

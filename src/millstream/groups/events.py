@@ -1,4 +1,4 @@
-"""What happens to a reader besides entries, as values that its caller can count, show or test for."""
+"""Events of a reader besides entries, as values that its caller can count, show or test for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ class GroupRecreated:
     """The group, or its whole stream, was gone; this reader has created it again.
 
     * `at`: where it now begins: only entries with greater ids are delivered
-    * `cause`: what Redis said
+    * `cause`: the error from Redis
     """
 
     stream: str
@@ -28,7 +28,7 @@ class Resumed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntriesGone:
-    """Pending entries can never be processed: they were trimmed or deleted before anyone acknowledged them."""
+    """Pending entries can never be processed: they were trimmed or deleted before they were acknowledged."""
 
     stream: str
     ids: Sequence[bytes]
@@ -36,7 +36,7 @@ class EntriesGone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repeated:
-    """Redis delivered what this consumer had processed; it was acknowledged again and kept from the caller."""
+    """Redis delivered entries that this consumer had processed; the reader acknowledged and dropped them."""
 
     stream: str
     ids: Sequence[bytes]

@@ -1,4 +1,4 @@
-"""One consumer group of one stream: its life, its place in the stream, and its consumers."""
+"""Group: one consumer group of one stream, its position, its pending entries and its consumers."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from millstream.redis_client.client import Arg, Client, Reply, Script
 from millstream.redis_client.key_names import from_wire, to_wire
 
 _DELETE_CONSUMER = Script("groups/delete_consumer")
-_HAND_ON = 500
+_REASSIGNED_AT_ONCE = 500
 _AT_ONCE = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupInfo:
-    """What Redis knows of a group.
+    """The state of a group in Redis.
 
     * `last_delivered`: the highest id delivered so far
     * `entries_read`: how many entries it was given; None where Redis cannot say
-    * `lag`: how many wait; None where Redis cannot say, and known to be wrong after deletions
+    * `lag`: how many entries wait; None where Redis cannot say, and known to be wrong after deletions
     """
 
     name: str
@@ -34,11 +34,11 @@ class GroupInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConsumerInfo:
-    """What Redis knows of a consumer.
+    """The state of a consumer in Redis.
 
-    * `idle_ms`: milliseconds since it last asked for something, before Redis 7.2 since a read last gave it anything; grows
-      while it waits in a long poll
-    * `inactive_ms`: milliseconds since it last got something; None before Redis 7.2
+    * `idle_ms`: milliseconds since its last command, before Redis 7.2 since a read last returned entries; grows during
+      a long poll
+    * `inactive_ms`: milliseconds since it last got entries; None before Redis 7.2
     """
 
     name: str
@@ -49,7 +49,7 @@ class ConsumerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletedConsumer:
-    """What became of a consumer's entries: `handed_on` is how many, `gone` are ids that left the stream before."""
+    """The outcome for a deleted consumer's entries: `handed_on` were reassigned, `gone` had left the stream before."""
 
     existed: bool
     handed_on: int = 0
@@ -57,7 +57,7 @@ class DeletedConsumer:
 
 
 def groups_of(client: Client, stream: str) -> list[GroupInfo]:
-    """The groups of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
+    """Return the groups of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
     found = []
     for item in ask(client, stream, "XINFO", "GROUPS", to_wire(stream)):
         info = mapping(item)
@@ -77,8 +77,8 @@ def groups_of(client: Client, stream: str) -> list[GroupInfo]:
 class Group:
     """The consumer group `name` of `stream`.
 
-    Each method raises RedisError; GroupMissing, which is one, if the stream does not exist, and if the group does not. But
-    what removes something says of a missing group only that there was nothing: `ack` 0, `destroy` False; and `info` None.
+    Each method raises RedisError; GroupMissing, which is one, if the stream or the group does not exist. Exceptions for
+    a missing group: `ack` returns 0, `destroy` False, and `info` None.
     """
 
     def __init__(self, client: Client, stream: str, name: str) -> None:
@@ -87,14 +87,14 @@ class Group:
         self.name = name
         self._at = (to_wire(stream), to_wire(name))
 
-    # Its life
+    # Group
 
     def create(self, at: Id = BEGINNING, *, mkstream: bool = False, entries_read: int | None = None) -> bool:
         """Create it, so that entries with ids greater than `at` are delivered; False if it exists already.
 
-        `at` is an id, BEGINNING or END. `mkstream` creates an absent stream as well. `entries_read` is how many
-        entries the stream has had up to `at`, for Redis to work out the lag. Raises GroupMissing if there is no
-        stream to create it on.
+        `at` is an id, BEGINNING or END. `mkstream` creates a missing stream as well. `entries_read` is how many entries
+        the stream has had up to `at`, for Redis to work out the lag. Raises GroupMissing if there is no stream to
+        create it on.
         """
         options: list[Arg] = ["MKSTREAM"] if mkstream else []
         try:
@@ -106,32 +106,32 @@ class Group:
         return True
 
     def set_id(self, at: Id, *, entries_read: int | None = None) -> None:
-        """Go on after `at`: further back delivers again, further on passes over. Pending entries stay pending."""
+        """Set the last delivered id: an earlier one delivers again, a later one skips. Pending entries stay pending."""
         self._ask("XGROUP", "SETID", *self._at, wire_id(at), *_entries_read(entries_read))
 
     def destroy(self) -> bool:
-        """Remove it with all that is pending; False if there was none. Consumers that wait in a read get an error."""
+        """Remove it with all its pending entries; False if there was none. Consumers blocked in a read get an error."""
         return bool(self._ask("XGROUP", "DESTROY", *self._at))
 
     def info(self) -> GroupInfo | None:
-        """What Redis knows of it; None if it does not exist."""
+        """Return its state in Redis; None if it does not exist."""
         return next((group for group in groups_of(self._client, self.stream) if group.name == self.name), None)
 
-    # Its entries
+    # Entries
 
     @cached_property
     def pending(self) -> PendingList:
-        """What is delivered and not acknowledged: to look at and to claim."""
+        """Its pending entries, to inspect and to claim."""
         return PendingList(self._client, self.stream, self.name)
 
     def ack(self, ids: Sequence[bytes | str]) -> int:
-        """Acknowledge entries, whoever holds them; return how many were pending. Safe to repeat."""
+        """Acknowledge entries of any consumer; return how many were pending. Safe to repeat."""
         return int(self._ask("XACK", *self._at, *ids)) if ids else 0
 
-    # Its consumers
+    # Consumers
 
     def consumers(self) -> list[ConsumerInfo]:
-        """All consumers, by name."""
+        """Return all consumers, by name."""
         found = []
         for item in self._ask("XINFO", "CONSUMERS", *self._at):
             info = mapping(item)
@@ -150,11 +150,12 @@ class Group:
         return bool(self._ask("XGROUP", "CREATECONSUMER", *self._at, to_wire(consumer)))
 
     def delete_consumer(self, consumer: str, *, heir: str | None = None) -> DeletedConsumer:
-        """Delete a consumer, after all it holds has passed to the consumer `heir`, idle times and counts unchanged.
+        """Delete a consumer, after its pending entries have passed to the consumer `heir`, idle times and counts
+        unchanged.
 
-        It is deleted in one atomic step with the last of its entries, so that nothing it is given meanwhile is
-        dropped. The heir finds them by reading its own pending entries, anyone by claiming. Raises ConfigError,
-        and deletes nothing, if it holds entries and no heir is named, or if the heir is not in the group. Stop
+        It is deleted in one atomic step with the last of its entries, so that no entry delivered meanwhile is dropped.
+        The heir finds them by reading its own pending entries, other consumers by claiming. Raises ConfigError, and
+        deletes nothing, if entries are pending with it and no heir is named, or if the heir is not in the group. Stop
         its process first: a consumer that still reads is created again by its next read.
         """
         if heir == consumer:
@@ -168,16 +169,18 @@ class Group:
                     "which deleting it would drop: name an heir"
                 )
             if outcome == "no-heir":
-                raise ConfigError(f"there is no consumer {heir!r} in group {self.name!r} of {self.stream} to inherit")
+                raise ConfigError(
+                    f"group {self.name!r} of {self.stream} has no consumer {heir!r}: name an existing heir"
+                )
             handed_on += count
             gone += lost
         return DeletedConsumer(existed=outcome == "deleted", handed_on=handed_on, gone=gone)
 
     def delete_idle_consumers(self, min_idle_ms: int, *, only: Container[str] | None = None) -> list[str]:
-        """Delete the consumers that hold nothing and have asked for nothing for `min_idle_ms`; return their names.
+        """Delete the consumers without pending entries that are idle for `min_idle_ms`; return their names.
 
-        `only`: none but these. Whether that is so is asked again in the step that deletes each. Choose more than the longest
-        poll: a consumer that waits looks idle; before Redis 7.2 one that is given nothing does, too. Deleted, it is there
+        `only`: none but these. The step that deletes a consumer checks both again. Choose more than the longest poll: a
+        blocked consumer looks idle; before Redis 7.2, so does one that is given no entries. A deleted consumer exists
         again with its next entry.
         """
         idle = [
@@ -193,14 +196,16 @@ class Group:
 
     def _dismissal(self, consumer: str, heir: str, min_idle_ms: int) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
         stream, group = self._at
-        return _DELETE_CONSUMER, (stream,), (group, to_wire(consumer), to_wire(heir), _HAND_ON, min_idle_ms)
+        return _DELETE_CONSUMER, (stream,), (group, to_wire(consumer), to_wire(heir), _REASSIGNED_AT_ONCE, min_idle_ms)
 
     def _ask(self, *command: Arg) -> Reply:
         return ask(self._client, self.stream, *command)
 
 
 def delete_if_empty(client: Client, groups: Sequence[Group], consumer: str) -> None:
-    """Delete `consumer` from each of the groups in which it holds nothing. Raises RedisError: then some may be left."""
+    """Delete `consumer` from each group in which it has no pending entries. Raises RedisError: then some may be
+    left.
+    """
     calls = [one._dismissal(consumer, "", 0) for one in groups]
     for at in range(0, len(calls), _AT_ONCE):
         client.scripts(calls[at : at + _AT_ONCE])

@@ -1,4 +1,4 @@
-"""The pending entries of a group: delivered, not acknowledged. Who holds them, and how others take them over."""
+"""PendingList: the entries of a group that are delivered and not acknowledged; inspects and claims them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class PendingSummary:
 
 
 class PendingEntry(NamedTuple):
-    """One pending entry: who holds it, since when (milliseconds), and how often it was delivered."""
+    """One pending entry: its consumer, its idle time in milliseconds, and how often it was delivered."""
 
     id: bytes
     consumer: str
@@ -33,7 +33,7 @@ class PendingEntry(NamedTuple):
 
 
 class ClaimedIds(NamedTuple):
-    """Entries that have changed hands, by their ids only, and those found to be `gone` from the stream."""
+    """Claimed entries, by their ids only, and those found to be `gone` from the stream."""
 
     ids: list[bytes]
     gone: list[bytes]
@@ -41,14 +41,14 @@ class ClaimedIds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimOptions:
-    """What a claim sets besides the owner.
+    """Options of a claim besides the consumer.
 
     * `idle_ms`: the idle time; None = 0
     * `time_ms`: the time of the last delivery instead, in Unix milliseconds
     * `deliveries`: the delivery count; None = one more
-    * `force`: claim entries too that are pending with nobody
-    * `last_id`: the group counts everything up to this id as delivered from then on, if it does not yet: what no consumer
-      was given of that is passed over. Redis' own replication sets it; of use to who rebuilds a group entry by entry
+    * `force`: also claim entries that are not in the pending list
+    * `last_id`: the group's last delivered id is raised to this, if it is lower: entries before it that no consumer was
+      given are skipped. Redis' own replication sets it; of use for rebuilding a group entry by entry
     """
 
     idle_ms: int | None = None
@@ -58,7 +58,7 @@ class ClaimOptions:
     last_id: Id | None = None
 
     def args(self) -> list[Arg]:
-        """The options as XCLAIM takes them. Raises ConfigError for both ways to say when."""
+        """Return the options as XCLAIM takes them. Raises ConfigError if both idle_ms and time_ms are set."""
         if self.idle_ms is not None and self.time_ms is not None:
             raise ConfigError("give a claim either idle_ms or time_ms, not both")
         given = (("IDLE", self.idle_ms), ("TIME", self.time_ms), ("RETRYCOUNT", self.deliveries))
@@ -79,31 +79,33 @@ class PendingList:
         self._stream = stream
         self._at = (to_wire(stream), to_wire(group))
 
-    # Looking
+    # Inspecting
 
     def summary(self) -> PendingSummary:
-        """The list in a few figures."""
+        """Return count, lowest and highest id, and the count of each consumer."""
         count, lowest, highest, holders = self._ask("XPENDING", *self._at)
         return PendingSummary(count, lowest, highest, {from_wire(name): int(held) for name, held in holders or ()})
 
     def entries(
         self, start: Id = "-", end: Id = "+", *, count: int = 100, consumer: str | None = None, min_idle_ms: int = 0
     ) -> list[PendingEntry]:
-        """Up to `count` entries from `start` to `end`, in order; of one consumer, or idle for so long, if asked."""
+        """Return up to `count` entries from `start` to `end`, in order; of one consumer, or idle for so long, if
+        asked.
+        """
         idle: tuple[Arg, ...] = ("IDLE", min_idle_ms) if min_idle_ms else ()
         holder = () if consumer is None else (to_wire(consumer),)
         found = self._ask("XPENDING", *self._at, *idle, wire_id(start), wire_id(end), count, *holder)
         return [PendingEntry(one, from_wire(name), idle_ms, times) for one, name, idle_ms, times in found]
 
     def walk(self, *, consumer: str | None = None, min_idle_ms: int = 0, page: int = 500) -> Iterator[PendingEntry]:
-        """All entries, however many, in order; `page` at a time are asked for."""
+        """Yield all entries in order, fetched in pages of `page`."""
         start = "-"
         while found := self.entries(start, count=page, consumer=consumer, min_idle_ms=min_idle_ms):
             yield from found
             start = f"({found[-1].id.decode()}"
 
     def deliveries(self, ids: Sequence[bytes]) -> dict[bytes, int]:
-        """How often each of `ids` was delivered, of those that are pending."""
+        """Return how often each of `ids` was delivered, for those that are pending."""
         found: dict[bytes, int] = {}
         for at in range(0, len(ids), _ASKED_AT_ONCE):
             asked: list[Command] = [("XPENDING", *self._at, one, one, 1) for one in ids[at : at + _ASKED_AT_ONCE]]
@@ -111,29 +113,29 @@ class PendingList:
                 found.update((one, times) for one, _, _, times in raise_if_error(reply))
         return found
 
-    # Taking over
+    # Claiming
 
     def claim(
         self, ids: Sequence[bytes | str], *, consumer: str, min_idle_ms: int, options: ClaimOptions = DEFAULT_CLAIM
     ) -> Batch:
-        """Make `consumer` the holder of those of `ids` that were idle for `min_idle_ms`, and return their entries.
+        """Claim for `consumer` those of `ids` that were idle for `min_idle_ms`, and return their entries.
 
-        Of several that claim at once one succeeds, as each claim resets the idle time. Redis takes ids whose
-        entries are gone from the pending list without a word; `auto_claim` names them.
+        Of several concurrent claims one succeeds, as each claim resets the idle time. Redis silently removes ids whose
+        entries are gone from the pending list; `auto_claim` names them.
         """
         return Batch(self._stream, self._claim(ids, consumer, min_idle_ms, options.args()), recovered=True)
 
     def claim_ids(
         self, ids: Sequence[bytes | str], *, consumer: str, min_idle_ms: int, options: ClaimOptions = DEFAULT_CLAIM
     ) -> list[bytes]:
-        """Like `claim`, for the ids alone: contents are not sent, and the delivery count stays as it is."""
+        """Claim as `claim` does, and return ids only: contents are not sent, and the delivery count stays as it is."""
         return self._claim(ids, consumer, min_idle_ms, [*options.args(), "JUSTID"])
 
     def auto_claim(self, consumer: str, *, min_idle_ms: int, count: int = 100) -> Iterator[Batch]:
-        """Make `consumer` the holder of everything idle for `min_idle_ms`, from first to last, `count` at a time.
+        """Claim for `consumer` all entries idle for `min_idle_ms`, from first to last, `count` at a time.
 
-        A batch's entries are claimed when it is asked for. Its `gone` were pending but are no longer in the
-        stream: Redis has taken them off the list, and nobody will ever see them.
+        A batch is claimed when the iterator reaches it. Its `gone` were pending but are no longer in the stream: Redis
+        has removed them from the pending list, and no consumer will ever get them.
         """
         cursor = _FIRST
         while True:
@@ -146,7 +148,8 @@ class PendingList:
     def auto_claim_from(
         self, cursor: bytes, consumer: str, *, min_idle_ms: int, count: int = 100
     ) -> tuple[bytes, Batch]:
-        """One step of `auto_claim`: the next cursor, b"0-0" at the end, and what was claimed, perhaps nothing.
+        """Run one step of `auto_claim`: return the next cursor, b"0-0" at the end, and the claimed batch, perhaps
+        empty.
 
         Redis examines ten times `count` entries in a step at most.
         """
@@ -154,7 +157,9 @@ class PendingList:
         return following, Batch(self._stream, entries, gone=gone, recovered=True)
 
     def auto_claim_ids(self, consumer: str, *, min_idle_ms: int, count: int = 100) -> Iterator[ClaimedIds]:
-        """Like `auto_claim`, for the ids alone: contents are not sent, and delivery counts stay as they are."""
+        """Claim as `auto_claim` does, and yield ids only: contents are not sent, and delivery counts stay as
+        they are.
+        """
         cursor = _FIRST
         while True:
             cursor, ids, gone = self._auto_claim(cursor, consumer, min_idle_ms, count, "JUSTID")

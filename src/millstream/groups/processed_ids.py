@@ -1,8 +1,9 @@
-"""What a consumer has processed, on its own disk: a Redis that lost its last second cannot make it do it twice.
+"""ProcessedIds: ids that a consumer has processed, on its own disk, so that a Redis that lost its last second repeats
+none.
 
-The specification lets a consumer keep its last processed id. One id is not enough once entries are claimed, or
-once a group that went back in time deals the same entries out differently: entries below it may be unprocessed.
-So the latest ids are kept one by one, and nothing is passed over that is not among them.
+The specification lets a consumer keep its last processed id. One id is not enough once entries are claimed, or once a
+group that went back in time delivers the same entries in another order: entries below it may be unprocessed. So the
+latest ids are kept one by one, and only these are skipped.
 """
 
 import hashlib
@@ -24,9 +25,9 @@ class ProcessedIds:
     """The last `keep` ids that one consumer has processed of each stream, in the file at `path`.
 
     `add` returns when the ids would survive a power cut. A crash at any point leaves the file as it was before or
-    after. The file belongs to one consumer in one process; its threads may share the object. Choose `keep` larger than what is processed while
-    Redis can forget (a second or two), as what is older is not recognised. Raises ConfigError for a file that is
-    damaged or something else, and OSError if the disk refuses.
+    after. The file belongs to one consumer in one process; its threads may share the object. Choose `keep` larger than
+    the number of entries processed while Redis can forget (a second or two): older ids are not recognised. Raises
+    ConfigError for a file that is damaged or something else, and OSError if the disk refuses.
     """
 
     def __init__(self, path: Path, *, keep: int = 10_000) -> None:
@@ -44,12 +45,12 @@ class ProcessedIds:
         return entry_id in self._known.get(stream, ())
 
     def last(self, stream: str) -> bytes | None:
-        """The id that was added last, or None: the offset of a consumer that takes entries in order."""
+        """The id that was added last, or None: the offset of a consumer that processes entries in order."""
         order = self._order.get(stream)
         return order[-1] if order else None
 
     def add(self, stream: str, ids: Iterable[bytes]) -> None:
-        """Keep `ids` as processed; they are on disk when this returns."""
+        """Store `ids` as processed; they are on disk when this returns."""
         with self._lock:
             self._remember(stream, ids)
             self._write(msgspec.msgpack.encode({to_wire(name): list(order) for name, order in self._order.items()}))
@@ -61,7 +62,7 @@ class ProcessedIds:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
-        # The new name is in the folder only once the folder is synced too.
+        # The rename is durable only once the folder is synced too.
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -86,8 +87,8 @@ def _load(path: Path) -> dict[str, list[bytes]]:
         return {}
     if head != b"%s %s" % (_MAGIC, _digest(body)):
         raise ConfigError(
-            f"{path} is damaged, or no file of processed ids: restore it, or delete it and accept that what Redis has "
-            "forgotten may be processed again"
+            f"{path} is damaged, or no file of processed ids: restore it, or delete it and accept that entries which "
+            "Redis has forgotten may be processed again"
         )
     kept = msgspec.msgpack.decode(body, type=dict[bytes, list[bytes]])
     return {from_wire(stream): ids for stream, ids in kept.items()}

@@ -1,8 +1,8 @@
-"""The loop around a consumer: it outlives lost connections, lost groups and lost streams, and says what happened.
+"""Reader: the loop around a consumer that survives lost connections, lost groups and lost streams, and reports them.
 
-A read whose reply was lost has delivered its entries all the same: they lie in the consumer's own pending list,
-where a loop that only asks for new ones never sees them. So the reader begins with its own pending entries, and
-returns to them after every connection error.
+A read whose reply was lost has delivered its entries all the same: they are in the consumer's own pending list, where a
+loop that only asks for new ones never sees them. So the reader begins with its own pending entries, and returns to them
+after every connection error.
 """
 
 import logging
@@ -26,8 +26,8 @@ from millstream.redis_client.client import Client
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
-_WORD_EVERY_MS = 1000.0
-_SWEEP_START = b"0-0"
+_LOG_EVERY_MS = 1000.0
+_FIRST_CURSOR = b"0-0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class ReadPolicy:
 
     * `count`: entries of each stream in a read at most
     * `block_ms`: longest wait for new entries, in milliseconds; also how long a stop may take
-    * `start`: where a group begins that this reader is the first to need: BEGINNING, END or an id
-    * `heal`: where a group begins again that was lost together with its place. "beginning" loses nothing and
-      delivers again whatever the stream still has. "last" goes on after the last entry this reader was given: what
-      other consumers held pending is not delivered again, unless they still have it in hand. A callable is asked
-      for the id to go on after, given the stream's name: for callers who know what is committed.
-    * `adopt_after_ms`: entries that any consumer has held unacknowledged for so long are taken over, looked for
-      twice in that time; None = never. Must be longer than the longest honest processing of a batch.
-    * `noack`: entries count as acknowledged when they are delivered; those lost on the way stay lost
+    * `start`: where a group begins that this reader creates first: BEGINNING, END or an id
+    * `heal`: where a lost group is recreated. "beginning" loses nothing and delivers all entries that the stream still
+      has again. "last" goes on after the last entry this reader was given: entries that were pending with other
+      consumers are not delivered again, unless those still process them. A callable gets the stream's name and returns
+      the id to go on after: for callers that know what is committed.
+    * `adopt_after_ms`: claims entries that any consumer has held unacknowledged for so long, checked twice in that
+      time; None = never. Must be longer than the longest regular processing of a batch.
+    * `noack`: entries count as acknowledged when they are delivered; entries in a lost reply stay lost
 
-    Raises ConfigError for values that make no sense.
+    Raises ConfigError for invalid options.
     """
 
     count: int = 100
@@ -66,22 +66,24 @@ class ReadPolicy:
         if self.adopt_after_ms is not None and self.adopt_after_ms < 1:
             raise ConfigError("ReadPolicy: adopt_after_ms must be 1 or more, or None")
         if self.noack and self.adopt_after_ms is not None:
-            raise ConfigError("ReadPolicy: with noack nothing is acknowledged, so nothing can be adopted; choose one")
+            raise ConfigError(
+                "ReadPolicy: with noack no entry is pending, so none can be claimed; choose noack or adopt_after_ms"
+            )
 
 
 class Reader:
-    """Reads `streams` as the consumer `consumer` of `group`, which it creates where it is missing, streams too.
+    """Reads `streams` as the consumer `consumer` of `group`, and creates the group, and streams, if they are missing.
 
-    Iterating gives batches until `stop`; `read` takes one step. First come the entries this consumer already
-    held, then new ones and, by policy, those it adopts. Acknowledge a batch before taking the next, or say what is
-    still in hand by `excluding(stream, id)`, so that it is not given out twice after a lost connection.
+    Iterating yields batches until `stop`; `read` takes one step. First come the entries that are pending with this
+    consumer, then new ones and, by policy, claimed ones. Acknowledge a batch before reading the next, or name the
+    entries still in flight by `excluding(stream, id)`, so that they are not returned twice after a lost connection.
 
-    * `on_event`: told of everything in `Event`, in the thread that reads
-    * `done`: keeps what was acknowledged through this reader on disk; what is in it is not given out again
+    * `on_event`: called with each `Event`, in the thread that reads
+    * `done`: stores on disk what was acknowledged through this reader; those entries are not returned again
 
-    While Redis is away the reader waits with back-off, 50 ms to 1 s, and logs a line a second at most. It reads
-    over a connection of its own, acknowledges over that of `client`. One thread may read; any may `ack` and
-    `stop`. Raises WrongType, AccessDenied and CommandFailed, which no waiting heals.
+    While Redis is away the reader waits with back-off, 50 ms to 1 s, and logs at most one line a second. It reads over
+    a connection of its own, and acknowledges over that of `client`. One thread may read; any may `ack` and `stop`.
+    Raises WrongType, AccessDenied and CommandFailed, which waiting cannot repair.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Reader:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._client = client
-        # A long poll must end before its socket does.
+        # A long poll must end before its socket times out.
         self._own_client = Client(client.url, timeout_ms=policy.block_ms + client.timeout_ms, clock=clock)
         self._consumer = Consumer(self._own_client, group=group, name=consumer, streams=streams)
         self._acks = Consumer(client, group=group, name=consumer, streams=streams)
@@ -120,14 +122,16 @@ class Reader:
         self._trouble = ""
         self._next_word_ms = 0.0
 
-    # For callers
+    # Public methods
 
     def __iter__(self) -> Iterator[Batch]:
         while not self._stopped.is_set():
             yield from self.read()
 
     def read(self) -> list[Batch]:
-        """One step, at most `block_ms` long while Redis answers: batches, or [] if there is nothing to process."""
+        """Run one step, at most `block_ms` long while Redis answers: return batches, or [] if there is nothing to
+        process.
+        """
         try:
             try:
                 batches = self._step()
@@ -158,7 +162,7 @@ class Reader:
             self._unread = dict.fromkeys(self._groups, BEGINNING)
 
     def stop(self) -> None:
-        """End the iteration after the step at hand."""
+        """End the iteration after the current step."""
         self._stopped.set()
 
     def close(self) -> None:
@@ -181,7 +185,7 @@ class Reader:
             return held
         if (adopted := self._adopt()) is not None:
             return [adopted]
-        # While there is more to look through, nobody waits.
+        # While there is more to claim, do not block.
         block_ms = 0 if self._sweep else self._policy.block_ms
         batches = self._consumer.read_new(count=self._policy.count, block_ms=block_ms, noack=self._policy.noack)
         self._wait_ms = 0.0
@@ -198,7 +202,7 @@ class Reader:
         self.recover()
 
     def _read_held(self) -> list[Batch]:
-        """The next page of this consumer's own pending entries; [] at their end."""
+        """Return the next page of this consumer's own pending entries; [] at their end."""
         while self._unread:
             kept = []
             for batch in self._consumer.read_pending(after=self._unread, count=self._policy.count):
@@ -214,26 +218,26 @@ class Reader:
         return []
 
     def _adopt(self) -> Batch | None:
-        """The next page of what has been pending for too long, when it is time to look for it."""
+        """Claim the next page of entries that have been pending for too long, when a check is due."""
         after_ms, now_ms = self._policy.adopt_after_ms, self._clock.monotonic_ms()
         if after_ms is None:
             return None
         if not self._sweep and now_ms >= self._sweep_at_ms:
-            self._sweep.extend((stream, _SWEEP_START) for stream in self._groups)
+            self._sweep.extend((stream, _FIRST_CURSOR) for stream in self._groups)
             self._sweep_at_ms = now_ms + after_ms / 2
         if not self._sweep:
             return None
         stream, cursor = self._sweep.popleft()
         pending = self._groups[stream].pending
         cursor, batch = pending.auto_claim_from(cursor, self._name, min_idle_ms=after_ms, count=self._policy.count)
-        if cursor != _SWEEP_START:
+        if cursor != _FIRST_CURSOR:
             self._sweep.appendleft((stream, cursor))
         return self._wanted(batch) if batch.raw or batch.gone else None
 
-    # What is given out
+    # Filtering
 
     def _wanted(self, batch: Batch) -> Batch | None:
-        """What of a batch that was delivered before goes to the caller; None if nothing does."""
+        """Filter a batch that was delivered before; None if nothing is left for the caller."""
         if self._excluding is not None:
             is_held = self._excluding
             batch.raw = [entry for entry in batch.raw if not is_held(batch.stream, entry[0])]
@@ -247,7 +251,7 @@ class Reader:
         return kept or (batch if batch.gone else None)
 
     def _unrepeated(self, batch: Batch) -> Batch | None:
-        """The batch without what is done already; None if nothing is left of it."""
+        """Filter out entries that are processed already; None if nothing is left of the batch."""
         if self._done is not None:
             done = self._done
             repeated = [one for one in batch.ids if (batch.stream, one) in done]
@@ -255,10 +259,12 @@ class Reader:
                 self._consumer.ack(batch.stream, repeated)
                 batch.raw = [entry for entry in batch.raw if (batch.stream, entry[0]) not in done]
                 self._on_event(Repeated(stream=batch.stream, ids=repeated))
-                self._say("Redis delivered %d entries of %s that were processed", len(repeated), batch.stream)
+                self._say(
+                    "Redis delivered %d processed entries of %s again; skipping them", len(repeated), batch.stream
+                )
         return batch if batch.raw else None
 
-    # Trouble
+    # Errors
 
     def _heal(self, cause: GroupMissing) -> None:
         self._back_off()
@@ -267,16 +273,16 @@ class Reader:
             if group.create(at, mkstream=True):
                 shown = at.decode() if isinstance(at, bytes) else str(at)
                 self._on_event(GroupRecreated(stream=stream, group=group.name, at=shown, cause=str(cause)))
-                self._say("group %s of %s was lost and begins again after %s: %s", group.name, stream, shown, cause)
+                self._say("group %s of %s was lost; recreated after %s: %s", group.name, stream, shown, cause)
 
     def _place_of(self, stream: str) -> Id:
-        """Where the group of `stream` goes on if it is gone."""
+        """Return the id after which a lost group of `stream` goes on."""
         heal = self._policy.heal
         if callable(heal):
             return heal(stream)
         if heal == "beginning":
             return BEGINNING
-        # A stream that is shorter than it was is another one: all of it is new.
+        # A last id below ours means another stream: all of it is new.
         try:
             top = stream_info(self._own_client, stream).last_id
         except GroupMissing:
@@ -290,7 +296,9 @@ class Reader:
             self._away_since_ms = now_ms
         self._trouble = str(error)
         self.recover()
-        self._say("consumer %s waits for Redis (%.0f s): %s", self._name, (now_ms - self._away_since_ms) / 1000, error)
+        self._say(
+            "consumer %s waits for Redis, %.0f s so far: %s", self._name, (now_ms - self._away_since_ms) / 1000, error
+        )
         self._wait_ms = self._wait_ms or _FIRST_WAIT_MS
         self._back_off()
 
@@ -299,10 +307,10 @@ class Reader:
             away_ms = self._clock.monotonic_ms() - self._away_since_ms
             self._away_since_ms = None
             self._on_event(Resumed(away_ms=away_ms, cause=self._trouble))
-            self._say("consumer %s goes on: Redis answers after %.1f s", self._name, away_ms / 1000)
+            self._say("consumer %s reconnected after %.1f s", self._name, away_ms / 1000)
 
     def _back_off(self) -> None:
-        """Wait, unless this is the first trouble since new entries could be asked for."""
+        """Wait, unless this is the first error since the last successful read."""
         if self._wait_ms:
             self._clock.sleep_ms(self._wait_ms)
         self._wait_ms = min(max(self._wait_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
@@ -310,5 +318,5 @@ class Reader:
     def _say(self, message: str, *args: Any) -> None:
         now_ms = self._clock.monotonic_ms()
         if now_ms >= self._next_word_ms:
-            self._next_word_ms = now_ms + _WORD_EVERY_MS
+            self._next_word_ms = now_ms + _LOG_EVERY_MS
             logger.warning(message, *args)

@@ -1,4 +1,4 @@
-"""What Redis knows of a stream: its figures, and, in one atomic look, its groups with their consumers and entries."""
+"""The state of a stream: its figures, and, at one atomic moment, its groups with their consumers and entries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class StreamFigures:
     * `length`: how many entries it has
     * `last_id`: the greatest id that it ever had: the next entry gets a greater one
     * `max_deleted_id`: the greatest id of an entry that was deleted (XDEL); b"0-0" if none was
-    * `entries_added`: how many entries it ever got
+    * `entries_added`: how many entries were ever added
     * `first_id`: the lowest id that it has; b"0-0" if it has none
-    * `radix_tree_keys`, `radix_tree_nodes`: of the tree that holds it in memory
+    * `radix_tree_keys`, `radix_tree_nodes`: size of the tree that stores it in memory
     """
 
     length: int
@@ -41,7 +41,7 @@ class StreamInfo(StreamFigures):
 
 
 class HeldEntry(NamedTuple):
-    """A pending entry as `stream_details` shows it: who holds it, since when (Unix milliseconds), and how often delivered."""
+    """A pending entry as `stream_details` shows it: its consumer, when it was delivered (Unix ms), and how often."""
 
     id: bytes
     consumer: str
@@ -53,9 +53,9 @@ class HeldEntry(NamedTuple):
 class ConsumerDetails:
     """A consumer as `stream_details` shows it. Times are in Unix milliseconds.
 
-    * `seen_ms`: when it last asked for something
-    * `active_ms`: when it last got something; None if it never did, and before Redis 7.2
-    * `pending`: how many entries it holds; `held`: the first of them
+    * `seen_ms`: the time of its last command
+    * `active_ms`: when it last got entries; None if it never did, and before Redis 7.2
+    * `pending`: how many entries are pending with it; `held`: the first of them
     """
 
     name: str
@@ -87,21 +87,21 @@ class StreamDetails(StreamFigures):
 
 
 def stream_info(client: Client, stream: str) -> StreamInfo:
-    """The figures of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
+    """Return the figures of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
     info = mapping(ask(client, stream, "XINFO", "STREAM", to_wire(stream)))
     first, last = _entry(info[b"first-entry"]), _entry(info[b"last-entry"])
     return StreamInfo(groups=info[b"groups"], first=first, last=last, **_figures(info))
 
 
 def stream_details(client: Client, stream: str, *, count: int = 10) -> StreamDetails:
-    """`stream` with all its groups and consumers, as they are at one moment.
+    """Return `stream` with all its groups and consumers, as they are at one moment.
 
-    Up to `count` entries are shown of the stream, and of what is pending up to `count` with each group and each consumer.
-    Redis serves nobody else meanwhile: for a look, not for a routine. Raises ConfigError for a count below 1, GroupMissing
-    if there is no such stream, and RedisError.
+    At most `count` entries are shown of the stream, and of the pending ones of each group and each consumer. Redis
+    serves no other client meanwhile: use it now and then, not in a loop. Raises ConfigError for a count below 1,
+    GroupMissing if there is no such stream, and RedisError.
     """
     if count < 1:
-        raise ConfigError(f"count={count}: Redis would show all there is; give the most entries to show, 1 or more")
+        raise ConfigError(f"count={count}: Redis would list all entries; use 1 or more")
     info = mapping(ask(client, stream, "XINFO", "STREAM", to_wire(stream), "FULL", "COUNT", count))
     return StreamDetails(
         entries=[Delivered(entry_id, pairs, 0) for entry_id, pairs in info[b"entries"]],

@@ -1,1 +1,1 @@
-"""Partitioned streams: where each key is, and how their number grows."""
+"""Partitioned streams: the partition of each key, and how the number of partitions grows."""

@@ -1,9 +1,9 @@
-"""Keys on the move: after a growth, a key runs in its new partition only when its old one is done with it.
+"""KeyMigration: after a growth, a key runs in its new partition only when its old one has drained it.
 
-A worker that routes entries of a new partition asks the partitions in which their keys were before. Where one may still
-have something of a key, the key's line waits in the new one, until the old one has nothing left but perhaps its state,
-which moves along. Nothing of a key comes to an old partition after its seal, so what has left it once has left it for
-good, and every step here may be repeated, late or by several workers at once.
+A worker that enqueues entries of a new partition asks the partitions that owned their keys before. If one of them may
+still have entries of a key, the key's queue in the new partition waits, until the old one has nothing left except
+perhaps the key's state, which is imported. No entry of a key reaches an old partition after its closing, so a key that
+has left it once has left it for good, and every step may be repeated, late or by several workers at once.
 """
 
 import logging
@@ -31,15 +31,18 @@ FORWARD_ENTRY = Script("partitions/forward_entry")
 
 _AT_ONCE = 500
 _PAGES_AT_ONCE = 20
-_ASK_EVERY_MS = 500.0
+_REFRESH_EVERY_MS = 500.0
 _START = b"0"
-_SENT_ON_MS = 86_400_000
+_FORWARDED_MS = 86_400_000
 
 
 @dataclass(slots=True)
-class _Found:
-    """What older partitions say of keys that come from them: those that have left, with their state, and their highest
-    fence; and those whose state has to go to another old partition first."""
+class _ExportedKeys:
+    """The answer of older partitions about keys that come from them.
+
+    * `left`: the keys that have left them, each with its state; `fence`: the highest fence of those partitions
+    * `detours`: keys whose state has to go to another old partition first
+    """
 
     left: dict[bytes, bytes] = field(default_factory=dict)
     fence: int = 0
@@ -48,7 +51,7 @@ class _Found:
 
 @dataclass(slots=True)
 class _StateScan:
-    """A walk through the states of an old partition: where it stands, and whether it has found some that must go."""
+    """A scan of the states in an old partition: its cursor, and whether it found states that must be moved."""
 
     cursor: bytes = _START
     found: bool = False
@@ -56,7 +59,9 @@ class _StateScan:
 
 @dataclass(frozen=True, kw_only=True)
 class UndrainedPartition:
-    """A partition that may still have keys that have left it since a generation, and how many lines wait to come in."""
+    """A partition that may still own keys which left it in generation `since`, and how many of its queues wait for
+    keys.
+    """
 
     stream: str
     since: int | None
@@ -64,7 +69,7 @@ class UndrainedPartition:
 
 
 class KeyMigration:
-    """The keys of one handler that move between the partitions of `layout`, which may be set anew. For one thread.
+    """Moves the keys of one handler between the partitions of `layout`, which may be replaced. For one thread.
 
     Every method raises RedisError.
     """
@@ -77,7 +82,7 @@ class KeyMigration:
         self._clock = clock
         self._owner = (app, handler)
         self._settled: dict[int, int] = {}
-        self._asked_ms = -_ASK_EVERY_MS
+        self._asked_ms = -_REFRESH_EVERY_MS
         self._cursors: dict[int, bytes] = {}
         self._passes: dict[PastOwner, _StateScan] = {}
 
@@ -85,29 +90,31 @@ class KeyMigration:
         """The handler's keys on a partition."""
         return HandlerKeys(*self._owner, self.layout.stream(place))
 
-    # Routing
+    # Enqueueing
 
     def expect(self, place: int, lines: Iterable[bytes]) -> int:
-        """Before the first entries of `lines` are routed in a partition: have those wait whose keys may not have left an
-        older one. Return how many wait now and did not before."""
+        """Make key queues of a partition wait whose keys may not have left an older one; return how many began to wait.
+
+        Call it before the first entries of `lines` are enqueued there.
+        """
         if self._is_settled_before(place):
             return 0
         keys = [line[1:] for line in dict.fromkeys(lines) if line.startswith(KEY_MARK)]
         found = self._ask(place, keys)
-        # A state is fetched while the line waits, so that nobody runs without it.
+        # A state is imported while the queue waits, so that no worker runs the key without it.
         return self._expect(place, [key for key in keys if found.left.get(key) != b""])
 
     def _expect(self, place: int, keys: Sequence[bytes]) -> int:
         args: list[Arg] = []
         for key in keys:
-            if homes := self.layout.earlier(key, place):
-                args += (KEY_MARK + key, self.layout.stream(homes[-1].place))
+            if past_owners := self.layout.earlier(key, place):
+                args += (KEY_MARK + key, self.layout.stream(past_owners[-1].place))
         return int(self._run([(AWAIT_KEYS, place, args)])[0]) if args else 0
 
-    # Rounds
+    # Maintenance
 
     def bring_in(self, places: Sequence[int]) -> int:
-        """End the wait of lines of these partitions whose keys have left the older ones; return how many that were."""
+        """Let key queues of these partitions go on whose keys have left the older ones; return how many."""
         new = [place for place in places if self.layout.born(place) > 1]
         keys = [self.keys(place) for place in new]
         some = self._pipeline([("EXISTS", k.moving, k.moved) for k in keys])
@@ -118,71 +125,71 @@ class KeyMigration:
         names = self.keys(place)
         cursor, items = self._client.execute("HSCAN", names.moving, self._cursors.get(place, _START), "COUNT", _AT_ONCE)
         self._cursors[place] = cursor
-        waiting = {line[1:]: said for line, said in zip(items[::2], items[1::2], strict=True)}
-        found = self._ask(place, list(waiting))
+        awaiting = {line[1:]: reason for line, reason in zip(items[::2], items[1::2], strict=True)}
+        found = self._ask(place, list(awaiting))
         for detour, keys in found.detours.items():
             self._expect(detour, keys)
         ended = 0
         if found.left:
-            arrivals = [(KEY_MARK + key, waiting[key], state) for key, state in found.left.items()]
-            (ended,) = self._run([(IMPORT_KEYS, place, [found.fence, *chain.from_iterable(arrivals)])])
+            imported = [(KEY_MARK + key, awaiting[key], state) for key, state in found.left.items()]
+            (ended,) = self._run([(IMPORT_KEYS, place, [found.fence, *chain.from_iterable(imported)])])
         self._clear(place)
         return ended
 
     def _clear(self, place: int) -> None:
-        """Remove from older partitions the states that have come from there."""
+        """Remove from older partitions the states that were imported here."""
         names = self.keys(place)
         _, items = self._client.execute("HSCAN", names.moved, 0, "COUNT", _AT_ONCE)
         moved = items[::2]
-        by_home: dict[int, list[bytes]] = defaultdict(list)
+        by_owner: dict[int, list[bytes]] = defaultdict(list)
         for key in moved:
-            for home in self.layout.earlier(key, place)[-1:]:
-                by_home[home.place].append(key)
-        self._pipeline([("HDEL", self.keys(home).state, *keys) for home, keys in by_home.items()])
+            for owner in self.layout.earlier(key, place)[-1:]:
+                by_owner[owner.place].append(key)
+        self._pipeline([("HDEL", self.keys(owner).state, *keys) for owner, keys in by_owner.items()])
         if moved:
             self._client.execute("HDEL", names.moved, *moved)
 
     def settle(self, places: Sequence[int]) -> int:
-        """Look which of these partitions are done with what they had when keys left them; return in how many that went on.
+        """Check which of these partitions have drained the keys that left them; return how many made progress.
 
-        States of keys that nobody publishes to any more are sent on.
+        States of keys without new messages are moved on.
         """
         self._refresh()
         return sum(map(self._settle, places))
 
     def _next_left(self, place: int) -> int | None:
-        """The first generation with which keys left a partition that may still have some of them."""
+        """The first generation in which keys left a partition that may not have drained them."""
         first = max(self.layout.born(place), self._settled.get(place, 0)) + 1
         return first if first <= self.layout.generation else None
 
     def _settle(self, place: int) -> bool:
         left = self._next_left(place)
-        # What is still to come from older ones would have to go on from here.
+        # Keys that are still to come from older partitions would have to go on from here.
         if left is None or not self._is_settled_before(place):
             return False
-        home = PastOwner(place, left)
-        if not self._run([(IS_DRAINED, place, (self.layout.seal(home), self.keys(place).group))])[0]:
+        past_owner = PastOwner(place, left)
+        if not self._run([(IS_DRAINED, place, (self.layout.seal(past_owner), self.keys(place).group))])[0]:
             return False
-        walk = self._passes.setdefault(home, _StateScan())
+        scan = self._passes.setdefault(past_owner, _StateScan())
         for _ in range(_PAGES_AT_ONCE):
-            walk.cursor, items = self._client.execute("HSCAN", self.keys(place).state, walk.cursor, "COUNT", _AT_ONCE)
-            going: dict[int, list[bytes]] = defaultdict(list)
+            scan.cursor, items = self._client.execute("HSCAN", self.keys(place).state, scan.cursor, "COUNT", _AT_ONCE)
+            leaving: dict[int, list[bytes]] = defaultdict(list)
             for key, after in moved_away(self.layout, place, items[::2], left):
-                going[after].append(key)
-            for after, keys in going.items():
+                leaving[after].append(key)
+            for after, keys in leaving.items():
                 self._expect(after, keys)
-            walk.found = walk.found or bool(going)
-            if walk.cursor == _START:
+            scan.found = scan.found or bool(leaving)
+            if scan.cursor == _START:
                 break
-        if walk.cursor == _START:
-            del self._passes[home]
-            if not walk.found:
+        if scan.cursor == _START:
+            del self._passes[past_owner]
+            if not scan.found:
                 self._client.execute("HSET", self.keys(place).meta, "settled", left)
                 self._settled[place] = left
         return True
 
     def unsettled(self) -> list[UndrainedPartition]:
-        """The partitions that keys may still leave, or wait to come to."""
+        """Return the partitions that keys may still leave, or wait to come to."""
         self._refresh()
         layout = self.layout
         counts = self._pipeline([("HLEN", self.keys(place).moving) for place in range(layout.count)])
@@ -194,62 +201,62 @@ class KeyMigration:
 
     # Asking older partitions
 
-    def _ask(self, place: int, keys: Sequence[bytes]) -> _Found:
-        """What the older partitions say of keys that come from there, asked from the oldest on.
+    def _ask(self, place: int, keys: Sequence[bytes]) -> _ExportedKeys:
+        """Ask the older partitions about keys that come from there, the oldest first.
 
-        In this order, as a state that has left one for the next is seen in the next.
+        In this order, since a state that has left one partition for the next is seen in the next.
         """
-        found = _Found()
+        found = _ExportedKeys()
         asked = {key: self.layout.earlier(key, place) for key in keys}
         found.left = dict.fromkeys(asked, b"")
         for level in range(max(map(len, asked.values()), default=0)):
-            at_home: dict[PastOwner, list[bytes]] = defaultdict(list)
+            by_owner: dict[PastOwner, list[bytes]] = defaultdict(list)
             for key in list(found.left):
                 if level < len(asked[key]) and not self._is_settled(asked[key][level]):
-                    at_home[asked[key][level]].append(key)
-            for home, some, reply in self._leave(at_home):
+                    by_owner[asked[key][level]].append(key)
+            for owner, some, reply in self._leave(by_owner):
                 found.fence = max([found.fence, *map(int, reply[:1])])
-                for key, said in zip(some, reply[1:] or [0] * len(some), strict=True):
-                    if said == 0:
+                for key, reply_of_key in zip(some, reply[1:] or [0] * len(some), strict=True):
+                    if reply_of_key == 0:
                         del found.left[key]
-                    elif isinstance(said, bytes):
-                        if home == asked[key][-1]:
-                            found.left[key] = said
+                    elif isinstance(reply_of_key, bytes):
+                        if owner == asked[key][-1]:
+                            found.left[key] = reply_of_key
                         else:
                             del found.left[key]
                             found.detours[asked[key][level + 1].place].append(key)
         return found
 
-    def _leave(self, at_home: dict[PastOwner, list[bytes]]) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
+    def _leave(self, by_owner: dict[PastOwner, list[bytes]]) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
         calls: list[tuple[Script, int, Sequence[Arg]]] = []
         asked: list[tuple[PastOwner, list[bytes]]] = []
-        for home, keys in at_home.items():
+        for owner, keys in by_owner.items():
             for at in range(0, len(keys), _AT_ONCE):
                 some = keys[at : at + _AT_ONCE]
-                asked.append((home, some))
-                calls.append((EXPORT_KEYS, home.place, [self.layout.seal(home), *(KEY_MARK + key for key in some)]))
-        for (home, some), reply in zip(asked, self._run(calls), strict=True):
-            yield home, some, reply
+                asked.append((owner, some))
+                calls.append((EXPORT_KEYS, owner.place, [self.layout.seal(owner), *(KEY_MARK + key for key in some)]))
+        for (owner, some), reply in zip(asked, self._run(calls), strict=True):
+            yield owner, some, reply
 
-    # What is known to be settled
+    # Known drained partitions
 
     def _is_settled(self, home: PastOwner) -> bool:
         return self._settled.get(home.place, 0) >= home.left
 
     def _is_settled_before(self, place: int) -> bool:
-        """Whether no key can come to a partition any more from one that is older."""
-        born = self.layout.born(place)
-        if born == 1:
+        """Whether all older partitions have drained the keys that this one owns."""
+        created_in = self.layout.born(place)
+        if created_in == 1:
             return True
-        older = range(self.layout.counts[born - 2])
-        if all(self._settled.get(one, 0) >= born for one in older):
+        older = range(self.layout.counts[created_in - 2])
+        if all(self._settled.get(one, 0) >= created_in for one in older):
             return True
         self._refresh()
-        return all(self._settled.get(one, 0) >= born for one in older)
+        return all(self._settled.get(one, 0) >= created_in for one in older)
 
     def _refresh(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        if now_ms - self._asked_ms < _ASK_EVERY_MS:
+        if now_ms - self._asked_ms < _REFRESH_EVERY_MS:
             return
         places = [place for place in range(self.layout.count) if self._next_left(place) is not None]
         known = self._pipeline([("HGET", self.keys(place).meta, "settled") for place in places])
@@ -268,31 +275,31 @@ class KeyMigration:
 
 
 def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
-    """Publish a redriven entry of a partition, once, to the one that its key is in by now; False if it has not moved.
+    """Forward a redriven entry, once, to the partition that owns its key now; False if its key has not moved.
 
-    `keys`: the handler's, on the partition that it is in. Raises RedisError.
+    `keys`: the handler's, on the partition that the entry is in. Raises RedisError.
     """
     partitions = Partitions(client, base)
     layout = partitions.finish(partitions.found())
-    home = layout.stream(layout.place(key))
-    if home == keys.stream:
+    owner = layout.stream(layout.place(key))
+    if owner == keys.stream:
         return False
-    there = HandlerKeys(keys.app, keys.handler, home)
-    names = map(to_wire, (home, StreamKeys(home).partition, there.sent_on(keys.stream, entry_id)))
+    there = HandlerKeys(keys.app, keys.handler, owner)
+    names = map(to_wire, (owner, StreamKeys(owner).partition, there.sent_on(keys.stream, entry_id)))
     try:
-        client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _SENT_ON_MS, *pairs))
+        client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _FORWARDED_MS, *pairs))
     except CommandFailed as error:
         if error.code != "SEALED":
             raise
-        raise Unavailable(f"{home} has been sealed this moment; tried again") from error
+        raise Unavailable(f"{owner} was closed by a growth meanwhile; trying again") from error
     return True
 
 
 class PartitionStream(KeyedStream):
-    """One worker's hold on one partition: it routes nothing of a key that may not have left another.
+    """One worker's membership in one partition: it lets a key wait that may not have left another partition.
 
-    `place` has to be set, and `moves` and `send_on` before it routes; `send_on` publishes what was redriven to the
-    partition that its key is in now, under an id of its own, and returns False if that is this one.
+    Set `place`, and `moves` and `send_on` before it enqueues; `send_on` publishes a redriven entry to the partition
+    that owns its key now, under a new id, and returns False if that is this one.
     """
 
     place: int
@@ -301,7 +308,7 @@ class PartitionStream(KeyedStream):
     _warned = False
 
     def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        """A dead letter goes back to where it came from, and its key may have left since."""
+        """A redriven dead letter returns to its old partition, and its key may have left it since."""
         line = super()._line(entry_id, pairs)
         if pairs[0] != REDRIVE_FIELD or not line.startswith(KEY_MARK):
             return line
@@ -314,10 +321,12 @@ class PartitionStream(KeyedStream):
             self.moves.expect(self.place, names)
 
     def _check(self, line: bytes) -> None:
-        """Say if whoever publishes and whoever handles do not mean the same key."""
+        """Warn if producer and handler do not use the same key."""
         if not self._warned and line.startswith(KEY_MARK) and self.place not in self.moves.layout.homes(line[1:]):
             self._warned = True
             logger.warning(
-                "a message in %s has the key %r, which belongs to another partition: keep to PartitionedProducer, with the "
-                "handler's key, or the order of keys is lost when the partitions grow", self.stream, line[1:100],
-            )  # fmt: skip
+                "a message in %s has the key %r, which another partition owns: publish with PartitionedProducer and the "
+                "handler's key, or the order of keys is lost when the partitions grow",
+                self.stream,
+                line[1:100],
+            )

@@ -1,4 +1,4 @@
-"""Where keys are: how many partitions there are, how many there were, and which keys a growth has moved.
+"""PartitionMap: the number of partitions in each generation, and the keys that each growth moved.
 
 A key's partition is found by jump consistent hashing, so a growth moves keys to the new partitions only, and no more of
 them than it must (J. Lamping and E. Veach, "A Fast, Minimal Memory, Consistent Hash Algorithm", 2014).
@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 class PastOwner(NamedTuple):
-    """A partition that a key has been in, by its number, and the generation in which the key left it."""
+    """A partition that owned a key before, by its number, and the generation in which the key left it."""
 
     place: int
     left: int
@@ -31,9 +31,9 @@ class PartitionMap:
     """The partitions of `base`, generation by generation.
 
     * `counts`: how many there were in each generation; the last is in use
-    * `seals`: for each generation but the first, where each older partition ended: all that producers of older
-      generations have published to it is up to that id
-    * `growing`: the number of partitions to come, while a growth is under way
+    * `seals`: for each generation but the first, the id at which each older partition was closed: producers of older
+      generations have published nothing beyond it
+    * `growing`: the number of partitions after the growth under way; None if there is none
     """
 
     base: str
@@ -61,42 +61,44 @@ class PartitionMap:
         return partition_name(self.base, place)
 
     def place(self, key: bytes) -> int:
-        """The partition of a key."""
+        """The partition that owns a key now."""
         return _jump(_number(key), self.count)
 
     def born(self, place: int) -> int:
-        """The generation that a partition came with."""
+        """The generation in which a partition was created."""
         return next(number for number, count in enumerate(self.counts, 1) if place < count)
 
     def seal(self, home: PastOwner) -> str:
-        """Where a partition ended when keys left it."""
+        """The id at which a partition was closed when keys left it."""
         return self.seals[home.left - 2][home.place]
 
     def homes(self, key: bytes) -> list[int]:
-        """The partitions that a key has been in, in order; the last is that in which it is now."""
+        """The partitions that have owned a key, in order; the last owns it now."""
         number = _number(key)
         return list(dict.fromkeys(_jump(number, count) for count in self.counts))
 
     def earlier(self, key: bytes, place: int) -> list[PastOwner]:
-        """The partitions in which a key was before it came to this one, in order; none if it does not belong here."""
-        homes = self.homes(key)
-        if place not in homes:
+        """The partitions that owned a key before this one, in order; none if this one never owned it."""
+        owners = self.homes(key)
+        if place not in owners:
             return []
-        return [PastOwner(before, self.born(after)) for before, after in pairwise(homes[: homes.index(place) + 1])]
+        return [PastOwner(before, self.born(after)) for before, after in pairwise(owners[: owners.index(place) + 1])]
 
-    # As it stands in Redis
+    # The form in Redis
 
     def pack(self) -> bytes:
-        """As text."""
+        """Return it as text for Redis."""
         return msgspec.json.encode(_Packed(counts=self.counts, seals=self.seals, growing=self.growing))
 
     @classmethod
     def unpack(cls, base: str, text: bytes) -> "PartitionMap":
-        """The reverse. Raises ConfigError for what is no layout."""
+        """Parse the text that `pack` returns. Raises ConfigError if it is invalid."""
         try:
             found = msgspec.json.decode(text, type=_Packed)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"the layout of the partitions of {base!r} in Redis cannot be read: {error}") from error
+            raise ConfigError(
+                f"the partition map of {base!r} in Redis cannot be read; restore it from a backup: {error}"
+            ) from error
         return cls(base=base, counts=found.counts, seals=found.seals, growing=found.growing)
 
 
@@ -107,22 +109,24 @@ class _Packed(msgspec.Struct):
 
 
 def check_growth(layout: PartitionMap, count: int) -> None:
-    """Raise ConfigError if the partitions cannot become `count`."""
+    """Raise ConfigError if the number of partitions cannot become `count`."""
     check_partition_count(count)
     if count < layout.count:
         raise ConfigError(
-            f"{layout.base!r} has {layout.count} partitions and cannot have fewer: keys move to new partitions only"
+            f"{layout.base!r} has {layout.count} partitions and cannot have fewer: use {layout.count} or more"
         )
 
 
 def moved_away(layout: PartitionMap, place: int, keys: Sequence[bytes], generation: int) -> list[tuple[bytes, int]]:
-    """Those of `keys` that had left a partition by a generation, and to which one they went from there."""
+    """Return those of `keys` that had left a partition by a generation, each with the partition it went to from
+    there.
+    """
     found = []
     for key in keys:
-        homes = layout.homes(key)
-        at = homes.index(place) if place in homes else len(homes)
-        if at + 1 < len(homes) and layout.born(homes[at + 1]) <= generation:
-            found.append((key, homes[at + 1]))
+        owners = layout.homes(key)
+        at = owners.index(place) if place in owners else len(owners)
+        if at + 1 < len(owners) and layout.born(owners[at + 1]) <= generation:
+            found.append((key, owners[at + 1]))
     return found
 
 
@@ -131,7 +135,7 @@ def _number(key: bytes) -> int:
 
 
 def _jump(number: int, count: int) -> int:
-    """The bucket of a number among `count`; with more buckets, it is the same one or a new one."""
+    """Return the bucket of a number among `count`; with more buckets, it is the same one or a new one."""
     bucket, after = 0, 0
     while after < count:
         bucket = after

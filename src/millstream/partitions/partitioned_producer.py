@@ -1,4 +1,4 @@
-"""A producer that spreads keys over partitions, and goes along when there are more of them."""
+"""PartitionedProducer: publishes each message to the partition of its key, and follows a growth of the partitions."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Published(NamedTuple):
-    """Where a message stands: the partition, and the id of its entry."""
+    """Where a message was published: the partition, and the id of its entry."""
 
     stream: str
     id: str
@@ -30,7 +30,9 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A message to publish: its number in the call, what decides on its partition, its names and values, its own id."""
+    """A message to publish: its number in the call, the bytes that select its partition, its names and values, its own
+    id.
+    """
 
     number: int
     by: bytes
@@ -44,17 +46,17 @@ class _Item:
 
 
 class PartitionedProducer(Publishing):
-    """Publishes messages to the partitions of `base`, each to that of its key: in order, and each once.
+    """Publishes messages to the partitions of `base`, each to the partition of its key: in order, and each once.
 
-    * `key`: the field that orders the messages, or a function of a message that finds the key; it must be that of the
-      handlers. Messages without a key are spread over all partitions
-    * `partitions`: how many there are to be if nobody has made them yet; None = somebody must have
+    * `key`: the field that orders the messages, or a function that returns the key of a message; must be the handlers'
+      key. Messages without a key are spread over all partitions
+    * `partitions`: how many to create if there are none yet; None = they must exist
     * `max_length`: most entries that one partition may hold
-    * the rest as of `Producer`
+    * the rest as for `Producer`
 
-    When there are more partitions (`Partitions.grow`), it goes on in the new ones as soon as it meets one that is sealed:
-    the messages of each key stay in order, and a `dedupe_id` that was published to before is known. Messages of one key
-    that one thread publishes stand in this order. Raises ConfigError for values that make no sense.
+    After a growth (`Partitions.grow`), it publishes to the new partitions as soon as it meets one that is closed: the
+    messages of each key stay in order, and a `dedupe_id` that was published before is recognised. Messages of one key
+    from one thread keep their order. Raises ConfigError for invalid options.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class PartitionedProducer(Publishing):
     def publish(
         self, message: object, *, dedupe_id: DedupeId | None = None, replicas: int = 0, timeout_ms: int = 1_000
     ) -> Published:
-        """Publish `message`; return where it stands. Options and errors as of `Producer.publish`, but for delays."""
+        """Publish `message`; return its partition and id. Options and errors as for `Producer.publish`, without
+        delays.
+        """
         own_ids = None if dedupe_id is None else [dedupe_id]
         return self.publish_many([message], dedupe_ids=own_ids, replicas=replicas, timeout_ms=timeout_ms)[0]
 
@@ -92,20 +96,20 @@ class PartitionedProducer(Publishing):
         replicas: int = 0,
         timeout_ms: int = 1_000,
     ) -> list[Published]:
-        """Publish `messages`; return where each stands. Options and errors as of `Producer.publish_many`.
+        """Publish `messages`; return the partition and id of each. Options and errors as for `Producer.publish_many`.
 
-        When it raises, some messages may be published, of each key the first ones.
+        When it raises, some messages may be published: of each key, the first ones.
         """
-        terms = PublishOptions(replicas=replicas, timeout_ms=timeout_ms)
-        identified = with_ids(messages, dedupe_ids)
+        options = PublishOptions(replicas=replicas, timeout_ms=timeout_ms)
+        messages_with_ids = with_ids(messages, dedupe_ids)
         found: dict[int, Published] = {}
-        with self._tracing.publish_span(self._base, len(identified)):
-            items = list(self._items(identified, self._tracing.trace_fields()))
+        with self._tracing.publish_span(self._base, len(messages_with_ids)):
+            items = list(self._items(messages_with_ids, self._tracing.trace_fields()))
             layout = self._known()
             step = self._most_entries * layout.count
             for at in range(0, len(items), step):
-                layout = self._publish(layout, items[at : at + step], terms, found)
-        return [found[number] for number in range(len(identified))]
+                layout = self._publish(layout, items[at : at + step], options, found)
+        return [found[number] for number in range(len(messages_with_ids))]
 
     async def publish_async(
         self, message: object, *, dedupe_id: DedupeId | None = None, replicas: int = 0, timeout_ms: int = 1_000
@@ -133,10 +137,10 @@ class PartitionedProducer(Publishing):
     def _known(self) -> PartitionMap:
         with self._lock:
             if self._layout is None:
-                made = (
+                load = (
                     self._partitions.found if self._count is None else lambda: self._partitions.made(self._count or 1)
                 )
-                self._layout = self._patiently(made)
+                self._layout = self._patiently(load)
             return self._layout
 
     def _newer(self, known: PartitionMap) -> PartitionMap:
@@ -145,10 +149,8 @@ class PartitionedProducer(Publishing):
                 self._layout = self._patiently(lambda: self._partitions.newer(known))
             return self._layout
 
-    def _patiently(self, look: Callable[[], T]) -> T:
-        return self._client.retry_while_unavailable(
-            look, what=f"publishing to {self._base}", limit_ms=self._patience_ms
-        )
+    def _patiently(self, call: Callable[[], T]) -> T:
+        return self._client.retry_while_unavailable(call, what=f"publishing to {self._base}", limit_ms=self._patience_ms)
 
     def _items(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[_Item]:
         for number, (message, own_id) in enumerate(identified):
@@ -158,7 +160,7 @@ class PartitionedProducer(Publishing):
             yield _Item(number, by, tuple(pairs[::2]), pairs[1::2], own)
 
     def _key_of(self, message: object, pairs: Sequence[bytes]) -> bytes:
-        """The key as a handler finds it in the entry; b"" if there is none."""
+        """Return the key as a handler finds it in the entry; b"" if there is none."""
         if callable(self._key):
             found = self._key(message)
         else:
@@ -169,34 +171,34 @@ class PartitionedProducer(Publishing):
         return found if isinstance(found, bytes) else b"" if found is None else str(found).encode()
 
     def _publish(
-        self, layout: PartitionMap, items: Sequence[_Item], terms: PublishOptions, found: dict[int, Published]
+        self, layout: PartitionMap, items: Sequence[_Item], options: PublishOptions, found: dict[int, Published]
     ) -> PartitionMap:
-        """Publish `items` and note where they stand in `found`; return the layout by which the last of them went."""
+        """Publish `items`, add their positions to `found`, and return the partition map that was used last."""
         rest = items
         while rest:
             try:
-                self._publish_by(layout, rest, terms, found)
+                self._publish_by(layout, rest, options, found)
             except Sealed:
                 layout = self._newer(layout)
             except NotReplicated as error:
                 error.ids = [*(one.id for one in found.values()), *error.ids]
                 raise
-            # All of them are spread anew: what comes later of a key must not go before what was refused.
+            # All that were not published are assigned anew: a later message of a key must not overtake a refused one.
             rest = [one for one in rest if one.number not in found]
         return layout
 
     def _publish_by(
-        self, layout: PartitionMap, items: Sequence[_Item], terms: PublishOptions, found: dict[int, Published]
+        self, layout: PartitionMap, items: Sequence[_Item], options: PublishOptions, found: dict[int, Published]
     ) -> None:
-        by_place: dict[int, list[_Item]] = defaultdict(list)
+        by_partition: dict[int, list[_Item]] = defaultdict(list)
         found |= self._published_before(layout, items)
         for one in items:
             if one.number not in found:
-                by_place[layout.place(one.by)].append(one)
-        for place, some in by_place.items():
+                by_partition[layout.place(one.by)].append(one)
+        for place, some in by_partition.items():
             stream = layout.stream(place)
             for batch, numbers in self._batches(some):
-                ids = self._send(self._to(stream), batch, terms, layout.generation).decode().split()
+                ids = self._send(self._to(stream), batch, options, layout.generation).decode().split()
                 found |= {number: Published(stream, one) for number, one in zip(numbers, ids, strict=True)}
 
     def _batches(self, items: Sequence[_Item]) -> Iterator[tuple[Batch, list[int]]]:
@@ -214,7 +216,7 @@ class PartitionedProducer(Publishing):
             yield batch, numbers
 
     def _published_before(self, layout: PartitionMap, items: Sequence[_Item]) -> Mapping[int, Published]:
-        """Those that were published, under their own ids, to partitions that their keys have left."""
+        """Return those that were published, under their own ids, to partitions that their keys have left."""
         places = [
             (one, layout.stream(place))
             for one in items

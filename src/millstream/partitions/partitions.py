@@ -1,9 +1,9 @@
-"""The partitions of a base, as Redis has them: made by whoever comes first, and grown without losing a key's order.
+"""Partitions: creates the partition map of a base in Redis, and grows it without losing the order of a key.
 
-A growth seals every partition, each in its own hash slot, and only then begins the new generation: so a producer that
-does not know of it can publish to no partition any more, and those that do know that all it has published is up to the
-seals. Each step may be repeated by anybody, so a growth that was broken off is ended by whoever meets it. (Compare the
-sealed segments of Pravega's streams.)
+A growth closes every partition, each in its own hash slot, and only then begins the new generation. So a producer that
+does not know of it can publish to no partition any more, and the other producers know that the entries of older
+generations end at the closing ids. Each step may be repeated by any process, so the next process to notice an
+interrupted growth finishes it. (Compare the sealed segments of Pravega's streams.)
 """
 
 import logging
@@ -36,19 +36,21 @@ class Partitions:
         self._after_step = after_step
 
     def find(self) -> PartitionMap | None:
-        """The layout, or None if nobody has made partitions."""
+        """Return the partition map, or None if the partitions were never created."""
         text = self._client.execute("HGET", self._key, _FIELD)
         return None if text is None else PartitionMap.unpack(self.base, text)
 
     def found(self) -> PartitionMap:
-        """The layout. Raises ConfigError if nobody has made partitions."""
+        """Return the partition map. Raises ConfigError if the partitions were never created."""
         layout = self.find()
         if layout is None:
-            raise ConfigError(f"{self.base!r} has no partitions on this Redis; its first producer or worker makes them")
+            raise ConfigError(
+                f"{self.base!r} has no partitions on this Redis: start a producer or worker, the first creates them"
+            )
         return layout
 
     def made(self, count: int) -> PartitionMap:
-        """The layout; with `count` partitions if there are none yet."""
+        """Return the partition map; create `count` partitions if there are none yet."""
         known = self.find()
         if known is not None:
             return known
@@ -57,7 +59,7 @@ class Partitions:
         return self.found()
 
     def grow(self, count: int) -> PartitionMap:
-        """Have `count` partitions, and return the layout; what was begun by others is ended first.
+        """Grow to `count` partitions, and return the map; a growth that is under way is finished first.
 
         Raises ConfigError if there are more than that, or none.
         """
@@ -71,7 +73,7 @@ class Partitions:
         return layout
 
     def finish(self, layout: PartitionMap) -> PartitionMap:
-        """End the growth that is under way, if there is one, and return the layout after it."""
+        """Finish the growth that is under way, if there is one, and return the map after it."""
         while layout.growing is not None:
             generation = layout.generation + 1
             seals = tuple(self._seal(stream, generation) for stream in layout.streams)
@@ -79,18 +81,18 @@ class Partitions:
                 base=self.base, counts=(*layout.counts, layout.growing), seals=(*layout.seals, seals), growing=None
             )
             if self._swap(layout, grown):
-                logger.info("%s has %d partitions now", self.base, grown.count)
+                logger.info("partitions of %s grown: %d in use", self.base, grown.count)
             self._after_step()
             layout = self.found()
         return layout
 
     def newer(self, known: PartitionMap) -> PartitionMap:
-        """The layout, after a partition was found sealed for a newer generation than that of `known`."""
+        """Return the map after a partition was found closed for a newer generation than that of `known`."""
         layout = self.finish(self.found())
         if layout.generation <= known.generation:
             raise ConfigError(
-                f"a partition of {self.base!r} is sealed for a generation that Redis knows nothing of: it has lost data, "
-                f"or its keys were changed by hand; delete {self._key.decode()!r} only with the partitions"
+                f"a partition of {self.base!r} is closed for a generation that the partition map lacks: Redis lost data, "
+                f"or its keys were changed by hand; restore {self._key.decode()!r}, or delete it with the partitions"
             )
         return layout
 

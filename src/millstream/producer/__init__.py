@@ -1,1 +1,1 @@
-"""Publishing: one message or many, each once."""
+"""Publishing: one message or many, each exactly once."""

@@ -1,4 +1,4 @@
-"""Publishing entries in bulk: batches are prepared while those before them are under way."""
+"""Publisher: adds entries in bulk, and prepares a batch while the one before it is under way."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,13 +19,14 @@ class Publisher:
     """Adds entries to `stream`, in batches that are never written twice. Use it as a context manager.
 
     * `maxlen`: trims the stream to about so many entries; None = never
-    * `delay_ms`: entries reach the stream so many milliseconds later (`millstream.delivery.delayed_messages`); 0 = at once
-    * `rate`: most entries a second; None = as many as go
+    * `delay_ms`: entries reach the stream so many milliseconds later (`millstream.delivery.delayed_messages`); 0 = at
+      once
+    * `rate`: most entries a second; None = no limit
     * `patience_ms`: how long a batch waits for a Redis that is away or full before it raises
 
-    `entries` counts what Redis has confirmed. Leaving the context sends what was taken, unless an exception is under
-    way. Not thread-safe. After a RedisError it must not be used any more: whether the last batch was written may be
-    unknown. Raises ConfigError for values that make no sense.
+    `entries` counts the entries that Redis has confirmed. Leaving the context sends the buffered ones, unless an
+    exception is under way. Not thread-safe. After a RedisError it must not be used any more: whether the last batch was
+    written may be unknown. Raises ConfigError for invalid options.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Publisher:
     def send(self, rows: Iterable[Mapping[str, Value]]) -> int:
         """Publish `rows`, each a mapping of names to values, and return how many they were.
 
-        None is left out; numbers are written as text. Returns when Redis has confirmed all of them. Raises
-        OutputError for a row that cannot be an entry (those before it are published) and RedisError.
+        None is left out; numbers are written as text. Returns when Redis has confirmed all of them. Raises OutputError
+        for a row that cannot be an entry (those before it are published) and RedisError.
         """
         before = self.entries
         try:
@@ -79,16 +80,16 @@ class Publisher:
         return self.entries - before
 
     def add(self, names: Sequence[str | bytes], values: Sequence[str | bytes]) -> None:
-        """Take one entry, with as many names as values; it is sent with its batch.
+        """Buffer one entry, with as many names as values; it is sent with its batch.
 
-        Raises OutputError for one that has no fields or too many, and RedisError for an earlier batch.
+        Raises OutputError for an entry without fields or with too many, and RedisError for an earlier batch.
         """
         self._batch.add(names, values)
         if self._batch.entries >= self._most_entries or self._batch.size >= BATCH_SIZE:
             self._pass_on()
 
     def flush(self) -> None:
-        """Send what was taken and wait until Redis has confirmed it. Raises RedisError."""
+        """Send the buffered entries and wait until Redis has confirmed them. Raises RedisError."""
         if self._batch.entries:
             self._pass_on()
         self._sender.wait()
@@ -110,8 +111,8 @@ class Publisher:
 class _Sender:
     """Sends batches, one after the other, from a thread of its own, while the next ones are prepared.
 
-    One is under way and one waits, so that the server does not. After a failure nothing more is sent. The thread is
-    a daemon: while it waits for a Redis that is away, the program can still be ended.
+    One batch is under way and one waits, so that the server does not idle. After a failure nothing more is sent. The
+    thread is a daemon: while it waits for a Redis that is away, the program can still exit.
     """
 
     def __init__(self, send: Callable[[Batch], None]) -> None:
@@ -122,13 +123,13 @@ class _Sender:
         threading.Thread(target=self._serve, name="millstream-publisher", daemon=True).start()
 
     def submit(self, batch: Batch) -> None:
-        """Have `batch` sent. Raises what went wrong with an earlier one."""
+        """Send `batch` from the thread. Raises the error of an earlier one."""
         self.wait(most_left=1)
         self._submitted += 1
         self._batches.put(batch)
 
     def wait(self, *, most_left: int = 0) -> None:
-        """Wait until no more batches than that are to be confirmed. Raises what went wrong."""
+        """Wait until at most `most_left` batches are unconfirmed. Raises the error of one."""
         while self._submitted > most_left:
             failure = self._outcomes.get()
             self._submitted -= 1
@@ -145,13 +146,13 @@ class _Sender:
             if failure is None:
                 try:
                     self._send(batch)
-                except Exception as error:  # noqa: BLE001 - handed to the caller, who waits for one or the other
+                except Exception as error:  # noqa: BLE001 - raised in the caller, which waits for it
                     failure = error
             self._outcomes.put(failure)
 
 
 def _plain(row: Mapping[str, Value]) -> tuple[Sequence[str | bytes], Sequence[str | bytes]]:
-    """Names and values of a row, without None, as text and bytes."""
+    """Return names and values of a row, without None, as text and bytes."""
     values = list(row.values())
     if _PLAIN.issuperset(map(type, values)):
         return tuple(row), values  # type: ignore[return-value]

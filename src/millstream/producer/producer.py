@@ -1,6 +1,6 @@
-"""A producer for programs: one message or many, each published once, although replies may be lost on the way.
+"""Producer: publishes one message or many from a program, each once, although replies may be lost on the way.
 
-Every call returns when Redis has confirmed it, so nothing waits in the producer and there is nothing to lose in it.
+Every call returns when Redis has confirmed it, so the producer buffers nothing that could be lost.
 """
 
 import asyncio
@@ -26,15 +26,17 @@ T = TypeVar("T")
 
 
 class Publishing:
-    """What producers have in common: ways to streams, a thread for coroutines, and figures. Not for use by itself."""
+    """The common part of producers: a session per stream, a thread for coroutines, and metrics. Not for use by
+    itself.
+    """
 
     def __init__(
         self, redis: str | Client, max_length: int | None, dedupe_window_ms: int, patience_ms: float, metrics: Metrics
     ) -> None:
         if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length={max_length}: a stream must have room for 1 entry or more")
+            raise ConfigError(f"max_length={max_length}: use 1 or more")
         if dedupe_window_ms < 1:
-            raise ConfigError(f"dedupe_window_ms={dedupe_window_ms}: remember ids for 1 ms or more")
+            raise ConfigError(f"dedupe_window_ms={dedupe_window_ms}: use 1 or more")
         self._client = Client(redis) if isinstance(redis, str) else redis
         self._owns_client = isinstance(redis, str)
         self._channel = partial(
@@ -49,14 +51,14 @@ class Publishing:
         self._patience_ms = patience_ms
         self._metrics = metrics
         self._tracing = tracing()
-        # A batch beyond the limit would wait for ever.
+        # A batch larger than the limit would wait for ever.
         self._most_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
         self._lock = Lock()
         # One thread, so that messages keep the order in which the event loop published them.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="millstream-producer")
 
     def close(self) -> None:
-        """Wait for what `publish_async` has under way, then close the connections that are the producer's own."""
+        """Wait for pending `publish_async` calls, then close the connections that the producer opened itself."""
         self._thread.shutdown()
         if self._owns_client:
             self._client.close()
@@ -68,18 +70,18 @@ class Publishing:
         self.close()
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        # With the context of the caller: a trace that is under way there goes on here.
+        # With the context of the caller, so that its trace goes on in the thread.
         run = copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(call))
 
     def _send(
-        self, channel: ProducerSession, batch: Batch, terms: PublishOptions, generation: int | None = None
+        self, session: ProducerSession, batch: Batch, options: PublishOptions, generation: int | None = None
     ) -> bytes:
         began = time.perf_counter()
         try:
-            reply = channel.send(batch, terms, generation=generation)
+            reply = session.send(batch, options, generation=generation)
         except Sealed:
-            raise  # it goes on elsewhere
+            raise  # the caller publishes to another partition
         except RedisError as error:
             self._metrics.count(m.PUBLISH_ERRORS, error=type(error).__name__)
             raise
@@ -95,19 +97,18 @@ class Publishing:
 
 
 class Producer(Publishing):
-    """Publishes messages to streams: in order, and each once, however often Redis has to be asked.
+    """Publishes messages to streams: in order, and each once, however often a call has to be repeated.
 
-    * `redis`: where Redis is, or a Client, which is shared then and stays open at the end
-    * `max_length`: most entries that a stream may hold; a publish beyond that waits until there is room. None = any
-      number. It counts all entries, so something must remove those that are processed
+    * `redis`: the URL of Redis, or a Client, which is then shared and stays open at the end
+    * `max_length`: most entries that a stream may hold; a publish beyond that waits until there is room. None = no
+      limit. It counts all entries, so processed ones must be removed (trimmed)
     * `dedupe_window_ms`: how long a `dedupe_id` is remembered, in milliseconds
     * `patience_ms`: how long a publish waits for a Redis that is away or out of memory, or for a full stream
-    * `metrics`: who is told how many, how long and what failed
+    * `metrics`: receives the number of messages, durations and errors
 
-    Messages are a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model (`encode_output`). Those
-    that one thread publishes to a stream stand there in this order. Several threads may share a producer; processes
-    must not: make one after a fork. Close it, or use it as a context manager. Raises ConfigError for values that make
-    no sense.
+    Messages are a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model (`encode_output`). Messages
+    from one thread to one stream keep their order. Several threads may share a producer; processes must not: create one
+    after a fork. Close it, or use it as a context manager. Raises ConfigError for invalid options.
     """
 
     def __init__(
@@ -133,20 +134,20 @@ class Producer(Publishing):
     ) -> str:
         """Publish `message` and return the id of its entry, or with a delay the id under which it can be cancelled.
 
-        * `dedupe_id`: your own id of the message, such as an order number. If it was published to the stream before,
-          by whatever process, nothing is published and the id that was returned then is returned again
+        * `dedupe_id`: your own id of the message, such as an order number. If any process published it to the stream
+          before, nothing is published and the id returned then is returned again
         * `delay_ms`: the entry is added so many milliseconds later (`millstream.delivery.delayed_messages`)
         * `replicas`, `timeout_ms`: wait until so many replicas have the entry, at most so many milliseconds
 
-        Raises OutputError for a message that cannot be written, StreamFull and OutOfMemory when it was not published
-        for lack of room, NotReplicated when it was, but not confirmed, and other RedisErrors. After another
-        Unavailable it is not known: only with a `dedupe_id` is it then safe to publish it again.
+        Raises OutputError for a message that cannot be encoded; StreamFull and OutOfMemory if it was not published for
+        lack of room; NotReplicated if it was published but not confirmed; and other RedisErrors. After another
+        Unavailable it may or may not be published: only with a `dedupe_id` is it then safe to publish it again.
         """
-        terms = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        options = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         batch = Batch()
         with self._tracing.publish_span(stream, 1):
-            _take(batch, message, dedupe_id, self._tracing.trace_fields())
-            return self._send(self._to(stream), batch, terms).decode()
+            _add_message(batch, message, dedupe_id, self._tracing.trace_fields())
+            return self._send(self._to(stream), batch, options).decode()
 
     def publish_many(
         self,
@@ -158,19 +159,19 @@ class Producer(Publishing):
         replicas: int = 0,
         timeout_ms: int = 1_000,
     ) -> list[str]:
-        """Publish `messages` in order, in batches, and return what `publish` would return for each.
+        """Publish `messages` in order, in batches; return for each the id that `publish` would return.
 
         `dedupe_ids` are as many as the messages. A batch is published whole or not at all, after those before it.
         Raises as `publish`; when it raises, the batches before are published, and those after are not.
         """
-        terms = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
-        channel = self._to(stream)
+        options = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        session = self._to(stream)
         identified = with_ids(messages, dedupe_ids)
         ids: list[str] = []
         with self._tracing.publish_span(stream, len(identified)):
             for batch in self._batches(identified, self._tracing.trace_fields()):
                 try:
-                    ids += self._send(channel, batch, terms).decode().split()
+                    ids += self._send(session, batch, options).decode().split()
                 except NotReplicated as error:
                     error.ids = [*ids, *error.ids]
                     raise
@@ -186,9 +187,9 @@ class Producer(Publishing):
         replicas: int = 0,
         timeout_ms: int = 1_000,
     ) -> str:
-        """As `publish`, for coroutines: it runs in a thread of the producer, in the order of the calls.
+        """Publish as `publish` does, from a coroutine: in a thread of the producer, in the order of the calls.
 
-        Cancelling it does not take back what is under way.
+        Cancelling it does not take back a publish that is under way.
         """
         return await self._in_thread(
             lambda: self.publish(
@@ -206,7 +207,7 @@ class Producer(Publishing):
         replicas: int = 0,
         timeout_ms: int = 1_000,
     ) -> list[str]:
-        """As `publish_many`, for coroutines; see `publish_async`."""
+        """Publish as `publish_many` does, from a coroutine; see `publish_async`."""
         return await self._in_thread(
             lambda: self.publish_many(
                 stream, messages, dedupe_ids=dedupe_ids, delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms
@@ -216,7 +217,7 @@ class Producer(Publishing):
     def _batches(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[Batch]:
         batch = Batch()
         for message, own_id in identified:
-            _take(batch, message, own_id, trace)
+            _add_message(batch, message, own_id, trace)
             if batch.entries >= self._most_entries or batch.size >= BATCH_SIZE:
                 yield batch
                 batch = Batch()
@@ -225,7 +226,7 @@ class Producer(Publishing):
 
 
 def with_ids(messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None) -> list[Identified]:
-    """Each message with its own id. Raises ConfigError if there are more or fewer of these."""
+    """Return each message with its own id. Raises ConfigError if their numbers differ."""
     messages = list(messages)
     own_ids = [None] * len(messages) if dedupe_ids is None else dedupe_ids
     if len(messages) != len(own_ids):
@@ -233,7 +234,7 @@ def with_ids(messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None) 
     return list(zip(messages, own_ids, strict=True))
 
 
-def _take(batch: Batch, message: object, dedupe_id: DedupeId | None, trace: Sequence[bytes]) -> None:
+def _add_message(batch: Batch, message: object, dedupe_id: DedupeId | None, trace: Sequence[bytes]) -> None:
     pairs = [*encode_output(message), *trace]
     batch.add(tuple(pairs[::2]), pairs[1::2])
     if dedupe_id is not None:

@@ -1,7 +1,7 @@
-"""The way of one producer into one stream: batches go in order, and each once, although replies may be lost.
+"""ProducerSession: sends one producer's batches to one stream, in order and each once, although replies may be lost.
 
-A batch is one atomic step at the server, which remembers the number of the producer's last batch and what it was
-answered. So a batch whose reply was lost is simply sent again (the idempotent producer of Apache Kafka, KIP-98).
+A batch is one atomic step at the server, which stores the number of the producer's last batch and its reply. So a batch
+whose reply was lost is simply sent again (the idempotent producer of Apache Kafka, KIP-98).
 """
 
 import secrets
@@ -24,11 +24,11 @@ from millstream.redis_client.client import Arg, Client, Script
 from millstream.redis_client.key_names import StreamKeys, to_wire
 
 MAX_FIELDS = 3_900
-"""Most fields of an entry: more cannot be passed on inside a script (Lua's `unpack`)."""
+"""Most fields of an entry: Lua's `unpack` passes no more inside a script."""
 
 BATCH_ENTRIES = 500
 BATCH_SIZE = 1_000_000
-"""A batch is sent when it has so many entries, or bytes."""
+"""A batch is sent when it has BATCH_ENTRIES entries or BATCH_SIZE bytes."""
 
 PUBLISH = Script("producer/publish")
 
@@ -36,7 +36,7 @@ _MAX_DELAY_MS = 10 * 366 * 86_400_000
 
 
 def new_token() -> str:
-    """A name for a producer that no other one has."""
+    """Return a name for a producer that no other one has."""
     return secrets.token_hex(8)
 
 
@@ -60,7 +60,7 @@ class Batch:
     size: int = 0
 
     def add(self, names: Sequence[str | bytes], values: Sequence[str | bytes]) -> None:
-        """Take one entry, with as many names as values. Raises OutputError if it has no fields or too many."""
+        """Add one entry, with as many names as values. Raises OutputError if it has no fields or too many."""
         if not 0 < len(names) <= MAX_FIELDS:
             raise OutputError(f"an entry has 1 to {MAX_FIELDS:,} fields, this one {len(names):,}")
         if not self.runs or self.runs[-1].names != names:
@@ -72,7 +72,7 @@ class Batch:
         self.size += run.name_size + sum(map(len, values))
 
     def args(self) -> list[Arg]:
-        """Its part of the publish script's arguments."""
+        """Return its part of the publish script's arguments."""
         args: list[Arg] = []
         for run in self.runs:
             args += (len(run.names), run.entries, *run.names)
@@ -84,10 +84,10 @@ class Batch:
 class PublishOptions:
     """How a batch is published.
 
-    * `delay_ms`: after so many milliseconds of the server's clock; 0 = at once
+    * `delay_ms`: added so many milliseconds later, by the server's clock; 0 = at once
     * `replicas`, `timeout_ms`: so many replicas must confirm it within so many milliseconds; 0 = none
 
-    Raises ConfigError for values that make no sense.
+    Raises ConfigError for invalid options.
     """
 
     delay_ms: float = 0.0
@@ -105,10 +105,11 @@ AT_ONCE = PublishOptions()
 
 
 class ProducerSession:
-    """The way of the producer `token` into `stream`: batches are written in order, and none of them twice.
+    """Sends the batches of producer `token` to `stream`: in order, and none of them twice.
 
     * `maxlen`: trims the stream to about so many entries; None = never
-    * `max_length`: most entries that the stream may hold, delayed ones included if the batch is delayed; None = any
+    * `max_length`: most entries that the stream may hold, delayed ones included if the batch is delayed; None = no
+      limit
     * `window_ms`: how long callers' own ids are remembered, in milliseconds
     * `patience_ms`: how long a batch waits for a Redis that is away or full, or for a full stream, before it raises
 
@@ -141,7 +142,7 @@ class ProducerSession:
     def send(self, batch: Batch, terms: PublishOptions = AT_ONCE, *, generation: int | None = None) -> bytes:
         """Publish `batch` and return the ids of its entries, or of its delayed messages, separated by spaces.
 
-        `generation`: of partitions, the newest that the producer knows. Raises ConfigError for a partition without it,
+        `generation`: for partitions, the newest that the producer knows. Raises ConfigError for a partition without it,
         Sealed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and StreamFull,
         it may have been published.
         """
@@ -162,8 +163,8 @@ class ProducerSession:
                 raise OutputError(f"{error.object[:40]!r} is not valid Unicode: publish it as bytes") from error
         if confirmed < terms.replicas:
             raise NotReplicated(
-                f"{batch.entries:,} entries are published to {self._stream} but only {confirmed} of {terms.replicas} "
-                f"replicas confirmed that within {terms.timeout_ms} ms: a failover now may lose them",
+                f"{batch.entries:,} entries are published to {self._stream}, but only {confirmed} of {terms.replicas} "
+                f"replicas confirmed them within {terms.timeout_ms} ms: a failover now may lose them",
                 reply.decode().split(),
             )
         return reply
@@ -177,21 +178,23 @@ class ProducerSession:
             )
         except CommandFailed as error:
             if error.code == "SEALED":
-                raise Sealed(f"{self._stream} is sealed: there are more partitions now") from error
+                raise Sealed(f"{self._stream} is closed to this producer: the partitions have grown") from error
             if error.code == "PARTITIONED":
                 raise ConfigError(
-                    f"{self._stream} is a partition: publish with a PartitionedProducer, which knows where each key goes"
+                    f"{self._stream} is a partition: publish with a PartitionedProducer, which finds each key's partition"
                 ) from error
             if error.code == "FULL":
                 raise StreamFull(
-                    f"{self._stream} holds {error.detail} entries and may hold {self._max_length}: publish again when some "
-                    "are processed and removed"
+                    f"{self._stream} has no room, it holds {error.detail} of at most {self._max_length} entries: publish "
+                    "again when some are processed and removed"
                 ) from error
             raise
 
 
 class _Attempts:
-    """An attempt to publish, made again and again, that does not say "nothing was written" once that is in doubt."""
+    """Repeated attempts to publish. After one with a lost reply, a failure no longer claims that nothing was
+    written.
+    """
 
     def __init__(self, attempt: Callable[[], tuple[bytes, int]]) -> None:
         self._attempt = attempt
@@ -207,7 +210,7 @@ class _Attempts:
                 ) from error
             raise
         except StreamFull:
-            raise  # the script has looked for an earlier attempt first
+            raise  # the script has checked for an earlier attempt first
         except Unavailable:
             self._in_doubt = True
             raise

@@ -1,7 +1,7 @@
-"""Names of everything that millstream keeps in Redis.
+"""The names of all keys that millstream stores in Redis.
 
-All keys that belong to one stream share that stream's hash slot, so that one script can change them together,
-on Redis Cluster too (Redis Cluster specification, "hash tags").
+All keys that belong to one stream share that stream's hash slot, so that one script can change them together, on Redis
+Cluster too (Redis Cluster specification, "hash tags").
 """
 
 import re
@@ -13,29 +13,33 @@ from millstream.errors import ConfigError
 
 PREFIX = "millstream"
 MASTER = "master"
-"""Stands for the app where masters delegate a group's messages to consumers in any language. No app has this name."""
+"""Takes the place of the app where masters delegate a group's messages to consumers in any language. No app has this
+name.
+"""
 
 REDRIVE_FIELD = b"millstream.redrive"
-"""Reserved field: a redriven entry carries it, naming the handler that it is meant for."""
+"""Reserved field of a redriven entry: names the handler that it is meant for."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _SERVICE = re.compile(r"[A-Za-z0-9_.:-]{1,250}")
 
 
 def check_identifier(kind: str, name: str) -> str:
-    """Return `name` if it can be part of a Redis key, a group name and a folder; raise ConfigError if not."""
+    """Return `name` if it can be part of a Redis key, a group name and a folder name; raise ConfigError if not."""
     if not _IDENTIFIER.fullmatch(name):
         raise ConfigError(f"{kind} {name!r} must be 1 to 100 letters, digits, '_' or '-'")
     return name
 
 
 def host_name(most: int) -> str:
-    """The first `most` characters of this machine's name, as they may stand in the name of a consumer."""
+    """Return the first `most` characters of this machine's name, with only characters that a consumer's name may
+    have.
+    """
     return "".join(char if char.isalnum() else "-" for char in socket.gethostname())[:most]
 
 
 def check_service(name: str) -> str:
-    """Return `name` if it can be that of a service whose consumers share streams; raise ConfigError if not."""
+    """Return `name` if it can name a service whose consumers share streams; raise ConfigError if not."""
     if not _SERVICE.fullmatch(name):
         raise ConfigError(f"service name {name!r} must be 1 to 250 letters, digits, '_', '-', '.' or ':'")
     return name
@@ -52,14 +56,14 @@ def check_stream(name: str) -> str:
     """Return the stream name `name` if other keys can be put into its hash slot; raise ConfigError if not."""
     if "}" in hash_tag(name):
         raise ConfigError(
-            f"the stream name {name!r} cannot be used: no other key can share its slot on Redis Cluster, as it has a "
-            "'}' but no tag in braces before it; rename the stream, or use a pattern that leaves it out"
+            f"the stream name {name!r} cannot be used, as no other key can share its slot on Redis Cluster: it has a "
+            "'}' but no tag in braces before it; rename the stream, or use a pattern that excludes it"
         )
     return name
 
 
 def is_pattern(name: str) -> bool:
-    """True if `name` stands for the names that match it, as Redis matches them (`SCAN`, ACL rules)."""
+    """True if `name` is a pattern, as Redis matches them (`SCAN`, ACL rules)."""
     return any(char in name for char in "*?[")
 
 
@@ -71,43 +75,45 @@ def check_base(name: str) -> str:
 
 
 def stage_group(app: str, stage: str) -> str:
-    """The consumer group that shows how far a stage of an app has come: not named as those of handlers are."""
+    """Return the consumer group that shows the progress of a stage of an app; handlers' groups have other names."""
     return f"{PREFIX}-stage:{app}.{stage}"
 
 
 def stage_of(group: str) -> tuple[str, str] | None:
-    """The app and the stage whose progress a consumer group shows; None if it is no such group."""
+    """Return the app and the stage whose progress a consumer group shows; None if it is no such group."""
     app, _, stage = group.removeprefix(f"{PREFIX}-stage:").partition(".")
     return (app, stage) if app and stage and stage_group(app, stage) == group else None
 
 
 def held_name(app: str, worker: str) -> str:
-    """String, with a time to live: who holds a worker's name."""
+    """String, with a time to live: the holder of a worker's name."""
     return f"{PREFIX}:worker:{app}:{worker}"
 
 
 def ended_name(app: str, incarnation: str) -> str:
-    """String, with a time to live: how one life of a worker process ended. No worker can have this name."""
+    """String, with a time to live: how one worker process (incarnation) ended. No worker can have this name."""
     return f"{PREFIX}:worker:{app}:ended:{incarnation}"
 
 
 def run_name(pipeline: str) -> str:
-    """The worker's name under which a run on Spark of a handler or stage is known to be alive: no worker can have it."""
+    """Return the worker name under which a Spark run of a handler or stage announces that it is alive: no worker can
+    have it.
+    """
     return f"spark:{pipeline}"
 
 
 def partition_name(base: str, place: int) -> str:
-    """The stream that is a base's partition number `place`, from 0 on. Each has a hash slot of its own."""
+    """Return the stream of a base's partition number `place`, from 0 on. Each has a hash slot of its own."""
     return f"{{{base}.{place}}}"
 
 
 def to_wire(name: str) -> bytes:
-    """The bytes of a name in Redis. Those that are not UTF-8 stand in text as PEP 383 has it."""
+    """Return the bytes of a name in Redis. Bytes that are not UTF-8 are escaped in text, as in PEP 383."""
     return name.encode("utf-8", "surrogateescape")
 
 
 def from_wire(name: bytes) -> str:
-    """The reverse of `to_wire`."""
+    """Return the text of a name in Redis: the reverse of `to_wire`."""
     return name.decode("utf-8", "surrogateescape")
 
 
@@ -115,18 +121,18 @@ def from_wire(name: bytes) -> str:
 class HandlerKeys:
     """The Redis keys of one handler on one stream, all in the stream's hash slot. Raises ConfigError: `check_stream`.
 
-    * `meta`: hash with the committed `frontier`, the `epoch` of the newest run and counters
-    * `marks`: hash key or entry -> id of the last entry committed in the batch in flight
+    * `meta`: hash with the committed id (`frontier`), the `epoch` of the newest run and counters
+    * `marks`: hash key or entry -> its offset: id of the last entry committed in the batch in flight
     * `state`: hash key -> the key's state (msgpack)
-    * `open`: hash entry id -> its worker, of the entries below the frontier that workers have not committed yet
-    * `strikes`: hash entry id -> times it was started by a task that did not end
+    * `open`: hash entry id -> its worker, for the incomplete entries below the committed id
+    * `strikes`: hash entry id -> crash count: times it was started by a task that did not survive it
     * `dead`: stream of dead letters
-    * `line(name)`: list of the entries that wait for their key's turn on workers
-    * `ready`, `owners`, `leases`, `backoff`, `parked`: which lines can be taken, who has them until when, which wait
-      for another attempt or for a person
-    * `wake`: list that idle workers wait at; `router`: the worker that routes
-    * `moving`, `moved`: lines that wait until their key has left an older partition, and keys whose state has come
-      from there and may still be there, too
+    * `line(name)`: list of the entries in a key queue
+    * `ready`, `owners`, `leases`, `backoff`, `parked`: which key queues can be leased, which worker has leased one
+      until when, which wait for another attempt or for an operator
+    * `wake`: list on which idle workers block; `router`: the worker that enqueues new entries
+    * `moving`, `moved`: key queues that wait until their key has left an older partition, and keys whose state was
+      imported from there and may still be there, too
     """
 
     app: str
@@ -143,7 +149,7 @@ class HandlerKeys:
 
     @property
     def meta(self) -> str:
-        """Hash: frontier, epoch, counters."""
+        """Hash: committed id, epoch, counters."""
         return f"{self.base}:meta"
 
     @property
@@ -153,7 +159,7 @@ class HandlerKeys:
 
     @property
     def open(self) -> str:
-        """Hash: entries below the frontier that are not committed."""
+        """Hash: incomplete entries, below the committed id."""
         return f"{self.base}:open"
 
     @property
@@ -163,7 +169,7 @@ class HandlerKeys:
 
     @property
     def strikes(self) -> str:
-        """Hash: how often an entry was started without coming to an end."""
+        """Hash: crash counts, how often an entry was started without coming to an end."""
         return f"{self.base}:strikes"
 
     @property
@@ -173,68 +179,70 @@ class HandlerKeys:
 
     @property
     def ready(self) -> str:
-        """List: lines that can be run, by workers or on Spark, by turns."""
+        """List: key queues that can be run, by workers or on Spark, round robin."""
         return f"{self.base}:ready"
 
     @property
     def owners(self) -> str:
-        """Hash: lease token of each line that a worker has."""
+        """Hash: lease token of each key queue that a worker has leased."""
         return f"{self.base}:owners"
 
     @property
     def leases(self) -> str:
-        """Sorted set: when the lease of each line ends, in Unix milliseconds."""
+        """Sorted set: when the lease of each key queue ends, in Unix milliseconds."""
         return f"{self.base}:leases"
 
     @property
     def backoff(self) -> str:
-        """Sorted set: when the next attempt on the first entry of a line is due, in Unix milliseconds."""
+        """Sorted set: when the next attempt of the first entry of a key queue is due, in Unix milliseconds."""
         return f"{self.base}:backoff"
 
     @property
     def parked(self) -> str:
-        """Hash: since when a line waits for a person (Unix milliseconds), and why."""
+        """Hash: since when a key queue is parked (Unix milliseconds), and why."""
         return f"{self.base}:parked"
 
     @property
     def wake(self) -> str:
-        """List: has an element when an idle worker should look for lines."""
+        """List: has an element when an idle worker should fetch."""
         return f"{self.base}:wake"
 
     @property
     def router(self) -> str:
-        """String: the worker that routes entries to the lines of their keys."""
+        """String: the worker that enqueues new entries into their key queues."""
         return f"{self.base}:router"
 
     @property
     def moving(self) -> str:
-        """Hash: lines that wait until their key has left an older partition."""
+        """Hash: key queues that wait until their key has left an older partition."""
         return f"{self.base}:moving"
 
     @property
     def moved(self) -> str:
-        """Hash: keys whose state has come from an older partition, where it may still be."""
+        """Hash: keys whose state was imported from an older partition, where it may still be."""
         return f"{self.base}:moved"
 
     def line(self, name: bytes) -> bytes:
-        """List: ids of the entries of a line, first in stream order; `name` is that of its mark."""
+        """List: ids of the entries of a key queue in stream order; `name` is b"k" and the key, or b"i" and an
+        entry id.
+        """
         return to_wire(self.base) + b":" + name + b":line"
 
     def sent_on(self, stream: str, entry_id: bytes) -> str:
-        """String: id of the entry as which one of an older partition was sent on to this one."""
+        """String: id under which an entry of an older partition was forwarded to this one."""
         return f"{self.base}:sent:{stream}:{entry_id.decode()}"
 
     @property
     def group(self) -> str:
         """The consumer group on the stream that shows this handler's progress to any Redis tool.
 
-        Masters work on a group of somebody else's making: there the handler is named after it.
+        Masters work on a group that other programs created: there the handler is named after it.
         """
         return self.handler if self.app == MASTER else f"{PREFIX}:{self.app}.{self.handler}"
 
     @classmethod
     def parse(cls, key: str) -> "HandlerKeys":
-        """Read the names back from one of the keys above; raise ConfigError for any other key."""
+        """Parse one of the keys above; raise ConfigError for any other key."""
         head, _, kind = key.rpartition(":")
         base, _, owner = head.rpartition(":")
         app, _, handler = owner.partition(".")
@@ -252,7 +260,7 @@ class StreamKeys:
     * `due`: sorted set id of a delayed message -> when it is due, Unix milliseconds
     * `delayed`: hash id of a delayed message -> its items (msgpack)
     * `partition`: hash, of a partition: the `generation` that its producers must know, the last id before that (`seal`)
-    * `partitions`: hash, of the base of partitions: their `layout`
+    * `partitions`: hash, of the base of partitions: their partition map (`layout`)
     """
 
     stream: str
@@ -272,7 +280,7 @@ class StreamKeys:
 
     @property
     def delayed(self) -> str:
-        """Hash: what the delayed messages are."""
+        """Hash: the content of delayed messages."""
         return f"{self.base}:delayed"
 
     @property
@@ -282,7 +290,7 @@ class StreamKeys:
 
     @property
     def partitions(self) -> str:
-        """Hash: the layout of the partitions of which this is the base."""
+        """Hash: the partition map of which this is the base."""
         return f"{self.base}:partitions"
 
     def producer(self, token: str) -> str:
@@ -290,23 +298,24 @@ class StreamKeys:
         return f"{self.base}:producer:{token}"
 
     def staged(self, sink: str, token: str) -> str:
-        """List: chunks of rows for the stream, staged for the sink `sink` by the attempt `token` at a task; or their seal."""
+        """List: chunks of rows for the stream, staged for `sink` by the task attempt `token`; or their seal."""
         return f"{self.base}:sink:{sink}:{token}"
 
     def once(self, dedupe_id: bytes) -> str:
         """String: id of the first entry that was published under the caller's own `dedupe_id`."""
-        # Hashed: it may be long, hold a colon, or be nobody's business.
+        # Hashed: it may be long, contain a colon, or be private.
         return f"{self.base}:once:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
 class TakenKeys:
-    """The Redis keys of what `consumer` takes from the consumer group `group` of `stream`, all in the stream's hash slot.
+    """The Redis keys of the batches of `consumer` in the consumer group `group` of `stream`, all in the stream's hash
+    slot.
 
     Raises ConfigError.
 
-    * `record`: hash with the `epoch` of the newest run; `token`, number (`batch`) and portion (`step`) of the last batch;
-      how many entries were found `gone` from the stream since that was last told
+    * `record`: hash with the `epoch` of the newest run; `token`, number (`batch`) and portion size (`step`) of the last
+      batch; how many entries were found `gone` from the stream since the last report
     """
 
     stream: str
@@ -335,8 +344,9 @@ class TakenKeys:
 class SinkKeys:
     """The Redis keys of the sink `sink` that belong to no stream, all in one hash slot. Raises ConfigError.
 
-    * `record`: hash with the epoch of the newest run, the last batch that was decided, and what is known of one under way
-    * `staged`: set of what tasks have staged, `token stream`
+    * `record`: hash with the epoch of the newest run, the last batch that was decided, and the state of the one under
+      way
+    * `staged`: set of `token stream`, one for each staged part of a task
     """
 
     sink: str
@@ -356,7 +366,7 @@ class SinkKeys:
 
     @property
     def staged(self) -> str:
-        """Set: tokens and streams of what is staged."""
+        """Set: tokens and streams of the staged parts."""
         return f"{self.base}:staged"
 
     def run(self, run: str) -> str:
@@ -368,12 +378,12 @@ class SinkKeys:
 class ServiceKeys:
     """The Redis keys of the streams that the consumers of `service` share, all in one hash slot. Raises ConfigError.
 
-    * `input`, `group`: where streams are announced, and the consumer group on it that shows who has which
-    * `meta`: hash with the newest token, the time of the last round and when all this began
-    * `owners`: hash stream -> token and consumer; `free`: list of the streams that nobody has
-    * `troubles`: hash stream -> token of its owner, and why that leaves the stream out
+    * `input`, `group`: where streams are announced, and the consumer group on it that shows the owners
+    * `meta`: hash with the newest token, the time of the last heartbeat and of the creation
+    * `owners`: hash stream -> token and consumer; `unassigned`: list of the unassigned streams
+    * `stream_errors`: hash stream -> token of its owner, and the error for which it excludes the stream
     * `consumers`, `alive`: hash consumer -> incarnation, weight, limit; sorted set consumer -> end of its leases
-    * `events`: stream of what happened, at which consumers wait; `dead`: stream of announcements that were given up
+    * `events`: stream of events, on which consumers block; `dead`: stream of dead-lettered announcements
     """
 
     service: str
@@ -383,12 +393,12 @@ class ServiceKeys:
 
     @property
     def label(self) -> str:
-        """What people call it: a handler's own service has the handler's name."""
+        """The name shown to users: a handler's own service has the handler's name."""
         return self.service.removeprefix(f"{PREFIX}:")
 
     @classmethod
     def of_handler(cls, label: str) -> "ServiceKeys":
-        """The keys of the service of a handler's own."""
+        """Return the keys of a handler's own service."""
         return cls(f"{PREFIX}:{label}")
 
     @property
@@ -408,7 +418,9 @@ class ServiceKeys:
 
     @property
     def meta(self) -> str:
-        """Hash: token, pulse, birth; whose workers the consumers are; of a handler's own, to which one it listens instead."""
+        """Hash: token, pulse, birth; whose workers the consumers are; for a handler's own, the service that replaces
+        it.
+        """
         return f"{self.base}:meta"
 
     @property
@@ -418,17 +430,17 @@ class ServiceKeys:
 
     @property
     def owners(self) -> str:
-        """Hash: who has which stream, under which token."""
+        """Hash: the owner of each stream, and its token."""
         return f"{self.base}:owners"
 
     @property
     def stream_errors(self) -> str:
-        """Hash: why the owner of a stream cannot work on it, under which token."""
+        """Hash: why the owner of a stream cannot process it, and its token."""
         return f"{self.base}:errors"
 
     @property
     def unassigned(self) -> str:
-        """List: streams that nobody has, the next one first."""
+        """List: unassigned streams, the next one first."""
         return f"{self.base}:unassigned"
 
     @property
@@ -443,10 +455,10 @@ class ServiceKeys:
 
     @property
     def events(self) -> str:
-        """Stream: what happened to leases."""
+        """Stream: events of leases."""
         return f"{self.base}:events"
 
     @property
     def dead(self) -> str:
-        """Stream: announcements that were given up, and why."""
+        """Stream: dead-lettered announcements, and why."""
         return f"{self.base}:dead"

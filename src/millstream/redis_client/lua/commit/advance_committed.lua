@@ -1,14 +1,14 @@
 #!lua
--- End a batch: everything up to an id is committed. Move the frontier there and drop the marks, if none lies beyond it.
+-- End a batch: move the committed id to its last entry, and drop the key offsets if none lies beyond it.
 --
--- KEYS  1 meta (hash)   2 marks (hash)   3 strikes (hash)   4 open entries (hash)
+-- KEYS  1 meta (hash)   2 key offsets (hash)   3 crash counts (hash)   4 incomplete entries (hash)
 -- ARGV  1 token: the run's epoch   2 id of the last entry of the batch
--- REPLY 1 if the frontier moved, 0 if it was there already
+-- REPLY 1 if the committed id moved, 0 if it was there already
 -- ERROR STALE when the token is older than the epoch
 --
--- INVARIANT  The frontier never goes back, and marks are dropped only by a call that moves it past all of them: a batch
---   that died half-done may have left marks beyond the end of a smaller batch that is planned in its place. What was set aside
---   counts as committed here; how often it failed is kept.
+-- INVARIANT  The committed id never goes back, and offsets are dropped only by a call that moves it past all of them: a
+--   batch that died half-done may have left offsets beyond the end of a smaller batch that is planned in its place.
+--   Deferred entries count as committed here; their crash counts are kept.
 
 -- include ids
 -- include key_queues

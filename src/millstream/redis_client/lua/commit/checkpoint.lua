@@ -1,41 +1,41 @@
 #!lua flags=allow-oom
--- Note how far the workers of a handler are on one stream: a frontier, and the entries before it that are still open.
+-- Store the progress of a handler's workers on one stream: a committed id, and the incomplete entries before it.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the workers' epoch   2 consumer group   3 most pending entries that are noted in one call
--- REPLY 1 if it was noted, 0 if it shall be noted later, as that was done a moment ago, -1 if too much is pending
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3 most pending entries that one checkpoint stores
+-- REPLY 1 if it was stored, 0 if it is due later, since the last one is recent, -1 if too many entries are pending
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  An entry at or below the frontier is committed, or in the open entries. So marks, which every commit adds to,
---   can be dropped, and a group that is lost can be made again without skipping or repeating an effect. Dropping marks
---   frees more memory than the open entries take: it may run at maxmemory.
+-- INVARIANT  An entry at or below the committed id is committed, or incomplete. So offsets, which every commit adds to,
+--   can be dropped, and a lost group can be recreated without skipping or repeating an effect. Dropping offsets frees
+--   more memory than the incomplete entries take: it may run at maxmemory.
 
 -- include ids
 -- include group_state
 
 local CHUNK = 1000
--- Each pending entry costs the server some 4 us, and all workers call: together they keep it busy 4 % of the time.
+-- Each pending entry costs the server some 4 us, and all workers call: together they use 4 % of its time.
 local PAUSE_MS = 0.1
 
 local name = ARGV[2]
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'noted_at', 'engine')
 local refusal = stale(ARGV[1], found[1])
 if refusal then return refusal end
-if found[5] == 'keyed' then return 1 end -- `route` notes it, and what is open here it has still to come to
+if found[5] == 'keyed' then return 1 end -- `route` stores it; entries that are incomplete here are not enqueued yet
 
 local group = find_group(name)
 if not group then return redis.error_reply('NOGROUP the group ' .. name .. ' of ' .. KEYS[7] .. ' is gone') end
 if group['pending'] > tonumber(ARGV[3]) then return -1 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local noted_at = tonumber(found[4] or 0)
--- A time to come is that of a clock that went back.
-local is_fresh = noted_at <= now and now - noted_at < group['pending'] * PAUSE_MS
-if is_fresh and group['pending'] > CHUNK then return 0 end
+local stored_at = tonumber(found[4] or 0)
+-- A time in the future means that the clock went back.
+local is_recent = stored_at <= now and now - stored_at < group['pending'] * PAUSE_MS
+if is_recent and group['pending'] > CHUNK then return 0 end
 
-local frontier = group['last-delivered-id']
-if found[2] and less(frontier, found[2]) then frontier = found[2] end
-local open, from = {}, '-'
+local committed_id = group['last-delivered-id']
+if found[2] and less(committed_id, found[2]) then committed_id = found[2] end
+local incomplete, from = {}, '-'
 repeat
   local page = redis.call('XPENDING', KEYS[7], name, from, '+', CHUNK)
   local done = find_done(page, found[2])
@@ -43,14 +43,16 @@ repeat
     if done[item[1]] then
       redis.call('XACK', KEYS[7], name, item[1])
     else
-      open[#open + 1] = item[1]
-      open[#open + 1] = item[2]
+      incomplete[#incomplete + 1] = item[1]
+      incomplete[#incomplete + 1] = item[2]
     end
     from = '(' .. item[1]
   end
 until #page < CHUNK
 redis.call('DEL', KEYS[6])
-for i = 1, #open, CHUNK do redis.call('HSET', KEYS[6], unpack(open, i, math.min(i + CHUNK - 1, #open))) end
-redis.call('HSET', KEYS[1], 'frontier', frontier, 'noted_at', string.format('%.0f', now))
-if not (found[3] and less(frontier, found[3])) then redis.call('UNLINK', KEYS[2]) end
+for i = 1, #incomplete, CHUNK do
+  redis.call('HSET', KEYS[6], unpack(incomplete, i, math.min(i + CHUNK - 1, #incomplete)))
+end
+redis.call('HSET', KEYS[1], 'frontier', committed_id, 'noted_at', string.format('%.0f', now))
+if not (found[3] and less(committed_id, found[3])) then redis.call('UNLINK', KEYS[2]) end
 return 1

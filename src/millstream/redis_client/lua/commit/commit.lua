@@ -1,38 +1,40 @@
 #!lua
--- Commit the effects of messages: state, output entries, dead letters and what marks them as done, in one atomic step.
+-- Commit the effects of messages: state, output entries, dead letters and their completion, in one atomic step.
 --
--- KEYS  1 meta (hash: frontier, epoch, top, engine, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
---       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
+-- KEYS  1 meta (hash: committed id, epoch, highest offset, owner, counters)   2 key offsets (hash)   3 state (hash)
+--       4 crash counts (hash)   5 dead letters (stream)   6 incomplete entries (hash)   7 the input stream
+--       8.. output streams
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 consumer, or '' on Spark
 --       4 number of this call, which grows, of a worker that may repeat it, or ''
---       5 number of bare ids, the ids in ascending order: messages of a worker without effects, each a unit by itself
+--       5 number of bare ids, the ids in ascending order: messages of a worker without effects, each its own unit
 --       then any number of units, one per run of messages of one key (or one unkeyed message, or a batch of them):
---         mark field, expected mark ('' = none), first id, last id, number of messages
---           (of a worker's key: the name of its line and the lease's token; on Spark, of what was run from a line: its
---           name and 'line')
---         number of other ids, the ids: the rest of a worker's batch, all of which must be new and in hand as well; or
---           what comes before the last id in a line
---         '' or, if the turn of the line is over with it, how many of its entries are given out and not committed
+--         offset field, expected offset ('' = none), first id, last id, number of messages
+--           (for a worker's key: the name of its queue and the lease's token; on Spark, for entries that were run from
+--           a key queue: its name and 'line')
+--         number of other ids, the ids: the rest of a worker's batch, all of which must be uncommitted and held by the
+--           worker as well; or the entries before the last id in a key queue
+--         '' or, if the lease ends with it, how many entries of the queue are given out and not committed
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
---         number of struck fields, the fields
+--         number of crash-count fields to clear, the fields
 --         number of outputs, each: index into KEYS, length to trim the stream to (0 = no trimming),
 --           number of items, the items (name, value, ...)
 --         number of dead letters, each: number of items, the items
--- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their mark or the
---       frontier has moved on, so some of their messages are committed already; or, for a worker, the entry is not in
---       its hands any more; or, on Spark, the key is parked, or others of it wait in its line
+-- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their offset or
+--       the committed id has moved on, so some of their messages are committed already; or, for a worker, the entry is
+--       not pending with it any more; or, on Spark, the key is parked, or entries before it wait in its queue
 -- ERROR STALE when the token is older than the epoch: a newer run has taken over
---       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no mark then
+--       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no offset then
 --
--- INVARIANTS  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
---   lie beyond the stream's committed frontier or are open. So of two executions of a message at most one commits, in
---   stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
---   pending and its own, so that one that was taken over commits nothing (XACK by itself does not ask who acks); of a
---   batch, whose outputs belong to all of it, each one must be, and each gets its own mark. Entries of a key are
---   committed under its lease, and only if they are the first of its line; they leave it with their effects, and need no
---   marks. On Spark a key that has a line commits only from there, the first entries of it. A call that a worker repeats is answered as before. What can be refused comes before the mark, since a script
---   is not rolled back: a mark without its effects would be a loss. `top` is never below any mark. No flag allow-oom: at
---   maxmemory the whole script is refused before it writes.
+-- INVARIANTS  A unit is written only if its key's offset is the one that the caller loaded with the state, and all its
+--   ids lie beyond the stream's committed id or are incomplete. So of two executions of a message at most one commits,
+--   in stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
+--   pending with this worker, so that an entry that was claimed by another commits nothing (XACK by itself does not
+--   check the consumer); of a batch, whose outputs belong to all of it, each entry must be, and each gets its own
+--   offset. Entries of a key are committed under its lease, and only if they are the first of its queue; they leave the
+--   queue with their effects, and need no offsets. On Spark a key that has a queue commits only the first entries of
+--   that queue. A call that a worker repeats gets the first reply. Writes that can be refused come before the offset,
+--   since a script is not rolled back: an offset without its effects would be a loss. `max_offset` is never below any
+--   offset. No flag allow-oom: at maxmemory the whole script is refused before it writes.
 
 -- include ids
 -- include refusal
@@ -51,15 +53,17 @@ for i = 1, #KEYS do
 end
 
 local token, group, consumer = ARGV[1], ARGV[2], ARGV[3]
-local works = consumer ~= ''
+local is_worker = consumer ~= ''
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'engine')
-local frontier, top = meta[2], meta[3]
+local committed_id, max_offset = meta[2], meta[3]
 local refusal = stale(token, meta[1])
 if refusal then return refusal end
 
--- Without a lease nothing of a line may be committed: it would stay in its line, and be processed again.
-local keyed = works and meta[4] == 'keyed'
-if keyed and ARGV[5] ~= '0' then return redis.error_reply('UNLEASED messages of a key are committed under its lease') end
+-- Without a lease no entry of a key queue may be committed: it would stay in its queue, and be processed again.
+local keyed = is_worker and meta[4] == 'keyed'
+if keyed and ARGV[5] ~= '0' then
+  return redis.error_reply('UNLEASED messages of a key must be committed under its lease')
+end
 
 local replay = ARGV[4] ~= '' and BASE .. consumer .. ':last'
 local answered = replay and redis.call('GET', replay)
@@ -70,13 +74,13 @@ if answered and string.match(answered, '^%S+') == ARGV[4] then
 end
 
 local at = 5
-local function take()
+local function next_arg()
   at = at + 1
   return ARGV[at]
 end
 
-local function take_count()
-  return tonumber(take())
+local function next_count()
+  return tonumber(next_arg())
 end
 
 local failure
@@ -94,41 +98,41 @@ local function add(key, maxlen, items)
   end
 end
 
-local frontier_ms = frontier and string.match(frontier, '^%d+')
+local committed_ms = committed_id and string.match(committed_id, '^%d+')
 
 local function is_beyond(id)
-  if not frontier then return true end
+  if not committed_id then return true end
   local ms = string.match(id, '^%d+')
-  if ms ~= frontier_ms then return less_number(frontier_ms, ms) end
-  return less(frontier, id)
+  if ms ~= committed_ms then return less_number(committed_ms, ms) end
+  return less(committed_id, id)
 end
 
-local function is_open(id)
-  return works and redis.call('HEXISTS', KEYS[6], id) == 1
+local function is_incomplete(id)
+  return is_worker and redis.call('HEXISTS', KEYS[6], id) == 1
 end
 
-local function in_hand(id)
-  return not works or #redis.call('XPENDING', KEYS[7], group, id, id, 1, consumer) == 1
+local function holds_entry(id)
+  return not is_worker or #redis.call('XPENDING', KEYS[7], group, id, id, 1, consumer) == 1
 end
 
--- One more message of a batch.
-local function joins(id)
-  local new = redis.call('HEXISTS', KEYS[2], 'i' .. id) == 0 and (is_beyond(id) or is_open(id))
+-- Whether one more entry of a batch may be committed.
+local function accepts_entry(id)
+  local new = redis.call('HEXISTS', KEYS[2], 'i' .. id) == 0 and (is_beyond(id) or is_incomplete(id))
   if not new then redis.call('XACK', KEYS[7], group, id) end
-  return new and in_hand(id)
+  return new and holds_entry(id)
 end
 
-local function finish(id, mark, beyond)
-  if works then try('XACK', KEYS[7], group, id) end
-  if beyond then try('HSET', KEYS[2], mark, id) else try('HDEL', KEYS[6], id) end
-  if not failure and (not top or less(top, id)) then top = id end
+local function complete_entry(id, offset_field, beyond)
+  if is_worker then try('XACK', KEYS[7], group, id) end
+  if beyond then try('HSET', KEYS[2], offset_field, id) else try('HDEL', KEYS[6], id) end
+  if not failure and (not max_offset or less(max_offset, id)) then max_offset = id end
 end
 
-local ended, is_ended, next_up = {}, {}, {}
+local released, is_released, requeued = {}, {}, {}
 local any_parked
 
--- Whether these are the first entries of a line; and whether others come after them.
-local function leads(name, others_at, others, last)
+-- Whether these are the first entries of a key queue; and whether others come after them.
+local function is_head(name, others_at, others, last)
   local ids = redis.call('LRANGE', line_of(name), '0', others + 1)
   for i = 1, others do
     if ids[i] ~= ARGV[others_at + i] then return false end
@@ -136,53 +140,53 @@ local function leads(name, others_at, others, last)
   return ids[others + 1] == last, ids[others + 2] ~= nil
 end
 
-local function end_turn(name, left, has_more)
-  let_go(group, name, tonumber(left))
-  ended[#ended + 1], is_ended[name] = name, true
+local function release_lease(name, unfinished, has_more)
+  let_go(group, name, tonumber(unfinished))
+  released[#released + 1], is_released[name] = name, true
   if any_parked == nil then any_parked = redis.call('EXISTS', PARKED) == 1 end
-  if has_more and not (any_parked and redis.call('HEXISTS', PARKED, name) == 1) then next_up[#next_up + 1] = name end
+  if has_more and not (any_parked and redis.call('HEXISTS', PARKED, name) == 1) then requeued[#requeued + 1] = name end
 end
 
-local function leave_line(name, others_at, others, last, left, has_more)
+local function dequeue(name, others_at, others, last, unfinished, has_more)
   try('XACK', KEYS[7], group, last, unpack(ARGV, others_at + 1, others_at + others))
   try('LTRIM', line_of(name), others + 1, '-1')
-  if left ~= '' and not failure then end_turn(name, left, has_more) end
-  if not works and not failure then drop_empty(name) end
+  if unfinished ~= '' and not failure then release_lease(name, unfinished, has_more) end
+  if not is_worker and not failure then drop_empty(name) end
 end
 
--- Turns that are over end together: with a command for each line, that would cost more than the rest of a short turn.
-local function end_turns()
-  end_leases(ended)
-  for i = 1, #next_up, PASSED_AT_ONCE do
-    redis.call('RPUSH', READY, unpack(next_up, i, math.min(i + PASSED_AT_ONCE - 1, #next_up)))
+-- Leases that end are released together: one command per queue would cost more than the rest of a short lease.
+local function release_leases()
+  end_leases(released)
+  for i = 1, #requeued, PASSED_AT_ONCE do
+    redis.call('RPUSH', READY, unpack(requeued, i, math.min(i + PASSED_AT_ONCE - 1, #requeued)))
   end
 end
 
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
--- Bare ids take the same steps as units do below, a thousand with each command: with one command each, asking would
--- cost the server far more than doing.
+-- Bare ids take the same steps as units do below, a thousand with each command: one command per id would cost the
+-- server far more than the commit itself.
 local function commit_bare(from, to)
-  local held, accepted, marks, known = {}, {}, {}, {}
+  local held, accepted, offsets, known = {}, {}, {}, {}
   local most = 2 * (to - from + 1)
   for _, item in ipairs(redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], most, consumer)) do
     held[item[1]] = true
   end
-  -- No mark is above `top`: the usual entry is, and need not be looked up.
-  if top and not less(top, ARGV[from]) then
+  -- No offset is above `max_offset`: the usual entry is, and need not be looked up.
+  if max_offset and not less(max_offset, ARGV[from]) then
     local names = {}
     for i = from, to do names[i - from + 1] = 'i' .. ARGV[i] end
     known = redis.call('HMGET', KEYS[2], unpack(names))
   end
   for i = from, to do
     local id, beyond = ARGV[i], is_beyond(ARGV[i])
-    local new = not known[i - from + 1] and (beyond or is_open(id))
-    if new and (held[id] or in_hand(id)) then
+    local new = not known[i - from + 1] and (beyond or is_incomplete(id))
+    if new and (held[id] or holds_entry(id)) then
       accepted[#accepted + 1] = id
       if beyond then
-        marks[#marks + 1] = 'i' .. id
-        marks[#marks + 1] = id
+        offsets[#offsets + 1] = 'i' .. id
+        offsets[#offsets + 1] = id
       else
         redis.call('HDEL', KEYS[6], id)
       end
@@ -192,78 +196,80 @@ local function commit_bare(from, to)
     end
   end
   if #accepted > 0 then try('XACK', KEYS[7], group, unpack(accepted)) end
-  if #marks > 0 then
-    try('HSET', KEYS[2], unpack(marks))
-    if not top or less(top, marks[#marks]) then top = marks[#marks] end
+  if #offsets > 0 then
+    try('HSET', KEYS[2], unpack(offsets))
+    if not max_offset or less(max_offset, offsets[#offsets]) then max_offset = offsets[#offsets] end
   end
   committed = committed + #accepted
 end
 
--- On Spark lines are few, if there are any.
-local any_aside = not works and some_lines()
+-- On Spark there are few key queues, if any.
+local any_deferred = not is_worker and some_lines()
 
 local bare = tonumber(ARGV[5])
 for from = 6, 5 + bare, 1000 do commit_bare(from, math.min(from + 999, 5 + bare)) end
 at, unit = 5 + bare, bare
 
--- Whether a unit may be written; and if it may not, what is done already is acknowledged, as nobody needs it again.
-local function may_write(mark, expected, first, last, others_at, others)
-  local new = (redis.call('HGET', KEYS[2], mark) or '') == expected and (is_beyond(first) or is_open(first))
-  local accepted = new and in_hand(last)
-  for i = others_at + 1, others_at + others do accepted = joins(ARGV[i]) and accepted end
-  if works and not new then redis.call('XACK', KEYS[7], group, last) end
+-- Whether a unit may be written. If not, entries that are committed already are acknowledged.
+local function may_write(offset_field, expected, first, last, others_at, others)
+  local new = (redis.call('HGET', KEYS[2], offset_field) or '') == expected
+  new = new and (is_beyond(first) or is_incomplete(first))
+  local accepted = new and holds_entry(last)
+  for i = others_at + 1, others_at + others do accepted = accepts_entry(ARGV[i]) and accepted end
+  if is_worker and not new then redis.call('XACK', KEYS[7], group, last) end
   return accepted
 end
 
 while at < #ARGV and not failure do
   unit = unit + 1
-  local mark, expected, first, last, messages = take(), take(), take(), take(), take_count()
-  local others = take_count()
+  local offset_field, expected, first, last, messages = next_arg(), next_arg(), next_arg(), next_arg(), next_count()
+  local others = next_count()
   local others_at = at
   at = at + others
-  local left = take()
-  local in_line = keyed or (works and expected ~= '') or expected == 'line'
+  local unfinished = next_arg()
+  local from_queue = keyed or (is_worker and expected ~= '') or expected == 'line'
   local accepted, has_more
-  if in_line then
-    if works then
-      accepted = not is_ended[mark] and holds(mark, expected)
+  if from_queue then
+    if is_worker then
+      accepted = not is_released[offset_field] and holds(offset_field, expected)
     else
-      accepted = redis.call('HEXISTS', PARKED, mark) == 0
+      accepted = redis.call('HEXISTS', PARKED, offset_field) == 0
     end
-    if accepted then accepted, has_more = leads(mark, others_at, others, last) end
+    if accepted then accepted, has_more = is_head(offset_field, others_at, others, last) end
   else
-    accepted = not (any_aside and is_aside(mark)) and may_write(mark, expected, first, last, others_at, others)
+    accepted = not (any_deferred and is_aside(offset_field))
+    accepted = accepted and may_write(offset_field, expected, first, last, others_at, others)
   end
   if not accepted then refused[#refused + 1] = unit end
 
-  local change = take()
-  local field = change ~= '' and take()
-  local value = change == 'S' and take()
-  local struck = take_count()
-  local struck_at = at
-  at = at + struck
+  local change = next_arg()
+  local field = change ~= '' and next_arg()
+  local value = change == 'S' and next_arg()
+  local cleared = next_count()
+  local cleared_at = at
+  at = at + cleared
 
-  local outputs = take_count()
+  local outputs = next_count()
   for _ = 1, outputs do
-    local key, maxlen, items = take_count(), take(), take_count()
+    local key, maxlen, items = next_count(), next_arg(), next_count()
     if accepted then add(KEYS[key], maxlen, items) end
     at = at + items
   end
-  local letters = take_count()
+  local letters = next_count()
   for _ = 1, letters do
-    local items = take_count()
+    local items = next_count()
     if accepted then add(KEYS[5], '0', items) end
     at = at + items
   end
 
   if accepted then
     if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
-    for i = struck_at + 1, struck_at + struck do try('HDEL', KEYS[4], ARGV[i]) end
-    if in_line then
-      leave_line(mark, others_at, others, last, left, has_more)
+    for i = cleared_at + 1, cleared_at + cleared do try('HDEL', KEYS[4], ARGV[i]) end
+    if from_queue then
+      dequeue(offset_field, others_at, others, last, unfinished, has_more)
     else
-      for i = others_at + 1, others_at + others do finish(ARGV[i], 'i' .. ARGV[i], is_beyond(ARGV[i])) end
-      finish(last, mark, is_beyond(last))
+      for i = others_at + 1, others_at + others do complete_entry(ARGV[i], 'i' .. ARGV[i], is_beyond(ARGV[i])) end
+      complete_entry(last, offset_field, is_beyond(last))
     end
     if not failure then
       committed, written, dead = committed + messages, written + outputs, dead + letters
@@ -272,13 +278,13 @@ while at < #ARGV and not failure do
 end
 
 if committed > 0 then
-  if top then redis.call('HSET', KEYS[1], 'top', top) end
+  if max_offset then redis.call('HSET', KEYS[1], 'top', max_offset) end
   redis.call('HINCRBY', KEYS[1], 'committed', committed)
 end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
-end_turns()
-wake(#next_up)
+release_leases()
+wake(#requeued)
 if replay and not failure then redis.call('SET', replay, ARGV[4] .. ' ' .. table.concat(refused, ' '), 'EX', 3600) end
 return failure or refused

@@ -1,13 +1,14 @@
 #!lua
--- Forget what a handler has done on one stream, so that it is processed anew.
+-- Drop a handler's progress on one stream, so that it is processed anew.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the run's epoch, which has been begun   2 consumer group of the workers
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the run's epoch, which has begun   2 consumer group of the workers
 -- REPLY nothing of use
--- ERROR STALE when the token is not the epoch: the run that is to process it anew must have begun first, so that
---   nothing an older run still commits comes after the forgetting
+-- ERROR STALE when the token is not the epoch: the run that is to process the stream anew must have begun first, so
+--       that an
+--       older run cannot commit after the progress is dropped
 --
--- INVARIANT  The epoch stays. Dead letters and outputs stay. Keys that were parked go on.
+-- INVARIANT  The epoch stays. Dead letters and outputs stay. Parked keys go on.
 
 -- include ids
 -- include key_queues
@@ -19,5 +20,5 @@ end
 redis.call('HDEL', KEYS[1], 'frontier', 'floor', 'top', 'committed', 'written', 'dead', 'refused')
 redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4], KEYS[6])
 forget_lines()
-if find_group(ARGV[2]) then delete_consumers(ARGV[2]) end -- what is pending was in lines
+if find_group(ARGV[2]) then delete_consumers(ARGV[2]) end -- the pending entries were in key queues
 return 1

@@ -1,18 +1,18 @@
 #!lua
 -- Join the workers of a handler on one stream; the first one takes the stream over from Spark, or begins it.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 consumer group   2 where a handler begins that has done nothing yet: '0' (earliest) or '$' (latest)
---       3 kind of workers: 'workers', who share the entries, or 'keyed', who share the lines of keys
+--       3 kind of workers: 'workers', which share the entries, or 'keyed', which share the key queues
 --       4 the newest epoch that they take over from, or '' for any
--- REPLY epoch; 1 if the group was lost and has been made again, else 0
--- ERROR NOPERM when a commit would be refused one of its writes; STALE when a run on Spark is newer than it may be; PARKED
---       when keys wait that are parked, and these workers have none
+-- REPLY epoch; 1 if the group was lost and has been recreated, else 0
+-- ERROR NOPERM when a commit would be refused one of its writes; STALE when a Spark run is newer than ARGV 4; PARKED
+--       when there are parked keys, and these workers have no key
 --
--- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those who
---   are still alive are refused, and by nothing else that workers do. A lost group is made again where it stood: nothing
---   is skipped, and what was committed is known by the frontier, the lines, the open entries and the marks. The lines that
---   Spark leaves go on as they are.
+-- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those
+--   still alive are refused, and by no other action of workers. A lost group is recreated at the committed id: nothing
+--   is skipped, and committed entries are known by the committed id, the key queues, the incomplete entries and the
+--   offsets. The key queues of Spark go on as they are.
 
 -- include ids
 -- include acl_probe
@@ -20,25 +20,26 @@
 -- include group_state
 -- include engine_takeover
 
--- Up to the floor, entries that are not open are done: workers who share entries begin there, with the open ones pending.
-local function rise_to_floor(frontier)
-  local floor = redis.call('HGET', KEYS[1], 'floor')
-  if not floor then return frontier end
+-- Entries up to the takeover offset are committed unless they are incomplete: workers that share entries begin there,
+-- with the incomplete ones pending.
+local function raise_to_takeover_offset(committed_id)
+  local takeover_offset = redis.call('HGET', KEYS[1], 'floor')
+  if not takeover_offset then return committed_id end
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
-    local done = (frontier and not less(frontier, id)) or redis.call('HEXISTS', KEYS[2], 'i' .. id) == 1
+    local done = (committed_id and not less(committed_id, id)) or redis.call('HEXISTS', KEYS[2], 'i' .. id) == 1
     if done then redis.call('HDEL', KEYS[6], id) end
   end
-  redis.call('HSET', KEYS[1], 'frontier', floor)
+  redis.call('HSET', KEYS[1], 'frontier', takeover_offset)
   redis.call('HDEL', KEYS[1], 'floor')
-  return floor
+  return takeover_offset
 end
 
--- What Spark has set aside of a handler without a key is done by whoever adopts it, or reads it.
-local function open_lines(frontier)
-  for _, line in ipairs(all_lines()) do
-    for _, id in ipairs(redis.call('LRANGE', line_of(line), 0, -1)) do
-      redis.call('HDEL', KEYS[2], line)
-      if frontier and not less(frontier, id) then
+-- Entries that Spark has deferred for a handler without a key become incomplete: workers claim or read them.
+local function make_deferred_incomplete(committed_id)
+  for _, queue in ipairs(all_lines()) do
+    for _, id in ipairs(redis.call('LRANGE', line_of(queue), 0, -1)) do
+      redis.call('HDEL', KEYS[2], queue)
+      if committed_id and not less(committed_id, id) then
         redis.call('HSET', KEYS[6], id, WAITING)
       else
         redis.call('HDEL', KEYS[4], id, id .. 'f')
@@ -50,46 +51,46 @@ end
 
 local name, start, kind = ARGV[1], ARGV[2], ARGV[3]
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'engine')
-local epoch, frontier, engine = found[1], found[2], found[3]
+local epoch, committed_id, owner = found[1], found[2], found[3]
 local refusal = may_commit() or may('XACK', KEYS[7], name, '0-0')
-if kind ~= 'keyed' and (engine == 'keyed' or not engine) then refusal = refusal or needs_keys(engine) end
-if engine ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
+if kind ~= 'keyed' and (owner == 'keyed' or not owner) then refusal = refusal or needs_keys(owner) end
+if owner ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
 if refusal then return refusal end
 
-if engine and engine ~= kind then
-  frontier = take_over(name, engine, frontier)
-  engine = nil
+if owner and owner ~= kind then
+  committed_id = take_over(name, owner, committed_id)
+  owner = nil
 end
 local group = find_group(name)
 local lost = 0
 
-if engine ~= kind then
+if owner ~= kind then
   local now = redis.call('TIME')
   local fresh = string.format('%d%06d', now[1], now[2])
   if epoch and not less_number(epoch, fresh) then
     fresh = string.format('%.0f', tonumber(epoch) + 1)
   end
   epoch = fresh
-  -- A group of somebody else's making keeps what is pending, until masters bring it into lines.
-  if group and (frontier or kind ~= 'keyed') then
-    -- What workers read after Spark had taken over, Spark has done, or it lies beyond the frontier.
+  -- A group that another program created keeps its pending entries, until masters bring them into key queues.
+  if group and (committed_id or kind ~= 'keyed') then
+    -- Entries that workers read after Spark had taken over are committed by Spark, or lie beyond the committed id.
     delete_consumers(name)
   end
   if kind == 'workers' then
-    frontier = rise_to_floor(frontier)
-    open_lines(frontier)
+    committed_id = raise_to_takeover_offset(committed_id)
+    make_deferred_incomplete(committed_id)
     redis.call('HDEL', KEYS[1], 'keyed')
   end
-  if frontier and group then
-    redis.call('XGROUP', 'SETID', KEYS[7], name, frontier)
+  if committed_id and group then
+    redis.call('XGROUP', 'SETID', KEYS[7], name, committed_id)
   elseif not group then
-    redis.call('XGROUP', 'CREATE', KEYS[7], name, frontier or start, 'MKSTREAM')
+    redis.call('XGROUP', 'CREATE', KEYS[7], name, committed_id or start, 'MKSTREAM')
   end
-  if not frontier then redis.call('HSET', KEYS[1], 'frontier', find_group(name)['last-delivered-id']) end
+  if not committed_id then redis.call('HSET', KEYS[1], 'frontier', find_group(name)['last-delivered-id']) end
   if kind == 'workers' then claim_open(name) else hold_lines(name) end
   redis.call('HSET', KEYS[1], 'engine', kind, 'epoch', epoch)
 elseif not group then
-  remake_group(name, frontier, engine)
+  remake_group(name, committed_id, owner)
   lost = 1
 end
 return {epoch, lost}

@@ -1,32 +1,32 @@
 #!lua flags=allow-oom
--- Give a consumer new entries of a stream, no more than have room.
+-- Deliver new entries of a stream to a consumer, no more than a number of bytes.
 --
 -- KEYS  1 stream
 -- ARGV  1 group   2 consumer   3 most entries   4 most bytes
 -- REPLY the entries
 -- ERROR NOGROUP when the group is gone
 --
--- INVARIANT  What is given out is pending with the consumer, so it is read a few at a time, until there is no room any
---   more: Redis cannot say before how large the next ones are. Where there are any, one is given, however large it is.
+-- INVARIANT  Delivered entries are pending with the consumer, so it reads a few at a time, until the room is used up:
+--   Redis does not tell the size of the next ones before. If there are any, one is delivered, however large it is.
 
 -- include entry_sizes
 
 local AT_ONCE = 8
 
-local given, left, bytes, step = {}, tonumber(ARGV[3]), 0, 1
+local delivered, left, bytes, step = {}, tonumber(ARGV[3]), 0, 1
 local most_bytes = tonumber(ARGV[4])
-while left > 0 and (#given == 0 or bytes < most_bytes) do
+while left > 0 and (#delivered == 0 or bytes < most_bytes) do
   local asked = math.min(left, step)
   local found = redis.pcall('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', asked, 'STREAMS', KEYS[1], '>')
   if found and found.err then return found end
   if not found then break end
   local entries = found[1][2]
   for _, entry in ipairs(entries) do
-    given[#given + 1] = entry
+    delivered[#delivered + 1] = entry
     bytes = bytes + size_of(entry)
   end
   if #entries < asked then break end
   left = left - #entries
-  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((most_bytes - bytes) * #given / bytes)))
+  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((most_bytes - bytes) * #delivered / bytes)))
 end
-return given
+return delivered

@@ -5,17 +5,17 @@
 -- ARGV  1 messages a second   2 number of messages
 -- REPLY microseconds to wait before they are read
 --
--- INVARIANT  Reservations follow each other as far apart as the rate asks, whoever makes them, so all workers together
---   keep it (the generic cell rate algorithm, ITU-T I.371, with the reservation made ahead). None is given back: one
---   whose worker died makes the handler slower by so much, once.
+-- INVARIANT  Reservations follow each other as far apart as the rate demands, so all workers together keep it (the
+--   generic cell rate algorithm, ITU-T I.371, with the reservation made ahead). None is returned: one whose worker died
+--   makes the handler slower by so much, once.
 
-local MOST_WAITING = 1000
+local MAX_RESERVED = 1000
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local takes = tonumber(ARGV[2]) * 1000000 / tonumber(ARGV[1])
+local duration = tonumber(ARGV[2]) * 1000000 / tonumber(ARGV[1])
 local at = tonumber(redis.call('HGET', KEYS[1], 'rate_at') or 0)
--- So far ahead no workers have reserved: the clock went back with a failover, or the rate was lower before.
-if at < now or at > now + MOST_WAITING * takes then at = now end
-redis.call('HSET', KEYS[1], 'rate_at', string.format('%.0f', at + takes))
+-- Workers never reserve so far ahead: the clock went back with a failover, or the rate was lower before.
+if at < now or at > now + MAX_RESERVED * duration then at = now end
+redis.call('HSET', KEYS[1], 'rate_at', string.format('%.0f', at + duration))
 return math.ceil(at - now)

@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- Set how long a worker's entries have been idle: 0 to keep them in its hands; more to hand them back, to be adopted
--- when they have been idle for long enough.
+-- Set the idle time of a worker's entries: 0 renews the claim; more nacks them, so that other workers claim them once
+-- that is their claim time.
 --
 -- KEYS  1 meta (hash)   2 the input stream
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 idle time in milliseconds   5.. entry ids
--- REPLY the ids that are not in the worker's hands any more
+-- REPLY the ids that are not pending with the worker any more
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  Entries of another consumer are left alone: XCLAIM by itself would take them from whoever adopted them. Handing
---   back takes back the delivery: it counts how often a worker may have died of an entry, and this one did not.
+-- INVARIANT  Entries of another consumer are left alone: XCLAIM by itself would take them from the worker that claimed
+--   them. A nack takes back the delivery: the count says how often a worker may have died of an entry, not so here.
 
 -- include ids
 
@@ -21,7 +21,7 @@ for i = 5, #ARGV do
   local id = ARGV[i]
   local held = redis.call('XPENDING', KEYS[2], group, id, id, 1, consumer)[1]
   local deliveries = held and (idle_ms == '0' and held[4] or math.max(0, held[4] - 1))
-  -- An entry that was trimmed is not pending any more after this.
+  -- XCLAIM removes an entry that was trimmed from the pending list.
   if not held or #redis.call('XCLAIM', KEYS[2], group, consumer, 0, id, 'IDLE', idle_ms, 'RETRYCOUNT', deliveries,
       'JUSTID') == 0 then
     lost[#lost + 1] = id

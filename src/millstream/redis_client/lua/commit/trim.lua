@@ -6,8 +6,8 @@
 -- REPLY number of entries removed
 --
 -- INVARIANT  No entry is removed that some group has not been given, or that is pending in one: the lowest of these
---   stays, and all after it. A handler on Spark shows what it has committed as a group of its own. A stream
---   without groups is left alone.
+--   stays, and all after it. A handler on Spark shows its committed id as a group of its own. A stream without groups
+--   is left alone.
 
 -- include ids
 

@@ -1,12 +1,13 @@
 #!lua
--- Acknowledge a page of a batch: the entries that are still ours.
+-- Acknowledge a page of a batch: the entries that are still pending with its consumers.
 --
 -- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)   3 ids of the batch (list)
 -- ARGV  1 epoch of the run   2 group   3 consumer; the batch's portions are held by <consumer>:<number>
--- REPLY how many ids are left; how many entries others had taken over; how many were not pending any more
--- ERROR STALE when a newer run is in charge; NOGROUP when the group is gone
+-- REPLY how many ids are left; how many entries other consumers had claimed; how many were not pending any more
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
 --
--- INVARIANT  XACK asks nobody whose an entry is, so this does: what others hold is theirs to acknowledge.
+-- INVARIANT  XACK does not check the consumer, so this script does: a claimed entry is for its new consumer to
+--   acknowledge.
 
 -- include ids
 -- include run_fence
@@ -22,11 +23,11 @@ local function is_ours(holder)
 end
 
 local ids = redis.call('LRANGE', KEYS[3], 0, PAGE - 1)
-local ours, others, settled = {}, 0, 0
+local ours, others, not_pending = {}, 0, 0
 for _, id in ipairs(ids) do
   local found = redis.call('XPENDING', KEYS[1], ARGV[2], id, id, 1)
   if #found == 0 then
-    settled = settled + 1
+    not_pending = not_pending + 1
   elseif is_ours(found[1][2]) then
     ours[#ours + 1] = id
   else
@@ -35,4 +36,4 @@ for _, id in ipairs(ids) do
 end
 if #ours > 0 then redis.call('XACK', KEYS[1], ARGV[2], unpack(ours)) end
 redis.call('LTRIM', KEYS[3], #ids, -1)
-return {redis.call('LLEN', KEYS[3]), others, settled}
+return {redis.call('LLEN', KEYS[3]), others, not_pending}

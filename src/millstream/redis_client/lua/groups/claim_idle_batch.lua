@@ -1,14 +1,14 @@
 #!lua
--- Take over what others in a consumer group have held for too long: one page of their pending entries.
+-- Claim the idle entries of other consumers in a group: one page of the pending list.
 --
 -- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)
--- ARGV  1 epoch of the run   2 group   3 consumer that gets them   4 how long they were held, in milliseconds
+-- ARGV  1 epoch of the run   2 group   3 consumer that gets them   4 minimum idle time, in milliseconds
 --       5 cursor, 0-0 = from the beginning   6 most entries
--- REPLY the next cursor, 0-0 at the end; how many were taken over; how many were found gone since that was last told
--- ERROR STALE when a newer run is in charge; NOGROUP when the group is gone
+-- REPLY the next cursor, 0-0 at the end; how many were claimed; how many were found gone since the last report
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
 --
--- INVARIANT  Redis takes entries that are no longer in the stream off the list when they are found: they are counted in
---   the same step, so that a lost reply does not hide them.
+-- INVARIANT  Redis removes entries that are no longer in the stream from the pending list when it finds them: they are
+--   counted in the same step, so that a lost reply does not hide them.
 
 -- include ids
 -- include run_fence

@@ -1,17 +1,17 @@
 #!lua flags=allow-oom
--- Delete a consumer of a group once it holds nothing, after handing on what it holds, in one atomic step.
+-- Delete a consumer of a group once nothing is pending with it, after reassigning its entries, in one atomic step.
 --
 -- KEYS  1 the stream
--- ARGV  1 group   2 consumer   3 heir ('' = nobody)   4 most entries to hand on   5 idle time it must have, in ms
--- REPLY outcome, entries handed on, ids that were pending but are gone from the stream ...
+-- ARGV  1 group   2 consumer   3 heir ('' = none)   4 most entries to reassign   5 idle time it must have, in ms
+-- REPLY outcome, entries reassigned, ids that were pending but are gone from the stream ...
 --       outcome: deleted | more (call again) | absent | busy (not idle for so long) | pending (and no heir) | no-heir
 --
--- INVARIANT  Nothing that the consumer holds is dropped, except what is gone from the stream, and that is named.
---   Handed on entries keep their idle time and delivery count. Frees memory, so maxmemory does not refuse it.
+-- INVARIANT  No entry that is pending with the consumer is dropped, except entries gone from the stream, and these are
+--   named. Reassigned entries keep their idle time and delivery count. Frees memory, so maxmemory does not refuse it.
 
 local stream, group, consumer, heir = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local limit, min_idle = tonumber(ARGV[4]), tonumber(ARGV[5])
-local held = redis.call('XPENDING', stream, group, '-', '+', limit, consumer)
+local pending = redis.call('XPENDING', stream, group, '-', '+', limit, consumer)
 local found, heir_found = nil, false
 for _, item in ipairs(redis.call('XINFO', 'CONSUMERS', stream, group)) do
   local info = {}
@@ -28,13 +28,13 @@ if not found then
   return {'absent', 0}
 elseif found.idle < min_idle then
   return {'busy', 0}
-elseif #held > 0 and heir == '' then
+elseif #pending > 0 and heir == '' then
   return {'pending', found.pending}
 elseif heir ~= '' and not heir_found then
   return {'no-heir', 0}
 end
 local reply = {'deleted', 0}
-for _, entry in ipairs(held) do
+for _, entry in ipairs(pending) do
   local claimed = redis.call('XCLAIM', stream, group, heir, 0, entry[1], 'IDLE', entry[3], 'JUSTID')
   if #claimed > 0 then
     reply[2] = reply[2] + 1
@@ -42,7 +42,7 @@ for _, entry in ipairs(held) do
     reply[#reply + 1] = entry[1]
   end
 end
-if #held == found.pending then
+if #pending == found.pending then
   redis.call('XGROUP', 'DELCONSUMER', stream, group, consumer)
 else
   reply[1] = 'more'

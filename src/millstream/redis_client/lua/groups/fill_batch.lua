@@ -1,16 +1,16 @@
 #!lua
--- Put a page of what a consumer holds into a batch: note the ids, and hand the entries to the consumers that stand for
+-- Move a page of a consumer's pending entries into a batch: store the ids, and reassign the entries to the consumers of
 -- the batch's portions.
 --
 -- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)   3 ids of the batch (list)
 -- ARGV  1 epoch of the run   2 group   3 consumer   4 token of the batches   5 number of the batch
 --       6 entries in a portion   7 most entries in the batch
--- REPLY how many entries the batch has now; 1 if there may be more to put into it; how many were found gone since that
---       was last told
--- ERROR STALE when a newer run is in charge; NOGROUP when the group is gone
+-- REPLY how many entries the batch has now; 1 if there may be more to add; how many were found gone since the last
+--       report
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
 --
--- INVARIANTS  The ids are noted in the step that hands the entries on, so a batch is what its list says, whoever dies. The
---   size of a portion is that of the first call. A repeated call goes on where the last one ended.
+-- INVARIANTS  The ids are stored in the step that reassigns the entries, so the list is the batch, whichever process
+--   dies. The size of a portion is that of the first call. A repeated call goes on where the last one ended.
 
 -- include ids
 -- include run_fence

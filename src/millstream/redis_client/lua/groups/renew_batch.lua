@@ -1,12 +1,12 @@
 #!lua
--- Keep a page of what a consumer holds, so that nobody takes it over; or hand it to another consumer.
+-- Renew the claim on a page of a consumer's pending entries; or reassign them to another consumer.
 --
 -- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)
--- ARGV  1 epoch of the run   2 group   3 consumer   4 who is to hold it, often the same   5 first id of the page, or -
+-- ARGV  1 epoch of the run   2 group   3 consumer   4 the new consumer, often the same   5 first id of the page, or -
 -- REPLY last id of the page, '' = there was none
--- ERROR STALE when a newer run is in charge; NOGROUP when the group is gone
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
 --
--- INVARIANT  What the consumer does not hold is left alone: somebody else has taken it over.
+-- INVARIANT  Entries that are not pending with the consumer are left alone: another consumer has claimed them.
 
 -- include ids
 -- include run_fence

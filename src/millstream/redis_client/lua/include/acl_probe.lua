@@ -1,10 +1,11 @@
--- Finds out whether the user may write what a commit will write, and writes nothing: each command below is refused by
--- its own rules where the user's rights do not refuse it first. So a run without the rights stops before it begins.
+-- Checks whether the user has the rights for the writes of a commit, and writes nothing: each command below is refused
+-- by its own rules where the user's rights do not refuse it first. So a run without the rights stops before it begins.
 
 -- include refusal
 local function may(...)
   local reply = redis.pcall(...)
-  -- Redis names neither the command nor the key in the refusal, so we do: HSET and the key, XGROUP and the subcommand.
+  -- Redis names neither the command nor the key in the refusal, so this does: HSET and the key, XGROUP and the
+  -- subcommand.
   if denied(type(reply) == 'table' and reply.err) then
     return redis.error_reply('NOPERM ' .. select(1, ...) .. ' ' .. select(2, ...))
   end
@@ -18,7 +19,7 @@ local function may_write_stream(key)
   return may('XADD', key, '0-0', 'f', 'v')
 end
 
--- KEYS as of commit.lua.
+-- KEYS as in commit.lua.
 local function may_commit()
   for i = 1, #KEYS do
     local problem

@@ -1,7 +1,7 @@
--- Messages that consumers of masters have done, and who did. KEYS as of commit.lua; needs lines.
+-- Messages that consumers of masters have completed, each with its consumer. KEYS as in commit.lua; needs key_queues.
 --
--- The last ones are kept, so that a consumer which says so again is answered as before, and one that had lost the message
--- is not: between MOST_DONE and twice as many.
+-- The last ones are kept, so that a consumer which reports one again gets the first reply, and a consumer that had lost
+-- the message does not: between MOST_DONE and twice as many.
 local DONE, DONE_BEFORE, MOST_DONE = BASE .. 'done', BASE .. 'done-before', 20000
 
 local function note_done(id, consumer)
@@ -12,12 +12,12 @@ local function note_done(id, consumer)
   end
 end
 
--- Who has done a message, if it is among the last.
+-- The consumer that completed a message, if it is among the last.
 local function done_by(id)
   return redis.call('HGET', DONE, id) or redis.call('HGET', DONE_BEFORE, id)
 end
 
--- Take the first message out of its line, which its consumer has done. True if the next one can be taken now.
+-- Remove the first message of a key queue, which its consumer has completed. True if the next one can be leased now.
 local function complete(group, name, id, consumer)
   redis.call('LPOP', line_of(name))
   forget_strikes(id)

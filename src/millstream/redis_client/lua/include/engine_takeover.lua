@@ -1,30 +1,31 @@
--- The end of workers' time on a stream, before Spark or workers of another kind come. KEYS as of commit.lua; needs ids,
--- group and lines.
+-- Ends the ownership of workers on a stream, before Spark or workers of another kind take over. KEYS as in commit.lua;
+-- needs ids, group_state and key_queues.
 --
--- Workers know what is not committed by the pending list, those of keys by the lines, the others by frontier and marks.
--- So the frontier goes back to before the first entry that is not committed; entries up to `floor` are done unless they
--- are open.
+-- Workers know the uncommitted entries by the pending list, workers with a key by the key queues, Spark by committed id
+-- and offsets. So the committed id goes back to before the first uncommitted entry; entries up to the takeover offset
+-- (`takeover_offset`) are committed unless they are incomplete.
 local PAGE = 1000
 
-local function note_pending(name, frontier)
-  local open, from = {}, '-'
+local function note_pending(name, committed_id)
+  local incomplete, from = {}, '-'
   repeat
     local page = redis.call('XPENDING', KEYS[7], name, from, '+', PAGE)
-    local done = find_done(page, frontier) -- it looks at what was open so far
+    local done = find_done(page, committed_id) -- reads the incomplete entries stored so far
     for _, item in ipairs(page) do
-      if not done[item[1]] then open[#open + 1] = item end
+      if not done[item[1]] then incomplete[#incomplete + 1] = item end
       from = '(' .. item[1]
     end
   until #page < PAGE
   redis.call('DEL', KEYS[6])
-  for _, item in ipairs(open) do redis.call('HSET', KEYS[6], item[1], item[2]) end
-  return open[1] and open[1][1]
+  for _, item in ipairs(incomplete) do redis.call('HSET', KEYS[6], item[1], item[2]) end
+  return incomplete[1] and incomplete[1][1]
 end
 
--- The mark of a line that Spark has set aside covers its entries. They are open again, and what comes before them is done.
+-- The offset of a key whose messages Spark has deferred covers them. They become incomplete again, and the entries
+-- before them are committed.
 local function uncover(name, head)
-  local mark = redis.call('HGET', KEYS[2], name)
-  if not mark or less(mark, head) then return end
+  local offset = redis.call('HGET', KEYS[2], name)
+  if not offset or less(offset, head) then return end
   local before = string.sub(name, 1, 1) == 'k' and redis.call('XREVRANGE', KEYS[7], '(' .. head, '-', 'COUNT', 1)[1]
   if before then redis.call('HSET', KEYS[2], name, before[1]) else redis.call('HDEL', KEYS[2], name) end
 end
@@ -41,7 +42,7 @@ local function note_lines(keep_parked)
   return first
 end
 
--- Forget what was open, but for that beyond `last`; return the first of these.
+-- Remove the incomplete entries up to `last`; return the first of the others.
 local function drop_open(last)
   local first
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
@@ -54,35 +55,35 @@ local function drop_open(last)
   return first
 end
 
--- Note what is open; return the first of it, and the floor.
-local function note_open(name, engine, frontier, keep_parked)
-  if engine ~= 'keyed' then
+-- Store the incomplete entries; return the first of them, and the takeover offset.
+local function note_open(name, owner, committed_id, keep_parked)
+  if owner ~= 'keyed' then
     local last = find_group(name)['last-delivered-id']
-    -- An earlier run on Spark that was late may have set the group back.
-    if frontier and less(last, frontier) then last = frontier end
-    return note_pending(name, frontier), last
+    -- A late, earlier Spark run may have set the group back.
+    if committed_id and less(last, committed_id) then last = committed_id end
+    return note_pending(name, committed_id), last
   end
-  local floor = redis.call('HGET', KEYS[1], 'floor') or frontier -- one that is not passed yet
-  local unrouted = drop_open(frontier)
-  return note_lines(keep_parked) or unrouted, floor
+  local takeover_offset = redis.call('HGET', KEYS[1], 'floor') or committed_id -- one that is not reached yet
+  local not_enqueued = drop_open(committed_id)
+  return note_lines(keep_parked) or not_enqueued, takeover_offset
 end
 
--- `keep_parked`: whoever comes has lines, and waits with those that are parked.
-local function take_over(name, engine, frontier, keep_parked)
-  if not find_group(name) then remake_group(name, frontier, engine) end
-  local first, floor = note_open(name, engine, frontier, keep_parked)
+-- `keep_parked`: the new owner has key queues, and keeps those that are parked.
+local function take_over(name, owner, committed_id, keep_parked)
+  if not find_group(name) then remake_group(name, committed_id, owner) end
+  local first, takeover_offset = note_open(name, owner, committed_id, keep_parked)
   if first then
     local before = redis.call('XREVRANGE', KEYS[7], '(' .. first, '-', 'COUNT', 1)[1]
-    frontier = before and before[1] or '0-0'
-    redis.call('HSET', KEYS[1], 'floor', floor)
+    committed_id = before and before[1] or '0-0'
+    redis.call('HSET', KEYS[1], 'floor', takeover_offset)
   else
-    frontier = floor
+    committed_id = takeover_offset
     redis.call('HDEL', KEYS[1], 'floor')
   end
-  delete_consumers(name) -- their entries are beyond the frontier
+  delete_consumers(name) -- their entries are beyond the committed id
   forget_lines(keep_parked)
   hold_lines(name)
-  redis.call('HSET', KEYS[1], 'frontier', frontier)
+  redis.call('HSET', KEYS[1], 'frontier', committed_id)
   redis.call('HDEL', KEYS[1], 'engine')
-  return frontier
+  return committed_id
 end

@@ -1,4 +1,4 @@
--- The consumer group of a handler that workers run. KEYS as of commit.lua; needs lines.
+-- The consumer group of a handler on workers. KEYS as in commit.lua; needs key_queues.
 local function pairs_of(items)
   local found = {}
   for i = 1, #items, 2 do found[items[i]] = items[i + 1] end
@@ -13,46 +13,47 @@ local function find_group(name)
   end
 end
 
--- Which entries of a page of the pending list are done, by the rule of commit.lua. Such an entry was read once more: by a
--- worker that died before it saw the mark, or because a late run on Spark had set the group back.
-local function find_done(page, frontier)
+-- Which entries of a page of the pending list are committed, by the rule of commit.lua. Such an entry was read once
+-- more: by a worker that died before it saw the offset, or because a late Spark run had set the group back.
+local function find_done(page, committed_id)
   local names, done = {}, {}
   for i, item in ipairs(page) do names[i] = 'i' .. item[1] end
-  local marks = #page > 0 and redis.call('HMGET', KEYS[2], unpack(names))
+  local offsets = #page > 0 and redis.call('HMGET', KEYS[2], unpack(names))
   for i, item in ipairs(page) do
-    local below = frontier and not less(frontier, item[1])
-    done[item[1]] = marks[i] or (below and redis.call('HEXISTS', KEYS[6], item[1]) == 0)
+    local below = committed_id and not less(committed_id, item[1])
+    done[item[1]] = offsets[i] or (below and redis.call('HEXISTS', KEYS[6], item[1]) == 0)
   end
   return done
 end
 
--- Delete the consumers, and with them what is pending.
+-- Delete the consumers, and with them their pending entries.
 local function delete_consumers(name)
   for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], name)) do
     redis.call('XGROUP', 'DELCONSUMER', KEYS[7], name, pairs_of(items)['name'])
   end
 end
 
--- Put the open entries into the pending list, for workers to adopt.
+-- Make the incomplete entries pending, for workers to claim.
 local function claim_open(name)
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
     redis.call('XCLAIM', KEYS[7], name, 'recovered', 0, id, 'IDLE', 86400000, 'FORCE', 'JUSTID')
   end
 end
 
--- Make the group again where it was lost: at the frontier, with the entries before it that are still open or in a line.
--- What is open of those that workers of keys have not routed yet is not pending: it would take the room of lines.
-local function remake_group(name, frontier, engine)
-  redis.call('XGROUP', 'CREATE', KEYS[7], name, frontier or '0', 'MKSTREAM')
-  if engine == 'keyed' then hold_lines(name) else claim_open(name) end
+-- Recreate a lost group at the committed id, with the entries before it that are still incomplete or queued. Incomplete
+-- entries that workers with a key have not enqueued yet are not pending: they would use the room of the key queues.
+local function remake_group(name, committed_id, owner)
+  redis.call('XGROUP', 'CREATE', KEYS[7], name, committed_id or '0', 'MKSTREAM')
+  if owner == 'keyed' then hold_lines(name) else claim_open(name) end
 end
 
--- On Spark nobody reads through the group. Where a person has destroyed it, the driver shows it again as soon as it moves on,
--- but knows nothing of lines: what is in them has to be pending, or it would be trimmed. Returns how much was so.
-local function keep_lines_pending(name, frontier)
+-- On Spark no consumer reads through the group. If an operator has destroyed it, the driver shows it again as soon as
+-- the committed id moves, but knows nothing of key queues: their entries have to be pending, or they would be trimmed.
+-- Returns how many were pending.
+local function keep_lines_pending(name, committed_id)
   local group = find_group(name)
   if not group then
-    remake_group(name, frontier, 'keyed')
+    remake_group(name, committed_id, 'keyed')
   elseif group['pending'] > 0 then
     return group['pending']
   elseif some_lines() then

@@ -1,4 +1,4 @@
--- Entry ids are compared as digit strings: both halves go up to 2^64, beyond what a Lua number holds exactly.
+-- Entry ids are compared as digit strings: both halves go up to 2^64, more than a Lua number holds exactly.
 local function less_number(a, b)
   if #a ~= #b then return #a < #b end
   return a < b

@@ -1,21 +1,21 @@
--- The lines of a handler's keys: which entries wait for their key's turn, and who has it. KEYS as of commit.lua.
+-- The key queues of a handler: which entries wait for their key, and who has leased it. KEYS as in commit.lua.
 --
--- A line is named as marks are: 'k' and the key, or 'i' and the id of an entry without a key, which has a line to itself.
--- It is a list of ids in stream order, of entries that were routed and are not committed; it is kept only while it has
--- any. Each line that has is in exactly one of: ready (list), leases (sorted set, deadline in ms; owners has its holder),
--- backoff (sorted set, due in ms), parked (hash, the reason); but that a leased one may be parked as well, for when its
--- lease ends.
+-- A key queue is named like an offset field: 'k' and the key, or 'i' and the id of an entry without a key, which has a
+-- queue to itself. It is a list of ids in stream order, of entries that are enqueued and not committed; an empty queue
+-- does not exist. Each queue is in exactly one of: ready (list), leases (sorted set, deadline in ms; owners has its
+-- holder), backoff (sorted set, due in ms), parked (hash, the reason); except that a leased one may be parked as well,
+-- from the end of its lease on.
 local BASE = string.sub(KEYS[1], 1, -5) -- without 'meta'
 local OWNERS, LEASES, READY = BASE .. 'owners', BASE .. 'leases', BASE .. 'ready'
 local BACKOFF, PARKED, WAKE = BASE .. 'backoff', BASE .. 'parked', BASE .. 'wake'
-local WAITING = 'waiting' -- the consumer whose entries nobody works on
+local WAITING = 'waiting' -- the consumer of the entries that no worker has leased
 local MOST_WOKEN, PASSED_AT_ONCE = 16, 1000
 
 local function line_of(name)
   return BASE .. name .. ':line'
 end
 
--- What is known against an entry: deaths, failed attempts, leases that ran out, and who runs it in isolation.
+-- The crash counts of an entry: deaths, failed attempts ('f'), expired leases ('l'), the isolated run under way ('a').
 local function forget_strikes(id)
   redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'l', id .. 'a')
 end
@@ -25,14 +25,14 @@ local function now_ms()
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
--- Have so many workers that wait look for lines. One that takes its fill and leaves some wakes the next.
+-- Notify so many idle workers that queues are ready. One that leases its fill and leaves some notifies the next.
 local function wake(count)
   if count == 0 then return end
   local asleep = MOST_WOKEN - redis.call('LLEN', WAKE)
   for _ = 1, math.min(count, asleep) do redis.call('RPUSH', WAKE, '1') end
 end
 
--- Give the first entries of a line to `consumer` in the pending list, where any tool can see who has them.
+-- Make entries pending with `consumer`, where any tool can see who holds them.
 local function hold_by(group, consumer, ids)
   for i = 1, #ids, PASSED_AT_ONCE do
     local last = math.min(i + PASSED_AT_ONCE - 1, #ids)
@@ -43,7 +43,7 @@ local function hold_by(group, consumer, ids)
   end
 end
 
--- End leases, with one command for many. The lines must be put elsewhere by the caller, unless they have nothing left.
+-- Remove leases, with one command for many. The caller must move the queues elsewhere, unless they are empty.
 local function end_leases(names)
   for i = 1, #names, PASSED_AT_ONCE do
     local last = math.min(i + PASSED_AT_ONCE - 1, #names)
@@ -52,7 +52,7 @@ local function end_leases(names)
   end
 end
 
--- Have nobody work on the first entries of a line any more.
+-- Make the first entries of a queue pending with no worker any more.
 local function let_go(group, name, claimed)
   if claimed > 0 then hold_by(group, WAITING, redis.call('LRANGE', line_of(name), 0, claimed - 1)) end
 end
@@ -62,29 +62,29 @@ local function end_lease(group, name, claimed)
   let_go(group, name, claimed)
 end
 
--- Put a line that has no lease where it belongs; `first` before the others. True if it can be taken now.
+-- Move a queue without a lease to the ready ones, unless it is parked; `first` before the others. True if it is ready.
 local function line_up(name, first)
   if redis.call('EXISTS', line_of(name)) == 0 or redis.call('HEXISTS', PARKED, name) == 1 then return false end
   if first then redis.call('LPUSH', READY, name) else redis.call('RPUSH', READY, name) end
   return true
 end
 
--- Whether there is any line, or may be at once, where no worker has one: on Spark.
+-- Whether there is any key queue where no worker has leased one: on Spark.
 local function some_lines()
   return redis.call('EXISTS', PARKED, READY, BACKOFF) > 0
 end
 
--- Whether what comes of a key has to wait: it is parked, or others of it wait already.
+-- Whether new entries of a key have to wait: it is parked, or earlier entries wait already.
 local function is_aside(name)
   return redis.call('HEXISTS', PARKED, name) == 1 or redis.call('EXISTS', line_of(name)) == 1
 end
 
--- A line that Spark runs stays ready until its last entry has left it. It is among the first that are.
+-- A queue that Spark runs stays ready until its last entry has left it. It is among the first ready ones.
 local function drop_empty(name)
   if redis.call('EXISTS', line_of(name)) == 0 then redis.call('LREM', READY, 1, name) end
 end
 
--- Whether a line is leased under this token, which `take` gave out.
+-- Whether a queue is leased under this token, which lease_keys.lua gave out.
 local function holds(name, token)
   return redis.call('HGET', OWNERS, name) == token
 end
@@ -95,7 +95,7 @@ local function count_parked()
   return count
 end
 
--- All lines that have entries.
+-- The names of all key queues that have entries.
 local function all_lines()
   local names = redis.call('LRANGE', READY, 0, -1)
   local owned, parked = redis.call('HKEYS', OWNERS), redis.call('HKEYS', PARKED)
@@ -106,13 +106,13 @@ local function all_lines()
   return names
 end
 
--- Make all that is in lines pending, with nobody.
+-- Make all queued entries pending with no worker.
 local function hold_lines(group)
   for _, name in ipairs(all_lines()) do hold_by(group, WAITING, redis.call('LRANGE', line_of(name), 0, -1)) end
 end
 
--- An error if lines have entries that a handler without a key cannot take over: those that are parked, and those that
--- wait on Spark for the ones before them. What workers have in lines becomes open again.
+-- An error if key queues have entries that a handler without a key cannot take over: parked ones, and those that wait
+-- on Spark for the ones before them. Entries that workers have queued become incomplete again.
 local function needs_keys(engine)
   local count = 0
   for _, name in ipairs(engine == 'keyed' and redis.call('HKEYS', PARKED) or all_lines()) do
@@ -123,7 +123,7 @@ local function needs_keys(engine)
   if count > 0 then return redis.error_reply('PARKED ' .. count) end
 end
 
--- Forget the lines that no person has parked, and the others as well unless they are kept.
+-- Drop the key queues that are not parked, and the parked ones as well unless they are kept.
 local function forget_lines(keep_parked)
   for _, name in ipairs(all_lines()) do
     if not (keep_parked and redis.call('HEXISTS', PARKED, name) == 1) then redis.call('UNLINK', line_of(name)) end

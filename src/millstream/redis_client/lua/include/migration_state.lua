@@ -1,11 +1,11 @@
--- Keys that move from one partition to another. KEYS as of commit.lua; needs lines.
+-- Keys that migrate from one partition to another. KEYS as in commit.lua; needs key_queues.
 --
--- A line whose key may not have left its earlier partition waits: `parked` says so, and `moving` has what it says there,
--- after a number that no other wait has. A person who parks such a line writes over the text in `parked`, not over that in
--- `moving`; so both have to let the line go.
+-- A queue whose key may not have left its earlier partition waits: `parked` has the reason, and `moving` has the same
+-- text, after a number that no other wait has. An operator who parks such a queue overwrites the text in `parked`, not
+-- that in `moving`; so both have to let the queue go.
 local MOVING, MOVED = BASE .. 'moving', BASE .. 'moved'
 
--- What `parked` says of a line that only its move keeps; nil if it does not move.
+-- The text in `parked` of a queue that only its migration keeps waiting; nil if it does not migrate.
 local function moving_text(name)
   local found = redis.call('HGET', MOVING, name)
   return found and string.match(found, '^%d+ (.*)$')

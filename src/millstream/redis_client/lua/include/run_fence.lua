@@ -1,4 +1,4 @@
--- Who is in charge of what is taken from a group in batches: the newest run. KEYS 2 is its record; needs ids.
+-- Only the newest run may change the batches of a group. KEYS 2 is its record; needs ids.
 local function refuse_older(epoch)
   local newest = redis.call('HGET', KEYS[2], 'epoch')
   if newest ~= epoch then

@@ -1,11 +1,11 @@
 #!lua
--- Say which keys wait on Spark: what comes of them has to join their lines.
+-- Tell which keys wait on Spark: later messages of them have to join their queues.
 --
--- KEYS  as of commit.lua
--- ARGV  names of lines
+-- KEYS  as in commit.lua
+-- ARGV  names of key queues
 -- REPLY for each, 1 if it waits, else 0
 --
--- INVARIANT  It only saves work: whether a key waits is asked again when it commits, or is set aside.
+-- INVARIANT  It only saves work: the commit and the deferral of a key check again whether it waits.
 
 -- include key_queues
 

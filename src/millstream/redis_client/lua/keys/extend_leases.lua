@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- Extend leases on lines.
+-- Renew leases of key queues.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the workers' epoch   2 lease in milliseconds from now   3.. name and lease token of each line
--- REPLY names of the lines that the token does not hold any more
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the workers' epoch   2 lease in milliseconds from now   3.. name and lease token of each queue
+-- REPLY names of the queues that the token does not hold any more
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  A lease that has run out may be extended until another worker has taken the line: nobody was harmed.
+-- INVARIANT  An expired lease may be renewed until another worker has leased the queue: no other worker was affected.
 
 -- include ids
 -- include key_queues
@@ -17,7 +17,7 @@ if refusal then return refusal end
 
 local now = now_ms()
 local until_ms = now + tonumber(ARGV[2])
--- So that `take` sees if it has gone back.
+-- So that lease_keys.lua notices when it has gone back.
 if not meta[2] or tonumber(meta[2]) < now then redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', now)) end
 local lost = {}
 for i = 3, #ARGV, 2 do

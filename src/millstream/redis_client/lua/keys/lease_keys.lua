@@ -1,26 +1,27 @@
 #!lua
--- Lease lines that are ready to a worker, with the first entries of each; lines whose lease or back-off is over are ready.
+-- Lease ready key queues to a worker, with the first entries of each; queues whose lease or back-off is over are ready.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 lease in milliseconds
---       6 most lines   7 most entries of all   8 most entries of one line   9 '1' if states are wanted
---       10 most bytes of all entries   11 about how many an entry has   12 '1' if one is wanted however large it is
---       13 most lines that the consumer may have in all: of a master, in the name of a consumer
--- REPLY milliseconds until a line may become ready by itself (-1 = none waits), ids that are gone from the stream,
---       number of leases that had run out, size of the entry that had no room any more (0 = all had), then for each line:
---       name, lease token, state, how often a lease on its first entry ran out, attempts on it that failed, entries
+--       6 most queues   7 most entries of all   8 most entries of one queue   9 '1' if states are wanted
+--       10 most bytes of all entries   11 average bytes of an entry   12 '1' if one is wanted however large it is
+--       13 most queues that the consumer may hold in all: for a master, in the name of a consumer
+-- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
+--       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
+--       lease token, state, how often a lease on its first entry expired, failed attempts on it, entries
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANTS  A line is leased to one worker at a time, by the server's clock, and no two leases have the same token: its
---   number grows, even if a failover has lost the last ones, and `commit` asks for it. Lines take turns. An
---   entry whose lease ran out before may have killed its worker, so it is given out by itself, and counted.
+-- INVARIANTS  A queue is leased to one worker at a time, by the server's clock, and no two leases have the same token:
+--   its number grows, even if a failover has lost the last ones, and commit.lua checks it. Queues are leased round
+--   robin. An entry whose lease expired before may have killed its worker, so it is given out alone, and counted.
 
 -- include ids
 -- include key_queues
 -- include entry_sizes
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
-local lease_ms, most_lines, most_entries, longest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local lease_ms, longest = tonumber(ARGV[5]), tonumber(ARGV[8])
+local most_queues, most_entries = tonumber(ARGV[6]), tonumber(ARGV[7])
 local most_bytes, about, is_one_wanted = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12] == '1'
 local AT_ONCE, FURTHEST_MS, STEP_MS = 200, 600000, 1000
 
@@ -35,23 +36,24 @@ local fence = now[1] * 1000000 + now[2]
 local ms = math.floor(fence / 1000)
 if meta[2] and tonumber(meta[2]) >= fence then fence = tonumber(meta[2]) + 1 end
 
--- So far ahead no lease ends: the clock went back, with a failover, say. Where it is known by how much, back-offs end earlier
--- by that.
+-- No lease ends so far ahead: the clock went back, with a failover for example. Where it is known by how much,
+-- back-offs end earlier by that.
 local back_ms = meta[3] and tonumber(meta[3]) - ms or 0
 local furthest_ms = back_ms > STEP_MS and lease_ms or math.max(10 * lease_ms, FURTHEST_MS)
-local ahead = redis.call('ZRANGEBYSCORE', LEASES, '(' .. ms + furthest_ms, '+inf')
-for _, name in ipairs(ahead) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
+local too_far = redis.call('ZRANGEBYSCORE', LEASES, '(' .. ms + furthest_ms, '+inf')
+for _, name in ipairs(too_far) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
 if back_ms > STEP_MS then
   local waiting = redis.call('ZRANGE', BACKOFF, 0, -1, 'WITHSCORES')
   for i = 1, #waiting, 2 do redis.call('ZADD', BACKOFF, math.max(ms, waiting[i + 1] - back_ms), waiting[i]) end
   redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', ms))
 end
 
--- They come out in the order in which they were due, so the first is put first last. Those that masters took for
--- consumers are left to master/renew_leases.lua, which asks what was acknowledged and who lives: no master was there, or Redis was away.
-local reaped = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
-for i = #reaped, 1, -1 do
-  local name = reaped[i]
+-- They come out in the order in which they were due, so the first is requeued last. Leases that masters hold for
+-- consumers are left to master/renew_leases.lua, which checks acknowledgements and liveness: the lease expired because
+-- no master ran, or Redis was away.
+local expired = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
+for i = #expired, 1, -1 do
+  local name = expired[i]
   local head = redis.call('LINDEX', line_of(name), 0)
   if head then redis.call('HINCRBY', KEYS[4], head .. 'l', 1) end
   end_lease(group, name, longest)
@@ -60,7 +62,7 @@ end
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for _, name in ipairs(due) do
   redis.call('ZREM', BACKOFF, name)
-  line_up(name) -- behind the others: keys that fail all the time would take every turn
+  line_up(name) -- behind the others: keys that fail all the time must not starve them
 end
 
 if ARGV[13] then
@@ -68,12 +70,12 @@ if ARGV[13] then
   for _, owner in ipairs(redis.call('HVALS', OWNERS)) do
     if string.match(owner, '^%d+ %S+ (.*)$') == consumer then held = held + 1 end
   end
-  most_lines = math.min(most_lines, tonumber(ARGV[13]) - held)
+  most_queues = math.min(most_queues, tonumber(ARGV[13]) - held)
 end
 
 local gone = {}
 local MOST_GONE = 1000
--- What is missing among the claimed is not in the stream any more: nobody can process it.
+-- An entry that XCLAIM does not return is no longer in the stream: no worker can process it.
 local function drop_missing(name, ids, entries)
   local there = {}
   for _, entry in ipairs(entries) do there[entry[1]] = true end
@@ -86,26 +88,26 @@ local function drop_missing(name, ids, entries)
   end
 end
 
-local any_struck = redis.call('EXISTS', KEYS[4]) == 1
-local NO_STRIKES, strikes = {}, {}
-local function strikes_on(id)
-  if not any_struck then return NO_STRIKES end
-  strikes[id] = strikes[id] or redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
-  return strikes[id]
+local any_counts = redis.call('EXISTS', KEYS[4]) == 1
+local NO_COUNTS, counts = {}, {}
+local function crash_counts_of(id)
+  if not any_counts then return NO_COUNTS end
+  counts[id] = counts[id] or redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
+  return counts[id]
 end
 
--- Of a line's first entries, those that are given out together: one that failed, or whose lease ran out, comes first, alone.
+-- The first entries of a queue that are given out together: an entry that failed, or whose lease expired, comes alone.
 local function run_of(name, most)
   local ids = redis.call('LRANGE', line_of(name), '0', most - 1)
-  for i = 1, any_struck and #ids or 0 do
-    local struck = strikes_on(ids[i])
-    if struck[1] or struck[2] or struck[3] then return {unpack(ids, 1, math.max(1, i - 1))} end
+  for i = 1, any_counts and #ids or 0 do
+    local count_of = crash_counts_of(ids[i])
+    if count_of[1] or count_of[2] or count_of[3] then return {unpack(ids, 1, math.max(1, i - 1))} end
   end
   return ids
 end
 
--- The entries of a line's run; none if it has none any more, nil if the rest of it is for the next call, as somebody has
--- trimmed what waits.
+-- The entries of a queue's run; none if it is empty, nil if the rest of it is for the next call, since queued entries
+-- were trimmed.
 local function claim(name, most)
   while true do
     local ids = run_of(name, most)
@@ -119,10 +121,10 @@ local function claim(name, most)
   end
 end
 
-local taken, count, used, bytes, unfit = {}, 0, 0, 0, 0
+local leased, count, used, bytes, unfit = {}, 0, 0, 0, 0
 
--- Of a line's entries, those for which there is room; the others stay with nobody. One is had however large it is, if it
--- is wanted: else it would never be.
+-- The entries for which there is room; the others stay unleased. One is given out however large it is, if it is wanted:
+-- otherwise it never would be.
 local function fitting(entries)
   for i, entry in ipairs(entries) do
     local size = size_of(entry)
@@ -138,8 +140,8 @@ local function fitting(entries)
   return entries
 end
 
-local function take_line(name)
-  -- No more than have room, as far as is known: Redis has what is claimed in memory once more.
+local function lease_queue(name)
+  -- No more than the estimate allows: claimed entries are in Redis' memory once more.
   local affordable = math.max(1, math.floor((most_bytes - bytes) / about))
   local entries = claim(name, math.min(longest, most_entries - count, affordable))
   if not entries then return end
@@ -147,20 +149,20 @@ local function take_line(name)
   if #entries == 0 and unfit > 0 then return end
   used = used + 1
   if #entries == 0 then return end
-  local struck = strikes_on(entries[1][1])
-  taken[#taken + 1] = {
+  local count_of = crash_counts_of(entries[1][1])
+  leased[#leased + 1] = {
     name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
-    tonumber(struck[3] or 0), tonumber(struck[2] or 0), entries,
+    tonumber(count_of[3] or 0), tonumber(count_of[2] or 0), entries,
   }
   fence = fence + 1
   count = count + #entries
 end
 
--- Write down who has the lines, and until when, with one command for many; and find their states.
-local function lease(from, to)
+-- Store who holds the queues, and until when, with one command for many; and load their states.
+local function store_leases(from, to)
   local owners, deadlines, fields, deadline = {}, {}, {}, string.format('%.0f', ms + lease_ms)
   for i = from, to do
-    local name, token = taken[i][1], taken[i][2]
+    local name, token = leased[i][1], leased[i][2]
     owners[#owners + 1], owners[#owners + 2] = name, token
     deadlines[#deadlines + 1], deadlines[#deadlines + 2] = deadline, name
     fields[#fields + 1] = string.sub(name, 2)
@@ -169,28 +171,28 @@ local function lease(from, to)
   redis.call('ZADD', LEASES, unpack(deadlines))
   local states = ARGV[9] == '1' and redis.call('HMGET', KEYS[3], unpack(fields)) or {}
   for i, state in ipairs(states) do
-    local one = taken[from + i - 1]
+    local one = leased[from + i - 1]
     if state and string.sub(one[1], 1, 1) == 'k' then one[3] = state end
   end
 end
 
--- Lines are taken off the list at the end, together: if anything fails before, they are still ready.
-while #taken < most_lines and count < most_entries and #gone < MOST_GONE and unfit == 0 do
-  local least = math.min(most_lines - #taken, math.ceil((most_entries - count) / longest))
+-- Queues are removed from the ready list at the end, together: if anything fails before, they are still ready.
+while #leased < most_queues and count < most_entries and #gone < MOST_GONE and unfit == 0 do
+  local least = math.min(most_queues - #leased, math.ceil((most_entries - count) / longest))
   local names = redis.call('LRANGE', READY, used, used + least - 1)
   if #names == 0 then break end
   for _, name in ipairs(names) do
-    if #gone < MOST_GONE and unfit == 0 then take_line(name) end
+    if #gone < MOST_GONE and unfit == 0 then lease_queue(name) end
   end
 end
-for i = 1, #taken, PASSED_AT_ONCE do lease(i, math.min(i + PASSED_AT_ONCE - 1, #taken)) end
+for i = 1, #leased, PASSED_AT_ONCE do store_leases(i, math.min(i + PASSED_AT_ONCE - 1, #leased)) end
 if used > 0 then redis.call('LTRIM', READY, used, -1) end
-if #taken > 0 then
+if #leased > 0 then
   redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence), 'clock', string.format('%.0f', ms))
 end
 if redis.call('LLEN', READY) == 0 then
-  redis.call('UNLINK', WAKE) -- nobody need look
-elseif #taken >= most_lines or count >= most_entries or unfit > 0 then
+  redis.call('UNLINK', WAKE) -- no worker needs to fetch
+elseif #leased >= most_queues or count >= most_entries or unfit > 0 then
   wake(1)
 end
 
@@ -202,4 +204,4 @@ for _, times in ipairs({LEASES, BACKOFF}) do
     if wait_ms < 0 or left < wait_ms then wait_ms = left end
   end
 end
-return {wait_ms, gone, #reaped, unfit, unpack(taken)}
+return {wait_ms, gone, #expired, unfit, unpack(leased)}

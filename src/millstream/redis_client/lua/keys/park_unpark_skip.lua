@@ -1,16 +1,17 @@
 #!lua
--- Have a line wait for a person, go on, or pass over its first entry.
+-- Park a key queue, let it go on, or skip its first entry.
 --
--- KEYS  as of commit.lua
--- ARGV  1 consumer group   2 name of the line   3 'park', 'unpark' or 'skip'
+-- KEYS  as in commit.lua
+-- ARGV  1 consumer group   2 name of the queue   3 'park', 'unpark' or 'skip'
 --       4 the reason, for 'park'; the id of the first entry, for 'skip'   5.. items of its dead letter, for 'skip'
 -- REPLY 1 if it was done, 0 if there was nothing to do: it is parked already, or not; or the entry is not the first
--- ERROR NOTKEYED when neither workers nor a run on Spark of a handler with a key are in charge; NOGROUP when the group is gone; MOVING when a line
---       that moves to its new partition is to go on, and only the move keeps it
+-- ERROR NOTKEYED when neither workers nor a Spark run of a handler with a key own the stream
+--       NOGROUP when the group is gone
+--       MOVING when a queue is to be unparked that only the migration of its key keeps waiting
 --
--- INVARIANT  An entry that is passed over becomes a dead letter in the same step. Who works on it is refused what it commits
---   late, as its lease ends. A line that is parked while somebody works on it is kept from its next turn; on Spark, where
---   nobody has a lease, at once.
+-- INVARIANT  A skipped entry becomes a dead letter in the same step. A worker that processes it is refused a late
+--   commit, as its lease ends. A queue that is parked while it is leased is kept from its next lease; on Spark, where
+--   there are no leases, it is parked at once.
 
 -- include ids
 -- include refusal
@@ -45,7 +46,7 @@ end
 if what == 'unpark' then
   if redis.call('HDEL', PARKED, name) == 0 then return 0 end
   local head = redis.call('LINDEX', line_of(name), 0)
-  if head then forget_strikes(head) end -- a person vouches for it: it begins anew
+  if head then forget_strikes(head) end -- the operator's decision: it begins anew
   if not leased and line_up(name, true) then wake(1) end
   return 1
 end

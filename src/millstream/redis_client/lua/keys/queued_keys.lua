@@ -1,10 +1,10 @@
 #!lua flags=no-writes
--- Name all lines of a stream that have entries.
+-- Return the names of all key queues that have entries.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- REPLY the names, some of them twice
 --
--- INVARIANT  It is one step: a line that goes from one place to another meanwhile is not missed.
+-- INVARIANT  It is one step: a queue that changes its state meanwhile is not missed.
 
 -- include key_queues
 

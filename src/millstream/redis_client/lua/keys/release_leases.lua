@@ -1,16 +1,16 @@
 #!lua flags=allow-oom
--- End leases on lines: let the next in line go on, at once, later or when a person says so.
+-- Release leases of key queues: the queue goes on at once, later or when an operator acts.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the workers' epoch   2 consumer group, then for each line:
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group, then for each queue:
 --         name, lease token, number of its entries that the worker was given and has not committed
---         'next' (its turn is over), 'first' (it was not begun: it comes before others), 'later' or 'park'
+--         'next' (requeued), 'first' (not begun: requeued before the others), 'later' (backing off) or 'park'
 --         milliseconds from now, for 'later'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, '' if it was not attempted
--- REPLY names of the lines that the token did not hold any more: nothing was changed about them
+-- REPLY names of the queues that the token did not hold any more, of which nothing was changed
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  A failed attempt keeps its place: the entry stays the first of its line, and its attempts are counted.
+-- INVARIANT  A failed attempt keeps its place: the entry stays the first of its queue, and its attempts are counted.
 
 -- include ids
 -- include refusal
@@ -33,13 +33,14 @@ for i = 3, #ARGV, 6 do
       if failed ~= '' then
         redis.call('HSET', KEYS[4], head .. 'f', failed)
       end
-      -- It was not cut short, whatever became of it; if it was not begun, the mark is of another, and tells what that died of.
+      -- The process survived the run. If the entry was not begun, the marker is of another run, which may have died of
+      -- it.
       if how ~= 'first' then redis.call('HDEL', KEYS[4], head .. 'a') end
       if how == 'park' then
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
       elseif how == 'later' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
-        ready = ready + 1 -- in a moment: a worker that waits learns when
+        ready = ready + 1 -- soon: notify a worker, which learns when
       elseif line_up(name, how == 'first') then
         ready = ready + 1
       end

@@ -1,13 +1,13 @@
 #!lua
--- Bring entries that are pending, but wait in no line, into the lines of their keys.
+-- Enqueue entries that are pending, but in no key queue, into the queues of their keys.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the workers' epoch   2 consumer group   3.. id and line of each entry
--- REPLY ids of those that were brought in
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3.. id and queue name of each entry
+-- REPLY ids of those that were enqueued
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANTS  What lies beyond the frontier is left to `route`, or it would be in its line twice. An entry comes before
---   whatever is newer in its line, but for the first if somebody works on that already.
+-- INVARIANTS  Entries beyond the committed id are left to route.lua, or they would be in their queue twice. An entry
+--   comes before any newer one of its queue, except the first if that is leased.
 
 -- include ids
 -- include refusal
@@ -20,10 +20,10 @@ local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 
--- The first id in a line, from an index on, that is newer than `id`.
-local function newer_than(id, line, at)
+-- The first id in a queue, from an index on, that is newer than `id`.
+local function newer_than(id, queue, at)
   while true do
-    local page = redis.call('LRANGE', line, at, at + PAGE - 1)
+    local page = redis.call('LRANGE', queue, at, at + PAGE - 1)
     for _, other in ipairs(page) do
       if less(id, other) then return other end
     end
@@ -32,24 +32,24 @@ local function newer_than(id, line, at)
   end
 end
 
-local adopted, ready = {}, 0
+local enqueued, ready = {}, 0
 for i = 3, #ARGV, 2 do
   local id, name = ARGV[i], ARGV[i + 1]
-  local line = line_of(name)
+  local queue = line_of(name)
   local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
   if found.err then return named(found, 'XPENDING', KEYS[7]) end
-  local to_come = meta[2] and less(meta[2], id)
-  if #found > 0 and not to_come and not redis.call('LPOS', line, id) then
+  local is_new = meta[2] and less(meta[2], id)
+  if #found > 0 and not is_new and not redis.call('LPOS', queue, id) then
     local leased = redis.call('HEXISTS', OWNERS, name) == 1
-    local place = newer_than(id, line, leased and 1 or 0)
+    local place = newer_than(id, queue, leased and 1 or 0)
     if place then
-      redis.call('LINSERT', line, 'BEFORE', place, id)
-    elseif redis.call('RPUSH', line, id) == 1 and not leased and line_up(name) then
+      redis.call('LINSERT', queue, 'BEFORE', place, id)
+    elseif redis.call('RPUSH', queue, id) == 1 and not leased and line_up(name) then
       ready = ready + 1
     end
     hold_by(group, WAITING, {id})
-    adopted[#adopted + 1] = id
+    enqueued[#enqueued + 1] = id
   end
 end
 wake(ready)
-return adopted
+return enqueued

@@ -1,17 +1,18 @@
 #!lua
--- Append new entries of a stream to the lines of their keys, in stream order, and put them into the pending list.
+-- Append new entries of a stream to the queues of their keys, in stream order, and make them pending.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 id that the caller has read the stream after
---       4 most entries that may be pending   5.. of each entry that it has read: id and line, '' if it is not for us
--- REPLY number of entries that were passed, number of lines that became ready, number pending, id up to which all
---       entries are routed now
+--       4 most entries that may be pending   5.. of each entry that it has read: id and queue name ('' = not for this
+--       handler)
+-- REPLY number of entries that were processed, number of queues that became ready, number pending, id up to which all
+--       entries are enqueued now
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANTS  Entries are routed once and in stream order, whoever does it: the call does nothing unless the frontier
---   is where the caller has read from. Everything up to the frontier is committed or in a line, wherever others have set
---   the group. What Spark has committed beyond its frontier has a mark and is passed. What others made pending takes no
---   room for ever.
+-- INVARIANTS  Entries are enqueued once and in stream order, by any worker: the call does nothing unless the committed
+--   id is where the caller has read from. Everything up to the committed id is committed or in a queue, wherever others
+--   have set the group. Entries that Spark has committed beyond its committed id have an offset and are skipped.
+--   Entries that other programs made pending do not use up the room for ever.
 
 -- include ids
 -- include key_queues
@@ -23,41 +24,41 @@ local refusal = stale(ARGV[1], found[1])
 if refusal then return refusal end
 local group = find_group(group_name)
 if not group then return redis.error_reply('NOGROUP the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone') end
-local last, floor, pending = found[3], found[4], group['pending']
+local last, takeover_offset, pending = found[3], found[4], group['pending']
 if last ~= read_after then return {0, 0, pending, last} end
--- Where nothing can run, only parked lines may fill all the room, with what is in them.
+-- If nothing can run, only the entries of parked queues may use up the room.
 if pending >= most and redis.call('EXISTS', READY, OWNERS, BACKOFF) == 0 then
   pending = math.min(pending, count_parked())
 end
 
-local marked = redis.call('EXISTS', KEYS[2]) == 1
+local has_offsets = redis.call('EXISTS', KEYS[2]) == 1
 local function is_done(id, name)
-  if floor and not less(floor, id) and redis.call('HEXISTS', KEYS[6], id) == 0 then return true end
-  if not marked then return false end
-  local marks = redis.call('HMGET', KEYS[2], name, 'i' .. id)
-  return marks[2] or (marks[1] and not less(marks[1], id))
+  if takeover_offset and not less(takeover_offset, id) and redis.call('HEXISTS', KEYS[6], id) == 0 then return true end
+  if not has_offsets then return false end
+  local offsets = redis.call('HMGET', KEYS[2], name, 'i' .. id)
+  return offsets[2] or (offsets[1] and not less(offsets[1], id))
 end
 
-local passed, room = 0, most - pending
-local order, lines, ids = {}, {}, {}
+local processed, room = 0, most - pending
+local order, queues, ids = {}, {}, {}
 for i = 5, #ARGV, 2 do
   if #ids >= room then break end
   local id, name = ARGV[i], ARGV[i + 1]
-  passed, last = passed + 1, id
+  processed, last = processed + 1, id
   if name ~= '' and not is_done(id, name) then
     ids[#ids + 1] = id
-    if not lines[name] then
-      lines[name] = {}
+    if not queues[name] then
+      queues[name] = {}
       order[#order + 1] = name
     end
-    table.insert(lines[name], id)
+    table.insert(queues[name], id)
   end
 end
-if passed == 0 then return {0, 0, pending, last} end
+if processed == 0 then return {0, 0, pending, last} end
 
 local ready = 0
 for _, name in ipairs(order) do
-  local some, length = lines[name], 0
+  local some, length = queues[name], 0
   for i = 1, #some, PASSED_AT_ONCE do
     length = redis.call('RPUSH', line_of(name), unpack(some, i, math.min(i + PASSED_AT_ONCE - 1, #some)))
   end
@@ -66,18 +67,18 @@ end
 hold_by(group_name, WAITING, ids)
 local read = group['entries-read']
 if read then
-  redis.call('XGROUP', 'SETID', KEYS[7], group_name, last, 'ENTRIESREAD', read + passed)
+  redis.call('XGROUP', 'SETID', KEYS[7], group_name, last, 'ENTRIESREAD', read + processed)
 else
   redis.call('XGROUP', 'SETID', KEYS[7], group_name, last)
 end
 redis.call('HSET', KEYS[1], 'frontier', last, 'look_ahead', ARGV[4])
-if floor and not less(last, floor) then
+if takeover_offset and not less(last, takeover_offset) then
   redis.call('UNLINK', KEYS[6])
   redis.call('HDEL', KEYS[1], 'floor')
 end
-if marked and not (found[2] and less(last, found[2])) then
+if has_offsets and not (found[2] and less(last, found[2])) then
   redis.call('UNLINK', KEYS[2])
   redis.call('HDEL', KEYS[1], 'top')
 end
 wake(ready)
-return {passed, ready, pending + #ids, last}
+return {processed, ready, pending + #ids, last}

@@ -1,15 +1,15 @@
 #!lua
--- Say which lines Spark can run: none of their entries is parked, or waits for its next attempt.
+-- Return the key queues that Spark can run: they are neither parked nor backing off.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 most lines
--- REPLY 1 if there are lines at all, else 0; number of entries in lines; how many lines wait for their key to leave an earlier
---       partition; milliseconds until one can be run that cannot yet (-1
---       = there is none); their names
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 most queues
+-- REPLY 1 if there are key queues at all, else 0; number of entries in them; how many queues wait for their key to
+--       leave an earlier partition; milliseconds until a queue can be run that cannot yet (-1 = there is none); their
+--       names
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  A line stays ready until all of it is committed, or it waits again: a run that dies loses none. What is in
---   lines is pending, also where a person has destroyed the group.
+-- INVARIANT  A queue stays ready until all of it is committed, or it waits again: a run that dies loses none. Queued
+--   entries are pending, even after an operator has destroyed the group.
 
 -- include ids
 -- include key_queues
@@ -23,7 +23,7 @@ if refusal then return refusal end
 local now, most = now_ms(), tonumber(ARGV[3])
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', now, 'LIMIT', 0, most)
 for _, name in ipairs(due) do
-  line_up(name) -- behind the others: keys that fail all the time would take every turn
+  line_up(name) -- behind the others: keys that fail all the time must not starve them
   redis.call('ZREM', BACKOFF, name)
 end
 local first = redis.call('ZRANGE', BACKOFF, 0, 0, 'WITHSCORES')[2]

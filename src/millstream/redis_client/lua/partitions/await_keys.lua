@@ -1,12 +1,12 @@
 #!lua
--- Have lines of a new partition wait until their keys have left the earlier one.
+-- Make key queues of a new partition wait until their keys have left the earlier one.
 --
--- KEYS  as of commit.lua
--- ARGV  name of each line, and the partition that its key comes from
--- REPLY number of lines that wait now and did not before
+-- KEYS  as in commit.lua
+-- ARGV  name of each queue, and the partition that its key comes from
+-- REPLY number of queues that wait now and did not before
 --
--- INVARIANT  It is asked before the first entry of a key is routed here. A line that has entries and does not wait has been
---   found free to go, and a key that has left an earlier partition never comes back to it.
+-- INVARIANT  It is called before the first entry of a key is enqueued here. A queue that has entries and does not wait
+--   was found free to go on, and a key that has left an earlier partition never comes back to it.
 
 -- include key_queues
 -- include migration_state
@@ -14,8 +14,8 @@
 local count = 0
 for i = 1, #ARGV, 2 do
   local name = ARGV[i]
-  local waits = redis.call('HEXISTS', MOVING, name) == 1 and redis.call('HEXISTS', PARKED, name) == 1
-  if not waits and redis.call('EXISTS', line_of(name)) == 0 then
+  local is_waiting = redis.call('HEXISTS', MOVING, name) == 1 and redis.call('HEXISTS', PARKED, name) == 1
+  if not is_waiting and redis.call('EXISTS', line_of(name)) == 0 then
     local text = now_ms() .. ' moving from ' .. ARGV[i + 1]
     redis.call('HSET', MOVING, name, redis.call('HINCRBY', KEYS[1], 'moves', 1) .. ' ' .. text)
     redis.call('HSETNX', PARKED, name, text)

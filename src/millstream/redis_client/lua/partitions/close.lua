@@ -1,13 +1,13 @@
 #!lua
--- Seal a partition for a generation: no producer that knows only older ones adds anything to it from now on.
+-- Close a partition for a generation: no producer that knows only older ones adds an entry to it from now on.
 --
 -- KEYS  1 the stream   2 the partition (hash: generation, seal)
 -- ARGV  1 the generation
--- REPLY id up to which the entries of older generations are
+-- REPLY the last id of older generations (the seal)
 -- ERROR WRONGTYPE when the stream is something else
 --
--- INVARIANT  The generation never goes back, and the seal stays what it was when the generation was raised, however often
---   and by whomever it is asked for.
+-- INVARIANT  The generation never goes back, and the seal stays what it was when the generation was raised, however
+--   often and by whichever process it is closed.
 
 local found = redis.call('TYPE', KEYS[1])['ok']
 if found ~= 'none' and found ~= 'stream' then

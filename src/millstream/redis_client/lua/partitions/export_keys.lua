@@ -1,13 +1,13 @@
 #!lua
--- Say which keys have left a partition: nothing of them can run or be committed here any more.
+-- Tell which keys have left a partition: none of their entries can run or be committed here any more.
 --
--- KEYS  as of commit.lua, of the earlier partition
--- ARGV  1 its seal   2.. names of lines
--- REPLY nothing, if there may still be entries up to the seal that are in no line; else the fence, and for each line:
+-- KEYS  as in commit.lua, of the earlier partition
+-- ARGV  1 its seal   2.. names of key queues
+-- REPLY nothing, if there may still be entries up to the seal that are in no queue; else the fence, and for each queue:
 --       0 if it has entries or is parked, 1 if the key has left, or the state that it left
 --
--- INVARIANT  Producers publish nothing of these keys here beyond the seal. So what is answered with other than 0 stays so,
---   until the state is fetched.
+-- INVARIANT  Producers publish no entries of these keys here beyond the seal. So a reply other than 0 stays valid,
+--   until the state is imported.
 
 -- include ids
 -- include key_queues

@@ -1,12 +1,13 @@
 #!lua
--- Add a redriven entry to the partition that its key is in by now, once.
+-- Add a redriven entry to the partition that owns its key now, once.
 --
 -- KEYS  1 the stream   2 the partition (hash: generation)   3 sent (string: id that the entry was given)
 -- ARGV  1 the newest generation of partitions that the caller knows   2 how long it is remembered, in ms   3.. items
 -- REPLY id of the entry
--- ERROR SEALED and a generation: the partition was sealed for one that the caller does not know, nothing is written
+-- ERROR SEALED and a generation: the partition was closed for one that the caller does not know, nothing is written
 --
--- INVARIANT  However often and by whomever it is sent on, it is added once, and never to a partition that its key has left.
+-- INVARIANT  However often and by whichever process it is forwarded, it is added once, and never to a partition that
+--   its key has left.
 
 local known = redis.call('GET', KEYS[3])
 if known then return known end

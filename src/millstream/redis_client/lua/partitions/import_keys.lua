@@ -1,14 +1,14 @@
 #!lua
--- End the wait of lines whose keys have left their earlier partition, and put down the state that they bring.
+-- Let key queues go on whose keys have left their earlier partition, and store the states of these keys.
 --
--- KEYS  as of commit.lua, of the new partition
--- ARGV  1 the fence of the earlier partition   2.. of each line: name, what `moving` said of it before the earlier
+-- KEYS  as in commit.lua, of the new partition
+-- ARGV  1 the fence of the earlier partition   2.. of each queue: name, its text in `moving` before the earlier
 --       partition was asked, the state ('' = none)
--- REPLY number of lines that wait no more
+-- REPLY number of queues that wait no more
 --
--- INVARIANT  A state is put down once, before anything of its key runs here: `moving` said the same before the state was
---   read as it does now, and it says nothing twice. Until `moved` is cleared, which comes after the state is gone from the
---   earlier partition, no state is taken from there again. Lease tokens go on growing.
+-- INVARIANT  A state is stored once, before any entry of its key runs here: `moving` had the same text before the state
+--   was read as it has now, and no text occurs twice. Until `moved` is cleared, which comes after the state is gone
+--   from the earlier partition, no state is imported from there again. Lease tokens go on growing.
 
 -- include key_queues
 -- include migration_state

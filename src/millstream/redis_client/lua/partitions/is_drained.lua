@@ -1,7 +1,7 @@
 #!lua
--- Say whether all that a partition had when it was sealed is done, but for states that are still here.
+-- Tell whether all entries that a partition had when it was closed are committed; states may still be here.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 the seal   2 consumer group
 -- REPLY 1 if so, 0 if not
 --
@@ -13,7 +13,7 @@
 
 local seal = ARGV[1]
 if not routed_to(seal) then return 0 end
--- The usual case, for little; what is pending is not always what is in lines.
+-- The usual case, at little cost; the pending entries are not always the queued ones.
 local pending = redis.pcall('XPENDING', KEYS[7], ARGV[2], '-', seal, 1)
 if pending.err or #pending > 0 then return 0 end
 for _, name in ipairs(all_lines()) do

@@ -14,7 +14,7 @@ local found = call('TYPE', KEYS[1])['ok']
 if found ~= 'none' and found ~= 'stream' then
   return redis.error_reply('WRONGTYPE ' .. KEYS[1] .. ' holds a ' .. found .. ' where a stream is needed')
 end
--- These remove nothing: whoever may not remove a message must not add its entry.
+-- These remove nothing: a user who may not remove a message must not add its entry.
 call('ZREM', KEYS[2], '')
 call('HDEL', KEYS[3], '')
 
@@ -23,7 +23,7 @@ local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local moved, bytes = 0, 0
 for _, id in ipairs(call('ZRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, ARGV[1])) do
   local packed = call('HGET', KEYS[3], id)
-  if packed then -- somebody has deleted it by hand otherwise
+  if packed then -- otherwise it was deleted by hand
     call('XADD', KEYS[1], '*', unpack(cmsgpack.unpack(packed)))
     moved, bytes = moved + 1, bytes + #packed
   end

@@ -7,20 +7,20 @@
 -- ARGV  1 sequence number of this batch, growing from 1
 --       2 length to trim the stream to, about ('' = never)   3 most entries it may hold ('' = any number)
 --       4 delay in ms ('' = none)   5 how long callers' ids are remembered, in ms
---       6 of a partition, the newest generation of partitions that the producer knows, else ''
+--       6 for a partition, the newest generation of partitions that the producer knows, else ''
 --       then any number of runs of entries with the same field names, each:
 --         number of fields, number of entries, the names, then the values of each entry in the names' order
 -- REPLY the ids of the entries or delayed messages, separated by spaces; '' if a later batch has been written
 -- ERROR FULL and the number of entries: the stream has no room for the batch, nothing is written
---       SEALED and a generation: the partition was sealed for one that the producer does not know, nothing is written
+--       SEALED and a generation: the partition was closed for one that the producer does not know, nothing is written
 --       PARTITIONED: the stream is a partition, and the producer does not know
 --
--- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may
---   be sent again and gets the same ids, and a copy of it that comes late, over a broken connection, is skipped. The
+-- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may be
+--   sent again and gets the same ids, and a copy of it that comes late, over a broken connection, is skipped. The
 --   number is kept for a day after the last batch. Of entries with the same caller's id, the first is added. Once a
---   partition is sealed for a generation, no producer of an older one adds anything, but still learns of what it had. A
---   delayed message is in `due` if and only if it is in `delayed`. No flag allow-oom: at maxmemory all of it is
---   refused before any write.
+--   partition is closed for a generation, no producer of an older one adds an entry, but still gets its earlier ids. A
+--   delayed message is in `due` if and only if it is in `delayed`. No flag allow-oom: at maxmemory all of it is refused
+--   before any write.
 
 local REMEMBERED_S = 86400
 local MOST_FIELDS = 3900 -- beyond that, unpack overflows Lua's stack
@@ -88,7 +88,7 @@ local function append_and_trim(items, count)
 end
 
 -- The time of arrival in microseconds makes an id; messages that are due together keep the order of arrival.
-local function keep(items)
+local function delay_entry(items)
   local id
   repeat
     id = string.format('%.0f', arrival)
@@ -98,7 +98,7 @@ local function keep(items)
   return id
 end
 
-local add = due and keep or maxlen ~= '' and append_and_trim or append
+local add = due and delay_entry or maxlen ~= '' and append_and_trim or append
 
 local function add_once(items, count, key)
   local id = call('GET', key)
@@ -109,7 +109,7 @@ local function add_once(items, count, key)
   return id
 end
 
-local put = deduplicated and add_once or add
+local add_entry = deduplicated and add_once or add
 local ids, number = {}, 0
 at = OPTIONS + 1
 while at <= #args do
@@ -125,7 +125,7 @@ while at <= #args do
     end
     at = at + fields
     number = number + 1
-    ids[number] = put(items, 2 * fields, KEYS[FIXED_KEYS + number])
+    ids[number] = add_entry(items, 2 * fields, KEYS[FIXED_KEYS + number])
   end
   at = at + 1
 end

@@ -5,7 +5,7 @@
 -- ARGV  1 field   2 the value that was seen, '' = none   3 the new value, '' = remove the field
 -- REPLY 1 if it was done, 0 if the field has another value now
 --
--- INVARIANT  Of several who have seen the same value one succeeds.
+-- INVARIANT  Of several callers that have seen the same value one succeeds.
 
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 if ARGV[3] == '' then

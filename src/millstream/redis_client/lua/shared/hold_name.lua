@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- Take, keep or let go of a worker's name.
+-- Acquire, renew or release a worker's name.
 --
--- KEYS  1 the name (string: who holds it, with a time to live)
--- ARGV  1 token of the holder   2 for how long, in milliseconds; 0 lets go of it
--- REPLY 1 if the holder has it (or had, and let go of it), 0 if another has
+-- KEYS  1 the name (string: its holder, with a time to live)
+-- ARGV  1 token of the holder   2 for how long, in milliseconds; 0 releases it
+-- REPLY 1 if the holder has it (or had, and released it), 0 if another has
 --
 -- INVARIANT  At most one holder at a time has a name, as long as Redis' clock does not jump.
 
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
-  -- For so long nobody holds it: the clock went back, with a failover, say.
+  -- No holder sets so long a time: the clock went back, with a failover for example.
   local held_ms = tonumber(ARGV[2])
   if held_ms > 0 and redis.call('PTTL', KEYS[1]) > held_ms then
     redis.call('PEXPIRE', KEYS[1], held_ms)
