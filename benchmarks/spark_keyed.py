@@ -109,7 +109,7 @@ class _Bench:
             once=True,
         )
         Supervisor(self._app, self._spark, settings, on_event=on_event).run()
-        done = self._client.execute("XLEN", OUTPUT) + self._client.execute("XLEN", KEYS.dead)
+        done = self._client.execute("XLEN", OUTPUT) + self._client.execute("XLEN", KEYS.dead_letters)
         if done != count:
             raise AssertionError(f"{done} of {count} messages are committed; the figure would be worth nothing")
         return (batches[-1][0] - batches[0][0]) / sum(messages for _, messages in batches[1:])

@@ -14,7 +14,7 @@ def process(message: Delivered) -> None:
 
 def main(url: str, myname: str, lost_after_ms: str = "60000") -> None:
     """Process messages that are still pending, then new ones, and idle ones claimed from other consumers."""
-    client, policy = Client(url), ReadPolicy(adopt_after_ms=int(lost_after_ms))
+    client, policy = Client(url), ReadPolicy(claim_after_ms=int(lost_after_ms))
     with Reader(client, group="mygroup", consumer=myname, streams=["mystream"], policy=policy) as reader:
         for batch in reader:
             for message in batch:

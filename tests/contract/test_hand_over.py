@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, Effects
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import ConfigError, PipelineFailed, StaleOwner
 from millstream.model import EntryId
@@ -74,7 +74,7 @@ class Bench:
         self.ids += [entry_id.decode() for entry_id in self.client.pipeline(commands)]
 
     def done(self) -> int:
-        return int(self.client.execute("XLEN", "out")) + int(self.client.execute("XLEN", KEYS.dead))
+        return int(self.client.execute("XLEN", "out")) + int(self.client.execute("XLEN", KEYS.dead_letters))
 
     def goes_on(self, count: int) -> None:
         """Wait until `count` more messages are done, or all of them."""
@@ -109,7 +109,7 @@ class Bench:
     def check(self) -> None:
         """Every entry has had its effect, once."""
         outputs = [(None, pairs[1].decode()) for _, pairs in self.client.execute("XRANGE", "out", "-", "+")]
-        letters = self.client.execute("XRANGE", KEYS.dead, "-", "+")
+        letters = self.client.execute("XRANGE", KEYS.dead_letters, "-", "+")
         dead = [pairs[pairs.index(b"id") + 1].decode() for _, pairs in letters]
         check_outputs({None: self.ids}, outputs, dead).raise_if_bad()
         assert len(dead) == len(self.ids) // 50
@@ -202,7 +202,7 @@ def test_both_engines_run_an_app_at_once_on_different_streams_with_one_output(
     assert (worker.error, pipeline.error) == (None, None)
     outputs = [(pairs[1].decode(), int(pairs[7])) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
     for name, ids in streams.items():
-        letters = client.execute("XRANGE", HandlerKeys("app", "handle", name).dead, "-", "+")
+        letters = client.execute("XRANGE", HandlerKeys("app", "handle", name).dead_letters, "-", "+")
         assert sorted(pairs[pairs.index(b"id") + 1].decode() for _, pairs in letters) == sorted(ids[49::50])
         for key in range(KEY_COUNT):
             of_key = [one for n, one in enumerate(ids) if n % KEY_COUNT == key]
@@ -235,24 +235,24 @@ def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_
     bench.publish(2 * PART)
     held = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="frozen", into="out")
     held.join()
-    (late,) = held.read(count=1)
+    (late,) = held.fetch(count=1)
     with bench.worker() as worker:
         bench.goes_on(50)
         with bench.pipeline("one") as pipeline:
             worker.join(FAIL_SAFE_S)
             assert isinstance(worker.error, StaleOwner)
-            unit = held.unit(late)
+            unit = held.effects_of(late)
             unit.outputs = [["id", late.id, "fence", held.token]]
             with pytest.raises(StaleOwner, match="taken over"):
                 held.commit([unit])
-            held.read(count=5)  # as a worker that has not noticed yet
+            held.fetch(count=5)  # as a worker that has not noticed yet
             bench.goes_on(120)
             with bench.worker():
                 pipeline.join(FAIL_SAFE_S)
                 assert isinstance(pipeline.error, PipelineFailed)
                 assert "a newer run of app.handle has taken over" in str(pipeline.error)
                 with pytest.raises(StaleOwner, match="taken over"):
-                    CommitStore(bench.client, app="app", handler="handle", token=held.token).begin(["in"])
+                    CommitStore(bench.client, app="app", handler="handle", token=held.token).begin_run(["in"])
                 bench.ends()
     bench.check()
 
@@ -286,19 +286,19 @@ def worker_on(client: Client, consumer: str) -> ReliableStream:
 
 def spark_on(client: Client) -> tuple[CommitStore, EntryId | None]:
     ledger = CommitStore(client, app="app", handler="handle", into="out")
-    ledger = ledger.renewed(ledger.new_token(["in"]))
-    return ledger, ledger.begin(["in"])["in"].frontier
+    ledger = ledger.with_token(ledger.new_token(["in"]))
+    return ledger, ledger.begin_run(["in"])["in"].committed_id
 
 
 def unit_of(entry_id: str) -> Effects:
-    unit = Effects(ENTRY_MARK + entry_id.encode(), b"", first_id=entry_id, last_id=entry_id, messages=1)
+    unit = Effects(ENTRY_PREFIX + entry_id.encode(), b"", first_id=entry_id, last_id=entry_id, message_count=1)
     unit.outputs = [["id", entry_id]]
     return unit
 
 
 def commit_what_is_left(worker: ReliableStream) -> None:
-    for delivery in [*worker.read_pending(), *worker.read(count=10)]:
-        unit = worker.unit(delivery)
+    for delivery in [*worker.claim_idle(), *worker.fetch(count=10)]:
+        unit = worker.effects_of(delivery)
         unit.outputs = [["id", delivery.id]]
         worker.commit([unit])
 
@@ -334,7 +334,7 @@ def test_a_group_that_a_late_run_on_spark_sets_back_doubles_nothing(client: Clie
         worker.checkpoint()
     spark, frontier = spark_on(client)
     assert frontier == EntryId(5, 0)
-    spark.advance({"in": EntryId(5, 0)})
+    spark.advance_committed({"in": EntryId(5, 0)})
     commit_what_is_left(worker_on(client, "w2"))
     assert effects(client) == ["1-0", "2-0", "3-0", "4-0", "5-0"]
 
@@ -344,8 +344,8 @@ def test_what_a_worker_reads_after_spark_has_taken_over_is_done_by_spark_alone(c
     spark, _ = spark_on(client)
     read_and_die(client)
     spark.commit({"in": [unit_of(f"{n}-0") for n in range(1, 6)]})
-    spark.advance({"in": EntryId(5, 0)})
+    spark.advance_committed({"in": EntryId(5, 0)})
     worker = worker_on(client, "w1")
-    assert worker.read_pending() == []
+    assert worker.claim_idle() == []
     _, frontier = spark_on(client)
     assert frontier == EntryId(5, 0)

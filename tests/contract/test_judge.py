@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millstream import App, Message
-from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, Effects
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Arg, Client
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, publish, run_cases, verify
@@ -38,8 +38,8 @@ def client(millstream_url: str) -> Iterator[Client]:
 
 def unit(number: int, **effects: list[Sequence[Arg]]) -> Effects:
     one_id = entry_id(number)
-    found = Effects(ENTRY_MARK + one_id.encode(), b"", first_id=one_id, last_id=one_id, messages=1)
-    found.outputs, found.dead = effects.get("outputs", []), effects.get("dead", [])
+    found = Effects(ENTRY_PREFIX + one_id.encode(), b"", first_id=one_id, last_id=one_id, message_count=1)
+    found.outputs, found.dead_letters = effects.get("outputs", []), effects.get("dead", [])
     return found
 
 
@@ -92,7 +92,7 @@ def test_what_is_wrong_is_named(client: Client, units: list[Effects], complaint:
 
 def test_what_is_left_over_is_named(client: Client) -> None:
     commit(client, unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter()))
-    client.execute("HSET", CASE.keys.strikes, entry_id(1), 1)
+    client.execute("HSET", CASE.keys.crashes, entry_id(1), 1)
     client.execute("XGROUP", "CREATE", CASE.stream, CASE.keys.group, 0)
     client.execute("XREADGROUP", "GROUP", CASE.keys.group, "w", "STREAMS", CASE.stream, ">")
     with pytest.raises(ContractBroken, match="3 entries are pending; crash counts are left"):

@@ -59,7 +59,7 @@ class Bookings:
     def waiting(self, keys: HandlerKeys) -> dict[str, list[str]]:
         """The entries of each line that has any."""
         ids = {
-            line.name: self._client.execute("LRANGE", keys.line(line.name), 0, -1)
+            line.name: self._client.execute("LRANGE", keys.queue(line.name), 0, -1)
             for line in list_queues(self._client, keys)
         }
         return {name.decode()[1:]: [one.decode() for one in found] for name, found in ids.items()}
@@ -80,7 +80,9 @@ class Bookings:
         sums = {account: (len(ids), len(ids) * (len(ids) + 1) // 2) for account, ids in self.ids.items()}
         assert {account: (state["count"], state["sum"]) for account, state in states.items()} == sums
         assert all(state.keys() == {"count", "sum"} for state in states.values())
-        assert self._client.execute("EXISTS", keys.parked, keys.ready, keys.backoff, keys.strikes, keys.dead) == 0
+        assert (
+            self._client.execute("EXISTS", keys.parked, keys.ready, keys.backoff, keys.crashes, keys.dead_letters) == 0
+        )
         assert check_invariants(self._client, keys, "bookings") == []
 
 

@@ -184,7 +184,7 @@ def verify(client: Client, expected: Expected) -> None:
         {items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)}
         for _, items in read_stream(client, OUTPUT)
     ]
-    letters = [DeadLetter.parse(*entry) for entry in read_stream(client, KEYS.dead)]
+    letters = [DeadLetter.parse(*entry) for entry in read_stream(client, KEYS.dead_letters)]
     report = check_outputs(
         {**expected.sequences, b"": list(expected.dead)},
         [(row["account"].encode(), row["id"]) for row in rows],
@@ -197,4 +197,4 @@ def verify(client: Client, expected: Expected) -> None:
     states = {found[i]: msgspec.msgpack.decode(found[i + 1]) for i in range(0, len(found), 2)}
     assert states == dict(expected.states)
     assert committed(client) == MESSAGES
-    assert client.execute("EXISTS", KEYS.marks, KEYS.strikes) == 0
+    assert client.execute("EXISTS", KEYS.offsets, KEYS.crashes) == 0

@@ -44,7 +44,7 @@ def fill(client: Client) -> None:
 def memory(client: Client) -> Memory:
     """All that a group remembers, but idle times and the figures that Redis estimates."""
     group = Group(client, "s", "g")
-    entries = [entry._replace(idle_ms=entry.idle_ms // 60_000) for entry in group.pending.walk()]
+    entries = [entry._replace(idle_ms=entry.idle_ms // 60_000) for entry in group.pending.iter_entries()]
     return group.info(), [one.name for one in group.consumers()], entries
 
 

@@ -390,7 +390,7 @@ def test_a_consumer_in_javascript_joins_one_in_python(
         eventually(both_did_much, "work of either")
         eventually(lambda: is_clean(client), "all done")
         fleet.judge(enqueued)
-    assert client.execute("HLEN", KEYS.strikes) == 0
+    assert client.execute("HLEN", KEYS.crashes) == 0
 
 
 def test_the_example_shows_every_ticket_in_order() -> None:

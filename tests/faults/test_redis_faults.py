@@ -91,4 +91,4 @@ def test_a_redis_without_memory_stops_commits_without_counting_attempts_until_th
     assert bank.committed() == stuck_at < MESSAGES
     bank.client.execute("CONFIG", "SET", "maxmemory", "0")
     bank.check(MESSAGES)
-    assert bank.client.execute("EXISTS", KEYS.dead) == 0
+    assert bank.client.execute("EXISTS", KEYS.dead_letters) == 0

@@ -95,13 +95,13 @@ class Orders:
     def is_done(self) -> bool:
         """Whether as much has come as must."""
         wanted = {"followed": self.published - len(self.dead), "days": self.numbers, "copies": self.published}
-        wanted |= {"scattered": self.scattered, KEYS.dead: len(self.dead)}
+        wanted |= {"scattered": self.scattered, KEYS.dead_letters: len(self.dead)}
         return all(self.client.execute("XLEN", stream) >= count for stream, count in wanted.items())
 
     def check(self) -> None:
         """Everything once, in order; each state has been kept."""
         followed, days, copies = self.rows("followed"), self.rows("days"), self.rows("copies")
-        found = self.client.execute("XRANGE", KEYS.dead, "-", "+")
+        found = self.client.execute("XRANGE", KEYS.dead_letters, "-", "+")
         dead = [DeadLetter.parse(*entry).id for entry in found]
         effects = [(row["customer"].encode(), row["id"]) for row in followed]
         check_outputs(self.of, effects, dead).raise_if_bad()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.delivery.reliable_stream import HANDED_BACK_MS
+from millstream.delivery.reliable_stream import NACK_IDLE_MS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -219,7 +219,7 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
 
 def handed_back(books: Expectations) -> int:
     """Return how many messages a worker has released: they count as idle for longer than the test has run."""
-    return len(books.client.execute("XPENDING", "in", books.keys.group, "IDLE", HANDED_BACK_MS, "-", "+", 100))
+    return len(books.client.execute("XPENDING", "in", books.keys.group, "IDLE", NACK_IDLE_MS, "-", "+", 100))
 
 
 def test_sigterm_while_redis_is_away_ends_without_it(

@@ -146,7 +146,7 @@ def test_a_worker_runs_under_the_rights_for_named_streams(admin: Client) -> None
         working(client, handler_for(), "w-0", policy=replace(QUICK, claim_ms=1_000)),
     ):
         eventually(lambda: admin.execute("XLEN", "out") == 1_000, "all but one to be written")
-        eventually(lambda: admin.execute("XLEN", KEYS.dead) == 1, "the dead letter")
+        eventually(lambda: admin.execute("XLEN", KEYS.dead_letters) == 1, "the dead letter")
     written = sorted(int(pairs[1]) for _, pairs in admin.execute("XRANGE", "out", "-", "+"))
     assert written == [n for n in range(1_001) if n != 3]
     assert admin.execute("ACL", "LOG") == []
@@ -212,7 +212,7 @@ def test_the_rights_end_at_the_streams_and_the_app_that_were_named(admin: Client
         reliable(client).join()
     url = login(admin, printed("producer", "--stream", "orders"))
     with Client(url) as client, pytest.raises(AccessDenied):
-        client.execute("XADD", KEYS.dead, "*", "a", "b")
+        client.execute("XADD", KEYS.dead_letters, "*", "a", "b")
 
 
 def test_an_operator_of_some_streams_is_shown_those_alone(admin: Client) -> None:
@@ -311,7 +311,7 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                     client.execute("XADD", "orders", "*", "n", 1)
                     stream = ReliableStream(limited, "orders", app="shop", handler="bill", consumer="w")
                     stream.join()
-                    assert stream.acknowledge(*stream.read(count=1)) == []
+                    assert stream.ack(*stream.fetch(count=1)) == []
                 elif role is RoleName.PRODUCER:
                     with Producer(limited) as producer:
                         producer.publish("orders", {"n": 1})

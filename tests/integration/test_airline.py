@@ -55,7 +55,7 @@ def processed(client: Client, flights: Flights, handler: Handler) -> Client:
         message.key = handler.key_of(message)
         refusal = check_key(handler, message)
         if refusal is not None:
-            commands.append(("XADD", KEYS.dead, "*", *dead_letter_of(handler, message, refusal).items()))
+            commands.append(("XADD", KEYS.dead_letters, "*", *dead_letter_of(handler, message, refusal).items()))
         else:
             assert message.key is not None
             told = handler.function(**handler.bind(message, states[message.key]))
@@ -141,7 +141,7 @@ def test_the_audit_sees_a_dead_letter_too_many_and_a_state_that_is_off(
     entry_id, pairs = processed.execute("XRANGE", KEYS.stream, "-", "+", "COUNT", 1)[0]
     message = Message(KEYS.stream, entry_id.decode(), pairs, b"N14228")
     dead = dead_letter_of(handler, message, DeadLettered("failed", "ValueError: planted"))
-    processed.execute("XADD", KEYS.dead, "*", *dead.items())
+    processed.execute("XADD", KEYS.dead_letters, "*", *dead.items())
     processed.execute("HSET", KEYS.state, "N14228", packed(State(number=1)))
     verdict = audit(expected_results(flights), read_results(processed))
     assert verdict.dead_letters_by_reason["failed"] == 1

@@ -53,7 +53,7 @@ class Machine(TaskFixture):
     def begin(self) -> None:
         self.on_spark = True
         self.token = CommitStore(self.client, app="app", handler="handle").new_token(["in"])
-        self.ledger.begin(["in"])
+        self.ledger.begin_run(["in"])
 
     @property
     def ledger(self) -> CommitStore:
@@ -63,7 +63,7 @@ class Machine(TaskFixture):
         """A batch; it may die before its end, or be run by a twin as well."""
         if not self.on_spark:
             self.begin()
-        after = self.ledger.frontiers(["in"]).get("in", EntryId(0, 0))
+        after = self.ledger.committed_ids(["in"]).get("in", EntryId(0, 0))
         rows: list[Row] = []
         for entry_id, pairs in self.client.execute("XRANGE", "in", f"({after}", "+", "COUNT", most):
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -73,7 +73,7 @@ class Machine(TaskFixture):
             for _ in range(1 + again):
                 self.process(self.runs, self.rows(*rows[:cut]))
             if not dies:
-                self.ledger.advance({"in": EntryId(max(n for n, _, _ in rows), 0)})
+                self.ledger.advance_committed({"in": EntryId(max(n for n, _, _ in rows), 0)})
 
     def run_lines(self) -> None:
         if not self.on_spark:
@@ -87,27 +87,27 @@ class Machine(TaskFixture):
     def work(self) -> None:
         self.on_spark = False
         worker = KeyedStream(
-            self.client, "in", line_of=line_of, app="app", handler="handle", consumer="w1", into="out",
+            self.client, "in", queue_of=line_of, app="app", handler="handle", consumer="w1", into="out",
         )  # fmt: skip
         worker.join()
-        worker.recover([], 100)
-        worker.route(count=self.chance.randrange(20), most_pending=MANY)
-        for lease in worker.take(lines=9, entries=MANY, run=5, lease_ms=HOUR_MS, now_ms=0).leases:
+        worker.recover_leases([], 100)
+        worker.enqueue_new(count=self.chance.randrange(20), most_pending=MANY)
+        for lease in worker.lease_keys(queues=9, entries=MANY, run=5, lease_ms=HOUR_MS, now_ms=0).leases:
             if self.chance.random() < 0.7:
                 self._run(worker, lease)
 
     def _run(self, worker: KeyedStream, lease: KeyLease) -> None:
-        for one in list(lease.waiting):
+        for one in list(lease.queued):
             fields = dict(zip(one.pairs[::2], one.pairs[1::2], strict=True))
             if fields[b"fail"] == b"1":
-                worker.release([LeaseRelease(lease, "park", "bad", 2)])
+                worker.release_leases([LeaseRelease(lease, "park", "bad", 2)])
                 return
-            unit = worker.unit_of(lease, [one])
+            unit = worker.key_effects_of(lease, [one])
             unit.add_outputs([[b"k", fields[b"k"], b"n", fields[b"n"]]])
             assert worker.commit([unit]) == []
-            lease.waiting.popleft()
-            lease.given -= 1
-        worker.release([LeaseRelease(lease, "next")])
+            lease.queued.popleft()
+            lease.in_flight_count -= 1
+        worker.release_leases([LeaseRelease(lease, "next")])
 
     # People
 
@@ -116,7 +116,7 @@ class Machine(TaskFixture):
         if not self.on_spark and not self.client.execute("HGET", KEYS.meta, "engine"):
             return
         for line in list_queues(self.client, KEYS):
-            number = int((line.first or "0").partition("-")[0])
+            number = int((line.first_id or "0").partition("-")[0])
             if line.state == "parked" and (settle or self.chance.random() < 0.5):
                 if dict(self.sent[(line.key or b"").decode()]).get(number):
                     assert skip(self.client, KEYS, line.name, error="x")

@@ -61,7 +61,7 @@ def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> N
     for sensor in SENSORS:
         mine = [row for row in rows if row[b"sensor"] == sensor.encode()]
         assert [row[b"celsius"] for row in mine] == [b"31.0", b"10.0", b"10.0"]
-        assert client.execute("XLEN", HandlerKeys("sensors", "watch", sensor).dead) == 1
+        assert client.execute("XLEN", HandlerKeys("sensors", "watch", sensor).dead_letters) == 1
 
 
 def test_the_store_of_the_other_example_refuses_a_stale_owner(client: Client) -> None:

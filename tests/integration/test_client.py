@@ -120,10 +120,10 @@ def test_a_right_that_is_taken_away_is_named_with_its_command_and_how_to_get_it(
     client.execute("XADD", "orders", "*", "n", 1)
     stream = stream_of(clerk, "orders")
     stream.join()
-    taken = stream.read(count=1)
+    taken = stream.fetch(count=1)
     client.execute("ACL", "SETUSER", "clerk", f"-{right}")
     with pytest.raises(AccessDenied) as caught:
-        stream.acknowledge(*taken)
+        stream.ack(*taken)
     assert right.upper() in str(caught.value)
     assert "`millstream acl` prints the required rights" in str(caught.value)
     assert not caught.value.concerns_key

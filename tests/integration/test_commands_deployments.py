@@ -87,7 +87,7 @@ def _have_letters(url: str) -> None:
                 error="no",
                 time_ms=0,
             )
-            client.execute("XADD", keys.dead, "*", *letter.items())
+            client.execute("XADD", keys.dead_letters, "*", *letter.items())
             client.execute("XGROUP", "CREATE", stream, keys.group, "0")
             client.execute("HSET", keys.meta, "epoch", "1")
             client.execute("HSET", keys.state, "k", b"\x80")

@@ -35,7 +35,7 @@ def take(client: Client, name: str, count: int, group: str = "g") -> None:
 
 def idle(client: Client, idle_ms: int, *ids: str) -> None:
     """Have pending entries been left alone for so long."""
-    for one in Group(client, "s", "g").pending.walk():
+    for one in Group(client, "s", "g").pending.iter_entries():
         if not ids or one.id.decode() in ids:
             client.execute("XCLAIM", "s", "g", one.consumer, 0, one.id, "IDLE", idle_ms, "JUSTID")
 
@@ -52,7 +52,7 @@ def group(client: Client) -> Group:
 
 
 def holders(client: Client, group: str = "g") -> dict[str, str]:
-    return {one.id.decode(): one.consumer for one in Group(client, "s", group).pending.walk()}
+    return {one.id.decode(): one.consumer for one in Group(client, "s", group).pending.iter_entries()}
 
 
 # --- groups: looking ---
@@ -212,7 +212,7 @@ def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_
     assert (len(done["claimed"]), done["deleted"]) == (1_597, ["3-0", "1400-0"])
     assert (would["claimed"], would["deleted"]) == (done["claimed"], done["deleted"])
     assert [one for one, holder in holders(client).items() if holder == "a"] == ["7-0"]
-    assert {one.deliveries for one in Group(client, "s", "g").pending.walk(consumer="b")} == {1}
+    assert {one.deliveries for one in Group(client, "s", "g").pending.iter_entries(consumer="b")} == {1}
     assert call(*words, url=client.url).json()["claimed"] == []
 
 
@@ -343,8 +343,8 @@ def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
     stream.join()
     for age_s in (90, 80, 70, 60, 50, 40):
         client.execute("XADD", "s", f"{now_ms - age_s * 1_000}-0", "n", age_s)
-    found = stream.read(count=4)
-    stream.acknowledge(found[0])
+    found = stream.fetch(count=4)
+    stream.ack(found[0])
     stream.checkpoint()
     (handler,) = inspect(client).handlers
     later_ms = server_time_ms(client) - now_ms
@@ -355,7 +355,7 @@ def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
     assert 80_000 <= (handler.oldest_pending_age_ms or 0) <= 80_000 + later_ms
     assert call("info", "--json", url=client.url).json()["handlers"][0]["pending"] == 3
     assert "workers (1)" in call("info", url=client.url).out
-    stream.acknowledge(*found[1:])
+    stream.ack(*found[1:])
     (handler,) = inspect(client).handlers
     assert (handler.pending, handler.lag, handler.oldest_pending_age_ms) == (0, 2, None)
 
@@ -364,9 +364,9 @@ def test_info_tells_when_a_handler_has_moved_to_spark(client: Client) -> None:
     add(client, 5)
     stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
     stream.join()
-    stream.acknowledge(*stream.read(count=2))
+    stream.ack(*stream.fetch(count=2))
     ledger = CommitStore(client, app="shop", handler="bill")
-    ledger.renewed(ledger.new_token(["s"])).begin(["s"])
+    ledger.with_token(ledger.new_token(["s"])).begin_run(["s"])
     (handler,) = inspect(client).handlers
     assert (handler.engine, handler.consumers, handler.pending, handler.lag) == ("spark", 0, 0, 3)
 
@@ -375,7 +375,7 @@ def test_a_dead_letter_of_a_worker_is_listed_and_redriven_once(client: Client) -
     add(client, 150)
     with billing(client) as bill:
         wait_for_outputs(client, 149)
-        eventually(lambda: client.execute("XLEN", KEYS.dead) == 1, "the dead letter")
+        eventually(lambda: client.execute("XLEN", KEYS.dead_letters) == 1, "the dead letter")
         bill.lucky = True
         (letter,) = call("dlq", "list", "--json", url=client.url).json_lines()
         assert (letter["handler"], letter["id"], letter["reason"]) == ("bill", "13-0", "rejected")

@@ -12,7 +12,7 @@ from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection
 from millstream.delivery.commit_store import CommitStore, Effects
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, held_name, stage_group
+from millstream.redis_client.key_names import HandlerKeys, stage_group, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.spark.run.liveness import announce_run, keep_announced
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
@@ -133,7 +133,9 @@ def test_huge_entries_are_counted_a_few_at_a_time(client: Client) -> None:
 def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> None:
     fill(client, "flights", 5)
     ledger = CommitStore(client, app="airline", handler="departure", into="departures")
-    unit = Effects(b"k", b"", first_id="2-0", last_id="3-0", messages=2, outputs=[["a", "b"]], dead=[["c", "d"]])
+    unit = Effects(
+        b"k", b"", first_id="2-0", last_id="3-0", message_count=2, outputs=[["a", "b"]], dead_letters=[["c", "d"]]
+    )
     ledger.commit({"flights": [unit]})
     frontier(client, "3-0")
     client.execute("HSET", HandlerKeys("other", "h", "elsewhere").meta, "frontier", "9-9")
@@ -165,7 +167,7 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     client.execute("XGROUP", "CREATE", "c", keys.group, "0")
     client.execute("XCLAIM", "c", keys.group, "waiting", 0, "1-0", "2-0", "FORCE", "JUSTID")
     frontier(client, "2-0", keys)
-    client.execute("XADD", keys.dead, "*", "a", "b")
+    client.execute("XADD", keys.dead_letters, "*", "a", "b")
     before_ms, found = server_time_ms(client), reader(inspect(client), "shop.bill")
     assert (found.kind, found.modes, found.alive, found.streams) == ("handler", ("spark by key",), 0, 3)
     assert (found.lag, found.lag_exact, found.lag_min, found.lag_avg, found.lag_max) == (8, True, 0, 8 / 3, 5)
@@ -231,7 +233,7 @@ def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
         over.set()
         run.join(FAIL_SAFE_S)
     assert "spark (1)" in call("info", url=client.url).out
-    assert 0 < client.execute("PTTL", held_name("airline", "spark:departure")) <= 30_000
+    assert 0 < client.execute("PTTL", worker_name_key("airline", "spark:departure")) <= 30_000
 
 
 def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,17 +25,17 @@ def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
 def stream(client: Client) -> KeyedStream:
     """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
     opened = KeyedStream(
-        client, "orders", line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
+        client, "orders", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
         consumer="w-0",
     )  # fmt: skip
     opened.join()
     for key, count in (("a", 5), ("b", 3), ("c", 2), ("d", 1)):
         for n in range(count):
             client.execute("XADD", "orders", "*", "key", key, "n", n)
-    opened.route(count=100, most_pending=1_000)
-    taken = opened.take(lines=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
+    opened.enqueue_new(count=100, most_pending=1_000)
+    taken = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
     _, b, c = taken.leases
-    opened.release([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)])
+    opened.release_leases([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)])
     return opened
 
 
@@ -52,14 +52,14 @@ def test_keys_says_of_each_key_what_it_waits_for(client: Client, stream: KeyedSt
     assert (rows["a"]["worker"], rows["a"]["messages"]) == ("w-0", 5)
     assert "attempt 2" in rows["b"]["why"]
     assert rows["c"]["parked"] == "failed: no such account"
-    assert stream.check() == []
+    assert stream.check_invariants() == []
 
 
 def test_keys_says_when_so_much_waits_that_other_keys_will_not_go_on(client: Client, stream: KeyedStream) -> None:
     assert asked(client, "keys", "pay")["streams"] == {"orders": {"queued": 11, "look_ahead": 1_000}}
     assert "--look-ahead" not in call("keys", "pay", url=client.url).err
     client.execute("XADD", "orders", "*", "key", "d", "n", 9)
-    stream.route(count=100, most_pending=14)
+    stream.enqueue_new(count=100, most_pending=14)
     said = call("keys", "pay", url=client.url).err
     assert "12 messages of orders are in key queues, of at most 14" in said
     assert "give the workers a greater --look-ahead" in said
@@ -71,7 +71,7 @@ def test_keys_shows_one_key_and_one_state_on_request(client: Client, stream: Key
     text = call("keys", "shop.pay", "--count", "1", url=client.url)
     assert "4 keys with 11 messages" in text.out
     assert "3 more; use --count to show them" in text.err
-    assert stream.check() == []
+    assert stream.check_invariants() == []
 
 
 def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, stream: KeyedStream) -> None:
@@ -79,10 +79,10 @@ def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, 
     assert asked(client, "keys", "pay", "--key", "d")["shown"][0]["parked"] == "audit"
     assert asked(client, "skip", "pay", "c", "--yes", "--reason", "gone")["skipped"]
     assert asked(client, "unpark", "pay", "c")["unparked"] == {"orders": True}
-    (taken,) = stream.take(lines=5, entries=10, run=9, lease_ms=1_000, now_ms=0).leases
+    (taken,) = stream.lease_keys(queues=5, entries=10, run=9, lease_ms=1_000, now_ms=0).leases
     assert (taken.key, [one.pairs[3] for one in taken.entries]) == (b"c", [b"1"])
     assert "gone" in call("dlq", "list", "--json", url=client.url).out
-    assert stream.check() == []
+    assert stream.check_invariants() == []
 
 
 def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, stream: KeyedStream) -> None:
@@ -92,7 +92,7 @@ def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, st
     assert count_parked(client, [HandlerKeys("shop", "pay", name) for name in ("orders", "none")]) == (2, 2)
     call("unpark", "pay", "ann", url=client.url)
     assert asked(client, "keys", "pay", "--key", "ann")["shown"] == []
-    assert stream.check() == []
+    assert stream.check_invariants() == []
 
 
 @pytest.mark.parametrize(
@@ -111,24 +111,24 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert ended.code == 2
     assert says in ended.err
     assert ended.err.count("\n") == 1
-    assert stream.check() == []
+    assert stream.check_invariants() == []
 
 
 def test_info_shows_such_a_handler_as_run_by_workers(client: Client, stream: KeyedStream) -> None:
     (found,) = call("info", "--json", url=client.url).json()["handlers"]
     assert (found["engine"], found["consumers"], found["pending"], found["lag"]) == ("workers", 1, 11, 11)
-    assert stream.check() == []
+    assert stream.check_invariants() == []
 
 
 def test_keys_leaves_out_streams_that_are_gone_or_refused(client: Client, stream: KeyedStream) -> None:
     for name in ("gone", "secret"):
         other = KeyedStream(
-            client, name, line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
+            client, name, queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
             consumer="w-0",
         )  # fmt: skip
         other.join()
         client.execute("XADD", name, "*", "key", "a")
-        other.route(count=100, most_pending=1_000)
+        other.enqueue_new(count=100, most_pending=1_000)
     client.execute("DEL", "gone")
     assert {row["stream"] for row in asked(client, "keys", "shop.pay")["shown"]} == {"orders", "secret"}
     client.execute("ACL", "SETUSER", "some", "on", ">secret", "+@all", "~orders", "~millstream:{orders}*")
@@ -137,4 +137,4 @@ def test_keys_leaves_out_streams_that_are_gone_or_refused(client: Client, stream
     assert (found.code, {row["stream"] for row in found.json()["shown"]}) == (0, {"orders"})
     client.execute("ACL", "SETUSER", "some", "resetkeys", "~secret")
     assert call("keys", "shop.pay", url=url).code == 3
-    assert stream.check() == []
+    assert stream.check_invariants() == []

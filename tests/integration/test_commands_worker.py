@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millstream.delivery.reliable_stream import HANDED_BACK_MS
+from millstream.delivery.reliable_stream import NACK_IDLE_MS
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import HandlerKeys, held_name
+from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import HandClock
@@ -171,7 +171,7 @@ def _pending(client: Client) -> int:
 
 def _handed_back(client: Client) -> int:
     """How many messages a worker had, and left to any other."""
-    arguments = ("IDLE", HANDED_BACK_MS, "-", "+", 10)
+    arguments = ("IDLE", NACK_IDLE_MS, "-", "+", 10)
     return len(client.execute("XPENDING", "orders", "millstream:shop.handle", *arguments))
 
 
@@ -210,10 +210,10 @@ def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -
 def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_back(client: Client) -> None:
     gone, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
     (name,) = gone.acquire(1)
-    client.execute("PEXPIRE", held_name("shop", name), 3_600_000)
+    client.execute("PEXPIRE", worker_name_key("shop", name), 3_600_000)
     with pytest.raises(ConfigError, match="is running"):
         other.acquire(1)
-    assert 0 < client.execute("PTTL", held_name("shop", name)) <= NAME_LEASE_MS
+    assert 0 < client.execute("PTTL", worker_name_key("shop", name)) <= NAME_LEASE_MS
 
 
 def test_a_redis_that_evicts_keys_is_warned_of_once(millstream_fresh_server: EmbeddedServer, app: str) -> None:

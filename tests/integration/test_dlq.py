@@ -60,7 +60,7 @@ def letter(
 def bury(client: Client, *letters: DeadLetter) -> list[str]:
     """Have messages die, and return the ids of their letters: no two are the same, in whatever boxes they are."""
     ids = [f"{time.time_ns() // 1_000_000}-{next(_buried)}" for _ in letters]
-    boxes = [HandlerKeys(d.app, d.handler, d.stream).dead for d in letters]
+    boxes = [HandlerKeys(d.app, d.handler, d.stream).dead_letters for d in letters]
     commands = [("XADD", *where, *letter.items()) for *where, letter in zip(boxes, ids, letters, strict=True)]
     for reply in client.pipeline(commands):
         raise_if_error(reply)
@@ -158,7 +158,7 @@ def test_letters_are_counted_by_reason(client: Client) -> None:
 def test_what_is_no_dead_letter_is_shown_as_such_and_never_sent_back(
     client: Client, foreign: Sequence[bytes | str | int]
 ) -> None:
-    foreign_id = client.execute("XADD", KEYS.dead, "*", *foreign).decode()
+    foreign_id = client.execute("XADD", KEYS.dead_letters, "*", *foreign).decode()
     (good_id,) = bury(client, letter())
     shown = call("dlq", "list", "--json", url=client.url).json_lines()
     assert [line["reason"] for line in shown] == ["unreadable", "failed"]
@@ -202,7 +202,7 @@ def test_any_fields_come_back_from_the_dead_byte_for_byte(
     pairs = [part for field in fields for part in field]
     ledger = CommitStore(client, app=KEYS.app, handler=KEYS.handler)
     dead = letter("7-0", pairs=pairs, key=key)
-    unit = Effects(b"k", b"", first_id="7-0", last_id="7-0", messages=1, dead=[dead.items()])
+    unit = Effects(b"k", b"", first_id="7-0", last_id="7-0", message_count=1, dead_letters=[dead.items()])
     ledger.commit({"flights": [unit]})
 
     box = DeadLetterQueue(client)
@@ -215,7 +215,7 @@ def test_any_fields_come_back_from_the_dead_byte_for_byte(
 
     (moved,) = box.redrive(box.select(DeadLetterFilter()))
     assert client.execute("XRANGE", "flights", "-", "+") == [[str(moved.new_id).encode(), [*MARK, *pairs]]]
-    assert client.execute("XLEN", KEYS.dead) == 0
+    assert client.execute("XLEN", KEYS.dead_letters) == 0
 
 
 def _from_json(shown: dict[str, object]) -> list[bytes]:
@@ -307,7 +307,7 @@ def test_only_what_is_chosen_is_sent_back(client: Client) -> None:
     ):
         assert call("dlq", "redrive", *args, "--yes", url=client.url).code == 0
         assert redriven(client) == expected
-    assert client.execute("XLEN", KEYS.dead) == 0
+    assert client.execute("XLEN", KEYS.dead_letters) == 0
 
 
 def test_redrive_and_purge_want_to_know_what_and_whether(client: Client) -> None:
@@ -324,21 +324,21 @@ def test_redrive_and_purge_want_to_know_what_and_whether(client: Client) -> None
         dry = call("dlq", command, letter_id, "--dry-run", "--json", url=client.url).json()
         assert (dry["selected"], dry["dry_run"]) == (1, True)
         assert "1 dead letter would be" in call("dlq", command, "--all", "--dry-run", url=client.url).out
-    assert client.execute("XLEN", KEYS.dead) == 1
+    assert client.execute("XLEN", KEYS.dead_letters) == 1
     assert client.execute("EXISTS", "flights") == 0
 
 
 def test_an_id_that_two_handlers_have_given_must_be_narrowed_down(client: Client) -> None:
     other = HandlerKeys("airline", "arrival", "flights")
     for keys in (KEYS, other):
-        client.execute("XADD", keys.dead, "7-7", *letter(keys=keys).items())
+        client.execute("XADD", keys.dead_letters, "7-7", *letter(keys=keys).items())
     assert len(call("dlq", "show", "7-7", "--json", url=client.url).json_lines()) == 2
     unclear = call("dlq", "redrive", "7-7", "--yes", url=client.url)
     assert unclear.code == 2
     assert "add --handler or --stream" in unclear.err
     assert call("dlq", "redrive", "7-7", "--handler", "arrival", "--yes", url=client.url).code == 0
     assert entries(client)[0][1] == b"airline.arrival"
-    assert client.execute("XLEN", KEYS.dead) == 1
+    assert client.execute("XLEN", KEYS.dead_letters) == 1
 
 
 def test_letters_of_many_handlers_and_streams_each_go_home(client: Client) -> None:
@@ -360,7 +360,7 @@ def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> No
         bury(client, letter(str(outcome.new_id)))
         outcomes += 1
     assert outcomes == 100
-    assert client.execute("XLEN", KEYS.dead) == 100
+    assert client.execute("XLEN", KEYS.dead_letters) == 100
 
 
 @pytest.mark.parametrize("right", ["xdel", "xadd"])
@@ -371,7 +371,7 @@ def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_letter(clien
         box = DeadLetterQueue(limited)
         with pytest.raises(AccessDenied):
             list(box.redrive(box.select(DeadLetterFilter())))
-    assert (client.execute("XLEN", KEYS.dead), entries(client)) == (1, [])
+    assert (client.execute("XLEN", KEYS.dead_letters), entries(client)) == (1, [])
 
 
 def test_an_error_that_quotes_what_is_no_text_is_kept_readable(client: Client) -> None:
@@ -399,7 +399,7 @@ def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> 
     assert [(one.new_id, one.problem) for one in box.redrive(box.select(DeadLetterFilter()))] == [(None, why)] * 2
     done = call("dlq", "redrive", "--all", "--yes", url=client.url)
     assert (done.code, done.err.count(f"was not redriven: {why}\n")) == (1, 2)
-    assert client.execute("XLEN", KEYS.dead) == 2
+    assert client.execute("XLEN", KEYS.dead_letters) == 2
 
 
 def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: EmbeddedServer) -> None:
@@ -412,7 +412,7 @@ def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: Em
         done = call("dlq", "redrive", "--all", "--yes", url=client.url)
         assert done.code == 3
         assert "maxmemory" in done.err
-        assert (client.execute("XLEN", KEYS.dead), client.execute("EXISTS", "flights")) == (2, 0)
+        assert (client.execute("XLEN", KEYS.dead_letters), client.execute("EXISTS", "flights")) == (2, 0)
         assert call("dlq", "purge", "--all", "--yes", "--json", url=client.url).json()["purged"] == 2
 
 
@@ -456,11 +456,11 @@ def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_lette
             process.kill()
             process.communicate()
         # In one step: what was sent before the kill may still be on its way.
-        assert client.execute("EVAL", BOTH, 2, "flights", KEYS.dead) == total
+        assert client.execute("EVAL", BOTH, 2, "flights", KEYS.dead_letters) == total
     assert kills, "each was over before it was killed"
     assert call("dlq", "redrive", "--app", "airline", "--yes", url=client.url).code == 0
     assert redriven(client) == list(range(1, total + 1))
-    assert client.execute("XLEN", KEYS.dead) == 0
+    assert client.execute("XLEN", KEYS.dead_letters) == 0
 
 
 # --- Purge ---

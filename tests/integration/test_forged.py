@@ -79,9 +79,9 @@ FORGED = {
 def test_a_forged_letter_is_shown_as_unreadable_and_stops_no_other(
     client: Client, fields: dict[str, bytes | str]
 ) -> None:
-    client.execute("XADD", KEYS.dead, "1-1", *letter(1))
-    client.execute("XADD", KEYS.dead, "2-1", *letter(2, **fields))
-    client.execute("XADD", KEYS.dead, "3-1", *letter(3, error=EVIL, traceback=EVIL))
+    client.execute("XADD", KEYS.dead_letters, "1-1", *letter(1))
+    client.execute("XADD", KEYS.dead_letters, "2-1", *letter(2, **fields))
+    client.execute("XADD", KEYS.dead_letters, "3-1", *letter(3, error=EVIL, traceback=EVIL))
     for command in (("dlq", "list"), ("dlq", "list", "--count"), ("dlq", "purge", "--all", "--dry-run")):
         assert harmless(call(*command, url=client.url)).code == 0
     listed = call("dlq", "list", "--json", url=client.url).json_lines()
@@ -93,14 +93,14 @@ def test_a_forged_letter_is_shown_as_unreadable_and_stops_no_other(
     assert (redriven.code, redriven.out) == (1, "2 dead letters redriven\n")
     assert "letter 2-1 was not redriven" in redriven.err
     assert client.execute("XLEN", KEYS.stream) == 2
-    assert client.execute("XLEN", KEYS.dead) == 1
+    assert client.execute("XLEN", KEYS.dead_letters) == 1
 
 
 def test_a_box_with_a_forged_name_is_shown_escaped_and_stops_no_other(client: Client) -> None:
     name = EVIL.replace(":", "")  # as in no name of a handler
     forged = HandlerKeys(name, name, f"{{t}}{EVIL}")
-    client.execute("XADD", forged.dead, "1-1", "a", "b")
-    client.execute("XADD", KEYS.dead, "2-1", *letter(2))
+    client.execute("XADD", forged.dead_letters, "1-1", "a", "b")
+    client.execute("XADD", KEYS.dead_letters, "2-1", *letter(2))
     for command in ("list", "list --count", "purge --all --dry-run", "redrive --all --dry-run", "show 1-1", "show 2-1"):
         assert harmless(call("dlq", *command.split(), url=client.url)).code == 0
     assert harmless(call("dlq", "redrive", "--all", "--yes", url=client.url)).out == "1 dead letter redriven\n"
@@ -108,9 +108,9 @@ def test_a_box_with_a_forged_name_is_shown_escaped_and_stops_no_other(client: Cl
 
 def test_letters_of_a_stream_that_cannot_be_added_to_stop_no_others(client: Client) -> None:
     other = HandlerKeys("shop", "bill", "payments")
-    client.execute("XADD", KEYS.dead, "1-1", *letter(1))
-    client.execute("XADD", other.dead, "2-1", *letter(2, stream="payments"))
-    client.execute("XADD", HandlerKeys("shop", "bill", "zzz").dead, "3-1", *letter(3, stream="zzz"))
+    client.execute("XADD", KEYS.dead_letters, "1-1", *letter(1))
+    client.execute("XADD", other.dead_letters, "2-1", *letter(2, stream="payments"))
+    client.execute("XADD", HandlerKeys("shop", "bill", "zzz").dead_letters, "3-1", *letter(3, stream="zzz"))
     client.execute("SET", "payments", "text")
     redriven = call("dlq", "redrive", "--all", "--yes", url=client.url)
     assert (redriven.code, redriven.out) == (1, "2 dead letters redriven\n")
@@ -150,7 +150,7 @@ def test_a_forged_ledger_is_unreadable_and_the_other_handlers_are_shown(
         assert harmless(call(*command, url=client.url)).code == 0
 
 
-@pytest.mark.parametrize("name", ["meta", "dead", "parked"])
+@pytest.mark.parametrize("name", ["meta", "dead_letters", "parked"])
 def test_a_key_of_a_handler_that_holds_something_else_stops_no_other_handler(client: Client, name: str) -> None:
     forged, sound = join(client), join(client, "payments")
     client.execute("DEL", getattr(forged, name))
@@ -172,15 +172,15 @@ def test_a_key_of_a_handler_that_holds_something_else_stops_no_other_handler(cli
 def stream(client: Client) -> KeyedStream:
     """A message of `a`, leased; of `b`, backing off; of `c`, parked for what somebody has written; of `d`, ready."""
     opened = KeyedStream(
-        client, "orders", line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="bill",
+        client, "orders", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="bill",
         consumer="w-0",
     )  # fmt: skip
     opened.join()
     for key in "abcd":
         client.execute("XADD", "orders", "*", "key", key)
-    opened.route(count=100, most_pending=1_000)
-    _, b, c = opened.take(lines=3, entries=100, run=2, lease_ms=60_000, now_ms=0).leases
-    opened.release([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", f"failed: {EVIL}", 4)])
+    opened.enqueue_new(count=100, most_pending=1_000)
+    _, b, c = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0).leases
+    opened.release_leases([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", f"failed: {EVIL}", 4)])
     return opened
 
 
@@ -203,7 +203,7 @@ def test_the_reason_for_which_a_key_is_parked_is_shown_escaped(client: Client) -
         (b"a", ("HSET", KEYS.owners, "ka", f"{EVIL} 1 w")),
         (b"b", ("ZADD", KEYS.backoff, "inf", "kb")),
         (b"c", ("HSET", KEYS.parked, "kc", EVIL)),
-        (b"d", ("SET", KEYS.line(b"kd"), EVIL)),
+        (b"d", ("SET", KEYS.queue(b"kd"), EVIL)),
     ],
 )
 def test_a_forged_line_is_unreadable_and_the_others_are_shown(

@@ -109,13 +109,13 @@ def age(client: Client, stream: str) -> None:
     """Have all that is pending have been pending for an hour."""
     pending = Group(client, stream, GROUP).pending
     for name in pending.summary().by_consumer:
-        ids = [entry.id for entry in pending.walk(consumer=name)]
+        ids = [entry.id for entry in pending.iter_entries(consumer=name)]
         pending.claim_ids(ids, consumer=name, min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
 
 
 def is_kept(client: Client, stream: str) -> bool:
     """Whether its holders have said since that they are at work on all of it."""
-    return all(entry.idle_ms < HOUR_MS for entry in Group(client, stream, GROUP).pending.walk())
+    return all(entry.idle_ms < HOUR_MS for entry in Group(client, stream, GROUP).pending.iter_entries())
 
 
 def holders(client: Client, stream: str = "s") -> dict[str, int]:
@@ -269,7 +269,7 @@ def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
     client.execute("DEL", "b")
     with pytest.raises(GroupMissing):
         one.taker._batches.renew("abc")
-    assert len(list(Group(client, "c", GROUP).pending.walk())) == 5
+    assert len(list(Group(client, "c", GROUP).pending.iter_entries())) == 5
     assert is_kept(client, "c")
 
 

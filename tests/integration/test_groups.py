@@ -312,8 +312,8 @@ def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, g
 def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, group: Group) -> None:
     take(client, "a", count=4)
     take(client, "b", count=5)
-    assert [one.id for one in group.pending.walk(page=2)] == ids(*range(1, 10))
-    assert [one.id for one in group.pending.walk(page=2, consumer="b")] == ids(5, 6, 7, 8, 9)
+    assert [one.id for one in group.pending.iter_entries(page=2)] == ids(*range(1, 10))
+    assert [one.id for one in group.pending.iter_entries(page=2, consumer="b")] == ids(5, 6, 7, 8, 9)
 
 
 # Claiming
@@ -369,8 +369,8 @@ def test_how_often_entries_were_delivered_is_known_of_those_that_are_pending(cli
     take(client, count=3)
     consumer(client).read_pending(after="1")
     group.ack(ids(3))
-    assert group.pending.deliveries(ids(1, 2, 3, 4)) == {b"1-0": 1, b"2-0": 2}
-    assert group.pending.deliveries([]) == {}
+    assert group.pending.delivery_counts(ids(1, 2, 3, 4)) == {b"1-0": 1, b"2-0": 2}
+    assert group.pending.delivery_counts([]) == {}
 
 
 def test_only_force_claims_what_nobody_holds(client: Client, group: Group) -> None:
@@ -405,7 +405,7 @@ def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, g
     pages = list(group.pending.auto_claim_ids("a", min_idle_ms=0, count=4))
     assert [one for page in pages for one in page.ids] == ids(1, 3, 4, 5, 6, 7, 8, 9)
     assert [one for page in pages for one in page.gone] == ids(2)
-    assert {entry.deliveries for entry in group.pending.walk()} == {1}
+    assert {entry.deliveries for entry in group.pending.iter_entries()} == {1}
 
 
 # Consumers
@@ -430,10 +430,10 @@ def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(cl
     group.pending.claim_ids(ids(3), consumer="leaver", min_idle_ms=0, options=options)
     group.create_consumer("heir")
     left = group.delete_consumer("leaver", heir="heir")
-    assert (left.existed, left.handed_on, list(left.gone)) == (True, 1200, ids(7, 1100))
+    assert (left.existed, left.reassigned, list(left.gone)) == (True, 1200, ids(7, 1100))
     assert [one.name for one in group.consumers()] == ["heir"]
     kept = [one for one in taken if one not in ids(7, 1100)]
-    assert [one.id for one in group.pending.walk(consumer="heir")] == kept
+    assert [one.id for one in group.pending.iter_entries(consumer="heir")] == kept
     third = group.pending.entries("3-0", "3-0")[0]
     assert third.deliveries == 5
     assert third.idle_ms >= 90_000
@@ -529,7 +529,7 @@ def test_consumers_leave_and_entries_are_acknowledged_when_redis_is_out_of_memor
         take(client, "leaver")
         group.create_consumer("heir")
         client.execute("CONFIG", "SET", "maxmemory", "1")
-        assert group.delete_consumer("leaver", heir="heir").handed_on == 3
+        assert group.delete_consumer("leaver", heir="heir").reassigned == 3
         assert len(list(group.pending.auto_claim("other", min_idle_ms=0))) == 1
         assert group.ack(ids(1, 2, 3)) == 3
 
@@ -558,7 +558,7 @@ def test_groups_work_on_a_cluster(request: pytest.FixtureRequest) -> None:
             reader = consumer(client, "c", stream)
             assert reader.read_new()[0].ids == ids(1, 2)
             group.create_consumer("heir")
-            assert group.delete_consumer("c", heir="heir").handed_on == 2
+            assert group.delete_consumer("c", heir="heir").reassigned == 2
             assert [batch.ids for batch in group.pending.auto_claim("x", min_idle_ms=0)] == [ids(1, 2)]
             assert group.ack(ids(1, 2)) == 2
         add(client, "{a}2", range(1, 3))

@@ -361,7 +361,7 @@ def test_what_is_still_in_hand_is_not_given_out_again_after_a_lost_connection(cl
         assert reader.read() == []
         assert [batch.ids for batch in reader.read()] == [[b"3-0"]]
         in_hand.clear()
-        reader.recover()
+        reader.reread_pending()
         assert [batch.ids for batch in reader.read()] == [[b"1-0", b"2-0", b"3-0"]]
 
 
@@ -375,7 +375,7 @@ def test_entries_of_a_dead_consumer_are_adopted_while_new_ones_go_on(client: Cli
     long_ago = ClaimOptions(idle_ms=90_000)
     Group(client, "s", "g").pending.claim_ids(held.ids[:20], consumer="dead", min_idle_ms=0, options=long_ago)
     # The next look at the list is half a minute away: the first one must come to its end, page by page.
-    with Running(client, policy=ReadPolicy(count=4, block_ms=50, adopt_after_ms=60_000)) as running:
+    with Running(client, policy=ReadPolicy(count=4, block_ms=50, claim_after_ms=60_000)) as running:
         running.wait_for(*range(1, 21), *range(26, 31))
     assert len(running.seen) == 25
     assert Group(client, "s", "g").pending.summary().by_consumer == {"dead": 5}  # not idle for so long yet
@@ -383,7 +383,7 @@ def test_entries_of_a_dead_consumer_are_adopted_while_new_ones_go_on(client: Cli
 
 def test_a_failed_entry_that_was_left_pending_comes_again(client: Client) -> None:
     add(client, 1)
-    with Running(client, policy=ReadPolicy(block_ms=20, adopt_after_ms=100), acks=False) as running:
+    with Running(client, policy=ReadPolicy(block_ms=20, claim_after_ms=100), acks=False) as running:
         eventually(lambda: len(running.seen) >= 3, "the entry to come three times")
     assert Group(client, "s", "g").pending.entries()[0].deliveries >= 3
 
@@ -398,7 +398,7 @@ def test_entries_trimmed_while_pending_are_reported(
     holder = "c" if adopt_after_ms is None else "dead"
     Consumer(client, group="g", name=holder, streams=["s"]).read_new()
     client.execute("XDEL", "s", "1-0", "2-0")
-    policy = ReadPolicy(block_ms=50, adopt_after_ms=adopt_after_ms)
+    policy = ReadPolicy(block_ms=50, claim_after_ms=adopt_after_ms)
     with Running(client, policy=policy) as running:
         eventually(lambda: bool(running.events), "word of it")
     assert running.events[0] == EntriesGone(stream="s", ids=[b"1-0", b"2-0"])
@@ -448,11 +448,11 @@ def test_every_entry_says_how_often_it_was_delivered(client: Client) -> None:
     Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=2)
     long_ago = ClaimOptions(idle_ms=90_000, deliveries=7)
     group.pending.claim_ids([b"2-0"], consumer="dead", min_idle_ms=0, options=long_ago)
-    policy = ReadPolicy(block_ms=50, adopt_after_ms=60_000)
+    policy = ReadPolicy(block_ms=50, claim_after_ms=60_000)
     with Reader(client, group="g", consumer="c", streams=["s", "t"], policy=policy) as reader:
         assert eventually(lambda: counts(reader)) == [(b"2-0", 8)]  # adopted
         assert eventually(lambda: counts(reader)) == [(b"3-0", 1), (b"1-0", 1), (b"2-0", 1)]
-        reader.recover()
+        reader.reread_pending()
         assert counts(reader) == [(b"2-0", 9), (b"3-0", 2), (b"1-0", 2), (b"2-0", 2)]
 
 
@@ -469,7 +469,7 @@ def test_what_fails_again_and_again_can_be_put_aside_by_its_delivery_count(clien
             raise ValueError(message.id)
         done.append(message.id)
 
-    policy = ReadPolicy(block_ms=20, adopt_after_ms=40)
+    policy = ReadPolicy(block_ms=20, claim_after_ms=40)
     with Reader(client, group="g", consumer="c", streams=["s"], policy=policy) as reader:
 
         def step() -> bool:

@@ -42,17 +42,17 @@ pytestmark = [pytest.mark.keys]
 def test_entries_go_to_the_line_of_their_key_in_stream_order_and_without_a_key_to_their_own(client: Client) -> None:
     worker = routed(client, "ABA-A-")
     assert lines(client, "kA", "kB", "i4-0", "i6-0") == [[1, 3, 5], [2], [4], [6]]
-    assert (held(client), worker.check()) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
+    assert (held(client), worker.check_invariants()) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
 
 
 def test_a_router_that_is_behind_routes_nothing_twice_and_goes_on_where_the_other_stopped(client: Client) -> None:
     publish(client, "ABABAB")
     ahead, behind = keyed(client, "w1"), keyed(client, "w2")
-    assert behind.route(count=1, most_pending=MANY) == 1
-    assert ahead.route(count=3, most_pending=MANY) == 3
-    assert behind.route(count=10, most_pending=MANY) == 0
-    assert behind.route(count=10, most_pending=MANY) == 2
-    assert (lines(client, "kA", "kB"), behind.check()) == ([[1, 3, 5], [2, 4, 6]], [])
+    assert behind.enqueue_new(count=1, most_pending=MANY) == 1
+    assert ahead.enqueue_new(count=3, most_pending=MANY) == 3
+    assert behind.enqueue_new(count=10, most_pending=MANY) == 0
+    assert behind.enqueue_new(count=10, most_pending=MANY) == 2
+    assert (lines(client, "kA", "kB"), behind.check_invariants()) == ([[1, 3, 5], [2, 4, 6]], [])
 
 
 def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) -> None:
@@ -62,8 +62,8 @@ def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) ->
     def go_on(name: str, count: int) -> None:
         with Client(client.url) as own:
             worker = keyed(own, name)
-            while worker.routed != b"1500-0":
-                worker.route(count=count, most_pending=MANY)
+            while worker.enqueued_id != b"1500-0":
+                worker.enqueue_new(count=count, most_pending=MANY)
 
     threads = [threading.Thread(target=go_on, args=(f"w{n}", 3 + n)) for n in range(3)]
     for thread in threads:
@@ -71,7 +71,7 @@ def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) ->
     for thread in threads:
         thread.join(FAIL_SAFE_S)
     found = dict(zip(expected(keys), lines(client, *expected(keys)), strict=True))
-    assert (found, keyed(client).check()) == (expected(keys), [])
+    assert (found, keyed(client).check_invariants()) == (expected(keys), [])
 
 
 def test_what_is_routed_together_in_portions_is_routed_once_in_stream_order_and_within_the_look_ahead(
@@ -80,29 +80,29 @@ def test_what_is_routed_together_in_portions_is_routed_once_in_stream_order_and_
     keys = "".join("ABCDEFG"[n * n % 7] for n in range(3_500))
     publish(client, keys)
     worker, other = keyed(client, "w1"), keyed(client, "w2")
-    assert worker.route(count=8_000, most_pending=2_600) == 100, "how much is worth reading is not known yet"
-    assert worker.route(count=8_000, most_pending=2_600) == 2_500
-    assert worker.routed == b"2600-0"
-    assert other.route(count=8_000, most_pending=2_600) == 0
+    assert worker.enqueue_new(count=8_000, most_pending=2_600) == 100, "how much is worth reading is not known yet"
+    assert worker.enqueue_new(count=8_000, most_pending=2_600) == 2_500
+    assert worker.enqueued_id == b"2600-0"
+    assert other.enqueue_new(count=8_000, most_pending=2_600) == 0
     client.execute("SCRIPT", "FLUSH")
-    assert worker.route(count=8_000, most_pending=MANY) == 900
+    assert worker.enqueue_new(count=8_000, most_pending=MANY) == 900
     found = dict(zip(expected(keys), lines(client, *expected(keys)), strict=True))
-    assert (found, worker.check()) == (expected(keys), [])
+    assert (found, worker.check_invariants()) == (expected(keys), [])
 
 
 def test_of_large_entries_few_are_read_at_once(client: Client) -> None:
     client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 300_000) for n in range(1, 201)])
     worker = keyed(client)
     for _ in range(2):  # also when nothing is known of them yet
-        assert worker.route(count=8_000, most_pending=MANY) == READ_BYTES // 300_009
+        assert worker.enqueue_new(count=8_000, most_pending=MANY) == READ_BYTES // 300_009
     other = keyed(client, "w2")
-    other.route(count=0, most_pending=MANY)
+    other.enqueue_new(count=0, most_pending=MANY)
     for size in (300_009, 0):  # by then it asks for no more than there is room for
-        read = other.to_read(count=1_000, most_pending=MANY)
+        read = other.read_command(count=1_000, most_pending=MANY)
         assert read is not None
-        entries, unfit = other.found(client.execute(*read))
+        entries, unfit = other.parse_read(client.execute(*read))
         assert (len(entries), unfit) == (READ_BYTES // 300_009, size)
-        other.enlisted(client.execute(*other.to_enlist(entries, most_pending=MANY)))
+        other.apply_enqueue(client.execute(*other.enqueue_command(entries, most_pending=MANY)))
 
 
 def test_an_entry_that_is_larger_than_all_that_is_read_at_once_is_read_alone(client: Client) -> None:
@@ -110,25 +110,25 @@ def test_an_entry_that_is_larger_than_all_that_is_read_at_once_is_read_alone(cli
     client.execute("XADD", "in", "3-0", "k", "C", "payload", b"x" * (READ_BYTES + 1))
     publish(client, "AB", first=4)
     worker = keyed(client)
-    assert [worker.route(count=100, most_pending=MANY) for _ in range(5)] == [2, 1, 1, 1, 0]
-    assert worker.check() == []
+    assert [worker.enqueue_new(count=100, most_pending=MANY) for _ in range(5)] == [2, 1, 1, 1, 0]
+    assert worker.check_invariants() == []
 
 
 def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_waits_with_nobody(client: Client) -> None:
     for n in range(1, 9):
         client.execute("XADD", "in", f"{n}-0", "k", "AB"[n % 2], "payload", b"x" * (1_000 if n < 5 else 100_000))
     worker = keyed(client)
-    worker.route(count=100, most_pending=MANY)
-    worker.sizes.note(1, 100)  # it expects small ones
+    worker.enqueue_new(count=100, most_pending=MANY)
+    worker.entry_sizes.record(1, 100)  # it expects small ones
     taken = take(worker, most_bytes=110_000)
-    assert (sorted(n for one in taken.leases for n in ids(one)), taken.unfit) == ([1, 3, 5], 100_009)
-    assert (held(client), worker.check()) == ({"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}, [])
+    assert (sorted(n for one in taken.leases for n in ids(one)), taken.unfit_bytes) == ([1, 3, 5], 100_009)
+    assert (held(client), worker.check_invariants()) == ({"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}, [])
     assert [ids(one) for one in take(worker, most_bytes=2_100).leases] == [[2]]
-    worker.release([LeaseRelease(one, "next") for one in taken.leases])
+    worker.release_leases([LeaseRelease(one, "next") for one in taken.leases])
     small = take(worker, most_bytes=10, one_at_least=False)
-    assert (small.leases, small.unfit) == ([], 1_009)
+    assert (small.leases, small.unfit_bytes) == ([], 1_009)
     assert [ids(one) for one in take(worker, most_bytes=10).leases] == [[1]]
-    assert worker.check() == []
+    assert worker.check_invariants() == []
 
 
 def test_a_read_that_is_too_much_for_the_server_is_tried_again_with_less(
@@ -137,18 +137,18 @@ def test_a_read_that_is_too_much_for_the_server_is_tried_again_with_less(
     with Client(millstream_fresh_server.url) as client:
         publish(client, "A" * 2_000)
         worker = keyed(client)
-        while worker.route(count=8_000, most_pending=MANY):
+        while worker.enqueue_new(count=8_000, most_pending=MANY):
             pass
         client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 2mb 0 0")
         client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 500_000) for n in range(2_001, 2_101)])
         with pytest.raises(Unavailable):
-            worker.route(count=8_000, most_pending=MANY)
+            worker.enqueue_new(count=8_000, most_pending=MANY)
         routed = 0
         for _ in range(200):  # what is too much again is tried with less again
             with suppress(Unavailable):
-                routed += worker.route(count=8_000, most_pending=MANY)
+                routed += worker.enqueue_new(count=8_000, most_pending=MANY)
         assert routed == 100
-        assert worker.check() == []
+        assert worker.check_invariants() == []
 
 
 def test_behind_the_greatest_id_there_is_nothing_to_read(client: Client) -> None:
@@ -156,21 +156,21 @@ def test_behind_the_greatest_id_there_is_nothing_to_read(client: Client) -> None
     greatest = f"{2**64 - 1}-{2**64 - 1}"
     client.execute("XADD", "in", greatest, "k", "A")
     worker = keyed(client)
-    assert worker.route(count=100, most_pending=MANY) == 3
-    assert worker.route(count=100, most_pending=MANY) == 0
-    assert worker.to_read(count=100, most_pending=MANY) is None
+    assert worker.enqueue_new(count=100, most_pending=MANY) == 3
+    assert worker.enqueue_new(count=100, most_pending=MANY) == 0
+    assert worker.read_command(count=100, most_pending=MANY) is None
     assert lines(client, "kA", "kB") == [[1, 2**64 - 1], [2]]
-    assert worker.check() == []
+    assert worker.check_invariants() == []
 
 
 def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:
     publish(client, "A" * 30)
     worker = keyed(client)
-    assert worker.route(count=100, most_pending=10) == 10
-    assert (worker.route(count=100, most_pending=10), worker.pending) == (0, 10)
+    assert worker.enqueue_new(count=100, most_pending=10) == 10
+    assert (worker.enqueue_new(count=100, most_pending=10), worker.pending_count) == (0, 10)
     lease = take_one(worker)
     assert commit(lease, 4)
-    assert worker.route(count=100, most_pending=10) == 4
+    assert worker.enqueue_new(count=100, most_pending=10) == 4
     assert len(lines(client, "kA")[0]) == 10
 
 
@@ -178,16 +178,16 @@ def test_a_router_that_knows_of_too_much_room_is_held_to_the_look_ahead(client: 
     publish(client, "AAAA")
     worker = keyed(client)
     items = [part for n in range(1, 5) for part in (f"{n}-0", "kA")]
-    passed, _, pending, last = worker._script(ROUTE, (worker.token, worker.group, "0-0", 3, *items))
+    passed, _, pending, last = worker._run_script(ROUTE, (worker.token, worker.group, "0-0", 3, *items))
     assert (passed, pending, last, lines(client, "kA")) == (3, 3, b"3-0", [[1, 2, 3]])
 
 
 def test_an_entry_that_is_for_another_handler_is_passed(client: Client) -> None:
     publish(client, "AAA")
     worker = keyed(client)
-    worker._line_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
-    worker.route(count=10, most_pending=MANY)
-    assert (lines(client, "kA"), worker.routed, worker.check()) == ([[1, 3]], b"3-0", [])
+    worker._queue_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
+    worker.enqueue_new(count=10, most_pending=MANY)
+    assert (lines(client, "kA"), worker.enqueued_id, worker.check_invariants()) == ([[1, 3]], b"3-0", [])
 
 
 # --- Leasing ---
@@ -198,9 +198,9 @@ def test_lines_take_turns_however_long_they_are(client: Client) -> None:
     order = []
     for _ in range(7):
         lease = take_one(worker, run=2)
-        order.append((lease.line.decode(), ids(lease)))
-        assert commit(lease, len(lease.waiting))
-        worker.release([LeaseRelease(lease, "next")])
+        order.append((lease.queue.decode(), ids(lease)))
+        assert commit(lease, len(lease.queued))
+        worker.release_leases([LeaseRelease(lease, "next")])
     assert order == [
         ("kA", [1, 2]), ("kB", [21, 22]), ("kC", [23, 24]), ("kA", [3, 4]), ("kA", [5, 6]), ("kA", [7, 8]), ("kA", [9, 10]),
     ]  # fmt: skip
@@ -211,21 +211,21 @@ def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_bit_b
     lease = take_one(worker, run=4)
     assert (ids(lease), lease.key) == ([1, 2, 3, 4], b"A")
     assert commit(lease, 2)
-    assert (held(client), worker.check()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
+    assert (held(client), worker.check_invariants()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
     assert commit(lease)
-    worker.release([LeaseRelease(lease, "next")])
-    assert (held(client), worker.check()) == ({"waiting": [4, 5, 6]}, [])
+    worker.release_leases([LeaseRelease(lease, "next")])
+    assert (held(client), worker.check_invariants()) == ({"waiting": [4, 5, 6]}, [])
     drain(worker)
     assert outputs(client) == expected("AAAAAB")
 
 
 def test_a_line_is_leased_to_one_worker_at_a_time(client: Client) -> None:
     first, second = routed(client, "ABCABC"), keyed(client, "w2")
-    mine, theirs = take(first, lines=2).leases, take(second).leases
-    assert [one.line for one in mine + theirs] == [b"kA", b"kB", b"kC"]
+    mine, theirs = take(first, queues=2).leases, take(second).leases
+    assert [one.queue for one in mine + theirs] == [b"kA", b"kB", b"kC"]
     assert take(first).leases == []
-    first.release([LeaseRelease(mine[0], "next")])
-    assert [one.line for one in take(second).leases] == [b"kA"]
+    first.release_leases([LeaseRelease(mine[0], "next")])
+    assert [one.queue for one in take(second).leases] == [b"kA"]
 
 
 def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(client: Client) -> None:
@@ -238,28 +238,28 @@ def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(clie
         with Client(client.url) as own:
             worker = keyed(own, name)
             while sum(map(len, outputs(own).values())) < len(keys):
-                worker.route(count=20, most_pending=100)
-                for lease in take(worker, lines=2, run=3).leases:
-                    if lease.line in inside:
-                        overlaps.append(lease.line)
-                    inside.add(lease.line)
-                    assert commit(lease, len(lease.waiting))
-                    inside.remove(lease.line)
-                    worker.release([LeaseRelease(lease, "next")])
+                worker.enqueue_new(count=20, most_pending=100)
+                for lease in take(worker, queues=2, run=3).leases:
+                    if lease.queue in inside:
+                        overlaps.append(lease.queue)
+                    inside.add(lease.queue)
+                    assert commit(lease, len(lease.queued))
+                    inside.remove(lease.queue)
+                    worker.release_leases([LeaseRelease(lease, "next")])
 
     threads = [threading.Thread(target=go_on, args=(f"w{n}",)) for n in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(FAIL_SAFE_S)
-    assert (outputs(client), overlaps, keyed(client).check()) == (expected(keys), [], [])
+    assert (outputs(client), overlaps, keyed(client).check_invariants()) == (expected(keys), [], [])
 
 
 def test_the_most_entries_and_lines_of_one_call_are_kept_to(client: Client) -> None:
     worker = routed(client, "AAABBBCCC")
-    found = take(worker, lines=2, entries=4, run=3).leases
+    found = take(worker, queues=2, entries=4, run=3).leases
     assert [ids(one) for one in found] == [[1, 2, 3], [4]]
-    assert [ids(one) for one in take(worker, lines=1, entries=9, run=2).leases] == [[7, 8]]
+    assert [ids(one) for one in take(worker, queues=1, entries=9, run=2).leases] == [[7, 8]]
 
 
 def test_a_lease_brings_the_state_that_was_committed_last(client: Client) -> None:
@@ -268,25 +268,25 @@ def test_a_lease_brings_the_state_that_was_committed_last(client: Client) -> Non
     unit = unit_of(lease)
     unit.state = b"\x01"
     assert (lease.state, worker.commit([unit])) == (b"", [])
-    worker.release([LeaseRelease(lease, "next")])
+    worker.release_leases([LeaseRelease(lease, "next")])
     assert take_one(worker).state == b"\x01"
 
 
 def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_for_long(client: Client) -> None:
     worker = routed(client, "AB")
-    assert client.execute("LLEN", KEYS.wake) == 2
-    client.execute("DEL", KEYS.wake)
-    (lease,) = take(worker, lines=1).leases
-    assert client.execute("LLEN", KEYS.wake) == 1  # it left a line to the next
-    client.execute("DEL", KEYS.wake)
-    worker.release([LeaseRelease(lease, "next")])
-    assert client.execute("LLEN", KEYS.wake) == 1
+    assert client.execute("LLEN", KEYS.notify) == 2
+    client.execute("DEL", KEYS.notify)
+    (lease,) = take(worker, queues=1).leases
+    assert client.execute("LLEN", KEYS.notify) == 1  # it left a line to the next
+    client.execute("DEL", KEYS.notify)
+    worker.release_leases([LeaseRelease(lease, "next")])
+    assert client.execute("LLEN", KEYS.notify) == 1
     for n in range(30):
         park(client, KEYS, b"kB", "x")
         unpark(client, KEYS, b"kB")
         publish(client, "C", first=10 + n)
-        worker.route(count=1, most_pending=MANY)
-    assert client.execute("LLEN", KEYS.wake) == 16
+        worker.enqueue_new(count=1, most_pending=MANY)
+    assert client.execute("LLEN", KEYS.notify) == 16
 
 
 # --- Committing ---
@@ -296,17 +296,17 @@ def second_life_of_a_lease(client: Client) -> tuple[KeyLease, KeyLease]:
     """A lease that ran out, and the one that took its place."""
     late = take_one(routed(client, "AAAB"), run=2)
     expire(client)
-    return late, next(one for one in take(keyed(client, "w2")).leases if one.line == b"kA")
+    return late, next(one for one in take(keyed(client, "w2")).leases if one.queue == b"kA")
 
 
 @pytest.mark.parametrize(
     "late_call",
     [
         lambda late: late.stream.commit([unit_of(late)]),
-        lambda late: late.stream.extend_leases([late], 1, 0),
-        lambda late: late.stream.release([LeaseRelease(late, "next")]),
-        lambda late: late.stream.release([LeaseRelease(late, "later", 1, 9)]),
-        lambda late: late.stream.release([LeaseRelease(late, "park", "late")]),
+        lambda late: late.stream.renew_leases([late], 1, 0),
+        lambda late: late.stream.release_leases([LeaseRelease(late, "next")]),
+        lambda late: late.stream.release_leases([LeaseRelease(late, "later", 1, 9)]),
+        lambda late: late.stream.release_leases([LeaseRelease(late, "park", "late")]),
     ],
     ids=["commit", "extend", "release", "back-off", "park"],
 )
@@ -314,7 +314,7 @@ def test_a_token_that_is_not_the_newest_is_refused_and_changes_nothing(
     client: Client, late_call: Callable[[KeyLease], list[object]]
 ) -> None:
     late, newest = second_life_of_a_lease(client)
-    client.execute("DEL", KEYS.wake)
+    client.execute("DEL", KEYS.notify)
 
     def everything() -> list[object]:
         kept = [
@@ -339,16 +339,16 @@ def test_a_lease_that_ran_out_goes_on_as_long_as_nobody_has_taken_the_line(clien
     lease = take_one(worker)
     expire(client)
     assert commit(lease)
-    assert worker.extend_leases([lease], HOUR_MS, 5) == []
-    assert (lease.until_ms, take(keyed(client, "w2")).leases, commit(lease)) == (HOUR_MS + 5, [], True)
+    assert worker.renew_leases([lease], HOUR_MS, 5) == []
+    assert (lease.expires_ms, take(keyed(client, "w2")).leases, commit(lease)) == (HOUR_MS + 5, [], True)
 
 
 @pytest.mark.parametrize("chosen", [[1], [1, 2], [0, 2], [0, 1, 3], [2, 1], [0, 0]])
 def test_only_the_first_entries_of_a_line_can_be_committed(client: Client, chosen: list[int]) -> None:
     worker = routed(client, "AAAAA")
     lease = take_one(worker, run=4)
-    entries = list(lease.waiting)
-    unit = worker.unit_of(lease, [entries[n] for n in chosen])
+    entries = list(lease.queued)
+    unit = worker.key_effects_of(lease, [entries[n] for n in chosen])
     assert worker.commit([unit]) == [unit]
     assert (lines(client, "kA"), held(client)["w1"]) == ([[1, 2, 3, 4, 5]], [1, 2, 3, 4])
     assert commit(lease, 4)
@@ -357,32 +357,32 @@ def test_only_the_first_entries_of_a_line_can_be_committed(client: Client, chose
 def test_no_entry_of_another_line_is_committed_under_a_lease(client: Client) -> None:
     worker = routed(client, "AB")
     a, b = take(worker).leases
-    assert worker.commit([worker.unit_of(a, list(b.waiting))]) != []
-    assert worker.commit([Effects(b.line, a.token, first_id="2-0", last_id="2-0", messages=1)]) != []
-    assert worker.check() == []
+    assert worker.commit([worker.key_effects_of(a, list(b.queued))]) != []
+    assert worker.commit([Effects(b.queue, a.token, first_id="2-0", last_id="2-0", message_count=1)]) != []
+    assert worker.check_invariants() == []
 
 
 def test_without_a_lease_nothing_of_a_line_is_committed(client: Client) -> None:
     worker = routed(client, "AB")
     lease, _ = take(worker).leases
     with pytest.raises(CommandFailed, match="UNLEASED"):
-        worker.acknowledge(*lease.waiting)
-    unleased = worker.unit(lease.waiting[0])
+        worker.ack(*lease.queued)
+    unleased = worker.effects_of(lease.queued[0])
     unleased.add_outputs([[b"x", b"1"]])
     assert worker.commit([unleased]) == [unleased]
-    assert (outputs(client), worker.check()) == ({}, [])
+    assert (outputs(client), worker.check_invariants()) == ({}, [])
 
 
 def ledger_of(worker: KeyedStream) -> CommitStore:
     ledger = CommitStore(worker._client, app="app", handler="handle", into="out", consumer=worker.consumer)
-    return ledger.renewed(worker.token)
+    return ledger.with_token(worker.token)
 
 
 def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_nothing(client: Client) -> None:
     worker = routed(client, "AAB")
     a, b = take(worker).leases
     ledger, units = ledger_of(worker), [unit_of(a, 2), unit_of(b)]
-    units.append(worker.unit_of(b, [a.waiting[0]]))
+    units.append(worker.key_effects_of(b, [a.queued[0]]))
     for _ in range(3):
         assert ledger.commit({"in": units}, call="life-1") == [units[2]]
     assert outputs(client) == {"kA": [1, 2], "kB": [3]}
@@ -393,7 +393,7 @@ def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_not
 
 def test_a_number_stands_for_a_call_of_one_worker_only(client: Client) -> None:
     first, second = routed(client, "AB"), keyed(client, "w2")
-    (a,), (b,) = take(first, lines=1).leases, take(second).leases
+    (a,), (b,) = take(first, queues=1).leases, take(second).leases
     assert ledger_of(first).commit({"in": [unit_of(a)]}, call="1") == []
     assert ledger_of(second).commit({"in": [unit_of(b)]}, call="1") == []
     assert outputs(client) == {"kA": [1], "kB": [2]}
@@ -401,11 +401,11 @@ def test_a_number_stands_for_a_call_of_one_worker_only(client: Client) -> None:
 
 def test_a_turn_may_end_with_its_commit(client: Client) -> None:
     worker = routed(client, "AAAB")
-    a, _ = take(worker, lines=2, run=2).leases
+    a, _ = take(worker, queues=2, run=2).leases
     unit = unit_of(a)
-    unit.left = 1
+    unit.unfinished = 1
     assert worker.commit([unit]) == []
-    assert (held(client), worker.check()) == ({"w1": [4], "waiting": [2, 3]}, [])
+    assert (held(client), worker.check_invariants()) == ({"w1": [4], "waiting": [2, 3]}, [])
     assert ids(take_one(keyed(client, "w2"))) == [2, 3]
 
 
@@ -413,10 +413,10 @@ def test_under_a_lease_whose_turn_ended_nothing_more_is_committed_not_even_in_th
     worker = routed(client, "AAB")
     a, b = take(worker, run=2).leases
     first, second, other = unit_of(a), unit_of(a, 2), unit_of(b)
-    second.first_id, second.others = second.last_id, []
-    first.left, other.left = 1, 0
+    second.first_id, second.other_ids = second.last_id, []
+    first.unfinished, other.unfinished = 1, 0
     assert worker.commit([first, second, other]) == [second]
-    assert (outputs(client), worker.check()) == ({"kA": [1], "kB": [3]}, [])
+    assert (outputs(client), worker.check_invariants()) == ({"kA": [1], "kB": [3]}, [])
     assert ids(take_one(worker)) == [2]
 
 
@@ -426,9 +426,9 @@ def test_a_turn_that_ends_with_its_commit_leaves_a_line_parked_that_was_parked_m
     park(client, KEYS, b"kA", "by hand")
     units = [unit_of(a), unit_of(b)]
     for unit in units:
-        unit.left = 0
+        unit.unfinished = 0
     assert worker.commit(units) == []
-    assert (take(worker).leases, worker.check()) == ([], [])
+    assert (take(worker).leases, worker.check_invariants()) == ([], [])
     unpark(client, KEYS, b"kA")
     assert ids(take_one(worker)) == [2]
 
@@ -437,8 +437,8 @@ def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_i
     worker = routed(client, "-A")
     client.execute("HSET", KEYS.state, "1-0", "of a key", "A", "of A")
     alone, of_key = take(worker).leases
-    assert (alone.line, alone.state) == (b"i1-0", b"")
-    assert (of_key.line, of_key.state) == (b"kA", b"of A")
+    assert (alone.queue, alone.state) == (b"i1-0", b"")
+    assert (of_key.queue, of_key.state) == (b"kA", b"of A")
 
 
 # --- Failing ---
@@ -446,38 +446,38 @@ def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_i
 
 def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
     worker = routed(client, "ABCDEF")
-    failing = take(worker, lines=3).leases
-    assert [one.line for one in failing] == [b"kA", b"kB", b"kC"]
-    worker.release([LeaseRelease(one, "later", 0, 1) for one in failing])
+    failing = take(worker, queues=3).leases
+    assert [one.queue for one in failing] == [b"kA", b"kB", b"kC"]
+    worker.release_leases([LeaseRelease(one, "later", 0, 1) for one in failing])
     expire(client)
-    assert [one.line for one in take(worker, lines=3).leases] == [b"kD", b"kE", b"kF"]
-    assert [one.line for one in take(worker, lines=3).leases] == [b"kA", b"kB", b"kC"]
+    assert [one.queue for one in take(worker, queues=3).leases] == [b"kD", b"kE", b"kF"]
+    assert [one.queue for one in take(worker, queues=3).leases] == [b"kA", b"kB", b"kC"]
 
 
 def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(client: Client) -> None:
     worker = routed(client, "AABB")
     a = take_one(worker)
-    worker.release([LeaseRelease(a, "later", HOUR_MS, 1)])
+    worker.release_leases([LeaseRelease(a, "later", HOUR_MS, 1)])
     taken = take(worker)
-    assert [one.line for one in taken.leases] == [b"kB"]
+    assert [one.queue for one in taken.leases] == [b"kB"]
     assert HOUR_MS / 2 < (taken.wait_ms or 0) <= HOUR_MS + 1
     assert commit(taken.leases[0], 2)
     expire(client, b"kA")
     a = take_one(keyed(client, "w2"))
-    assert (ids(a), [one.attempt for one in a.waiting]) == ([1], [2])
+    assert (ids(a), [one.attempt for one in a.queued]) == ([1], [2])
     assert commit(a)
-    assert (client.execute("EXISTS", KEYS.strikes), worker.check()) == (0, [])
+    assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
 
 
 def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_had_not(client: Client) -> None:
     worker = routed(client, "AB")
-    worker.release([LeaseRelease(take_one(worker), "later", HOUR_MS, 1)])
+    worker.release_leases([LeaseRelease(take_one(worker), "later", HOUR_MS, 1)])
     take(worker)
     client.execute("HINCRBY", KEYS.meta, "clock", 5 * HOUR_MS)  # so it is as if all this had been five hours later
     for times in (KEYS.leases, KEYS.backoff):
         for name in client.execute("ZRANGE", times, 0, -1):
             client.execute("ZINCRBY", times, 5 * HOUR_MS, name)
-    worker.extend_leases([], HOUR_MS, 0)
+    worker.renew_leases([], HOUR_MS, 0)
     assert 0 < (take(worker).wait_ms or 0) <= HOUR_MS + 1
     for times in (KEYS.leases, KEYS.backoff):
         ((_, due_ms),) = [client.execute("ZRANGE", times, 0, -1, "WITHSCORES")]
@@ -489,8 +489,8 @@ def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_ha
 def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> None:
     worker = routed(client, "ABC")
     a = take_one(worker)
-    worker.release([LeaseRelease(a, "first")])
-    assert [(one.line, one.waiting[0].attempt) for one in take(worker).leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
+    worker.release_leases([LeaseRelease(a, "first")])
+    assert [(one.queue, one.queued[0].attempt) for one in take(worker).leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
 
 
 def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(client: Client) -> None:
@@ -499,30 +499,30 @@ def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(clien
     assert commit(lease)
     expire(client)
     taken = take(second)
-    assert (taken.reaped, [ids(one) for one in taken.leases]) == (1, [[2]])
-    assert (taken.leases[0].waiting[0].deliveries, taken.leases[0].waiting[0].attempt) == (2, 1)
+    assert (taken.expired_count, [ids(one) for one in taken.leases]) == (1, [[2]])
+    assert (taken.leases[0].queued[0].deliveries, taken.leases[0].queued[0].attempt) == (2, 1)
     expire(client)
     again = take_one(worker)
-    assert (ids(again), again.waiting[0].deliveries) == ([2], 3)
-    assert (held(client), worker.check()) == ({"w1": [2], "waiting": [3, 4]}, [])
+    assert (ids(again), again.queued[0].deliveries) == ([2], 3)
+    assert (held(client), worker.check_invariants()) == ({"w1": [2], "waiting": [3, 4]}, [])
     assert commit(again)
-    worker.release([LeaseRelease(again, "next")])
-    assert (ids(take_one(worker)), client.execute("EXISTS", KEYS.strikes)) == ([3, 4], 0)
+    worker.release_leases([LeaseRelease(again, "next")])
+    assert (ids(take_one(worker)), client.execute("EXISTS", KEYS.crashes)) == ([3, 4], 0)
 
 
 def test_an_entry_that_a_worker_died_of_comes_alone_also_where_others_are_before_it(client: Client) -> None:
     worker = routed(client, "AAAAA")
-    client.execute("HSET", KEYS.strikes, "3-0l", 1)
+    client.execute("HSET", KEYS.crashes, "3-0l", 1)
     for expected_ids in ([1, 2], [3], [4, 5]):
         lease = take_one(worker)
         assert ids(lease) == expected_ids
         assert commit(lease, len(expected_ids))
-        worker.release([LeaseRelease(lease, "next")])
+        worker.release_leases([LeaseRelease(lease, "next")])
 
 
 def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(client: Client) -> None:
     worker = routed(client, "AB" * 1_500 + "C")
-    while worker.route(count=8_000, most_pending=MANY):
+    while worker.enqueue_new(count=8_000, most_pending=MANY):
         pass
     client.execute("XTRIM", "in", "MINID", "3001-0")
     left = []
@@ -530,49 +530,49 @@ def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(cl
         left.append(sum(map(len, lines(client, "kA", "kB"))))
     assert left == [2_000, 1_000, 0]
     assert [ids(lease) for lease in leases] == [[3_001]]
-    assert worker.check() == []
+    assert worker.check_invariants() == []
 
 
 def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_attempt_ends(client: Client) -> None:
     worker = routed(client, "AA")
     lease = take_one(worker)
-    worker.isolate(lease.waiting[0], "a w1")
+    worker.begin_isolation(lease.queued[0], "a w1")
     expire(client)
     again = take_one(keyed(client, "w2"))
     assert ids(again) == [1]
-    again.stream.release([LeaseRelease(again, "next", "", 1)])
-    assert client.execute("HGETALL", KEYS.strikes) == [b"1-0l", b"1", b"1-0f", b"1"]
+    again.stream.release_leases([LeaseRelease(again, "next", "", 1)])
+    assert client.execute("HGETALL", KEYS.crashes) == [b"1-0l", b"1", b"1-0f", b"1"]
 
 
 def test_the_mark_of_a_process_that_died_stays_when_its_line_is_given_back_unbegun(client: Client) -> None:
     worker = routed(client, "AA")
-    worker.isolate(take_one(worker).waiting[0], "dead-0 w1")
+    worker.begin_isolation(take_one(worker).queued[0], "dead-0 w1")
     expire(client)
     other = keyed(client, "w2")
     lease = take_one(other)
-    other.release([LeaseRelease(lease, "first")])
-    assert other.isolation(take_one(other).waiting[0]) == (0, "dead-0 w1")
+    other.release_leases([LeaseRelease(lease, "first")])
+    assert other.isolation_state(take_one(other).queued[0]) == (0, "dead-0 w1")
 
 
 def test_an_entry_that_a_task_on_spark_has_died_of_is_given_out_by_itself(client: Client) -> None:
     publish(client, "AA")
-    spark(client).strike("in", "1-0")
+    spark(client).count_crash("in", "1-0")
     worker = keyed(client)
-    worker.route(count=10, most_pending=MANY)
+    worker.enqueue_new(count=10, most_pending=MANY)
     assert ids(take_one(worker)) == [1]
 
 
 def test_a_worker_that_begins_anew_ends_the_leases_of_its_last_life_at_once(client: Client) -> None:
     routed(client, "AABBC")
     old = keyed(client, "w1")
-    mine = take(old, lines=2).leases
+    mine = take(old, queues=2).leases
     take(keyed(client, "w2"))
     again = keyed(client, "w1")
-    assert again.recover([], run=100) == (2, 0)
-    assert again.recover([], run=100) == (0, 0)
-    assert (held(client), again.check()) == ({"waiting": [1, 2, 3, 4], "w2": [5]}, [])
+    assert again.recover_leases([], run=100) == (2, 0)
+    assert again.recover_leases([], run=100) == (0, 0)
+    assert (held(client), again.check_invariants()) == ({"waiting": [1, 2, 3, 4], "w2": [5]}, [])
     found = take(again).leases
-    assert sorted((ids(one), one.waiting[0].deliveries) for one in found) == [([1], 2), ([3], 2)]
+    assert sorted((ids(one), one.queued[0].deliveries) for one in found) == [([1], 2), ([3], 2)]
     assert old.commit([unit_of(mine[0])]) != []
 
 
@@ -580,9 +580,9 @@ def test_a_lease_whose_reply_was_lost_ends_without_a_strike_and_those_heard_of_s
     worker = routed(client, "AABB")
     known = take_one(worker)
     take(worker)  # the reply to this is lost
-    assert worker.recover([known], run=100) == (0, 1)
+    assert worker.recover_leases([known], run=100) == (0, 1)
     assert commit(known)
-    assert [(ids(one), one.waiting[0].deliveries) for one in take(worker).leases] == [([3, 4], 1)]
+    assert [(ids(one), one.queued[0].deliveries) for one in take(worker).leases] == [([3, 4], 1)]
 
 
 def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -> None:
@@ -591,7 +591,7 @@ def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -
     for fence in (None, 5, None, 10**15, 2**52):
         lease = take_one(worker, run=1)
         fences.append(lease.fence)
-        worker.release([LeaseRelease(lease, "next")])
+        worker.release_leases([LeaseRelease(lease, "next")])
         if fence is None:
             client.execute("HDEL", KEYS.meta, "fence")
         else:

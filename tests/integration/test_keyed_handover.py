@@ -40,7 +40,7 @@ def unkeyed(client: Client) -> ReliableStream:
 def finish(stream: ReliableStream, deliveries: list[Delivery]) -> None:
     units = []
     for one in deliveries:
-        units.append(stream.unit(one))
+        units.append(stream.effects_of(one))
         units[-1].add_outputs([[b"line", b"i" + one.id, b"id", one.id, b"fence", b"0"]])
     assert stream.commit(units) == []
 
@@ -53,7 +53,7 @@ def some_of_two_lines(client: Client) -> tuple[KeyedStream, KeyLease]:
     """A: 1 committed, 3 leased, 5 not; B: 2 and 4 wait; 6 and on are not routed."""
     publish(client, "ABABABAB")
     worker = keyed(client)
-    worker.route(count=5, most_pending=MANY)
+    worker.enqueue_new(count=5, most_pending=MANY)
     lease = take_one(worker, run=2)
     assert commit(lease)
     return worker, lease
@@ -61,27 +61,27 @@ def some_of_two_lines(client: Client) -> tuple[KeyedStream, KeyLease]:
 
 def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stopped(client: Client) -> None:
     _, lease = some_of_two_lines(client)
-    standing = spark(client).begin(["in"])["in"]
-    assert (standing.frontier, standing.floor) == (EntryId(1, 0), EntryId(5, 0))
-    assert sorted(client.execute("HKEYS", KEYS.open)) == [b"2-0", b"3-0", b"4-0", b"5-0"]
-    assert client.execute("EXISTS", KEYS.ready, KEYS.owners, KEYS.leases, KEYS.line(b"kA"), KEYS.line(b"kB")) == 0
+    standing = spark(client).begin_run(["in"])["in"]
+    assert (standing.committed_id, standing.takeover_offset) == (EntryId(1, 0), EntryId(5, 0))
+    assert sorted(client.execute("HKEYS", KEYS.incomplete)) == [b"2-0", b"3-0", b"4-0", b"5-0"]
+    assert client.execute("EXISTS", KEYS.ready, KEYS.owners, KEYS.leases, KEYS.queue(b"kA"), KEYS.queue(b"kB")) == 0
     run_on_spark(client, 3)
     again = keyed(client, "w2")
     drain(again)
     assert outputs(client) == expected("ABABABAB")
-    assert (client.execute("EXISTS", KEYS.open, KEYS.marks), again.check()) == (0, [])
+    assert (client.execute("EXISTS", KEYS.incomplete, KEYS.offsets), again.check_invariants()) == (0, [])
     assert not commit(lease)
 
 
 @pytest.mark.parametrize(
     "late",
     [
-        lambda worker, lease: worker.route(count=1, most_pending=MANY),
+        lambda worker, lease: worker.enqueue_new(count=1, most_pending=MANY),
         lambda worker, lease: take(worker),
-        lambda worker, lease: worker.extend_leases([lease], 1, 0),
+        lambda worker, lease: worker.renew_leases([lease], 1, 0),
         lambda worker, lease: worker.commit([unit_of(lease)]),
-        lambda worker, lease: worker.release([LeaseRelease(lease, "next")]),
-        lambda worker, lease: worker.recover([], 1),
+        lambda worker, lease: worker.release_leases([LeaseRelease(lease, "next")]),
+        lambda worker, lease: worker.recover_leases([], 1),
     ],
     ids=["route", "take", "extend", "commit", "release", "recover"],
 )
@@ -90,7 +90,7 @@ def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
 ) -> None:
     worker, lease = some_of_two_lines(client)
     ledger = spark(client)
-    ledger.begin(["in"])
+    ledger.begin_run(["in"])
     with pytest.raises(StaleOwner):
         late(worker, lease)
     with pytest.raises(ConfigError):
@@ -110,7 +110,7 @@ def test_a_worker_that_slept_while_spark_was_here_commits_nothing_it_had_before(
 def test_a_worker_that_had_routed_further_than_spark_came_routes_that_again(client: Client) -> None:
     publish(client, "ABAB")
     worker = keyed(client)
-    assert worker.route(count=10, most_pending=MANY) == 4
+    assert worker.enqueue_new(count=10, most_pending=MANY) == 4
     run_on_spark(client, 1)
     keyed(client, "w2")
     drain(worker)
@@ -121,7 +121,7 @@ def test_a_redis_that_went_back_is_routed_again_without_a_new_entry(client: Clie
     publish(client, "ABAB")
     worker = keyed(client)
     dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
-    worker.route(count=10, most_pending=MANY)
+    worker.enqueue_new(count=10, most_pending=MANY)
     client.execute("FLUSHDB")
     client.pipeline([("RESTORE", key, 0, dump) for key, dump in dumps.items()])
     drain(worker)
@@ -137,24 +137,24 @@ def test_back_and_forth_between_spark_and_workers_nothing_is_lost_doubled_or_out
     publish(client, keys)
     for turn in range(6):
         worker = keyed(client, f"w{turn}")
-        worker.route(count=3 * step, most_pending=MANY)
+        worker.enqueue_new(count=3 * step, most_pending=MANY)
         for n, lease in enumerate(take(worker, run=step).leases):
             if (n + turn) % 2:
-                assert commit(lease, 1 + n % len(lease.waiting))
+                assert commit(lease, 1 + n % len(lease.queued))
         run_on_spark(client, step, advance=advance)
     drain(keyed(client, "last"))
     assert outputs(client) == expected(keys)
-    assert client.execute("EXISTS", KEYS.open, KEYS.marks) == 0
+    assert client.execute("EXISTS", KEYS.incomplete, KEYS.offsets) == 0
 
 
 def test_marks_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client: Client) -> None:
     publish(client, "ABAB")
     run_on_spark(client, 3, advance=False)
     worker = keyed(client)
-    worker.route(count=2, most_pending=MANY)
-    assert client.execute("HLEN", KEYS.marks) == 2
-    worker.route(count=1, most_pending=MANY)
-    assert client.execute("EXISTS", KEYS.marks) == 0
+    worker.enqueue_new(count=2, most_pending=MANY)
+    assert client.execute("HLEN", KEYS.offsets) == 2
+    worker.enqueue_new(count=1, most_pending=MANY)
+    assert client.execute("EXISTS", KEYS.offsets) == 0
     drain(worker)
     assert outputs(client) == expected("ABAB")
 
@@ -162,27 +162,27 @@ def test_marks_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client
 def test_a_handler_that_gets_a_key_passes_what_it_has_committed_without(client: Client) -> None:
     publish(client, "AAAA")
     ledger = spark(client)
-    ledger.begin(["in"])
-    ledger.commit({"in": [Effects(b"i2-0", b"", first_id="2-0", last_id="2-0", messages=1)]})
-    keyed(client).route(count=3, most_pending=MANY)
+    ledger.begin_run(["in"])
+    ledger.commit({"in": [Effects(b"i2-0", b"", first_id="2-0", last_id="2-0", message_count=1)]})
+    keyed(client).enqueue_new(count=3, most_pending=MANY)
     assert lines(client, "kA") == [[1, 3]]
 
 
 def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
-    found = first.read(count=8)
+    found = first.fetch(count=8)
     finish(first, [found[1], found[4], found[5]])
     first.checkpoint()
     finish(first, [found[2]])
     second = keyed(client)
     assert second.token > first.token
-    second.route(count=5, most_pending=MANY)
+    second.enqueue_new(count=5, most_pending=MANY)
     leases = take(second).leases
-    assert [one.line for one in leases] == [b"i1-0", b"i4-0"]
+    assert [one.queue for one in leases] == [b"i1-0", b"i4-0"]
     assert commit(leases[1])
     third = unkeyed(client)
-    rest = third.read_pending() + third.read(count=100)
+    rest = third.claim_idle() + third.fetch(count=100)
     assert sorted(int(one.id.partition(b"-")[0]) for one in rest) == [1, 7, 8, 9, 10, 11, 12]
     finish(third, rest)
     assert numbers(client) == list(range(1, 13))
@@ -193,17 +193,17 @@ def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client)
 def test_what_was_done_beyond_where_workers_of_keys_have_come_is_not_done_again(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
-    found = first.read(count=10)
+    found = first.fetch(count=10)
     finish(first, [one for one in found if one.id not in (b"2-0", b"5-0", b"9-0")])
     first.checkpoint()
-    assert client.execute("EXISTS", KEYS.marks) == 0
+    assert client.execute("EXISTS", KEYS.offsets) == 0
     second = keyed(client)
-    second.route(count=2, most_pending=MANY)
+    second.enqueue_new(count=2, most_pending=MANY)
     assert commit(take_one(second))  # it has come to 3
-    standing = spark(client).begin(["in"])["in"]
-    assert (standing.frontier, standing.floor) == (EntryId(4, 0), EntryId(10, 0))
+    standing = spark(client).begin_run(["in"])["in"]
+    assert (standing.committed_id, standing.takeover_offset) == (EntryId(4, 0), EntryId(10, 0))
     third = keyed(client, "w3")
-    third.route(count=1, most_pending=MANY)
+    third.enqueue_new(count=1, most_pending=MANY)
     drain(third)
     assert numbers(client) == list(range(1, 13))
 
@@ -211,23 +211,23 @@ def test_what_was_done_beyond_where_workers_of_keys_have_come_is_not_done_again(
 def test_once_all_up_to_the_floor_is_done_spark_begins_behind_it(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
-    found = first.read(count=10)
+    found = first.fetch(count=10)
     finish(first, [one for one in found if one.id != b"2-0"])
     second = keyed(client)
-    second.route(count=2, most_pending=MANY)
+    second.enqueue_new(count=2, most_pending=MANY)
     assert commit(take_one(second))
-    standing = spark(client).begin(["in"])["in"]
-    assert (standing.frontier, standing.floor) == (EntryId(10, 0), None)
+    standing = spark(client).begin_run(["in"])["in"]
+    assert (standing.committed_id, standing.takeover_offset) == (EntryId(10, 0), None)
 
 
 def test_what_spark_has_done_of_what_was_open_is_not_open_to_workers(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
-    found = first.read(count=10)
+    found = first.fetch(count=10)
     finish(first, [one for one in found if one.id not in (b"2-0", b"5-0", b"9-0")])
     run_on_spark(client, 2)
     second = unkeyed(client)
-    rest = second.read_pending() + second.read(count=100)
+    rest = second.claim_idle() + second.fetch(count=100)
     finish(second, rest)
     assert numbers(client) == list(range(1, 13))
 
@@ -235,7 +235,7 @@ def test_what_spark_has_done_of_what_was_open_is_not_open_to_workers(client: Cli
 def test_spark_does_nothing_again_where_somebody_has_set_the_group_of_workers_back(client: Client) -> None:
     publish(client, "-" * 6)
     first = unkeyed(client)
-    finish(first, first.read(count=4))
+    finish(first, first.fetch(count=4))
     first.checkpoint()
     client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
     run_on_spark(client)
@@ -244,7 +244,7 @@ def test_spark_does_nothing_again_where_somebody_has_set_the_group_of_workers_ba
 
 def test_of_much_that_is_still_to_be_routed_nothing_is_lost(client: Client) -> None:
     publish(client, "-" * 600)  # a hash of more than 512 has no order
-    unkeyed(client).read(count=600)
+    unkeyed(client).fetch(count=600)
     keyed(client)
     run_on_spark(client)
     assert numbers(client) == list(range(1, 601))
@@ -253,7 +253,7 @@ def test_of_much_that_is_still_to_be_routed_nothing_is_lost(client: Client) -> N
 def test_a_lost_group_of_workers_with_much_to_come_leaves_room_to_route_it(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
-    first.read(count=10)
+    first.fetch(count=10)
     second = keyed(client)
     client.execute("XGROUP", "DESTROY", "in", KEYS.group)
     second.join()
@@ -265,7 +265,7 @@ def test_a_lost_group_of_workers_with_much_to_come_leaves_room_to_route_it(clien
 def test_a_checkpoint_of_workers_of_keys_forgets_nothing_that_is_to_come(client: Client) -> None:
     publish(client, "-" * 6)
     first = unkeyed(client)
-    first.read(count=5)
+    first.fetch(count=5)
     second = keyed(client)
     assert second.checkpoint() == "noted"
     drain(second)
@@ -284,12 +284,12 @@ def test_parked_lines_must_be_settled_before_others_take_over(
     client: Client, successor: Callable[[Client], object]
 ) -> None:
     worker, lease = some_of_two_lines(client)
-    worker.release([LeaseRelease(lease, "park", "why")])
+    worker.release_leases([LeaseRelease(lease, "park", "why")])
     before = client.execute("HGETALL", KEYS.meta)
     with pytest.raises(ConfigError, match="parked"):
         successor(client)
     assert client.execute("HGETALL", KEYS.meta) == before
-    assert keyed(client, "w2").check() == []
+    assert keyed(client, "w2").check_invariants() == []
     unpark(client, KEYS, b"kA")
     successor(client)
 
@@ -298,7 +298,7 @@ def test_a_line_that_is_parked_ahead_of_its_entries_hinders_nobody(client: Clien
     worker, _ = some_of_two_lines(client)
     park(client, KEYS, b"kZ", "just in case")
     run_on_spark(client)
-    assert worker.check() == []
+    assert worker.check_invariants() == []
     assert outputs(client) == expected("ABABABAB")
 
 
@@ -306,10 +306,10 @@ def test_a_new_handler_begins_with_the_earliest_or_the_latest_entry_or_where_its
     publish(client, "AAAA")
     client.execute("XGROUP", "CREATE", "in", KEYS.group, "2-0")
     worker = keyed(client)
-    assert (worker.route(count=10, most_pending=MANY), worker.routed) == (2, b"4-0")
+    assert (worker.enqueue_new(count=10, most_pending=MANY), worker.enqueued_id) == (2, b"4-0")
     late = KeyedStream(
-        client, "in", line_of=lambda entry_id, pairs: b"kA", app="app", handler="late", consumer="w", start="latest"
+        client, "in", queue_of=lambda entry_id, pairs: b"kA", app="app", handler="late", consumer="w", start="latest"
     )
     late.join()
     publish(client, "A", first=5)
-    assert (late.route(count=10, most_pending=MANY), late.routed) == (1, b"5-0")
+    assert (late.enqueue_new(count=10, most_pending=MANY), late.enqueued_id) == (1, b"5-0")

@@ -81,24 +81,24 @@ class KeyedMachine(RuleBasedStateMachine):
     @precondition(is_with_workers)
     @rule(who=WORKERS, count=FEW, most=st.sampled_from([3, 100]))
     def route(self, who: int, count: int, most: int) -> None:
-        self.workers[who].route(count=count, most_pending=most)
+        self.workers[who].enqueue_new(count=count, most_pending=most)
 
     @precondition(is_with_workers)
     @rule(who=WORKERS, lines=FEW, run=st.integers(1, 3), heard=st.sampled_from([True, True, True, False]))
     def take(self, who: int, lines: int, run: int, heard: bool) -> None:
         worker = self.workers[who]
-        for lease in take(worker, lines=lines, run=run).leases:
-            assert lease.fence > self.newest.get(lease.line, 0)
-            self.newest[lease.line] = lease.fence
-            assert [one.id for one in lease.waiting] == self.client.execute(
-                "LRANGE", KEYS.line(lease.line), 0, len(lease.waiting) - 1
+        for lease in take(worker, queues=lines, run=run).leases:
+            assert lease.fence > self.newest.get(lease.queue, 0)
+            self.newest[lease.queue] = lease.fence
+            assert [one.id for one in lease.queued] == self.client.execute(
+                "LRANGE", KEYS.queue(lease.queue), 0, len(lease.queued) - 1
             )
             if heard:
                 self.leases.append(lease)
                 self.known.setdefault(worker.consumer, []).append(lease)
 
     def a_lease(self, which: int) -> KeyLease | None:
-        found = [one for one in self.leases if one.waiting]
+        found = [one for one in self.leases if one.queued]
         return found[which % len(found)] if found else None
 
     @precondition(is_with_workers)
@@ -107,26 +107,26 @@ class KeyedMachine(RuleBasedStateMachine):
         lease = self.a_lease(which)
         if lease is None:
             return
-        count = min(count, len(lease.waiting))
+        count = min(count, len(lease.queued))
         unit = unit_of(lease, count)
         if over:
-            unit.left = lease.given - count
-        call = lease.stream.new_call()
+            unit.unfinished = lease.in_flight_count - count
+        call = lease.stream.new_call_number()
         refused = lease.stream.commit([unit], call=call)
-        self.last_commit[lease.stream.consumer] = (call, [unit], [one.mark for one in refused])
+        self.last_commit[lease.stream.consumer] = (call, [unit], [one.offset_field for one in refused])
         if not refused:
-            assert lease.fence == self.newest[lease.line], "an older token has committed"
+            assert lease.fence == self.newest[lease.queue], "an older token has committed"
             for _ in range(count):
-                lease.waiting.popleft()
-            lease.given -= count
+                lease.queued.popleft()
+            lease.in_flight_count -= count
 
     @precondition(is_with_workers)
     @rule(which=ANY, chosen=st.lists(st.integers(0, 3), min_size=1, max_size=3))
     def commit_what_is_not_first(self, which: int, chosen: list[int]) -> None:
         lease = self.a_lease(which)
-        if lease is None or max(chosen) >= len(lease.waiting) or chosen == list(range(len(chosen))):
+        if lease is None or max(chosen) >= len(lease.queued) or chosen == list(range(len(chosen))):
             return
-        unit = lease.stream.unit_of(lease, [lease.waiting[n] for n in chosen])
+        unit = lease.stream.key_effects_of(lease, [lease.queued[n] for n in chosen])
         assert lease.stream.commit([unit]) == [unit]
 
     @precondition(is_with_workers)
@@ -136,22 +136,22 @@ class KeyedMachine(RuleBasedStateMachine):
         if worker.consumer in self.last_commit:
             call, units, refused = self.last_commit[worker.consumer]
             before = outputs(self.client)
-            assert [one.mark for one in worker.commit(units, call=call)] == refused
+            assert [one.offset_field for one in worker.commit(units, call=call)] == refused
             assert outputs(self.client) == before
 
     @precondition(is_with_workers)
     @rule(which=ANY)
     def extend(self, which: int) -> None:
         lease = self.a_lease(which)
-        if lease is not None and not lease.stream.extend_leases([lease], HOUR_MS, 0):
-            assert lease.fence == self.newest[lease.line]
+        if lease is not None and not lease.stream.renew_leases([lease], HOUR_MS, 0):
+            assert lease.fence == self.newest[lease.queue]
 
     @precondition(is_with_workers)
     @rule(which=ANY, how=st.sampled_from(["next", "first", "later", "park"]), failed=st.none() | FEW)
     def release(self, which: int, how: Any, failed: int | None) -> None:
         lease = self.a_lease(which)
         if lease is not None:
-            lease.stream.release([LeaseRelease(lease, how, HOUR_MS if how == "later" else "why", failed)])
+            lease.stream.release_leases([LeaseRelease(lease, how, HOUR_MS if how == "later" else "why", failed)])
 
     # What befalls them
 
@@ -167,14 +167,14 @@ class KeyedMachine(RuleBasedStateMachine):
         self.known[name] = []
         self.last_commit.pop(name, None)
         if recovers:
-            self.workers[who].recover([], run=10)
+            self.workers[who].recover_leases([], run=10)
             assert all(name.encode() not in token.split() for token in self.client.execute("HVALS", KEYS.owners))
 
     @precondition(is_with_workers)
     @rule(who=WORKERS)
     def recover(self, who: int) -> None:
         worker = self.workers[who]
-        worker.recover(self.known.get(worker.consumer, []), run=10)
+        worker.recover_leases(self.known.get(worker.consumer, []), run=10)
 
     @rule(fence=st.sampled_from([0, 1, 10**15]))
     def a_failover_sets_the_fence_back(self, fence: int) -> None:
@@ -239,7 +239,7 @@ class KeyedMachine(RuleBasedStateMachine):
     @rule(most=st.integers(0, 6), advance=st.booleans())
     def spark_takes_over(self, most: int, advance: bool) -> None:
         parked = not self.on_spark and any(
-            self.client.execute("EXISTS", KEYS.line(line)) for line in self.client.execute("HKEYS", KEYS.parked)
+            self.client.execute("EXISTS", KEYS.queue(line)) for line in self.client.execute("HKEYS", KEYS.parked)
         )
         try:
             run_on_spark(self.client, most, advance=advance)
@@ -265,7 +265,7 @@ class KeyedMachine(RuleBasedStateMachine):
             assert self.client.execute("EXISTS", KEYS.owners, KEYS.ready, KEYS.leases, KEYS.backoff, KEYS.parked) == 0
             return
         try:
-            wrong = [one for one in self.workers[0].check() if "under the fence" not in one]
+            wrong = [one for one in self.workers[0].check_invariants() if "under the fence" not in one]
         except GroupMissing:  # until somebody notices
             assert self.disturbed
             return

@@ -18,8 +18,8 @@ BEGAN_MS = 1_700_000_000_000  # ids are as long as those of today
 
 
 def test_any_tool_sees_who_holds_what(client: Client) -> None:
-    take(routed(client, "AAB-"), lines=1, run=1)
-    take(keyed(client, "w2"), lines=1)
+    take(routed(client, "AAB-"), queues=1, run=1)
+    take(keyed(client, "w2"), queues=1)
     assert held(client) == {"w1": [1], "waiting": [2, 4], "w2": [3]}
     consumers = [
         dict(zip(one[::2], one[1::2], strict=True)) for one in client.execute("XINFO", "CONSUMERS", "in", KEYS.group)
@@ -30,17 +30,17 @@ def test_any_tool_sees_who_holds_what(client: Client) -> None:
 def test_an_idle_handler_keeps_nothing_however_many_keys_it_has_seen(client: Client) -> None:
     worker = routed(client, "A")
     drain(worker)
-    client.execute("DEL", "out", KEYS.wake)
+    client.execute("DEL", "out", KEYS.notify)
     before = client.execute("MEMORY", "USAGE", KEYS.meta)
     client.pipeline([("XADD", "in", f"{n}-0", "k", n) for n in range(2, 5_002)])
     failing = keyed(client, "w2")
-    failing.route(count=10_000, most_pending=MANY)
-    for n, lease in enumerate(take(failing, lines=1_500).leases):
-        failing.release([LeaseRelease(lease, ("later", "next", "first")[n % 3], 1, 1)])
-    take(failing, lines=700)
+    failing.enqueue_new(count=10_000, most_pending=MANY)
+    for n, lease in enumerate(take(failing, queues=1_500).leases):
+        failing.release_leases([LeaseRelease(lease, ("later", "next", "first")[n % 3], 1, 1)])
+    take(failing, queues=700)
     expire(client)
     drain(worker)
-    client.execute("DEL", KEYS.wake)
+    client.execute("DEL", KEYS.notify)
     assert sorted(client.execute("KEYS", "*")) == [b"in", KEYS.meta.encode(), b"out"]
     assert client.execute("MEMORY", "USAGE", KEYS.meta) <= before + 64
     assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
@@ -63,11 +63,11 @@ def test_a_waiting_message_costs_little_memory(
             return int(found.partition(b"used_memory:")[2].partition(b"\r")[0])
 
         before = used()
-        while worker.route(count=5_000, most_pending=MANY):
+        while worker.enqueue_new(count=5_000, most_pending=MANY):
             pass
         cost = (used() - before) / count
-        line = client.execute("MEMORY", "USAGE", KEYS.line(b"khot"), "SAMPLES", 0) / count
-        assert client.execute("LLEN", KEYS.line(b"khot")) == count
+        line = client.execute("MEMORY", "USAGE", KEYS.queue(b"khot"), "SAMPLES", 0) / count
+        assert client.execute("LLEN", KEYS.queue(b"khot")) == count
     with capsys.disabled():
         sys.stdout.write(f"\n{cost:.0f} bytes a waiting message, {line:.0f} of them in its line\n")
     assert (line < 25, cost < 125) == (True, True)
@@ -80,30 +80,30 @@ def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Cl
     try:
         with pytest.raises(OutOfMemory):
             commit(a)
-        assert worker.extend_leases([a, b], HOUR_MS, 0) == []
-        assert worker.release([LeaseRelease(b, "later", 1, 1)]) == []
-        assert worker.recover([a], run=10) == (0, 0)
-        assert worker.commit([worker.unit_of(a, list(a.waiting)[:1])], allow_oom=True) == []
+        assert worker.renew_leases([a, b], HOUR_MS, 0) == []
+        assert worker.release_leases([LeaseRelease(b, "later", 1, 1)]) == []
+        assert worker.recover_leases([a], run=10) == (0, 0)
+        assert worker.commit([worker.key_effects_of(a, list(a.queued)[:1])], allow_oom=True) == []
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
-    assert (worker.check(), lines(client, "kA", "kB")) == ([], [[2], [3]])
+    assert (worker.check_invariants(), lines(client, "kA", "kB")) == ([], [[2], [3]])
 
 
 def test_the_check_of_the_lines_finds_what_is_wrong_with_them(client: Client) -> None:
     worker = routed(client, "AABB")
-    take(worker, lines=1)
+    take(worker, queues=1)
     breaks: list[tuple[object, ...]] = [
         ("RPUSH", KEYS.ready, "kA"), ("DEL", KEYS.ready), ("HDEL", KEYS.owners, "kA"), ("ZREM", KEYS.leases, "kA"),
-        ("XACK", "in", KEYS.group, "1-0"), ("LPOP", KEYS.line(b"kB")), ("LPUSH", KEYS.line(b"kB"), "4-0"),
-        ("HSET", KEYS.meta, "fence", 1), ("HSET", KEYS.parked, "kB", "1 x"), ("HSET", KEYS.strikes, "9-0", 1),
+        ("XACK", "in", KEYS.group, "1-0"), ("LPOP", KEYS.queue(b"kB")), ("LPUSH", KEYS.queue(b"kB"), "4-0"),
+        ("HSET", KEYS.meta, "fence", 1), ("HSET", KEYS.parked, "kB", "1 x"), ("HSET", KEYS.crashes, "9-0", 1),
         ("XCLAIM", "in", KEYS.group, "w2", 0, "1-0"), ("RPUSH", KEYS.ready, "kZ"),
     ]  # fmt: skip
-    assert worker.check() == []
+    assert worker.check_invariants() == []
     dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
     for command in breaks:
         client.execute(*command)  # type: ignore[arg-type]
         assert check_invariants(client, KEYS, "in") != [], command
         client.execute("FLUSHDB")
         client.pipeline([("RESTORE", key, 0, dump) for key, dump in dumps.items()])
-        assert worker.check() == [], command
-    assert EntryId.parse(worker.routed) == EntryId(4, 0)
+        assert worker.check_invariants() == [], command
+    assert EntryId.parse(worker.enqueued_id) == EntryId(4, 0)

@@ -77,27 +77,27 @@ def interfere(client: Client, deed: str) -> None:
 def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first, second = keyed(client, "w1"), keyed(client, "w2")
-    assert first.route(count=100, most_pending=LOOK_AHEAD) == LOOK_AHEAD
+    assert first.enqueue_new(count=100, most_pending=LOOK_AHEAD) == LOOK_AHEAD
     lease = take_one(first)
     interfere(client, deed)
     others = take(second).leases
-    assert b"kA" not in [one.line for one in others]
-    second.release([LeaseRelease(one, "next") for one in others])
-    assert first.extend_leases([lease], HOUR_MS, 0) == []
+    assert b"kA" not in [one.queue for one in others]
+    second.release_leases([LeaseRelease(one, "next") for one in others])
+    assert first.renew_leases([lease], HOUR_MS, 0) == []
     assert commit(lease, 2)
-    first.release([LeaseRelease(lease, "next")])
+    first.release_leases([LeaseRelease(lease, "next")])
     drain(second, most_pending=LOOK_AHEAD)
     assert outputs(client) == left_after(client)
-    assert client.execute("EXISTS", KEYS.owners, KEYS.leases, KEYS.ready, KEYS.strikes) == 0
+    assert client.execute("EXISTS", KEYS.owners, KEYS.leases, KEYS.ready, KEYS.crashes) == 0
     if deed != "all entries are read" and deed != "entries are claimed before their time":  # of which some were done
-        assert second.check() == []
+        assert second.check_invariants() == []
 
 
 @pytest.mark.parametrize("deed", DEEDS)
 def test_whatever_outsiders_do_spark_takes_over_all_that_is_not_committed(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first = keyed(client, "w1")
-    first.route(count=100, most_pending=LOOK_AHEAD)
+    first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
     lease = take_one(first)
     assert commit(lease)
     interfere(client, deed)
@@ -114,23 +114,23 @@ def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_co
 ) -> None:
     publish(client, LETTERS)
     first = keyed(client, "w1")
-    first.route(count=100, most_pending=LOOK_AHEAD)
+    first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
     assert commit(take_one(first))
     interfere(client, deed)
     there = {int(entry_id.partition(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "in", "-", "+")}
     second = ReliableStream(client, "in", app="app", handler="handle", consumer="w2", into="out")
     second.join()
-    found = second.read_pending() + second.read(count=100)
+    found = second.claim_idle() + second.fetch(count=100)
     assert {int(one.id.partition(b"-")[0]) for one in found} == there - {1}
-    assert second.acknowledge(*found) == []
+    assert second.ack(*found) == []
 
 
 @pytest.mark.parametrize(
     "step",
     [
-        lambda worker, lease: worker.release([LeaseRelease(lease, "next")]),
-        lambda worker, lease: worker.recover([], run=10),
-        lambda worker, lease: skip(worker._client, KEYS, lease.line, error="x"),
+        lambda worker, lease: worker.release_leases([LeaseRelease(lease, "next")]),
+        lambda worker, lease: worker.recover_leases([], run=10),
+        lambda worker, lease: skip(worker._client, KEYS, lease.queue, error="x"),
         lambda worker, lease: take(worker),
     ],
     ids=["release", "recover", "skip", "take"],
@@ -140,17 +140,17 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
 ) -> None:
     publish(client, "AAA")
     worker = keyed(client)
-    worker.route(count=10, most_pending=100)
+    worker.enqueue_new(count=10, most_pending=100)
     lease = take_one(worker, run=2)
     expire(client)
     client.execute("XGROUP", "DESTROY", "in", GROUP)
     with contextlib.suppress(GroupMissing):
         step(worker, lease)
     worker.join()
-    assert worker.check() == []
+    assert worker.check_invariants() == []
     expire(client)
     drain(worker)
-    skipped = [int(pairs[1].partition(b"-")[0]) for _, pairs in client.execute("XRANGE", KEYS.dead, "-", "+")]
+    skipped = [int(pairs[1].partition(b"-")[0]) for _, pairs in client.execute("XRANGE", KEYS.dead_letters, "-", "+")]
     assert outputs(client)["kA"] == [n for n in (1, 2, 3) if n not in skipped]
 
 
@@ -160,12 +160,12 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
 def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(client: Client, deed: str) -> None:
     publish(client, "B" * 250 + "A" * 500 + "B" * 250)
     worker = keyed(client)
-    worker.route(count=1_000, most_pending=1_000)
-    while worker.route(count=1_000, most_pending=1_000):
+    worker.enqueue_new(count=1_000, most_pending=1_000)
+    while worker.enqueue_new(count=1_000, most_pending=1_000):
         pass
     leases = take(worker, run=1).leases
-    worker.release(
-        [LeaseRelease(one, "park", "x") if one.line == b"kA" else LeaseRelease(one, "next") for one in leases]
+    worker.release_leases(
+        [LeaseRelease(one, "park", "x") if one.queue == b"kA" else LeaseRelease(one, "next") for one in leases]
     )
     drain(worker)
     interfere(client, deed)
@@ -183,30 +183,30 @@ def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(cli
 def test_lines_are_not_looked_at_so_often_that_redis_would_do_little_else(client: Client) -> None:
     publish(client, "-" * 500)
     worker = keyed(client)
-    while worker.route(count=1_000, most_pending=1_000):
+    while worker.enqueue_new(count=1_000, most_pending=1_000):
         pass
     began_ms = server_time_ms(client)
-    assert worker._script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0"
+    assert worker._run_script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0"
     assert began_ms + 50 <= int(client.execute("HGET", KEYS.meta, "trim_at")) <= server_time_ms(client) + 50
     most = 20 * HOUR_MS  # with which an hour is not too far ahead
     client.execute("HSET", KEYS.meta, "trim_at", began_ms + HOUR_MS)
-    assert worker._script(LOWEST_QUEUED_ID, (most,)) is None, "not before that time has passed"
+    assert worker._run_script(LOWEST_QUEUED_ID, (most,)) is None, "not before that time has passed"
     client.execute("HDEL", KEYS.meta, "trim_at")
-    assert worker._script(LOWEST_QUEUED_ID, (499,)) is None, "they are too many"
+    assert worker._run_script(LOWEST_QUEUED_ID, (499,)) is None, "they are too many"
     client.execute("HSET", KEYS.meta, "trim_at", 10**14)
-    assert worker._script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0", "the clock went back"
+    assert worker._run_script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0", "the clock went back"
 
 
 def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:
     publish(client, "AAAB" + "C" * 20)
     worker = keyed(client)
-    worker.route(count=4, most_pending=5)
-    (a,) = take(worker, lines=1).leases
-    worker.release([LeaseRelease(a, "park", "x")])
+    worker.enqueue_new(count=4, most_pending=5)
+    (a,) = take(worker, queues=1).leases
+    worker.release_leases([LeaseRelease(a, "park", "x")])
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
     drain(worker, most_pending=5)
     assert outputs(client) == {"kB": [4], "kC": list(range(5, 25))}
-    assert (client.execute("XPENDING", "in", GROUP)[0], worker.check()) == (3, [])
+    assert (client.execute("XPENDING", "in", GROUP)[0], worker.check_invariants()) == (3, [])
 
 
 def test_entries_that_were_deleted_while_they_waited_are_named(
@@ -214,33 +214,33 @@ def test_entries_that_were_deleted_while_they_waited_are_named(
 ) -> None:
     publish(client, "AAB")
     worker = keyed(client)
-    worker.route(count=10, most_pending=100)
+    worker.enqueue_new(count=10, most_pending=100)
     client.execute("XDEL", "in", "1-0", "3-0")
-    assert [one.line for one in take(worker).leases] == [b"kA"]
+    assert [one.queue for one in take(worker).leases] == [b"kA"]
     assert "2 pending entries of stream in were trimmed or deleted before they were processed: 1-0, 3-0" in caplog.text
-    assert worker.check() == []
+    assert worker.check_invariants() == []
 
 
 def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
     publish(client, "AAB")
     worker = keyed(client)
-    worker.route(count=10, most_pending=100)
-    worker.release([LeaseRelease(take_one(worker), "next", "", 3)])
+    worker.enqueue_new(count=10, most_pending=100)
+    worker.release_leases([LeaseRelease(take_one(worker), "next", "", 3)])
     client.execute("XDEL", "in", "1-0")
-    lease = next(one for one in take(worker).leases if one.line == b"kA")
-    assert (lease.waiting[0].id, lease.waiting[0].attempt) == (b"2-0", 1)
-    assert (client.execute("EXISTS", KEYS.strikes), worker.check()) == (0, [])
+    lease = next(one for one in take(worker).leases if one.queue == b"kA")
+    assert (lease.queued[0].id, lease.queued[0].attempt) == (b"2-0", 1)
+    assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
 
 
 def test_what_others_have_read_ahead_of_the_routing_is_brought_into_its_line_once(client: Client) -> None:
     publish(client, LETTERS)
     worker = keyed(client)
-    worker.route(count=3, most_pending=100)
+    worker.enqueue_new(count=3, most_pending=100)
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
     items = [part for n, letter in enumerate(LETTERS, 1) for part in (f"{n}-0", f"k{letter}")]
-    assert worker._script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == []
+    assert worker._run_script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == []
     drain(worker)
-    assert (outputs(client), worker.check()) == (expected(LETTERS), [])
+    assert (outputs(client), worker.check_invariants()) == (expected(LETTERS), [])
 
 
 def test_what_was_pending_in_a_group_before_millstream_had_it_is_brought_into_its_line_in_order(client: Client) -> None:
@@ -250,11 +250,11 @@ def test_what_was_pending_in_a_group_before_millstream_had_it_is_brought_into_it
     worker = keyed(client)
     drain(worker)
     items = ["3-0", "kA", "1-0", "kA", "2-0", "kB"]
-    assert worker._script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == [
+    assert worker._run_script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == [
         b"3-0",
         b"1-0",
         b"2-0",
     ]
-    assert worker.check() == []
+    assert worker.check_invariants() == []
     drain(worker)
     assert outputs(client) == {"kB": [4, 2], "kA": [1, 3]}

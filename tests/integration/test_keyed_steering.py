@@ -27,14 +27,14 @@ pytestmark = [pytest.mark.keys]
 def test_a_parked_line_waits_for_a_person_and_keeps_its_order(client: Client) -> None:
     worker = routed(client, "AAB")
     a = take_one(worker)
-    worker.release([LeaseRelease(a, "park", "bad address", 4)])
-    assert [one.line for one in take(worker).leases] == [b"kB"]
+    worker.release_leases([LeaseRelease(a, "park", "bad address", 4)])
+    assert [one.queue for one in take(worker).leases] == [b"kB"]
     publish(client, "AA", first=4)
-    worker.route(count=10, most_pending=MANY)
-    assert (take(worker).leases, worker.check()) == ([], [])
+    worker.enqueue_new(count=10, most_pending=MANY)
+    assert (take(worker).leases, worker.check_invariants()) == ([], [])
     assert (unpark(client, KEYS, b"kA"), unpark(client, KEYS, b"kA")) == (True, False)
     a = take_one(worker)
-    assert (ids(a), a.waiting[0].attempt, worker.check()) == ([1, 2, 4, 5], 1, [])
+    assert (ids(a), a.queued[0].attempt, worker.check_invariants()) == ([1, 2, 4, 5], 1, [])
 
 
 @pytest.mark.parametrize("how", ["ready", "leased", "backing off"])
@@ -42,15 +42,15 @@ def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> Non
     worker = routed(client, "AA")
     leases = [] if how == "ready" else take(worker).leases
     if how == "backing off":
-        worker.release([LeaseRelease(leases[0], "later", 1)])
+        worker.release_leases([LeaseRelease(leases[0], "later", 1)])
     assert (park(client, KEYS, b"kA", "wait"), park(client, KEYS, b"kA", "more")) == (True, False)
-    assert worker.check() == []
+    assert worker.check_invariants() == []
     if how == "leased":
         assert commit(leases[0])
-        worker.release([LeaseRelease(leases[0], "later", 1)])
-        assert worker.check() == []
+        worker.release_leases([LeaseRelease(leases[0], "later", 1)])
+        assert worker.check_invariants() == []
     expire(client)
-    assert (take(worker).leases, worker.check()) == ([], [])
+    assert (take(worker).leases, worker.check_invariants()) == ([], [])
     assert unpark(client, KEYS, b"kA")
     assert ids(take_one(worker))[-1] == 2
 
@@ -60,15 +60,15 @@ def test_a_line_that_is_parked_and_unparked_while_it_is_worked_on_stays_where_it
     lease = take_one(worker)
     assert park(client, KEYS, b"kA", "x")
     assert unpark(client, KEYS, b"kA")
-    assert (take(keyed(client, "w2")).leases, worker.check(), commit(lease)) == ([], [], True)
+    assert (take(keyed(client, "w2")).leases, worker.check_invariants(), commit(lease)) == ([], [], True)
 
 
 def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_are_refused(client: Client) -> None:
     worker = routed(client, "AAA")
     lease = take_one(worker)
     assert skip(client, KEYS, b"kA", error="by hand") == "1-0"
-    assert (commit(lease), worker.check()) == (False, [])
-    ((_, items),) = client.execute("XRANGE", KEYS.dead, "-", "+")
+    assert (commit(lease), worker.check_invariants()) == (False, [])
+    ((_, items),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
     letter = dict(zip(items[::2], items[1::2], strict=True))
     assert (letter[b"id"], letter[b"key"], letter[b"reason"], letter[b"error"]) == (
         b"1-0",
@@ -84,36 +84,36 @@ def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_a
 def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
     worker = routed(client, "AAABB")
     a, b = take(worker).leases
-    worker.release([LeaseRelease(a, "park", "why", 3), LeaseRelease(b, "later", HOUR_MS, 2)])
+    worker.release_leases([LeaseRelease(a, "park", "why", 3), LeaseRelease(b, "later", HOUR_MS, 2)])
     for line in (b"kA", b"kB"):
         assert skip(client, KEYS, line, error="x") is not None
-    assert (worker.check(), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
-    assert [(one.line, ids(one)) for one in take(worker).leases] == [(b"kB", [5])]
+    assert (worker.check_invariants(), client.execute("EXISTS", KEYS.crashes)) == ([], 0)
+    assert [(one.queue, ids(one)) for one in take(worker).leases] == [(b"kB", [5])]
     skip(client, KEYS, b"kA", error="x")
     skip(client, KEYS, b"kA", error="x")
-    assert (lines(client, "kA"), worker.check()) == ([[]], [])
+    assert (lines(client, "kA"), worker.check_invariants()) == ([[]], [])
 
 
 def test_a_line_that_is_ready_stays_ready_once_when_its_first_entry_is_skipped(client: Client) -> None:
     worker = routed(client, "AAB")
     assert skip(client, KEYS, b"kA", error="x") == "1-0"
-    assert (worker.check(), [ids(one) for one in take(worker).leases]) == ([], [[2], [3]])
+    assert (worker.check_invariants(), [ids(one) for one in take(worker).leases]) == ([], [[2], [3]])
 
 
 def test_only_the_entry_that_was_meant_is_skipped(client: Client) -> None:
     worker = routed(client, "AA")
-    names = (KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead, KEYS.open, "in")
+    names = (KEYS.meta, KEYS.offsets, KEYS.state, KEYS.crashes, KEYS.dead_letters, KEYS.incomplete, "in")
     assert client.script(PARK_UNPARK_SKIP, names, (KEYS.group, b"kA", "skip", "2-0", "f", "v")) == 0
-    assert (worker.check(), client.execute("EXISTS", KEYS.dead)) == ([], 0)
+    assert (worker.check_invariants(), client.execute("EXISTS", KEYS.dead_letters)) == ([], 0)
 
 
 def test_nothing_is_skipped_where_its_dead_letter_cannot_be_kept(client: Client) -> None:
     worker = routed(client, "AA")
-    client.execute("SET", KEYS.dead, "not a stream")
+    client.execute("SET", KEYS.dead_letters, "not a stream")
     with pytest.raises(WrongType):
         skip(client, KEYS, b"kA", error="x")
-    assert (worker.check(), ids(take_one(worker))) == ([], [1, 2])
-    client.execute("DEL", KEYS.dead)
+    assert (worker.check_invariants(), ids(take_one(worker))) == ([], [1, 2])
+    client.execute("DEL", KEYS.dead_letters)
 
 
 def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: Client) -> None:
@@ -125,13 +125,18 @@ def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: 
 
 def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     worker = routed(client, "AAABBCCDDE")
-    leases = {one.line: one for one in take(worker, lines=4).leases}
-    worker.release([LeaseRelease(leases[b"kB"], "later", HOUR_MS, 1), LeaseRelease(leases[b"kC"], "park", "bad é", 2)])
+    leases = {one.queue: one for one in take(worker, queues=4).leases}
+    worker.release_leases(
+        [LeaseRelease(leases[b"kB"], "later", HOUR_MS, 1), LeaseRelease(leases[b"kC"], "park", "bad é", 2)]
+    )
     expire(client, b"kD")
     park(client, KEYS, b"kA", "soon")
     found = {one.name: one for one in list_queues(client, KEYS)}
     assert next(iter(found)) == b"kA"
-    seen = [(one.key, one.state, one.length, one.first, one.worker, one.failed, one.parked) for one in found.values()]
+    seen = [
+        (one.key, one.state, one.length, one.first_id, one.worker, one.failed_attempts, one.parked_reason)
+        for one in found.values()
+    ]
     assert sorted(seen, key=repr) == [
         (b"A", "leased", 3, "1-0", "w1", 0, "soon"), (b"B", "backing off", 2, "4-0", None, 1, None),
         (b"C", "parked", 2, "6-0", None, 2, "bad é"), (b"D", "leased", 2, "8-0", "w1", 0, None),

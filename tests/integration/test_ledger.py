@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore, Effects
 from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwner, WrongType
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply
@@ -30,12 +30,12 @@ def make_ledger(client: Client, token: int = 1, **options: object) -> CommitStor
 def unit(first: str, last: str = "", *, expected: str = "", key: bytes = b"k", **rest: object) -> Effects:
     last = last or first
     return Effects(
-        KEY_MARK + key,
+        KEY_PREFIX + key,
         expected.encode(),
         state_field=key,
         first_id=first,
         last_id=last,
-        messages=1,
+        message_count=1,
         **rest,  # type: ignore[arg-type]
     )
 
@@ -46,12 +46,12 @@ def outputs(client: Client) -> list[list[bytes]]:
 
 def test_a_commit_writes_mark_state_outputs_and_dead_letters_in_one_step(client: Client) -> None:
     ledger = make_ledger(client)
-    whole = unit("5-0", "6-0", state=b"\x81", outputs=[("a", "1"), ("b", "2")], dead=[("id", "6-0")])
+    whole = unit("5-0", "6-0", state=b"\x81", outputs=[("a", "1"), ("b", "2")], dead_letters=[("id", "6-0")])
     assert ledger.commit({STREAM: [whole]}) == []
     assert outputs(client) == [[b"a", b"1"], [b"b", b"2"]]
-    assert [fields for _, fields in client.execute("XRANGE", KEYS.dead, "-", "+")] == [[b"id", b"6-0"]]
-    found = ledger.load({STREAM: ([KEY_MARK + b"k"], [b"k"])})
-    assert found == {STREAM: {KEY_MARK + b"k": b"6-0", b"sk": b"\x81"}}
+    assert [fields for _, fields in client.execute("XRANGE", KEYS.dead_letters, "-", "+")] == [[b"id", b"6-0"]]
+    found = ledger.load({STREAM: ([KEY_PREFIX + b"k"], [b"k"])})
+    assert found == {STREAM: {KEY_PREFIX + b"k": b"6-0", b"sk": b"\x81"}}
 
 
 def test_repeating_a_commit_whose_reply_was_lost_is_refused_and_writes_nothing(client: Client) -> None:
@@ -74,8 +74,8 @@ def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gon
     ledger = make_ledger(client)
     late = unit("5-9", outputs=[("a", "1")])
     assert ledger.commit({STREAM: [unit("5-9")]}) == []
-    ledger.advance({STREAM: EntryId(5, 9)})
-    assert client.execute("EXISTS", KEYS.marks) == 0
+    ledger.advance_committed({STREAM: EntryId(5, 9)})
+    assert client.execute("EXISTS", KEYS.offsets) == 0
     assert ledger.commit({STREAM: [late]}) == [late]
     assert outputs(client) == []
 
@@ -86,44 +86,44 @@ def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gon
 )
 def test_ids_are_ordered_as_numbers_not_as_text(client: Client, frontier: str, later: str) -> None:
     ledger = make_ledger(client)
-    ledger.advance({STREAM: EntryId.parse(frontier)})
+    ledger.advance_committed({STREAM: EntryId.parse(frontier)})
     beyond, below = unit(later), unit(frontier)
     assert ledger.commit({STREAM: [below]}) == [below]
     assert ledger.commit({STREAM: [beyond]}) == []
-    ledger.advance({STREAM: EntryId.parse(later)})
-    ledger.advance({STREAM: EntryId.parse(frontier)})
-    assert ledger.frontiers([STREAM]) == {STREAM: EntryId.parse(later)}
+    ledger.advance_committed({STREAM: EntryId.parse(later)})
+    ledger.advance_committed({STREAM: EntryId.parse(frontier)})
+    assert ledger.committed_ids([STREAM]) == {STREAM: EntryId.parse(later)}
 
 
 def test_an_older_run_is_refused_by_commit_advance_and_begin_and_told_so(client: Client) -> None:
     old, new = make_ledger(client, token=100), make_ledger(client, token=200)
-    old.begin([STREAM])
-    new.begin([STREAM])
+    old.begin_run([STREAM])
+    new.begin_run([STREAM])
     steps: list[Callable[[], object]] = [
         lambda: old.commit({STREAM: [unit("5-0", outputs=[("a", "1")])]}),
-        lambda: old.advance({STREAM: EntryId(5, 0)}),
-        lambda: old.begin([STREAM]),
+        lambda: old.advance_committed({STREAM: EntryId(5, 0)}),
+        lambda: old.begin_run([STREAM]),
     ]
     for step in steps:
         with pytest.raises(StaleOwner, match=r"a newer run of app\.handler has taken over"):
             step()
     assert outputs(client) == []
-    assert new.frontiers([STREAM]) == {}
+    assert new.committed_ids([STREAM]) == {}
     assert new.commit({STREAM: [unit("5-0")]}) == []
 
 
 def test_a_new_token_is_greater_than_the_epoch_of_a_run_whose_clock_ran_ahead(client: Client) -> None:
     ahead = 9_000_000_000_000_000
-    make_ledger(client, token=ahead).begin([STREAM])
+    make_ledger(client, token=ahead).begin_run([STREAM])
     assert make_ledger(client).new_token([STREAM, "other"]) == ahead + 1
 
 
 def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: Client) -> None:
     ledger = make_ledger(client)
-    ledger.advance({STREAM: EntryId(5, 0)})
+    ledger.advance_committed({STREAM: EntryId(5, 0)})
     ledger.commit({STREAM: [unit("6-0")]})
-    ledger.advance({STREAM: EntryId(5, 0)})
-    assert ledger.load({STREAM: ([KEY_MARK + b"k"], [])}) == {STREAM: {KEY_MARK + b"k": b"6-0"}}
+    ledger.advance_committed({STREAM: EntryId(5, 0)})
+    assert ledger.load({STREAM: ([KEY_PREFIX + b"k"], [])}) == {STREAM: {KEY_PREFIX + b"k": b"6-0"}}
 
 
 def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_frontier_passes_them(
@@ -131,12 +131,12 @@ def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_fr
 ) -> None:
     ledger = make_ledger(client)
     ledger.commit({STREAM: [unit("5-0", key=b"a"), unit("9-0", key=b"b")]})
-    ledger.advance({STREAM: EntryId(6, 0)})
+    ledger.advance_committed({STREAM: EntryId(6, 0)})
     again = unit("9-0", key=b"b", outputs=[("n", "9")])
     assert ledger.commit({STREAM: [again]}) == [again]
     assert ledger.commit({STREAM: [unit("7-0", expected="5-0", key=b"a")]}) == []
-    ledger.advance({STREAM: EntryId(9, 0)})
-    assert client.execute("EXISTS", KEYS.marks) == 0
+    ledger.advance_committed({STREAM: EntryId(9, 0)})
+    assert client.execute("EXISTS", KEYS.offsets) == 0
     assert outputs(client) == []
 
 
@@ -157,7 +157,7 @@ def test_an_output_stream_of_the_wrong_type_fails_the_whole_step_before_anything
     client.execute("SET", "out", "text")
     with pytest.raises(WrongType):
         make_ledger(client).commit({STREAM: [unit("5-0", state=b"\x81", outputs=[("a", "1")])]})
-    assert client.execute("EXISTS", KEYS.meta, KEYS.marks, KEYS.state) == 0
+    assert client.execute("EXISTS", KEYS.meta, KEYS.offsets, KEYS.state) == 0
 
 
 def test_at_maxmemory_a_commit_is_refused_whole_and_succeeds_once_there_is_room(client: Client) -> None:
@@ -169,7 +169,7 @@ def test_at_maxmemory_a_commit_is_refused_whole_and_succeeds_once_there_is_room(
             ledger.commit({STREAM: [big]})
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
-    assert client.execute("EXISTS", KEYS.meta, KEYS.marks, KEYS.state, "out") == 0
+    assert client.execute("EXISTS", KEYS.meta, KEYS.offsets, KEYS.state, "out") == 0
     assert ledger.commit({STREAM: [big]}) == []
 
 
@@ -191,14 +191,14 @@ def test_state_that_is_emptied_is_removed_and_outputs_are_trimmed_to_their_lengt
 
 def test_forgetting_keeps_the_epoch_so_that_a_run_still_alive_is_refused(client: Client) -> None:
     old = make_ledger(client, token=100)
-    old.begin([STREAM])
+    old.begin_run([STREAM])
     old.commit({STREAM: [unit("5-0", state=b"\x81")]})
     new = make_ledger(client, token=200)
     with pytest.raises(StaleOwner):
-        new.forget([STREAM])
-    new.begin([STREAM])
-    new.forget([STREAM])
-    assert client.execute("EXISTS", KEYS.marks, KEYS.state) == 0
+        new.drop_progress([STREAM])
+    new.begin_run([STREAM])
+    new.drop_progress([STREAM])
+    assert client.execute("EXISTS", KEYS.offsets, KEYS.state) == 0
     with pytest.raises(StaleOwner):
         old.commit({STREAM: [unit("6-0")]})
 
@@ -213,7 +213,7 @@ def test_eight_threads_committing_the_same_messages_apply_each_once_and_in_order
             gate.wait()
             done = EntryId(0, 0)
             while done < EntryId(200, 0):
-                mark = ledger.load({STREAM: ([KEY_MARK + b"k"], [])})[STREAM].get(KEY_MARK + b"k", b"")
+                mark = ledger.load({STREAM: ([KEY_PREFIX + b"k"], [])})[STREAM].get(KEY_PREFIX + b"k", b"")
                 done = EntryId.parse(mark) if mark else EntryId(0, 0)
                 if done < EntryId(200, 0):
                     following = ids[done.ms]
@@ -248,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def an_execution_loads(self) -> None:
         ledger = self.ledger()
-        mark = ledger.load({STREAM: ([KEY_MARK + b"k"], [])})[STREAM].get(KEY_MARK + b"k", b"")
+        mark = ledger.load({STREAM: ([KEY_PREFIX + b"k"], [])})[STREAM].get(KEY_PREFIX + b"k", b"")
         done = EntryId.parse(mark).ms if mark else self.frontier
         self.loaded.append((ledger, mark, done))
 
@@ -272,12 +272,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def a_new_run_begins(self) -> None:
         self.token += 1
-        self.ledger().begin([STREAM])
+        self.ledger().begin_run([STREAM])
 
     @rule()
     def the_batch_ends(self) -> None:
         if self.committed > self.frontier:
-            self.ledger().advance({STREAM: EntryId(self.committed, 0)})
+            self.ledger().advance_committed({STREAM: EntryId(self.committed, 0)})
             self.frontier = self.committed
 
     @invariant()
@@ -299,21 +299,21 @@ def test_keys_states_and_outputs_are_byte_exact(client: Client, key: bytes, stat
     client.execute("FLUSHALL")
     ledger = make_ledger(client)
     assert ledger.commit({STREAM: [unit("5-0", key=key, state=state, outputs=[(b"\x00f", value)])]}) == []
-    assert ledger.load({STREAM: ([KEY_MARK + key], [key])})[STREAM][b"s" + key] == state
+    assert ledger.load({STREAM: ([KEY_PREFIX + key], [key])})[STREAM][b"s" + key] == state
     assert outputs(client) == [[b"\x00f", value]]
 
 
 def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Client) -> None:
     ledger = make_ledger(client)
-    single = Effects(ENTRY_MARK + b"5-0", b"", first_id="5-0", last_id="5-0", messages=1, outputs=[("a", "1")])
+    single = Effects(ENTRY_PREFIX + b"5-0", b"", first_id="5-0", last_id="5-0", message_count=1, outputs=[("a", "1")])
     assert ledger.commit({STREAM: [single]}) == []
     assert ledger.commit({STREAM: [single]}) == [single]
-    assert ledger.strike(STREAM, "6-0") == 0
-    assert ledger.strike(STREAM, "6-0") == 1
-    assert ledger.begin([STREAM])[STREAM].struck == 1
+    assert ledger.count_crash(STREAM, "6-0") == 0
+    assert ledger.count_crash(STREAM, "6-0") == 1
+    assert ledger.begin_run([STREAM])[STREAM].suspects == 1
     for _ in range(2):
-        ledger.strike(STREAM, "6-0", by=-1)
-    assert ledger.begin([STREAM])[STREAM].struck == 0, "it has survived each time"
+        ledger.count_crash(STREAM, "6-0", by=-1)
+    assert ledger.begin_run([STREAM])[STREAM].suspects == 0, "it has survived each time"
 
 
 def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_committed(millstream_url: str) -> None:
@@ -329,8 +329,8 @@ def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_
 
     with Client(millstream_url) as other, Interleaved(millstream_url) as client:
         twin = make_ledger(other)
-        found = make_ledger(client).load({STREAM: ([KEY_MARK + b"k"], [b"k"])})[STREAM]
-        mark = found.get(KEY_MARK + b"k", b"").decode()
+        found = make_ledger(client).load({STREAM: ([KEY_PREFIX + b"k"], [b"k"])})[STREAM]
+        mark = found.get(KEY_PREFIX + b"k", b"").decode()
         ours = unit("6-0" if mark else "5-0", expected=mark, state=found.get(b"sk", b"") + b"ours")
         accepted = make_ledger(other).commit({STREAM: [ours]}) == []
         state = other.execute("HGET", KEYS.state, "k")
@@ -358,20 +358,20 @@ def test_a_run_without_the_rights_to_commit_is_refused_when_it_begins(
     client: Client, limited: Callable[[str], Client], rights: str
 ) -> None:
     with pytest.raises(AccessDenied, match="may not"):
-        make_ledger(limited(rights)).begin([STREAM])
-    assert client.execute("EXISTS", KEYS.meta, "out", KEYS.dead, KEYS.marks) == 0
-    make_ledger(limited("")).begin([STREAM])
+        make_ledger(limited(rights)).begin_run([STREAM])
+    assert client.execute("EXISTS", KEYS.meta, "out", KEYS.dead_letters, KEYS.offsets) == 0
+    make_ledger(limited("")).begin_run([STREAM])
 
 
 def test_a_write_that_redis_refuses_leaves_no_mark_so_that_the_retry_commits(
     client: Client, limited: Callable[[str], Client]
 ) -> None:
     mine = make_ledger(limited("-xadd"))
-    letter = unit("5-0", key=b"dies", dead=[("id", "5-0")])
+    letter = unit("5-0", key=b"dies", dead_letters=[("id", "5-0")])
     for refused in (unit("5-0", state=b"\x81", outputs=[("a", "1")]), letter):
         with pytest.raises(AccessDenied):
             mine.commit({STREAM: [refused]})
-    assert client.execute("EXISTS", KEYS.marks, KEYS.state, KEYS.meta) == 0
+    assert client.execute("EXISTS", KEYS.offsets, KEYS.state, KEYS.meta) == 0
     again = unit("5-0", state=b"\x81", outputs=[("a", "1")])
     assert make_ledger(client).commit({STREAM: [again, letter]}) == []
     assert outputs(client) == [[b"a", b"1"]]
@@ -384,6 +384,6 @@ def test_units_committed_before_a_refused_write_keep_their_marks_past_a_smaller_
     first, second = unit("8-0", key=b"x", outputs=[("a", "1")]), unit("9-0", key=b"y", outputs=[("a", "2")])
     with pytest.raises(CommandFailed, match="exhausted"):
         ledger.commit({STREAM: [first, second]})
-    ledger.advance({STREAM: EntryId(7, 0)})
-    assert ledger.load({STREAM: ([KEY_MARK + b"x", KEY_MARK + b"y"], [])}) == {STREAM: {KEY_MARK + b"x": b"8-0"}}
+    ledger.advance_committed({STREAM: EntryId(7, 0)})
+    assert ledger.load({STREAM: ([KEY_PREFIX + b"x", KEY_PREFIX + b"y"], [])}) == {STREAM: {KEY_PREFIX + b"x": b"8-0"}}
     assert ledger.commit({STREAM: [first]}) == [first]

@@ -190,7 +190,7 @@ def test_a_released_message_goes_to_another_at_once_and_counts_no_attempt(master
         assert master.state_of("c1") is None
         other.register(master)
         assert other.next()[0] == only
-        assert client.execute("HLEN", KEYS.strikes) == 0
+        assert client.execute("HLEN", KEYS.crashes) == 0
 
 
 def test_no_consumer_gets_more_than_it_asked_for(master: Master, client: Client) -> None:

@@ -36,14 +36,14 @@ def desk(client: Client, registry: Registry) -> Delegator:
 def join(desk: Delegator, registry: Registry, name: str, count: int = 1) -> list[str]:
     """Register a consumer; return the ids that it is given."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
-    desk.group_stream.route(count=100, most_pending=1_000)
+    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
     return [one.decode() for one in desk.assign(name, found, count=count)]
 
 
 def lose(desk: Delegator, registry: Registry, name: str) -> None:
     """Have a consumer begin another life, so that what it had is lost to it."""
     registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
-    desk.group_stream.renew_leases()
+    desk.group_stream.renew_consumer_leases()
 
 
 def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> tuple[bool, list[str]]:
@@ -60,15 +60,15 @@ def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_
     first, second = publish(client, "A", "A")
     assert join(desk, registry, "c1") == [first]
     (lease,) = desk.leases_of("c1")
-    assert not desk.group_stream.commit([desk.group_stream.unit_of(lease, list(lease.waiting))])
-    desk.group_stream.renew_leases()
+    assert not desk.group_stream.commit([desk.group_stream.key_effects_of(lease, list(lease.queued))])
+    desk.group_stream.renew_consumer_leases()
     assert holders(client) == {second: "waiting"}
     # The master has died there.
     eventually(
-        lambda: desk.group_stream.renew_leases() and holders(client) == {second: "c1"}, "another one to go on with it"
+        lambda: desk.group_stream.renew_consumer_leases() and holders(client) == {second: "c1"}, "another one to go on with it"
     )
     assert acknowledge(client, desk, "c1", second) == (True, [])
-    desk.group_stream.renew_leases()
+    desk.group_stream.renew_consumer_leases()
     assert is_clean(client)
 
 
@@ -87,7 +87,7 @@ def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_loo
     assert client.execute("XACK", STREAM, GROUP, first) == 1
     leases_have_ended(client)
     assert join(desk, registry, "c2") == []
-    assert desk.group_stream.renew_leases().acknowledged == [first.encode()]
+    assert desk.group_stream.renew_consumer_leases().acknowledged == [first.encode()]
     assert desk.assign("c2", registry.get("c2"), count=1) == [second.encode()]
 
 
@@ -98,9 +98,9 @@ def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_mast
     assert join(desk, registry, "c1") == [only]
     leases_have_ended(client)
     assert join(desk, registry, "c2") == []
-    tended = desk.group_stream.renew_leases()
+    tended = desk.group_stream.renew_consumer_leases()
     assert (tended.renewed, tended.revoked) == (1, [])
-    assert client.execute("HLEN", KEYS.strikes) == 0
+    assert client.execute("HLEN", KEYS.crashes) == 0
     assert acknowledge(client, desk, "c1", only) == (True, [])
 
 
@@ -121,10 +121,10 @@ def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
     join(desk, registry, "c1")
     before = desk.leases_of("c1")[0]
     registry.register("c1", health_url=None, max_tickets=1, instance="", silent_ms=1_000)
-    assert [(lost.id.decode(), lost.cause) for lost in desk.group_stream.renew_leases().revoked] == [(only, "gone")]
+    assert [(lost.id.decode(), lost.cause) for lost in desk.group_stream.renew_consumer_leases().revoked] == [(only, "gone")]
     with pytest.raises(Refused, match="does not have"):
         acknowledge(client, desk, "c1", only)
-    assert desk.group_stream.commit([desk.group_stream.unit_of(before, list(before.waiting))])
+    assert desk.group_stream.commit([desk.group_stream.key_effects_of(before, list(before.queued))])
     assert join(desk, registry, "c2") == [only]
 
 
@@ -180,7 +180,7 @@ def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(
     (only,) = publish(client, "A")
     join(desk, registry, "c1")
     client.execute("XACK", STREAM, GROUP, only)
-    desk.group_stream.renew_leases()
+    desk.group_stream.renew_consumer_leases()
     assert acknowledge(client, desk, "c1", only) == (False, [])
     with pytest.raises(Refused, match="'c1' has done it"):
         acknowledge(client, desk, "c2", only)
@@ -261,7 +261,7 @@ def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_fo
 ) -> None:
     tickets = 12_000
     client.pipeline([("XADD", STREAM, "*", "ticket_id", f"T{number:05}") for number in range(tickets)])
-    while desk.group_stream.route(count=1_000, most_pending=100_000):
+    while desk.group_stream.enqueue_new(count=1_000, most_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS)
     scripts_before = scripts_run(client)
@@ -284,7 +284,7 @@ def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
     client: Client, registry: Registry, desk: Delegator
 ) -> None:
     ids = publish(client, *"ABCDE")
-    desk.group_stream.route(count=100, most_pending=1_000)
+    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
     views = Queries(client, registry, SETTINGS)
     first = views.tickets(None, 2)
     assert [one.ticket_id for one in first.tickets] == ["A", "B"]
@@ -301,7 +301,7 @@ def test_a_page_that_finds_all_done_that_it_looks_at_says_where_to_go_on(
     client: Client, registry: Registry, desk: Delegator
 ) -> None:
     publish(client, *(f"T{number:04}" for number in range(1_200)))
-    while desk.group_stream.route(count=1_000, most_pending=100_000):
+    while desk.group_stream.enqueue_new(count=1_000, most_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS, clock=HandClock())
     cursor = views.tickets(None, 1).cursor

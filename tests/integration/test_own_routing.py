@@ -43,7 +43,7 @@ class Routing:
         self.router._check_due_ms = inf
         for name in self.names:
             stream = KeyedStream(
-                self.client, name, line_of=lambda entry_id, pairs: b"kall", app="app", handler="handle", consumer="w"
+                self.client, name, queue_of=lambda entry_id, pairs: b"kall", app="app", handler="handle", consumer="w"
             )
             stream.join()
             self.router.add(stream)
@@ -83,7 +83,7 @@ def test_after_a_redis_has_lost_all_what_is_new_is_routed_without_a_sweep(client
     assert routing.woken_by(9) == set(routing.names)
     client.pipeline([("MULTI",), ("FLUSHALL",), *(("XADD", name, "*", "n", 0) for name in routing.names), ("EXEC",)])
     assert routing.woken_by(9) == set(routing.names)
-    assert all(one.pending == 1 for one in routing.router.streams.values())
+    assert all(one.pending_count == 1 for one in routing.router.streams.values())
 
 
 def test_what_was_routed_by_a_call_whose_answer_was_lost_is_told_without_a_sweep(
@@ -114,7 +114,7 @@ def test_streams_that_cannot_be_routed_for_now_keep_no_others_waiting(
         raise OutOfMemory("no room")
 
     for name in routing.names[:100]:
-        monkeypatch.setattr(routing.router.streams[name], "route", refuse)
+        monkeypatch.setattr(routing.router.streams[name], "enqueue_new", refuse)
     assert routing.woken_by(9) == set(routing.names[100:])
 
 

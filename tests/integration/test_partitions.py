@@ -52,16 +52,16 @@ def lengths(client: Client, layout: PartitionMap) -> list[int]:
 
 def test_each_key_has_its_partition_and_each_partition_its_slot(client: Client, sent: dict[str, list[int]]) -> None:
     Publisher(client, 8).publish(sent, LETTERS * 3)
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     assert (layout.count, sum(lengths(client, layout)), places_are_right(client, layout)) == (8, 78, True)
     assert len({hash_tag(stream) for stream in layout.streams}) == 8
     for place, stream in enumerate(layout.streams):
-        assert {layout.place(pairs[1]) for _, pairs in client.execute("XRANGE", stream, "-", "+")} <= {place}
+        assert {layout.partition_of(pairs[1]) for _, pairs in client.execute("XRANGE", stream, "-", "+")} <= {place}
 
 
 def test_who_comes_first_says_how_many_partitions_there_are(client: Client) -> None:
-    assert Partitions(client, BASE).made(3).count == 3
-    assert Partitions(client, BASE).made(5).count == 3
+    assert Partitions(client, BASE).create(3).count == 3
+    assert Partitions(client, BASE).create(5).count == 3
     with (
         PartitionedProducer(client, "others", key="k") as producer,
         pytest.raises(ConfigError, match="has no partitions"),
@@ -78,8 +78,8 @@ def test_messages_without_a_key_are_spread_over_all_partitions(client: Client) -
 def test_a_key_may_be_a_function(client: Client) -> None:
     with PartitionedProducer(client, BASE, key=lambda row: row["n"] % 5, partitions=4) as producer:  # type: ignore[index]
         where = producer.publish_many([{"n": n} for n in range(50)])
-    layout = Partitions(client, BASE).found()
-    assert [one.stream for one in where] == [layout.stream(layout.place(str(n % 5).encode())) for n in range(50)]
+    layout = Partitions(client, BASE).require()
+    assert [one.stream for one in where] == [layout.stream(layout.partition_of(str(n % 5).encode())) for n in range(50)]
 
 
 def test_a_producer_that_slept_over_a_growth_goes_on_in_the_new_partitions(
@@ -91,7 +91,7 @@ def test_a_producer_that_slept_over_a_growth_goes_on_in_the_new_partitions(
     other.publish(sent, LETTERS)
     Partitions(client, BASE).grow(8)
     sleeper.publish(sent, LETTERS * 2)
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     assert (layout.counts, places_are_right(client, layout)) == ((2, 4, 8), True)
     worker = Worker(client)
     worker.work()
@@ -105,7 +105,7 @@ def test_what_was_published_under_an_id_of_its_own_is_known_after_a_growth(clien
         Partitions(client, BASE).grow(6)
         assert producer.publish_many(rows, dedupe_ids=ids) == first
         more = producer.publish_many([{"k": one, "n": 2} for one in LETTERS], dedupe_ids=[f"{one}2" for one in LETTERS])
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     assert {one.stream for one in more} > {one.stream for one in first}
     assert sum(lengths(client, layout)) == 52
 
@@ -114,12 +114,12 @@ def test_a_batch_whose_reply_was_lost_is_not_doubled_by_a_growth(client: Client)
     with PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
         first = producer.publish({"k": "A"})
         Partitions(client, BASE).grow(64)
-        channel = producer._to(first.stream)
+        channel = producer._session(first.stream)
         channel._sequence = 0  # it is sent again, under the number that it had
         assert producer._publish(
             PartitionMap(base=BASE, counts=(2,)), list(producer._items([({"k": "A"}, None)], ())), PublishOptions(), {}
         )
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     assert sum(lengths(client, layout)) == 1
 
 
@@ -142,9 +142,9 @@ def test_what_no_replica_has_confirmed_is_said_of_all_that_is_published(client: 
 
 def test_a_producer_that_knows_nothing_of_partitions_is_refused(client: Client, sent: dict[str, list[int]]) -> None:
     Publisher(client).publish(sent, "A")
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     with Producer(client) as producer, pytest.raises(ConfigError, match="PartitionedProducer"):
-        producer.publish(layout.stream(layout.place(b"A")), {"k": "A"})
+        producer.publish(layout.stream(layout.partition_of(b"A")), {"k": "A"})
 
 
 def test_what_was_redriven_is_not_sent_on_to_a_partition_that_a_newer_generation_has_sealed(client: Client) -> None:
@@ -174,9 +174,9 @@ def test_a_growth_that_was_killed_between_any_two_steps_is_ended_by_whoever_meet
     worker.work()
     publisher.publish(sent, LETTERS)
     if who == "the same again":
-        assert Partitions(client, BASE).grow(5).growing is None
+        assert Partitions(client, BASE).grow(5).growing_to is None
     publisher.publish(sent, LETTERS)
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     # Where nothing was sealed, no producer has noticed.
     assert layout.counts == ((2,) if steps == 0 and who == "a producer" else (2, 5))
     assert places_are_right(client, layout)
@@ -196,15 +196,15 @@ def test_two_growths_at_once_come_one_after_the_other(client: Client, sent: dict
 def test_a_seal_that_comes_late_changes_nothing(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, sleeper = Publisher(client), Publisher(client)
     publisher.publish(sent, LETTERS)
-    stale = PartitionMap(base=BASE, counts=(2,), growing=5)
+    stale = PartitionMap(base=BASE, counts=(2,), growing_to=5)
     Partitions(client, BASE).grow(5)
     sleeper.publish(sent, LETTERS)
     Partitions(client, BASE).grow(8)
     publisher.publish(sent, LETTERS)
-    layout = Partitions(client, BASE).found()
-    assert Partitions(client, BASE).finish(stale) == layout
-    moves = "".join(key for key in LETTERS if (found := layout.homes(key.encode()))[-1] > 4 and found[-2] < 2)
-    assert {layout.place(key.encode()) for key in moves} <= {5, 6, 7}
+    layout = Partitions(client, BASE).require()
+    assert Partitions(client, BASE).finish_growth(stale) == layout
+    moves = "".join(key for key in LETTERS if (found := layout.owners(key.encode()))[-1] > 4 and found[-2] < 2)
+    assert {layout.partition_of(key.encode()) for key in moves} <= {5, 6, 7}
     sleeper.publish(sent, moves)
     assert places_are_right(client, layout)
 
@@ -215,14 +215,14 @@ def test_a_seal_that_comes_late_changes_nothing(client: Client, sent: dict[str, 
 def grown(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, Worker, str, int, int]:
     """A key that has moved, with messages in both its partitions and a state in the old one."""
     publisher, worker = Publisher(client), Worker(client)
-    key = moved_key(Partitions(client, BASE).found(), 4)
+    key = moved_key(Partitions(client, BASE).require(), 4)
     publisher.publish(sent, key)
     worker.work()
     publisher.publish(sent, key)
     layout = Partitions(client, BASE).grow(4)
     publisher.publish(sent, key * 2)
     worker.look()
-    old, new = layout.homes(key.encode())
+    old, new = layout.owners(key.encode())
     return publisher, worker, key, old, new
 
 
@@ -230,7 +230,7 @@ def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     _, worker, key, old, new = grown(client, sent)
-    layout, line = worker.moves.layout, b"k" + key.encode()
+    layout, line = worker.moves.partition_map, b"k" + key.encode()
     assert worker.route(new) == 2
     assert waiting_in(client, layout, new) == {line: b"moving from " + layout.stream(old).encode()}
     worker.move()
@@ -248,21 +248,23 @@ def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
     worker.finish(lease)
     worker.work()
     assert (outcome(client), check_all(client)) == (sent, [])
-    assert worker.moves.unsettled() == []
+    assert worker.moves.undrained() == []
 
 
 def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_together(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     _, worker, key, old, new = grown(client, sent)
-    layout, stream = worker.moves.layout, worker.streams[new]
-    stream.enlisted(client.pipeline([stream.to_enlist((), most_pending=MANY)])[0])  # it knows where the routing stands
-    read = stream.to_read(count=10, most_pending=MANY)
+    layout, stream = worker.moves.partition_map, worker.streams[new]
+    stream.apply_enqueue(
+        client.pipeline([stream.enqueue_command((), most_pending=MANY)])[0]
+    )  # it knows where the routing stands
+    read = stream.read_command(count=10, most_pending=MANY)
     assert read is not None
     client.script(READ_RANGE, (read[3],), read[4:])  # so that the server has it
-    entries, _ = stream.found(client.execute(*read))
+    entries, _ = stream.parse_read(client.execute(*read))
     assert len(entries) == 2
-    stream.enlisted(client.execute(*stream.to_enlist(entries, most_pending=MANY)))
+    stream.apply_enqueue(client.execute(*stream.enqueue_command(entries, most_pending=MANY)))
     line = b"k" + key.encode()
     assert waiting_in(client, layout, new) == {line: b"moving from " + layout.stream(old).encode()}
     assert worker.take(new) == []
@@ -272,10 +274,10 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     publisher, worker, key, old, new = grown(client, sent)
-    layout = worker.moves.layout
+    layout = worker.moves.partition_map
     worker.route(old)
     (lease,) = worker.take(old)
-    worker.streams[old].release([LeaseRelease(lease, "park", "bad address", 4)])
+    worker.streams[old].release_leases([LeaseRelease(lease, "park", "bad address", 4)])
     others = "".join(one for one in LETTERS if one != key)
     publisher.publish(sent, others)
     worker.work()
@@ -284,7 +286,7 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     assert done[key] == [1]
     keys = keys_of(layout, new)
     (line,) = list_queues(client, keys)
-    assert line.parked == f"moving from {layout.stream(old)}"
+    assert line.parked_reason == f"moving from {layout.stream(old)}"
     with pytest.raises(ConfigError, match="goes on"):
         unpark(client, keys, line.name)
     assert unpark(client, keys_of(layout, old), line.name)
@@ -294,13 +296,13 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
 
 def test_who_parks_a_key_that_moves_has_to_unpark_it_too(client: Client, sent: dict[str, list[int]]) -> None:
     _, worker, key, _, new = grown(client, sent)
-    keys, line = keys_of(worker.moves.layout, new), b"k" + key.encode()
+    keys, line = keys_of(worker.moves.partition_map, new), b"k" + key.encode()
     worker.route(new)
     assert (park(client, keys, line, "mine"), park(client, keys, line, "again")) == (True, False)
     assert (unpark(client, keys, line), park(client, keys, line, "mine")) == (True, True)
     worker.work()
     assert outcome(client) == {key: [1, 2]}
-    assert waiting_in(client, worker.moves.layout, new) == {line: b"mine"}
+    assert waiting_in(client, worker.moves.partition_map, new) == {line: b"mine"}
     assert unpark(client, keys, line)
     worker.work()
     assert (outcome(client), check_all(client)) == (sent, [])
@@ -310,9 +312,9 @@ def test_a_key_that_is_parked_without_messages_in_its_old_partition_waits_in_the
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     publisher, worker = Publisher(client), Worker(client)
-    key = moved_key(Partitions(client, BASE).found(), 4)
+    key = moved_key(Partitions(client, BASE).require(), 4)
     layout = Partitions(client, BASE).grow(4)
-    old, _ = layout.homes(key.encode())
+    old, _ = layout.owners(key.encode())
     park(client, keys_of(layout, old), b"k" + key.encode(), "mine")
     publisher.publish(sent, key)
     worker.look()
@@ -325,10 +327,10 @@ def test_a_key_that_is_parked_without_messages_in_its_old_partition_waits_in_the
 
 def test_the_last_entries_before_a_seal_may_be_deleted(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, worker = Publisher(client), Worker(client)
-    key = moved_key(Partitions(client, BASE).found(), 4)
+    key = moved_key(Partitions(client, BASE).require(), 4)
     publisher.publish(sent, key)
     layout = Partitions(client, BASE).grow(4)
-    old, _ = layout.homes(key.encode())
+    old, _ = layout.owners(key.encode())
     client.execute("XTRIM", layout.stream(old), "MAXLEN", 0)
     publisher.publish(sent, key)
     worker.look()
@@ -344,13 +346,13 @@ def test_states_of_keys_that_nobody_publishes_to_move_too(client: Client, sent: 
         layout = Partitions(client, BASE).grow(count)
         worker.look()
         worker.work()
-        assert (check_all(client), worker.moves.unsettled()) == ([], [])
+        assert (check_all(client), worker.moves.undrained()) == ([], [])
     found = {
         (place, key): state
         for place in range(layout.count)
         for key, state in zip(*[iter(client.execute("HGETALL", keys_of(layout, place).state))] * 2, strict=True)
     }
-    assert found == {(layout.place(key.encode()), key.encode()): b"1" for key in LETTERS}
+    assert found == {(layout.partition_of(key.encode()), key.encode()): b"1" for key in LETTERS}
 
 
 def test_a_state_is_put_down_once_however_late_another_comes_with_it(
@@ -369,11 +371,11 @@ def test_a_state_is_put_down_once_however_late_another_comes_with_it(
         return [0]
 
     real, late.moves._run = late.moves._run, keep  # type: ignore[method-assign, assignment]
-    late.moves._ask = worker.moves._ask  # type: ignore[method-assign]
-    late.moves._clear = lambda place: None  # type: ignore[method-assign]
-    late.moves._bring_in(new)
+    late.moves._query_past_owners = worker.moves._query_past_owners  # type: ignore[method-assign]
+    late.moves._delete_imported = lambda place: None  # type: ignore[method-assign]
+    late.moves._import_keys(new)
     worker.work()
-    worker.moves._expect(new, [key.encode()])  # by one who had asked before that
+    worker.moves._await_keys(new, [key.encode()])  # by one who had asked before that
     assert calls
     for some in calls:
         assert real(some) == [0]
@@ -384,7 +386,7 @@ def test_a_state_is_put_down_once_however_late_another_comes_with_it(
 def test_lease_tokens_go_on_growing_where_a_key_comes_to(client: Client, sent: dict[str, list[int]]) -> None:
     _, worker, _, old, _ = grown(client, sent)
     ahead = 2**52  # the clock of another server
-    client.execute("HSET", keys_of(worker.moves.layout, old).meta, "fence", ahead)
+    client.execute("HSET", keys_of(worker.moves.partition_map, old).meta, "fence", ahead)
     worker.work()
     fences = [int(pairs[7]) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
     assert fences[0] < ahead < fences[1] < fences[2] == fences[3]
@@ -393,14 +395,14 @@ def test_lease_tokens_go_on_growing_where_a_key_comes_to(client: Client, sent: d
 
 def test_what_others_acknowledge_has_not_left_its_partition(client: Client, sent: dict[str, list[int]]) -> None:
     _, worker, _, old, new = grown(client, sent)
-    keys = keys_of(worker.moves.layout, old)
+    keys = keys_of(worker.moves.partition_map, old)
     worker.route(old)
     for entry_id, *_ in client.execute("XPENDING", keys.stream, keys.group, "-", "+", 10):
         client.execute("XACK", keys.stream, keys.group, entry_id)
-    worker.moves._asked_ms = float("-inf")
-    assert worker.moves.settle([old]) == 0
+    worker.moves._refreshed_ms = float("-inf")
+    assert worker.moves.drain([old]) == 0
     worker.route(new)
-    assert worker.moves.bring_in([new]) == 0
+    assert worker.moves.import_keys([new]) == 0
     worker.work()
     assert (outcome(client), check_all(client)) == (sent, [])
 
@@ -409,13 +411,13 @@ def test_a_key_has_not_left_where_workers_without_keys_are_in_charge(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     _, worker, _, old, new = grown(client, sent)
-    keys = keys_of(worker.moves.layout, old)
+    keys = keys_of(worker.moves.partition_map, old)
     other = ReliableStream(client, keys.stream, app=keys.app, handler=keys.handler, consumer="w9", into="out")
     other.join()
-    assert len(other.read(count=10)) == 1
+    assert len(other.fetch(count=10)) == 1
     other.checkpoint()
     worker.route(new)
-    assert worker.moves.bring_in([new]) == 0
+    assert worker.moves.import_keys([new]) == 0
 
 
 # --- Keys that move twice ---
@@ -425,13 +427,13 @@ def moved_twice(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, 
     """A key with a state in its first partition that has moved on twice since; a worker who has joined them all."""
     publisher, worker = Publisher(client), Worker(client)
     grown = PartitionMap(base=BASE, counts=(2, 4, 8))
-    key = next(one for one in string.ascii_letters if len(grown.homes(one.encode())) == 3)
+    key = next(one for one in string.ascii_letters if len(grown.owners(one.encode())) == 3)
     publisher.publish(sent, key)
     worker.work()
     Partitions(client, BASE).grow(4)
     Partitions(client, BASE).grow(8)
     worker.look()
-    return publisher, worker, key, grown.homes(key.encode())
+    return publisher, worker, key, grown.owners(key.encode())
 
 
 def test_a_state_goes_through_each_partition_in_which_its_key_has_been(
@@ -440,9 +442,9 @@ def test_a_state_goes_through_each_partition_in_which_its_key_has_been(
     publisher, worker, key, (first, second, third) = moved_twice(client, sent)
     publisher.publish(sent, key)
     worker.route(third)
-    worker.moves.bring_in([third])
+    worker.moves.import_keys([third])
     assert worker.take(third) == []
-    waiting = waiting_in(client, worker.moves.layout, second)
+    waiting = waiting_in(client, worker.moves.partition_map, second)
     assert waiting == {b"k" + key.encode(): b"moving from {orders.%d}" % first}
     worker.work()
     publisher.publish(sent, key)
@@ -454,8 +456,8 @@ def test_a_partition_is_not_settled_while_something_may_come_to_it_from_an_older
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     publisher, worker, key, (_, second, _) = moved_twice(client, sent)
-    worker.moves._asked_ms = float("-inf")
-    assert worker.moves.settle([second]) == 0
+    worker.moves._refreshed_ms = float("-inf")
+    assert worker.moves.drain([second]) == 0
     worker.work()
     assert check_all(client) == []
     publisher.publish(sent, key)
@@ -470,7 +472,7 @@ def test_a_line_that_was_free_to_go_is_not_made_to_wait_by_one_who_comes_late(
     worker.work()
     publisher.publish(sent, key)
     worker.route(new)
-    assert worker.moves._expect(new, [key.encode()]) == 0
+    assert worker.moves._await_keys(new, [key.encode()]) == 0
     (lease,) = worker.take(new)
     worker.finish(lease)
     assert (outcome(client), check_all(client)) == (sent, [])

@@ -60,8 +60,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(more=st.integers(1, 3), steps=st.integers(0, 12))
     def grow(self, more: int, steps: int) -> None:
-        layout = Partitions(self.client, BASE).found()
-        count = max(layout.count, layout.growing or 0) + more
+        layout = Partitions(self.client, BASE).require()
+        count = max(layout.count, layout.growing_to or 0) + more
         if count <= 8:
             growth_killed_after(self.client, steps, count)
 
@@ -84,14 +84,14 @@ class Machine(RuleBasedStateMachine):
         if how == "finish":
             self.workers[0].finish(lease)
         else:
-            lease.stream.release([LeaseRelease(lease, how, 1 if how == "later" else "")])  # type: ignore[arg-type]
+            lease.stream.release_leases([LeaseRelease(lease, how, 1 if how == "later" else "")])  # type: ignore[arg-type]
 
     @rule(who=TWO, clears=st.booleans())
     def move(self, who: int, clears: bool) -> None:
         """A round; without `clears`, its worker dies when it has put states down and not removed them where they were."""
         moves = self.workers[who].moves
         if not clears:
-            moves._clear = lambda place: None  # type: ignore[method-assign]
+            moves._delete_imported = lambda place: None  # type: ignore[method-assign]
         self.workers[who].move()
         moves.__dict__.pop("_clear", None)
 
@@ -111,10 +111,10 @@ class Machine(RuleBasedStateMachine):
             return real(calls)  # type: ignore[arg-type]
 
         moves._run = run  # type: ignore[method-assign, assignment]
-        moves._clear = lambda place: None  # type: ignore[method-assign]
-        moves._asked_ms = float("-inf")
-        moves.bring_in([place])
-        del moves._run, moves._clear
+        moves._delete_imported = lambda place: None  # type: ignore[method-assign]
+        moves._refreshed_ms = float("-inf")
+        moves.import_keys([place])
+        del moves._run, moves._delete_imported
 
     @precondition(lambda self: self.late)
     @rule(number=st.integers(0, 7))
@@ -123,7 +123,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(place=PLACES, key=st.sampled_from(KEYS))
     def park(self, place: int, key: str) -> None:
-        layout = Partitions(self.client, BASE).found()
+        layout = Partitions(self.client, BASE).require()
         line = b"k" + key.encode()
         if place in self.workers[0].streams and park(self.client, keys_of(layout, place), line, "mine"):
             self.parked.append((place, line))
@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 7))
     def unpark(self, number: int) -> None:
         place, line = self.parked.pop(number % len(self.parked))
-        unpark(self.client, keys_of(Partitions(self.client, BASE).found(), place), line)
+        unpark(self.client, keys_of(Partitions(self.client, BASE).require(), place), line)
 
     @invariant()
     def each_key_is_in_order(self) -> None:
@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(3):
             for worker in self.workers:
                 worker.work(until_idle=4)
-        assert self.workers[0].moves.unsettled() == []
+        assert self.workers[0].moves.undrained() == []
         while self.late:
             self.arrive_late(0)
         for worker in self.workers:

@@ -108,8 +108,8 @@ def produce(url: str, which: int, events: list[Event], stopping: threading.Event
 
 
 def settled(client: Client) -> bool:
-    layout = Partitions(client, BASE).found()
-    return not KeyMigration(client, layout, app="app", handler="handle").unsettled()
+    layout = Partitions(client, BASE).require()
+    return not KeyMigration(client, layout, app="app", handler="handle").undrained()
 
 
 def wait_for_messages(books: Books, count: int) -> None:
@@ -129,7 +129,7 @@ def test_more_partitions_under_load_keep_every_key_in_order_and_single(client: C
         ]
         for thread in threads:
             thread.start()
-        eventually(lambda: Partitions(client, BASE).find() is not None, "the first partitions")
+        eventually(lambda: Partitions(client, BASE).load() is not None, "the first partitions")
         for share, (steps, count) in enumerate(((99, 3), (1, 5), (4, 5), (99, 8)), 1):
             wait_for_messages(books, share * len(KEYS) * EACH // 6)
             growth_killed_after(client, steps, count)
@@ -139,7 +139,7 @@ def test_more_partitions_under_load_keep_every_key_in_order_and_single(client: C
         eventually(lambda: books.wrong != [] or books.last == dict.fromkeys(KEYS, EACH), "all of each key")
         assert books.wrong == []
         eventually(lambda: settled(client), "the end of all moves")
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     assert (layout.counts[0], layout.count, places_are_right(client, layout)) == (2, 8, True)
     assert len({hash_tag(stream) for stream in layout.streams}) == 8
     if not client.is_cluster:
@@ -164,7 +164,7 @@ def test_a_handler_that_begins_at_the_end_gets_all_of_the_partitions_that_come_l
     handler = handler_of(lambda message: seen.append(int(message.text("n"))))
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
         producer.publish_many({"k": key, "n": 1} for key in KEYS)
-        first = HandlerKeys("app", "handle", Partitions(client, BASE).found().stream(0))
+        first = HandlerKeys("app", "handle", Partitions(client, BASE).require().stream(0))
         with working(client, handler, "w1", policy=QUICK, start="latest"):
             eventually(lambda: client.execute("HEXISTS", first.meta, "frontier") == 1)
         Partitions(client, BASE).grow(6)
@@ -185,10 +185,10 @@ def test_what_was_redriven_goes_once_to_the_partition_in_which_its_key_is_now(mi
         runs.append((message.stream, message.text("n") or "", state["runs"]))
 
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
-        key = moved_key(Partitions(client, BASE).made(2), 6)
+        key = moved_key(Partitions(client, BASE).create(2), 6)
         with all_working(client, handler_of(handle), "w1", "w2"):
             old = producer.publish({"k": key, "n": 1}).stream
-            dead = HandlerKeys("app", "handle", old).dead
+            dead = HandlerKeys("app", "handle", old).dead_letters
             eventually(lambda: client.execute("XLEN", dead) == 1)
             Partitions(client, BASE).grow(6)
             new = producer.publish({"k": key, "n": 2}).stream
@@ -244,7 +244,7 @@ def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstrea
 
 def test_a_killed_growth_is_shown_and_ended_by_the_next(millstream_url: str) -> None:
     with Client(millstream_url) as client:
-        Partitions(client, BASE).made(2)
+        Partitions(client, BASE).create(2)
         assert growth_killed_after(client, 1, 3)
     assert shown(millstream_url)["growing"] == 3
     assert "has not ended" in call("partitions", "show", BASE, url=millstream_url).out

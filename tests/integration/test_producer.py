@@ -212,7 +212,7 @@ def test_an_id_is_forgotten_when_its_time_is_over(client: Client) -> None:
     with Producer(client, dedupe_window_ms=WINDOW_MS) as producer:
         first = producer.publish("s", {"n": 1}, dedupe_id="a")
         assert producer.publish("s", {"n": 2}, dedupe_id="a") == first
-        remembered = StreamKeys("s").once(b"a")
+        remembered = StreamKeys("s").dedupe(b"a")
         left_ms = client.execute("PTTL", remembered)
         assert 0 < left_ms <= WINDOW_MS, "it ends with its window"
         client.execute("PEXPIRE", remembered, 1)  # as if the rest had gone by

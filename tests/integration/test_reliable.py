@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, CommittedPosition, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, CommittedPosition, Effects
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.key_queues import WAITING
-from millstream.delivery.reliable_stream import Delivery, ReliableStream, leave_all
+from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
 from millstream.groups import Consumer, Group
 from millstream.handlers.dead_letter import DeadLetter
@@ -40,7 +40,7 @@ def fill(client: Client, count: int, first: int = 1) -> None:
 
 
 def effect(stream: ReliableStream, delivery: Delivery) -> Effects:
-    unit = stream.unit(delivery)
+    unit = stream.effects_of(delivery)
     unit.add_outputs([(b"n", delivery.pairs[1])])
     return unit
 
@@ -60,14 +60,14 @@ def pending(client: Client) -> list[tuple[str, str]]:
 
 def spark(client: Client, token: int = 0) -> CommitStore:
     ledger = CommitStore(client, app="app", handler="handle", into="out")
-    return ledger.renewed(token or ledger.new_token(["in"]))
+    return ledger.with_token(token or ledger.new_token(["in"]))
 
 
 def test_what_is_committed_is_acknowledged_with_its_effects_and_nothing_else_is(client: Client) -> None:
     fill(client, 3)
     mine = worker(client)
-    found = mine.read(count=10)
-    assert (ids(found), mine.read(count=10)) == ([1, 2, 3], [])
+    found = mine.fetch(count=10)
+    assert (ids(found), mine.fetch(count=10)) == ([1, 2, 3], [])
     assert mine.commit([effect(mine, found[0]), effect(mine, found[2])]) == []
     assert (outputs(client), pending(client)) == ([1, 3], [("2-0", "w1")])
 
@@ -75,7 +75,7 @@ def test_what_is_committed_is_acknowledged_with_its_effects_and_nothing_else_is(
 def test_repeating_a_commit_whose_reply_was_lost_changes_nothing(client: Client) -> None:
     fill(client, 1)
     mine = worker(client)
-    unit = effect(mine, mine.read(count=1)[0])
+    unit = effect(mine, mine.fetch(count=1)[0])
     assert mine.commit([unit]) == []
     assert mine.commit([unit]) == [unit]
     assert outputs(client) == [1]
@@ -84,14 +84,14 @@ def test_repeating_a_commit_whose_reply_was_lost_changes_nothing(client: Client)
 def test_a_worker_whose_entry_was_adopted_commits_nothing_and_its_adopter_does(client: Client) -> None:
     fill(client, 2)
     late, other = worker(client, "late"), worker(client, "other")
-    taken = late.read(count=10)
-    adopted = other.read_pending()
+    taken = late.fetch(count=10)
+    adopted = other.claim_idle()
     assert ids(adopted) == [1, 2]
     assert [d.deliveries for d in adopted] == [2, 2]
     late_units = [effect(late, one) for one in taken]
     assert late.commit(late_units) == late_units
-    assert late.acknowledge(*taken) != []
-    assert late.extend([one.id for one in taken]) == [one.id for one in taken]
+    assert late.ack(*taken) != []
+    assert late.renew_claims([one.id for one in taken]) == [one.id for one in taken]
     assert pending(client) == [("1-0", "other"), ("2-0", "other")]
     assert other.commit([effect(other, one) for one in adopted]) == []
     assert (outputs(client), pending(client)) == ([1, 2], [])
@@ -100,102 +100,102 @@ def test_a_worker_whose_entry_was_adopted_commits_nothing_and_its_adopter_does(c
 def test_entries_that_are_held_are_not_adopted_and_those_handed_back_are_at_once(client: Client) -> None:
     fill(client, 3)
     mine, other = worker(client), worker(client, "w2")
-    found = mine.read(count=10)
-    assert other.read_pending(idle_ms=30_000) == []
-    assert mine.hand_back([found[1].id]) == []
-    assert ids(other.read_pending(idle_ms=30_000)) == [2]
-    assert mine.extend([one.id for one in found]) == [b"2-0"]
-    assert ids(mine.read_pending(own=True, excluding={b"1-0"})) == [3]
+    found = mine.fetch(count=10)
+    assert other.claim_idle(idle_ms=30_000) == []
+    assert mine.nack([found[1].id]) == []
+    assert ids(other.claim_idle(idle_ms=30_000)) == [2]
+    assert mine.renew_claims([one.id for one in found]) == [b"2-0"]
+    assert ids(mine.claim_idle(own=True, excluding={b"1-0"})) == [3]
 
 
 def test_failed_attempts_count_for_whoever_tries_next_until_the_entry_is_committed(client: Client) -> None:
     fill(client, 1)
     mine, other = worker(client), worker(client, "w2")
-    (first,) = mine.read(count=1)
+    (first,) = mine.fetch(count=1)
     first.attempt = 2
-    mine.note_failures([first])
-    (adopted,) = other.read_pending()
-    other.isolate(adopted, "b w2")
-    assert (adopted.attempt, other.isolation(adopted)) == (3, (0, "b w2"))
-    assert other.acknowledge(adopted) == []
-    assert client.execute("EXISTS", KEYS.strikes) == 0
+    mine.record_failures([first])
+    (adopted,) = other.claim_idle()
+    other.begin_isolation(adopted, "b w2")
+    assert (adopted.attempt, other.isolation_state(adopted)) == (3, (0, "b w2"))
+    assert other.ack(adopted) == []
+    assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
 def test_the_end_of_an_isolated_run_takes_back_its_own_mark_and_no_other(client: Client) -> None:
     fill(client, 1)
     mine, other = worker(client), worker(client, "w2")
-    (first,) = mine.read(count=1)
-    mine.isolate(first, "a w1")
-    (adopted,) = other.read_pending()
-    assert other.isolation(adopted) == (0, "a w1")
-    other.note_deaths(adopted, 1)
-    assert other.isolation(adopted) == (1, "")
-    other.isolate(adopted, "b w2")
+    (first,) = mine.fetch(count=1)
+    mine.begin_isolation(first, "a w1")
+    (adopted,) = other.claim_idle()
+    assert other.isolation_state(adopted) == (0, "a w1")
+    other.record_deaths(adopted, 1)
+    assert other.isolation_state(adopted) == (1, "")
+    other.begin_isolation(adopted, "b w2")
     mine.end_isolation([first])
-    assert other.isolation(adopted) == (1, "b w2")
+    assert other.isolation_state(adopted) == (1, "b w2")
     other.end_isolation([adopted])
-    assert other.isolation(adopted) == (1, "")
+    assert other.isolation_state(adopted) == (1, "")
 
 
 def test_handing_back_takes_back_the_delivery_and_may_keep_an_entry_from_others_for_a_while(client: Client) -> None:
     fill(client, 2)
     mine, other = worker(client), worker(client, "w2")
-    first, second = mine.read(count=2)
-    mine.hand_back([first.id])
-    mine.hand_back([second.id], idle_ms=10_000)
-    (adopted,) = other.read_pending(idle_ms=30_000)
+    first, second = mine.fetch(count=2)
+    mine.nack([first.id])
+    mine.nack([second.id], idle_ms=10_000)
+    (adopted,) = other.claim_idle(idle_ms=30_000)
     assert (adopted.id, adopted.deliveries) == (b"1-0", 1)
-    (later,) = other.read_pending(idle_ms=10_000)
+    (later,) = other.claim_idle(idle_ms=10_000)
     assert (later.id, later.deliveries) == (b"2-0", 1)
-    other.extend([later.id])
+    other.renew_claims([later.id])
     assert client.execute("XPENDING", "in", KEYS.group, "2-0", "2-0", 1)[0][3] == 1
 
 
 def test_a_dead_letter_takes_the_place_of_its_entry_in_one_step(client: Client) -> None:
     fill(client, 1)
     mine = worker(client)
-    (found,) = mine.read(count=1)
+    (found,) = mine.fetch(count=1)
     letter = DeadLetter(
         stream="in", id="1-0", pairs=found.pairs, key=None, app="app", handler="handle",
         attempts=1, reason="rejected", error="no", time_ms=1,
     )  # fmt: skip
     assert mine.dead_letter((found, letter)) == []
-    assert (client.execute("XLEN", KEYS.dead), pending(client)) == (1, [])
+    assert (client.execute("XLEN", KEYS.dead_letters), pending(client)) == (1, [])
 
 
 def test_a_dead_letter_for_an_entry_has_what_is_known_of_it_and_can_be_sent_back(client: Client) -> None:
     fill(client, 1)
     mine = worker(client)
-    (found,) = mine.read(count=1)
+    (found,) = mine.fetch(count=1)
     found.attempt = 2
-    letter = mine.letter(found, reason="rejected", error="not ours", traceback="at home")
+    letter = mine.new_dead_letter(found, reason="rejected", error="not ours", traceback="at home")
     assert mine.dead_letter((found, letter)) == []
     box = DeadLetterQueue(client)
     (filed,) = box.find(DeadLetterFilter(app="app"))
     assert filed.letter == replace(letter, letter_id=filed.letter_id)
     assert (letter.id, letter.pairs, letter.attempts, letter.key) == ("1-0", found.pairs, 2, None)
-    (sent,) = box.redrive([filed.slip])
+    (sent,) = box.redrive([filed.ref])
     assert sent.new_id is not None
-    (again,) = mine.read(count=1)
+    (again,) = mine.fetch(count=1)
     assert again.pairs == [REDRIVE_FIELD, b"app.handle", *found.pairs]
-    assert mine.letter(again, reason="failed", error="again").pairs == found.pairs
+    assert mine.new_dead_letter(again, reason="failed", error="again").pairs == found.pairs
 
 
 def test_a_dead_letter_with_a_reason_of_ones_own_is_refused_before_anything_is_committed(client: Client) -> None:
     fill(client, 1)
     mine = worker(client)
-    (found,) = mine.read(count=1)
+    (found,) = mine.fetch(count=1)
     unparsable: Any = "unparsable"
     with pytest.raises(ConfigError, match="the reason 'unparsable': use one of missing-key, undecodable, rejected"):
-        mine.dead_letter((found, mine.letter(found, reason=unparsable, error="no")))
-    assert (client.execute("XLEN", KEYS.dead), pending(client)) == (0, [("1-0", "w1")])
+        mine.dead_letter((found, mine.new_dead_letter(found, reason=unparsable, error="no")))
+    assert (client.execute("XLEN", KEYS.dead_letters), pending(client)) == (0, [("1-0", "w1")])
 
 
 # Coming and going
 
 
 def silent_worker(monkeypatch: pytest.MonkeyPatch, client: Client, silent_ms: int = 0) -> ReliableStream:
-    monkeypatch.setattr(ReliableStream, "silent_ms", silent_ms)
+    monkeypatch.setattr(ReliableStream, "consumer_idle_ms", silent_ms)
     return worker(client, "w1")
 
 
@@ -208,11 +208,11 @@ def test_consumers_that_hold_nothing_and_are_silent_for_long_are_removed(
 ) -> None:
     mine = silent_worker(monkeypatch, client, silent_ms=50)
     fill(client, 1)
-    mine.read(count=1)
+    mine.fetch(count=1)
     group = Group(client, "in", KEYS.group)
     for name in ("gone", WAITING):
         group.create_consumer(name)
-    eventually(mine.dismiss_silent, "it to be silent for long enough")
+    eventually(mine.remove_idle_consumers, "it to be silent for long enough")
     assert consumers(client) == {"w1", WAITING}
 
 
@@ -221,14 +221,14 @@ def test_a_consumer_that_holds_an_entry_or_whose_name_is_held_stays_however_sile
 ) -> None:
     mine = silent_worker(monkeypatch, client)
     fill(client, 1)
-    worker(client, "holds").read(count=1)
+    worker(client, "holds").fetch(count=1)
     names = StaticMembership(client, "app", "pod")
     for name in [*names.acquire(2), "gone"]:
         Group(client, "in", KEYS.group).create_consumer(name)
-    assert mine.dismiss_silent() == ["gone"]
+    assert mine.remove_idle_consumers() == ["gone"]
     assert consumers(client) == {"holds", "pod-0", "pod-1"}
     names.release()
-    assert mine.dismiss_silent() == ["pod-0", "pod-1"]
+    assert mine.remove_idle_consumers() == ["pod-0", "pod-1"]
     assert pending(client) == [("1-0", "holds")]
 
 
@@ -241,10 +241,10 @@ def test_a_consumer_that_comes_back_while_it_is_looked_at_keeps_what_it_is_given
         group.create_consumer(name)
     seen = [replace(one, idle_ms=LONG_MS) for one in group.consumers()]  # as if they had slept since then
     fill(client, 1)
-    worker(client, "is given").read(count=1)
+    worker(client, "is given").fetch(count=1)
     Consumer(client, group=group.name, name="reads", streams=["in"]).read_pending()
     monkeypatch.setattr(group, "consumers", lambda: seen)
-    assert mine.dismiss_silent() == []
+    assert mine.remove_idle_consumers() == []
     assert (consumers(client), pending(client)) == ({"reads", "is given"}, [("1-0", "is given")])
 
 
@@ -255,13 +255,13 @@ def test_whoever_is_removed_while_it_reads_loses_nothing(client: Client, monkeyp
 
     def remove() -> None:
         while not stop.is_set():
-            removed.extend(mine.dismiss_silent())
+            removed.extend(mine.remove_idle_consumers())
 
     with ThreadPoolExecutor() as pool, Client(client.url) as reading:
         removing = pool.submit(remove)
         try:
             other = worker(reading, "w2")
-            while found := other.read(count=3):
+            while found := other.fetch(count=3):
                 assert other.commit([effect(other, one) for one in found]) == []
                 done += ids(found)
             eventually(lambda: removed, "it to be removed")
@@ -275,21 +275,21 @@ def test_whoever_is_removed_while_it_reads_loses_nothing(client: Client, monkeyp
 def test_a_worker_leaves_the_groups_in_which_it_holds_nothing(client: Client) -> None:
     fill(client, 1)
     first, second = worker(client), worker(client, "w2")
-    (found,) = first.read(count=1)
-    assert second.read(count=1) == []
-    leave_all(client, [first, second])
+    (found,) = first.fetch(count=1)
+    assert second.fetch(count=1) == []
+    remove_consumers(client, [first, second])
     assert consumers(client) == {"w1"}
-    first.acknowledge(found)
-    leave_all(client, [first])
+    first.ack(found)
+    remove_consumers(client, [first])
     assert consumers(client) == set()
     client.execute("DEL", "in")
-    leave_all(client, [first, second])  # there is nothing to leave
+    remove_consumers(client, [first, second])  # there is nothing to leave
 
 
 def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReliableStream, "silent_ms", 0)
+    monkeypatch.setattr(ReliableStream, "consumer_idle_ms", 0)
     with Client(lent_cluster(request).url) as client:
         held = StaticMembership(client, "app", "pod").acquire(1)
         streams = [
@@ -300,8 +300,8 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
             group = Group(client, one.stream, one.group)
             for name in ("gone", "w1", *held):
                 group.create_consumer(name)
-            assert one.dismiss_silent() == ["gone"]
-        leave_all(client, streams)
+            assert one.remove_idle_consumers() == ["gone"]
+        remove_consumers(client, streams)
         for one in streams:
             assert [found.name for found in Group(client, one.stream, one.group).consumers()] == held
 
@@ -309,26 +309,26 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
 def test_what_waits_on_a_stream_and_what_died_there(client: Client) -> None:
     fill(client, 5)
     mine = worker(client)
-    assert mine.waiting() == (5, None, 0)
-    found = mine.read(count=3)
-    assert mine.dead_letter((found[0], mine.letter(found[0], reason="failed", error="no"))) == []
-    assert mine.waiting() == (2, 2, 1)
+    assert mine.backlog() == (5, None, 0)
+    found = mine.fetch(count=3)
+    assert mine.dead_letter((found[0], mine.new_dead_letter(found[0], reason="failed", error="no"))) == []
+    assert mine.backlog() == (2, 2, 1)
 
 
 def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(client: Client) -> None:
     fill(client, 10)
     mine = worker(client)
-    found = mine.read(count=6)
+    found = mine.fetch(count=6)
     mine.commit([effect(mine, one) for one in found if one.id not in (b"2-0", b"5-0")])
     mine.checkpoint()
     mine.commit([effect(mine, found[1])])
-    later = mine.read(count=2)  # 7 and 8, after the checkpoint
+    later = mine.fetch(count=2)  # 7 and 8, after the checkpoint
     mine.commit([effect(mine, later[1])])
     client.execute("XGROUP", "DESTROY", "in", KEYS.group)
     with pytest.raises(GroupMissing):
-        mine.read(count=1)
+        mine.fetch(count=1)
     mine.join()
-    again = mine.read_pending(idle_ms=30_000) + mine.read(count=10)
+    again = mine.claim_idle(idle_ms=30_000) + mine.fetch(count=10)
     assert ids(again) == [5, 7, 9, 10]
     assert mine.commit([effect(mine, one) for one in again]) == []
     assert sorted(outputs(client)) == list(range(1, 11))
@@ -338,13 +338,13 @@ def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(clien
 def test_a_checkpoint_drops_the_marks_and_keeps_late_repeats_out(client: Client) -> None:
     fill(client, 3)
     mine = worker(client)
-    units = [effect(mine, one) for one in mine.read(count=3)]
+    units = [effect(mine, one) for one in mine.fetch(count=3)]
     mine.commit(units[:2])
-    assert client.execute("HLEN", KEYS.marks) == 2
+    assert client.execute("HLEN", KEYS.offsets) == 2
     mine.checkpoint()
-    assert (client.execute("EXISTS", KEYS.marks), client.execute("HKEYS", KEYS.open)) == (0, [b"3-0"])
+    assert (client.execute("EXISTS", KEYS.offsets), client.execute("HKEYS", KEYS.incomplete)) == (0, [b"3-0"])
     client.execute("XGROUP", "SETID", "in", KEYS.group, "0")  # an operator goes back: all is delivered again
-    repeated = mine.read(count=3)
+    repeated = mine.fetch(count=3)
     assert len(mine.commit([effect(mine, one) for one in repeated[:2]])) == 2
     assert mine.commit(units[2:]) == []
     assert (outputs(client), pending(client)) == ([1, 2, 3], [])
@@ -355,26 +355,26 @@ def test_a_checkpoint_of_much_is_made_less_often_and_one_of_too_much_not_at_all(
 ) -> None:
     fill(client, 3_000)
     mine = worker(client)
-    found = mine.read(count=3_000)
+    found = mine.fetch(count=3_000)
     eventually(lambda: [mine.checkpoint(), mine.checkpoint()] == ["noted", "later"])
     eventually(lambda: mine.checkpoint() == "noted")
     monkeypatch.setattr("millstream.delivery.commit_store._MAX_INCOMPLETE", 2_000)
     assert mine.checkpoint() == "too many"
-    mine.acknowledge(*found[:2_000])
+    mine.ack(*found[:2_000])
     assert mine.checkpoint() == "noted"
-    assert client.execute("HLEN", KEYS.open) == 1_000
+    assert client.execute("HLEN", KEYS.incomplete) == 1_000
 
 
 def test_a_checkpoint_frees_memory_at_maxmemory_too(client: Client) -> None:
     fill(client, 2)
     mine = worker(client)
-    mine.commit([effect(mine, one) for one in mine.read(count=2)])
+    mine.commit([effect(mine, one) for one in mine.fetch(count=2)])
     client.execute("CONFIG", "SET", "maxmemory", "1")
     try:
         assert mine.checkpoint() == "noted"
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
-    assert client.execute("EXISTS", KEYS.marks) == 0
+    assert client.execute("EXISTS", KEYS.offsets) == 0
 
 
 @pytest.mark.parametrize("harm", [("XGROUP", "DESTROY", "in", KEYS.group), ("DEL", "in")])
@@ -382,7 +382,7 @@ def test_looking_and_trimming_survive_the_loss_of_the_group_and_the_stream(
     client: Client, harm: tuple[str, ...]
 ) -> None:
     mine = worker(client)
-    for step in (mine.waiting, mine.trim, lambda: mine.report_trimmed([b"1-0"])):
+    for step in (mine.backlog, mine.trim, lambda: mine.report_trimmed([b"1-0"])):
         client.execute(*harm)
         step()
 
@@ -390,31 +390,31 @@ def test_looking_and_trimming_survive_the_loss_of_the_group_and_the_stream(
 def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothing_more(client: Client) -> None:
     fill(client, 10)
     mine = worker(client)
-    found = mine.read(count=6)
+    found = mine.fetch(count=6)
     mine.commit([effect(mine, one) for one in found if one.id not in (b"2-0", b"5-0")])
     mine.checkpoint()
     ledger = spark(client)
-    standing = ledger.begin(["in"])["in"]
-    assert (standing.frontier, standing.floor) == (EntryId(1, 0), EntryId(6, 0))
-    assert ledger.still_open("in", [f"{n}-0" for n in range(1, 7)]) == {"2-0", "5-0"}
-    for late in (lambda: mine.commit([effect(mine, found[1])]), mine.checkpoint, lambda: mine.extend([b"2-0"])):
+    standing = ledger.begin_run(["in"])["in"]
+    assert (standing.committed_id, standing.takeover_offset) == (EntryId(1, 0), EntryId(6, 0))
+    assert ledger.incomplete("in", [f"{n}-0" for n in range(1, 7)]) == {"2-0", "5-0"}
+    for late in (lambda: mine.commit([effect(mine, found[1])]), mine.checkpoint, lambda: mine.renew_claims([b"2-0"])):
         with pytest.raises(StaleOwner):
             late()
     assert pending(client) == []
-    assert ledger.begin(["in"])["in"] == standing
+    assert ledger.begin_run(["in"])["in"] == standing
 
 
 def test_workers_take_over_from_spark_behind_its_marks(client: Client) -> None:
     fill(client, 8)
     ledger = spark(client)
-    ledger.begin(["in"])
+    ledger.begin_run(["in"])
     ledger.commit({"in": [unit_of_spark(n) for n in (1, 2, 3)]})
-    ledger.advance({"in": EntryId(3, 0)})
+    ledger.advance_committed({"in": EntryId(3, 0)})
     ledger.commit({"in": [unit_of_spark(n) for n in (5, 7)]})  # a batch that died half-way
     mine = worker(client)
     with pytest.raises(StaleOwner):
         ledger.commit({"in": [unit_of_spark(4)]})
-    found = mine.read(count=10)
+    found = mine.fetch(count=10)
     assert ids(found) == [4, 6, 8]
     mine.commit([effect(mine, one) for one in found])
     assert sorted(outputs(client)) == list(range(1, 9))
@@ -423,18 +423,18 @@ def test_workers_take_over_from_spark_behind_its_marks(client: Client) -> None:
 
 
 def unit_of_spark(n: int) -> Effects:
-    mark = ENTRY_MARK + b"%d-0" % n
-    return Effects(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", messages=1, outputs=[("n", str(n))])
+    mark = ENTRY_PREFIX + b"%d-0" % n
+    return Effects(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", message_count=1, outputs=[("n", str(n))])
 
 
 def open_to_spark(ledger: CommitStore, standing: CommittedPosition, end: int) -> list[int]:
     """What Spark is to process up to `end`: beyond the frontier, without a mark, and up to the floor only if it is open."""
-    assert standing.frontier is not None
-    numbers = range(standing.frontier.ms + 1, end + 1)
-    floor = standing.floor.ms if standing.floor else 0
-    still_open = ledger.still_open("in", [f"{n}-0" for n in numbers if n <= floor])
-    marked = ledger.load({"in": ([ENTRY_MARK + b"%d-0" % n for n in numbers], [])})["in"]
-    return [n for n in numbers if ENTRY_MARK + b"%d-0" % n not in marked and (n > floor or f"{n}-0" in still_open)]
+    assert standing.committed_id is not None
+    numbers = range(standing.committed_id.ms + 1, end + 1)
+    floor = standing.takeover_offset.ms if standing.takeover_offset else 0
+    still_open = ledger.incomplete("in", [f"{n}-0" for n in numbers if n <= floor])
+    marked = ledger.load({"in": ([ENTRY_PREFIX + b"%d-0" % n for n in numbers], [])})["in"]
+    return [n for n in numbers if ENTRY_PREFIX + b"%d-0" % n not in marked and (n > floor or f"{n}-0" in still_open)]
 
 
 def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(client: Client) -> None:
@@ -442,21 +442,21 @@ def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(clie
     done = 0
     for turn in range(4):
         mine = worker(client, f"w{turn}")
-        held = mine.read_pending() + mine.read(count=5)
+        held = mine.claim_idle() + mine.fetch(count=5)
         mine.commit([effect(mine, one) for one in held[::2]])
         if turn % 2:
             mine.checkpoint()
         ledger = spark(client)
-        standing = ledger.begin(["in"])["in"]
-        assert standing.frontier is not None
-        end = standing.frontier.ms + 6
+        standing = ledger.begin_run(["in"])["in"]
+        assert standing.committed_id is not None
+        end = standing.committed_id.ms + 6
         units = [unit_of_spark(n) for n in open_to_spark(ledger, standing, end)]
         assert ledger.commit({"in": units}) == []
         if turn != 2:
-            ledger.advance({"in": EntryId(end, 0)})
+            ledger.advance_committed({"in": EntryId(end, 0)})
         done = max(done, end)
     last = worker(client, "last")
-    rest = last.read_pending() + last.read(count=100)
+    rest = last.claim_idle() + last.fetch(count=100)
     last.commit([effect(last, one) for one in rest])
     assert sorted(outputs(client)) == list(range(1, 41))
 
@@ -466,21 +466,21 @@ def test_a_new_handler_begins_at_the_earliest_or_the_latest_entry_and_keeps_to_i
     late = ReliableStream(client, "in", app="app", handler="late", consumer="w", start="latest")
     late.join()
     fill(client, 1, first=4)
-    assert ids(late.read(count=10)) == [4]
+    assert ids(late.fetch(count=10)) == [4]
     client.execute("XGROUP", "DESTROY", "in", HandlerKeys("app", "late", "in").group)
     late.join()
-    assert ids(late.read(count=10)) == [4]
+    assert ids(late.fetch(count=10)) == [4]
 
 
 def test_at_maxmemory_plain_acknowledgements_pass_and_effects_wait(client: Client) -> None:
     fill(client, 2)
     mine = worker(client)
-    first, second = mine.read(count=2)
+    first, second = mine.fetch(count=2)
     client.execute("CONFIG", "SET", "maxmemory", "1")
     try:
         with pytest.raises(OutOfMemory):
             mine.commit([effect(mine, first)])
-        assert mine.acknowledge(second) == []
+        assert mine.ack(second) == []
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
     assert mine.commit([effect(mine, first)]) == []
@@ -498,9 +498,9 @@ def test_entries_trimmed_while_pending_are_named_and_held_by_nobody(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, 3)
-    worker(client).read(count=3)
+    worker(client).fetch(count=3)
     client.execute("XDEL", "in", "2-0")
-    assert ids(worker(client, "w2").read_pending()) == [1, 3]
+    assert ids(worker(client, "w2").claim_idle()) == [1, 3]
     assert "1 pending entries of stream in were trimmed or deleted before they were processed: 2-0" in caplog.text
     assert pending(client) == [("1-0", "w2"), ("3-0", "w2")]
 
@@ -508,11 +508,11 @@ def test_entries_trimmed_while_pending_are_named_and_held_by_nobody(
 def test_entries_that_are_left_are_found_behind_any_number_that_were_trimmed(client: Client) -> None:
     gone: list[int] = []
     fill(client, 20)
-    worker(client).read(count=20)
+    worker(client).fetch(count=20)
     client.execute("XTRIM", "in", "MINID", "11-0")
     again = ReliableStream(client, "in", app="app", handler="handle", consumer="w1", on_trimmed=gone.append)
     again.join()
-    assert ids(again.read_pending(own=True, count=5)) == [11, 12, 13, 14, 15]
+    assert ids(again.claim_idle(own=True, count=5)) == [11, 12, 13, 14, 15]
     assert sum(gone) == 10
 
 
@@ -529,11 +529,11 @@ def test_trimming_removes_nothing_that_any_group_still_needs(client: Client) -> 
     fill(client, 20)
     assert worker(client, join=False).trim() == 0
     mine = worker(client)
-    found = mine.read(count=15)
-    mine.acknowledge(*found[:5], *found[6:])
+    found = mine.fetch(count=15)
+    mine.ack(*found[:5], *found[6:])
     client.execute("XGROUP", "CREATE", "in", "other", "9-0")
     assert (mine.trim(), client.execute("XRANGE", "in", "-", "+", "COUNT", 1)[0][0]) == (5, b"6-0")
-    mine.acknowledge(found[5])
+    mine.ack(found[5])
     mine.trim()
     assert client.execute("XRANGE", "in", "-", "+", "COUNT", 1)[0][0] == b"9-0"
-    assert ids(mine.read(count=20)) == [16, 17, 18, 19, 20]
+    assert ids(mine.fetch(count=20)) == [16, 17, 18, 19, 20]

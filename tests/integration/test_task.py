@@ -109,7 +109,7 @@ def test_processing_a_partition_twice_applies_it_once(bench: TaskFixture) -> Non
 
 def test_what_the_frontier_covers_is_left_out(bench: TaskFixture) -> None:
     handler = bench.handler()
-    CommitStore(bench.client, app="app", handler="handle", token=1).advance({"in": EntryId(50, 0)})
+    CommitStore(bench.client, app="app", handler="handle", token=1).advance_committed({"in": EntryId(50, 0)})
     bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in range(1, 101))))
     assert bench.outputs() == list(range(51, 101))
 
@@ -139,7 +139,7 @@ def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_
 
 def test_an_older_run_stops_and_writes_nothing(bench: TaskFixture) -> None:
     handler = bench.handler()
-    CommitStore(bench.client, app="app", handler="handle", token=2).begin(["in"])
+    CommitStore(bench.client, app="app", handler="handle", token=2).begin_run(["in"])
     with pytest.raises(StaleOwner):
         bench.process(handler, bench.rows((1, b"a", {"n": 1})))
     assert bench.outputs() == []
@@ -324,7 +324,7 @@ def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running
         running.add(item.n)
         if item.n == 0:
             await eventually_async(lambda: len(running) == 18, "all others to run")
-            CommitStore(bench.client, app="app", handler="handle", token=2).begin(["in"])
+            CommitStore(bench.client, app="app", handler="handle", token=2).begin_run(["in"])
         elif item.n == 1:
             raise ValueError("its retry commits what came before, which a newer run refuses")
         else:
@@ -348,7 +348,7 @@ def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: TaskFi
             twin = TaskFixture(bench.client)
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(twin.process, twin.handler(), batch).result()
-            CommitStore(bench.client, app="app", handler="handle", token=1).advance({"in": EntryId(3, 0)})
+            CommitStore(bench.client, app="app", handler="handle", token=1).advance_committed({"in": EntryId(3, 0)})
         return {"n": item.n}
 
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 4)))

@@ -35,7 +35,7 @@ class Aside(TaskFixture):
 
     def begin(self, handler: Handler) -> None:
         self.token = self._ledger(handler).new_token(["in"])
-        self._ledger(handler).begin(["in"])
+        self._ledger(handler).begin_run(["in"])
 
     def add(self, *numbers: int, keys: str, fail: int = 0) -> list[Row]:
         """Add entries with these numbers, one for each letter of `keys`; those of A fail `fail` times."""
@@ -49,7 +49,7 @@ class Aside(TaskFixture):
     def run(self, handler: Handler, rows: list[Row]) -> dict[str, Any]:
         """A whole batch."""
         report = self.process(handler, self.rows(*rows))
-        self._ledger(handler).advance({"in": EntryId(max(n for n, _, _ in rows), 0)})
+        self._ledger(handler).advance_committed({"in": EntryId(max(n for n, _, _ in rows), 0)})
         return report
 
     def _ledger(self, handler: Handler) -> CommitStore:
@@ -78,7 +78,7 @@ def worker(client: Client) -> KeyedStream:
     def line(entry_id: bytes, pairs: Any) -> bytes:
         return queue_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
 
-    stream = KeyedStream(client, "in", line_of=line, app="app", handler="handle", consumer="w1", into="out")
+    stream = KeyedStream(client, "in", queue_of=line, app="app", handler="handle", consumer="w1", into="out")
     stream.join()
     return stream
 
@@ -91,7 +91,11 @@ def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while
     assert (report["committed"], report["aside"]) == (1, 1)
     assert (bench.outputs(), bench.lines()) == ([2, 4, 7], {b"A": ("parked", 4)})
     (line,) = list_queues(bench.client, KEYS)
-    assert (line.first, line.failed, line.parked) == ("1-0", 2, "failed: RuntimeError: attempt 2 fails")
+    assert (line.first_id, line.failed_attempts, line.parked_reason) == (
+        "1-0",
+        2,
+        "failed: RuntimeError: attempt 2 fails",
+    )
     assert bench.process_deferred(handler) == {}
     bench.check()
 
@@ -111,7 +115,7 @@ def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_ane
     bench.run(works, bench.add(6, keys="A"))
     assert bench.outputs() == [1, 3, 2, 4, 5, 6]
     bench.check()
-    assert bench.client.execute("EXISTS", KEYS.parked, KEYS.ready, KEYS.strikes, KEYS.marks) == 0
+    assert bench.client.execute("EXISTS", KEYS.parked, KEYS.ready, KEYS.crashes, KEYS.offsets) == 0
     assert bench.client.execute("HGET", KEYS.state, "A") == b"\x81\xa3sum\x12"
 
 
@@ -194,14 +198,14 @@ def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_
     assert (report["committed"], report["aside"], report["retries"]) == (1, 2, 2)
     assert bench.lines() == {b"A": ("backing off", 2)}
     ready = bench.runnable(handler)
-    assert ready.lines == []
+    assert ready.queues == []
     assert ready.wait_ms is not None
     assert 0 < ready.wait_ms <= HOUR_MS + 1
     bench.client.execute("ZADD", KEYS.backoff, 1, A)
     bench.process_deferred(handler)
     assert (bench.outputs(), bench.seen[-2:]) == ([3, 1, 2], [(b"A", 1, 3), (b"A", 2, 1)])
     bench.check()
-    assert bench.client.execute("EXISTS", KEYS.strikes) == 0
+    assert bench.client.execute("EXISTS", KEYS.crashes) == 0
 
 
 @pytest.mark.parametrize("advance", [True, False], ids=["whole batch", "half batch"])
@@ -219,13 +223,13 @@ def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers
     bench.begin(handler)
     rows: list[Row] = [(n, None, fields) for n, _, fields in bench.add(1, 2, 3, keys="ABC", fail=9)]
     report = bench.run(handler, rows) if advance else bench.process(handler, bench.rows(*rows))
-    assert (report["committed"], report["aside"], bench.runnable(handler).lines) == (2, 1, [])
+    assert (report["committed"], report["aside"], bench.runnable(handler).queues) == (2, 1, [])
     stream = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="u1", into="out")
     stream.join()
-    found = [*stream.read_pending(), *stream.read(count=10)]
+    found = [*stream.claim_idle(), *stream.fetch(count=10)]
     assert [(one.id, one.attempt) for one in found] == [(b"1-0", 2 if advance else 1)]
-    assert stream.commit([stream.unit(found[0])]) == []
-    assert bench.client.execute("EXISTS", KEYS.strikes) == 0
+    assert stream.commit([stream.effects_of(found[0])]) == []
+    assert bench.client.execute("EXISTS", KEYS.crashes) == 0
     assert bench.client.execute("XPENDING", "in", KEYS.group)[0] == 0
 
 
@@ -236,18 +240,18 @@ def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Aside, ad
     (bench.run if advance else lambda h, r: bench.process(h, bench.rows(*r)))(handler, rows)
     bench.add(4, 5, keys="AB")
     keyed = worker(bench.client)
-    keyed.route(count=10, most_pending=100)
+    keyed.enqueue_new(count=10, most_pending=100)
     assert bench.lines() == {b"A": ("parked", 3), b"B": ("ready", 1)}
     bench.check()
     bench.begin(handler)
     assert bench.lines() == {b"A": ("parked", 3)}
     bench.check()
     works = replace(handler, retry=Retry(attempts=20, delay_ms=0))
-    standing = bench._ledger(handler).begin(["in"])["in"]
+    standing = bench._ledger(handler).begin_run(["in"])["in"]
     left = [
         (n, k, f)
         for n, k, f in [(4, b"A", {"n": 4}), (5, b"B", {"n": 5})]
-        if n > (standing.frontier or EntryId(0, 0)).ms
+        if n > (standing.committed_id or EntryId(0, 0)).ms
     ]
     report = bench.run(works, [*left, *bench.add(6, keys="A")])
     assert (bench.lines(), report["aside"]) == ({b"A": ("parked", 4)}, 1)
@@ -261,7 +265,7 @@ def test_a_line_that_waits_on_spark_is_taken_by_the_next_worker(bench: Aside) ->
     bench.run(parking(bench), bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
     keyed = worker(bench.client)
-    (lease,) = keyed.take(lines=9, entries=9, run=9, lease_ms=60_000, now_ms=0).leases
+    (lease,) = keyed.lease_keys(queues=9, entries=9, run=9, lease_ms=60_000, now_ms=0).leases
     assert [(one.id, one.attempt) for one in lease.entries] == [(b"1-0", 1), (b"2-0", 1)]
     bench.check()
 
@@ -275,7 +279,7 @@ def test_a_handler_without_a_key_does_not_begin_where_keys_wait(bench: Aside) ->
 def test_to_process_anew_forgets_what_is_parked(bench: Aside) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
-    bench._ledger(handler).forget(["in"])
+    bench._ledger(handler).drop_progress(["in"])
     assert (bench.lines(), bench.client.execute("XPENDING", "in", KEYS.group)[0]) == ({}, 0)
 
 
@@ -319,7 +323,7 @@ def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
     bench.client.execute("XGROUP", "CREATE", "in", KEYS.group, "3-0")  # as the driver shows it again
     if seen_by == "the jobs":
-        assert bench.runnable(handler).lines == []
+        assert bench.runnable(handler).queues == []
     else:
         bench.run(handler, bench.add(4, keys="A"))
     bench.client.script(TRIM, ("in",), (1_000, ""))
@@ -333,7 +337,7 @@ def test_a_group_that_is_destroyed_is_made_again_while_something_is_set_aside_an
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
     bench.runnable(handler)
     bench.check()
-    assert bench.runnable(handler).entries == 1
+    assert bench.runnable(handler).entry_count == 1
     skip(bench.client, KEYS, A, error="x")
     unpark(bench.client, KEYS, A)
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
@@ -414,9 +418,9 @@ def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_onc
     bench.process(handler, bench.rows(*rows))
     joined = worker(bench.client)
     if routed:
-        joined.route(count=1, most_pending=100)
+        joined.enqueue_new(count=1, most_pending=100)
     bench.begin(handler)
-    frontier = bench._ledger(handler).begin(["in"])["in"].frontier or EntryId(0, 0)
+    frontier = bench._ledger(handler).begin_run(["in"])["in"].committed_id or EntryId(0, 0)
     bench.run(works_of(handler), [row for row in rows if row[0] > frontier.ms])
     assert (bench.outputs(), bench.dead()) == ([1, 2, 3], [])
     bench.check()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, Effects
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
@@ -101,7 +101,7 @@ def test_a_list_is_committed_as_a_whole_or_run_again_without_what_is_done(bench:
     def handle(items: list[Item]) -> list[dict[str, int]]:
         took.append([item.n for item in items])
         if len(took) == 1:  # another execution of the same task is faster with one of them
-            unit = Effects(ENTRY_MARK + b"2-0", b"", first_id="2-0", last_id="2-0", messages=1)
+            unit = Effects(ENTRY_PREFIX + b"2-0", b"", first_id="2-0", last_id="2-0", message_count=1)
             assert not rival.commit({"in": [unit]})
         return [{"n": item.n} for item in items]
 

@@ -57,7 +57,7 @@ def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neig
     assert bench.outputs() == [1, 2, 4, 5]
     (letter,) = bench.dead()
     assert (letter.id, letter.reason, letter.attempts) == ("3-0", "crashed", 3)
-    assert bench.client.execute("HLEN", HandlerKeys("app", "handle", "in").strikes) == 0
+    assert bench.client.execute("HLEN", HandlerKeys("app", "handle", "in").crashes) == 0
 
 
 def consume_for_ever() -> None:

@@ -51,12 +51,12 @@ class Pipeline:
         self.producer = PartitionedProducer(client, BASE, key="k", partitions=2)
         self.sent: dict[str, int] = defaultdict(int)
         self.partitions = Partitions(client, BASE)
-        self.partitions.made(2)
+        self.partitions.create(2)
         self.begin()
 
     @property
     def streams(self) -> list[str]:
-        return self.partitions.found().streams
+        return self.partitions.require().streams
 
     @property
     def ledger(self) -> CommitStore:
@@ -64,7 +64,7 @@ class Pipeline:
 
     def begin(self) -> None:
         self.token = CommitStore(self.client, app="app", handler="handle").new_token(self.streams)
-        self.ledger.begin(self.streams)
+        self.ledger.begin_run(self.streams)
 
     def publish(self, keys: str) -> None:
         rows = []
@@ -76,7 +76,7 @@ class Pipeline:
     def batch(self, most: int, *, dies: bool = False) -> None:
         """A batch of up to so many entries of each partition; it may die before its end."""
         rows, ends = [], {}
-        frontiers = self.ledger.frontiers(self.streams)
+        frontiers = self.ledger.committed_ids(self.streams)
         for stream in self.streams:
             after = frontiers.get(stream, EntryId(0, 0))
             for entry_id, pairs in self.client.execute("XRANGE", stream, f"({after}", "+", "COUNT", most):
@@ -92,18 +92,18 @@ class Pipeline:
             )
             asyncio.run(self._task().process([batch]))
         if not dies:
-            self.ledger.advance(ends)
+            self.ledger.advance_committed(ends)
 
     def catch_up(self) -> bool:
         found = runnable_keys(self.ledger, self.streams, 100)
-        rows = [{"stream": stream, "line": line} for stream, ready in found.items() for line in ready.lines]
+        rows = [{"stream": stream, "line": line} for stream, ready in found.items() for line in ready.queues]
         asyncio.run(self._task().process_deferred([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
         return bool(rows)
 
     def move(self) -> bool:
-        layout = self.partitions.found()
+        layout = self.partitions.require()
         moves = KeyMigration(self.client, layout, app="app", handler="handle")
-        return bool(moves.bring_in(range(layout.count)) + moves.settle(range(layout.count)))
+        return bool(moves.import_keys(range(layout.count)) + moves.drain(range(layout.count)))
 
     def drain(self) -> None:
         for _ in range(4 + len(self.streams)):
@@ -119,9 +119,9 @@ class Pipeline:
         for _, (_, key, _, n) in self.client.execute("XRANGE", "out", "-", "+"):
             found[key.decode()].append(int(n))
         assert dict(found) == {key: list(range(1, last + 1)) for key, last in self.sent.items()}
-        assert [self.client.execute("XLEN", HandlerKeys("app", "handle", stream).dead) for stream in self.streams] == [
-            0
-        ] * len(self.streams)
+        assert [
+            self.client.execute("XLEN", HandlerKeys("app", "handle", stream).dead_letters) for stream in self.streams
+        ] == [0] * len(self.streams)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_keys_that_move_keep_their_order_and_their_state_whatever_dies_in_betwee
 
 def test_a_key_that_is_parked_in_its_old_partition_waits_in_the_new_one_as_well(pipeline: Pipeline) -> None:
     pipeline.publish(string.ascii_letters)
-    old = pipeline.partitions.found()
+    old = pipeline.partitions.require()
     for stream in old.streams:
         for key in string.ascii_letters:
             park(pipeline.client, HandlerKeys("app", "handle", stream), b"k" + key.encode(), "by hand")
@@ -194,7 +194,7 @@ def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(mills
         pipeline, clock = Pipeline(client), HandClock()
         streams = [f"s{n}" for n in range(250)]
         pipeline.token = CommitStore(client, app="app", handler="handle").new_token(streams)
-        pipeline.ledger.begin(streams)
+        pipeline.ledger.begin_run(streams)
         for stream in streams:
             client.execute("XADD", stream, "1-0", "k", "A")
             park(client, HandlerKeys("app", "handle", stream), b"kA", "by hand")

@@ -78,7 +78,7 @@ def test_failures_are_retried_then_dead_and_rejects_and_garbage_are_dead_at_once
     assert sorted(outputs(client)) == [n for n in range(100) if n % 10 not in (2, 3)]
     letters = Counter((letter.reason, letter.attempts) for letter in dead(client))
     assert letters == {("failed", 3): 11, ("rejected", 1): 10}
-    assert client.execute("EXISTS", KEYS.strikes) == 0
+    assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
 def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
@@ -233,7 +233,7 @@ def test_what_may_have_killed_others_is_run_alone_and_dies_in_the_end(client: Cl
     for entry_id in ids:
         client.execute("XCLAIM", "in", KEYS.group, "dead", 0, entry_id, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 3)
     # Processes are known to have crashed on this message only: two of them.
-    client.execute("HSET", KEYS.strikes, ids[1], 1, ids[1] + b"a", "vanished w9")
+    client.execute("HSET", KEYS.crashes, ids[1], 1, ids[1] + b"a", "vanished w9")
     alone: list[int] = []
     running: list[int] = []
 
@@ -311,7 +311,7 @@ def test_workers_stop_when_spark_takes_over(client: Client) -> None:
     ledger = CommitStore(client, app="app", handler="handle")
     with ending(StaleOwner, client, make(double), match="taken over") as loop:
         eventually(lambda: loop.loop_metrics.committed == 10)
-        ledger.renewed(ledger.new_token(["in"])).begin(["in"])
+        ledger.with_token(ledger.new_token(["in"])).begin_run(["in"])
     fill(client, 10, first=10)
     assert len(outputs(client)) == 10
 

@@ -100,7 +100,7 @@ def test_only_the_guilty_ones_of_a_batch_die_and_the_others_are_written_once(cli
     assert sorted(outputs(client)) == [n for n in range(100) if n not in (13, 77)]
     assert sorted((one.reason, one.attempts) for one in dead(client)) == [("failed", 3), ("rejected", 2)]
     assert attempts[13] == 3
-    assert client.execute("EXISTS", KEYS.strikes) == 0
+    assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
 def test_with_a_single_attempt_the_innocent_of_a_failed_batch_live_all_the_same(client: Client) -> None:
@@ -249,7 +249,7 @@ def stream_of(client: Client, name: str = "w1") -> ReliableStream:
 
 def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
     """Commit a batch with one output; return whether it was accepted."""
-    unit = stream.unit(*batch)
+    unit = stream.effects_of(*batch)
     unit.add_outputs([(b"n", len(batch))])
     return stream.commit([unit]) == []
 
@@ -258,7 +258,7 @@ def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
 def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_anothers(client: Client, which: int) -> None:
     mine = stream_of(client)
     fill(client, 3)
-    batch = mine.read(count=3)
+    batch = mine.fetch(count=3)
     client.execute("XCLAIM", "in", KEYS.group, "thief", 0, batch[which].id)
     assert not commit(mine, batch)
     assert (outputs(client), pending(client)) == ([], 3)
@@ -270,7 +270,7 @@ def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_anothers(client: Client, 
 def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_committed_already(client: Client, which: int) -> None:
     mine = stream_of(client)
     fill(client, 3)
-    batch = mine.read(count=3)
+    batch = mine.fetch(count=3)
     assert commit(mine, [batch[which]])
     client.execute("XCLAIM", "in", KEYS.group, "w1", 0, batch[which].id, "FORCE")  # as if it had been delivered again
     assert not commit(mine, batch)
@@ -281,7 +281,7 @@ def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_committed_already(client:
 def test_repeating_the_commit_of_a_batch_whose_reply_was_lost_writes_nothing(client: Client) -> None:
     mine = stream_of(client)
     fill(client, 5)
-    batch = mine.read(count=5)[::-1]
+    batch = mine.fetch(count=5)[::-1]
     assert commit(mine, batch)
     assert not commit(mine, batch)
     assert (outputs(client), pending(client)) == ([5], 0)
@@ -292,11 +292,11 @@ def test_repeating_the_commit_of_a_batch_whose_reply_was_lost_writes_nothing(cli
 def test_a_batch_with_entries_below_the_frontier_is_committed_and_they_are_open_no_more(client: Client) -> None:
     mine = stream_of(client)
     fill(client, 4)
-    batch = mine.read(count=3)
+    batch = mine.fetch(count=3)
     mine.checkpoint()
-    assert client.execute("HLEN", KEYS.open) == 3
-    batch += mine.read(count=1)
+    assert client.execute("HLEN", KEYS.incomplete) == 3
+    batch += mine.fetch(count=1)
     assert commit(mine, batch)
-    assert client.execute("EXISTS", KEYS.open) == 0
+    assert client.execute("EXISTS", KEYS.incomplete) == 0
     assert not commit(mine, batch)
     assert outputs(client) == [4]

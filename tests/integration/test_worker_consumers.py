@@ -14,7 +14,7 @@ from millstream.observability import metrics as m
 from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import held_name
+from millstream.redis_client.key_names import worker_name_key
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, double, ending, fill, make, outputs, pending, working
@@ -63,7 +63,7 @@ def test_a_worker_that_stops_with_work_in_hand_stays_a_consumer_and_others_take_
 def test_a_worker_that_begins_removes_those_that_are_gone_for_long(
     client: Client, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReliableStream, "silent_ms", 1)
+    monkeypatch.setattr(ReliableStream, "consumer_idle_ms", 1)
     fill(client, 1)
     handler = make(double, **options)
     with working(client, handler, "first"):
@@ -71,7 +71,7 @@ def test_a_worker_that_begins_removes_those_that_are_gone_for_long(
     group = Group(client, "in", KEYS.group)
     for name in ("gone", "alive"):
         group.create_consumer(name)
-    client.execute("SET", held_name("app", "alive"), "its supervisor")
+    client.execute("SET", worker_name_key("app", "alive"), "its supervisor")
     with working(client, handler, "next"):
         eventually(lambda: "gone" not in consumers(client), "what is gone to be removed")
         assert "alive" in consumers(client)
@@ -133,7 +133,7 @@ def test_a_letter_that_its_process_could_not_count_is_seen_in_the_figures_of_oth
         eventually(hangs.is_set)
         clock.leap(602_000)
     release.set()
-    assert client.execute("XLEN", KEYS.dead) == 1
+    assert client.execute("XLEN", KEYS.dead_letters) == 1
     with working(client, make(double), "next", metrics=recorder):
         eventually(lambda: recorder.value(m.DEAD_LETTERS, handler="app.handle") == 1)
 
@@ -148,9 +148,9 @@ def test_dead_letters_are_counted_in_redis_until_they_are_sent_back(client: Clie
 
     fill(client, 3)
     with working(client, make(refuse, **options), "first"):
-        eventually(lambda: client.execute("XLEN", KEYS.dead) == 3)
+        eventually(lambda: client.execute("XLEN", KEYS.dead_letters) == 3)
     recorder = Recorder()
     with working(client, make(double, **options), "next", metrics=recorder):
         eventually(lambda: lying() == 3)
-        client.execute("XTRIM", KEYS.dead, "MAXLEN", 0)
+        client.execute("XTRIM", KEYS.dead_letters, "MAXLEN", 0)
         eventually(lambda: lying() == 0)

@@ -160,8 +160,8 @@ def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(c
         fill(client, 3, 3, first=12)
         eventually(lambda: len(rows(client)) >= 10)
         (line,) = list_queues(client, KEYS)
-        assert (line.state, line.key, line.length, line.failed) == ("parked", b"k0", 5, 3)
-        assert line.parked == "failed: RuntimeError: not yet"
+        assert (line.state, line.key, line.length, line.failed_attempts) == ("parked", b"k0", 5, 3)
+        assert line.parked_reason == "failed: RuntimeError: not yet"
         assert unpark(client, KEYS, line.name)
         eventually(lambda: loop.loop_metrics.parked == 2)
     assert dead(client) == []

@@ -40,13 +40,13 @@ pytestmark = [pytest.mark.worker]
 def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count how many messages of each stream the workers reserve from now on."""
     reserved: Counter[str] = Counter()
-    reserve = ReliableStream.reserve
+    reserve = ReliableStream.reserve_rate
 
     def counted(stream: ReliableStream, rate: float, count: int) -> float:
         reserved[stream.stream] += count
         return reserve(stream, rate, count)
 
-    monkeypatch.setattr(ReliableStream, ReliableStream.reserve.__name__, counted)
+    monkeypatch.setattr(ReliableStream, ReliableStream.reserve_rate.__name__, counted)
     return reserved
 
 
@@ -91,7 +91,7 @@ def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
     for some in (range(1_000), range(1_000, 2_000)):
         came_no_faster([entry for entry in entries if int(entry[1][1]) in some], 100, began_ms)
     ledger = CommitStore(client, app="app", handler="other")
-    assert [ledger.reserve(name, 0.001, 1) for name in ("in.a", "in.b")] == [0, 0]
+    assert [ledger.reserve_rate(name, 0.001, 1) for name in ("in.a", "in.b")] == [0, 0]
 
 
 def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None:
@@ -104,7 +104,7 @@ def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None
 
 
 def reserve(client: Client, rate: float, count: int) -> float:
-    return CommitStore(client, app="app", handler="handle").reserve("in", rate, count)
+    return CommitStore(client, app="app", handler="handle").reserve_rate("in", rate, count)
 
 
 def test_reservations_follow_each_other_whoever_makes_them(client: Client) -> None:
@@ -207,7 +207,7 @@ def ran(client: Client, app: str, handler: str, *streams: str) -> None:
 
 
 def paused(client: Client, app: str, handler: str, *streams: str) -> list[bool]:
-    return [CommitStore(client, app=app, handler=handler, token=1).look(stream) for stream in streams]
+    return [CommitStore(client, app=app, handler=handler, token=1).check_paused(stream) for stream in streams]
 
 
 def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_it(client: Client) -> None:

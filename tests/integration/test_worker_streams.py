@@ -432,9 +432,9 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
     with ending(StaleOwner, client, handler, "w1"), ending(StaleOwner, client, handler, "w2"):
         eventually(lambda: len(set(owners(client).values())) == 2)
         eventually(lambda: sum(map(len, rows(client).values())) == 4)  # they are at work on every stream
-        spark = spark.renewed(spark.new_token(names))
-        spark.begin(names)  # the first to notice releases its streams, and the other gets them
-    spark.begin(names)
+        spark = spark.with_token(spark.new_token(names))
+        spark.begin_run(names)  # the first to notice releases its streams, and the other gets them
+    spark.begin_run(names)
     assert [client.execute("HGET", HandlerKeys("app", "handle", name).meta, "engine") for name in names] == [None] * 4
     with working(client, handler, "w3"):  # one started after the run on Spark may take over
         fill(client, 4, 1, first=1)

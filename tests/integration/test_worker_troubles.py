@@ -21,7 +21,7 @@ from millstream.observability import metrics as m
 from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import held_name
+from millstream.redis_client.key_names import worker_name_key
 from millstream.worker import HandlerSteps, WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ProcessEnd, record_end
@@ -267,7 +267,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     found: list[Delivery] = []
     for stream in streams:
         stream.join()
-        found += stream.read(count=1)
+        found += stream.fetch(count=1)
     handler = make(nothing)
     hand = InFlight(WorkerPolicy(), 1)
     hand.add(found, 0)
@@ -285,7 +285,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     thread = threading.Thread(target=settler.settle, args=([((one,), NO_EFFECTS) for one in found],))
     thread.start()
     eventually(waiting.is_set)
-    assert [one.settling for one in found] == [True, False]
+    assert [one.committing for one in found] == [True, False]
     going_on.set()
     thread.join()
     assert (report.committed, len(hand)) == (2, 0)
@@ -342,10 +342,10 @@ def test_what_workers_with_a_key_have_noted_of_an_entry_ends_with_it(client: Cli
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
     deliver_to(client, "gone", times=1)
-    client.execute("HSET", KEYS.strikes, entries(client)[0][0] + b"l", 1)
+    client.execute("HSET", KEYS.crashes, entries(client)[0][0] + b"l", 1)
     with working(client, make(double)) as loop:
         eventually(lambda: loop.loop_metrics.committed == 1)
-    assert client.execute("EXISTS", KEYS.strikes) == 0
+    assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
 # Suspects
@@ -385,11 +385,11 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(c
         if how == "failed":
             eventually(lambda: loop.loop_metrics.retried == 1)
         else:
-            assert client.execute("HGETALL", KEYS.strikes)[0].endswith(b"a")
+            assert client.execute("HGETALL", KEYS.crashes)[0].endswith(b"a")
             loop.stop(deadline_ms=0)
     release.set()
     (entry,) = entries(client)
-    assert client.execute("HGETALL", KEYS.strikes) == ([entry[0] + b"f", b"1"] if how == "failed" else [])
+    assert client.execute("HGETALL", KEYS.crashes) == ([entry[0] + b"f", b"1"] if how == "failed" else [])
 
 
 ALIVE, TOLD_TO_END, DIED, VANISHED = "alive", "told to end", "died", "vanished"
@@ -402,9 +402,9 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
     fill(client, 1)
     deliver_to(client, "w9", times=3)
     (entry,) = entries(client)
-    client.execute("HSET", KEYS.strikes, entry[0], deaths, entry[0] + b"a", "token-7 w9")
+    client.execute("HSET", KEYS.crashes, entry[0], deaths, entry[0] + b"a", "token-7 w9")
     if what_became == ALIVE:
-        client.execute("SET", held_name("app", "w9"), "token")
+        client.execute("SET", worker_name_key("app", "w9"), "token")
     elif what_became != VANISHED:
         record_end(client, "app", "token-7", ProcessEnd(died=what_became == DIED, cause="was ended by SIGSEGV"))
     return bytes(entry[0])
@@ -418,7 +418,7 @@ def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran
     with working(client, make(double)):
         eventually(lambda: outputs(client) == [0])
         eventually(lambda: pending(client) == 0)
-    assert (dead(client), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
+    assert (dead(client), client.execute("EXISTS", KEYS.crashes)) == ([], 0)
 
 
 @pytest.mark.parametrize("what_became", [DIED, VANISHED])
@@ -438,7 +438,7 @@ def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_
     cause = "was ended by SIGSEGV" if what_became == DIED else "vanished together with its supervisor"
     assert (letter.reason, letter.attempts) == ("crashed", 3)
     assert letter.error == f"2 processes crashed while they ran this message and nothing else; the last {cause}"
-    assert (outputs(client), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
+    assert (outputs(client), client.execute("EXISTS", KEYS.crashes)) == ([], 0)
 
 
 def gets(client: Client) -> int:
@@ -457,7 +457,7 @@ def test_a_supervisor_has_as_long_as_a_name_lasts_to_come_back_after_redis_was_a
         looked = gets(client)
         eventually(lambda: gets(client) >= looked + 6, "more looks")
         assert (pending(client), outputs(client)) == (1, [])
-        client.execute("SET", held_name("app", "w9"), "token")
+        client.execute("SET", worker_name_key("app", "w9"), "token")
         clock.leap(600)
         eventually(lambda: pending(client) == 0)
     assert (dead(client), outputs(client)) == ([], [0])
@@ -468,7 +468,7 @@ def test_a_message_that_a_process_has_died_of_waits_as_after_a_failed_attempt_wh
     clock = LeapClock()
     retry = Retry(attempts=4, delay_ms=DAY_MS, max_delay_ms=DAY_MS, jitter=0.0)
     with working(client, make(double, retry=retry), clock=clock):
-        eventually(lambda: client.execute("HGETALL", KEYS.strikes) == [suspect, b"1", suspect + b"a", b""])
+        eventually(lambda: client.execute("HGETALL", KEYS.crashes) == [suspect, b"1", suspect + b"a", b""])
         fill(client, 3, first=1)
         eventually(lambda: sorted(outputs(client)) == [1, 2, 3])
         assert pending(client) == 1

@@ -169,7 +169,7 @@ def test_a_run_that_a_newer_one_has_overtaken_stops_with_a_clear_word(pipelines:
     with pipelines.running(app) as background:
         eventually(lambda: len(pipelines.entries("out")) == 10, "the first ten")
         newer = CommitStore(pipelines.client, app="app", handler="count", token=9_000_000_000_000_000)
-        newer.begin(["in"])
+        newer.begin_run(["in"])
         pipelines.add("in", *steps(10, start=10))
         eventually(lambda: not background.is_alive(), "the end of the older run")
     assert isinstance(background.error, PipelineFailed)
@@ -224,7 +224,7 @@ def test_marks_are_gone_when_all_is_done_so_that_idle_keys_cost_nothing(pipeline
     pipelines.add("in", *steps(2000, keys=2000))
     pipelines.once(app)
     keys = HandlerKeys("app", "ignore", "in")
-    assert pipelines.client.execute("EXISTS", keys.marks, keys.state, keys.strikes, keys.dead) == 0
+    assert pipelines.client.execute("EXISTS", keys.offsets, keys.state, keys.crashes, keys.dead_letters) == 0
 
 
 def test_a_redriven_entry_goes_to_its_handler_alone_also_with_a_key_function(pipelines: Pipelines) -> None:

@@ -181,7 +181,7 @@ def test_what_cannot_be_run_of_what_was_set_aside_ends_the_run(pipelines: Pipeli
     pipelines.add("in", {"k": "a"})
     with pipelines.running(app) as background:
         eventually(lambda: pipelines.events_named("batch"), "the batch that sets it aside")
-        CommitStore(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin(
+        CommitStore(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin_run(
             ["in"]
         )
         eventually(lambda: not background.is_alive(), "the end of the older run, though nothing new comes")

@@ -409,7 +409,7 @@ def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
 def frontier_planner(client: Client, frontier: str | None) -> BatchPlanner:
     if frontier is not None:
         client.execute("HSET", HandlerKeys("app", "h", "s").meta, "frontier", frontier)
-        assert CommitStore(client, app="app", handler="h").frontiers(["s"]) == {"s": EntryId.parse(frontier)}
+        assert CommitStore(client, app="app", handler="h").committed_ids(["s"]) == {"s": EntryId.parse(frontier)}
     names = {"frontierApp": "app", "frontierHandler": "h"}
     return planner(client, layout="packed", startingOffsets="frontier", **names)
 

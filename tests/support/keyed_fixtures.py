@@ -21,7 +21,7 @@ def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
 
 
 def keyed(client: Client, name: str = "w1", stream: str = "in", *, join: bool = True) -> KeyedStream:
-    found = KeyedStream(client, stream, line_of=line_of, app="app", handler="handle", consumer=name, into="out")
+    found = KeyedStream(client, stream, queue_of=line_of, app="app", handler="handle", consumer=name, into="out")
     if join:
         found.join()
     return found
@@ -37,13 +37,13 @@ def publish(client: Client, keys: str, *, first: int = 1, stream: str = "in") ->
 def routed(client: Client, keys: str, name: str = "w1") -> KeyedStream:
     publish(client, keys)
     worker = keyed(client, name)
-    worker.route(count=1_000, most_pending=MANY)
+    worker.enqueue_new(count=1_000, most_pending=MANY)
     return worker
 
 
 def lines(client: Client, *names: str) -> list[list[int]]:
     return [
-        [int(one.partition(b"-")[0]) for one in client.execute("LRANGE", KEYS.line(name.encode()), 0, -1)]
+        [int(one.partition(b"-")[0]) for one in client.execute("LRANGE", KEYS.queue(name.encode()), 0, -1)]
         for name in names
     ]
 
@@ -56,24 +56,26 @@ def held(client: Client) -> dict[str, list[int]]:
     return found
 
 
-def take(worker: KeyedStream, *, lines: int = 1_000, entries: int = MANY, run: int = 100, **limits: Any) -> LeaseResult:
-    return worker.take(lines=lines, entries=entries, run=run, lease_ms=HOUR_MS, now_ms=0, **limits)
+def take(
+    worker: KeyedStream, *, queues: int = 1_000, entries: int = MANY, run: int = 100, **limits: Any
+) -> LeaseResult:
+    return worker.lease_keys(queues=queues, entries=entries, run=run, lease_ms=HOUR_MS, now_ms=0, **limits)
 
 
 def take_one(worker: KeyedStream, *, run: int = 100) -> KeyLease:
-    (lease,) = take(worker, lines=1, run=run).leases
+    (lease,) = take(worker, queues=1, run=run).leases
     return lease
 
 
 def ids(lease: KeyLease) -> list[int]:
-    return [int(one.id.partition(b"-")[0]) for one in lease.waiting]
+    return [int(one.id.partition(b"-")[0]) for one in lease.queued]
 
 
 def unit_of(lease: KeyLease, count: int = 1) -> Effects:
     """The first entries of a lease, each with one output."""
-    chosen = list(lease.waiting)[:count]
-    unit = lease.stream.unit_of(lease, chosen)
-    unit.add_outputs([[b"line", lease.line, b"id", one.id, b"fence", str(lease.fence)] for one in chosen])
+    chosen = list(lease.queued)[:count]
+    unit = lease.stream.key_effects_of(lease, chosen)
+    unit.add_outputs([[b"line", lease.queue, b"id", one.id, b"fence", str(lease.fence)] for one in chosen])
     return unit
 
 
@@ -82,8 +84,8 @@ def commit(lease: KeyLease, count: int = 1) -> bool:
     if lease.stream.commit([unit_of(lease, count)]):
         return False
     for _ in range(count):
-        lease.waiting.popleft()
-    lease.given -= count
+        lease.queued.popleft()
+    lease.in_flight_count -= count
     return True
 
 
@@ -115,17 +117,17 @@ def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
     """Process all entries that can be processed."""
     idle = 0
     while idle < 3:
-        routed = worker.route(count=100, most_pending=most_pending)
+        routed = worker.enqueue_new(count=100, most_pending=most_pending)
         leases = take(worker).leases
         for lease in leases:
-            assert commit(lease, len(lease.waiting))
-        worker.release([LeaseRelease(one, "next") for one in leases])
+            assert commit(lease, len(lease.queued))
+        worker.release_leases([LeaseRelease(one, "next") for one in leases])
         idle = 0 if routed or leases else idle + 1
 
 
 def spark(client: Client) -> CommitStore:
     ledger = CommitStore(client, app="app", handler="handle", into="out")
-    return ledger.renewed(ledger.new_token(["in"]))
+    return ledger.with_token(ledger.new_token(["in"]))
 
 
 def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> CommitStore:
@@ -134,11 +136,11 @@ def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> C
     `advance`: end the batch; without it, it dies before that.
     """
     ledger = spark(client)
-    standing = ledger.begin(["in"])["in"]
-    begin = standing.frontier or EntryId(0, 0)
+    standing = ledger.begin_run(["in"])["in"]
+    begin = standing.committed_id or EntryId(0, 0)
     entries = client.execute("XRANGE", "in", f"({begin}", "+")
-    floor = standing.floor or EntryId(0, 0)
-    still_open = ledger.still_open("in", [one.decode() for one, _ in entries if EntryId.parse(one) <= floor])
+    floor = standing.takeover_offset or EntryId(0, 0)
+    still_open = ledger.incomplete("in", [one.decode() for one, _ in entries if EntryId.parse(one) <= floor])
     done, end = 0, begin
     for entry_id, pairs in entries:
         if done >= most:
@@ -148,7 +150,7 @@ def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> C
             continue
         done += _commit_on_spark(ledger, entry_id, line_of(entry_id, pairs))
     if advance and end > begin:
-        ledger.advance({"in": end})
+        ledger.advance_committed({"in": end})
     return ledger
 
 
@@ -157,7 +159,7 @@ def _commit_on_spark(ledger: CommitStore, entry_id: bytes, mark: bytes) -> int:
     if before and EntryId.parse(before) >= EntryId.parse(entry_id):
         return 0
     unit = Effects(mark, before)
-    unit.cover(entry_id.decode())
+    unit.add_message(entry_id.decode())
     unit.add_outputs([[b"line", mark, b"id", entry_id, b"fence", str(ledger.token)]])
     assert ledger.commit({"in": [unit]}) == []
     return 1

@@ -62,6 +62,6 @@ class KeyedExpectations(Expectations):
         assert check_invariants(self.client, self.keys, "in") == []
         left = set(self._ask("KEYS", f"{self.keys.base}:*"))
         assert left <= {
-            name.encode() for name in (self.keys.meta, self.keys.state, self.keys.dead, self.keys.router)
+            name.encode() for name in (self.keys.meta, self.keys.state, self.keys.dead_letters, self.keys.router)
         } | {key for key in left if key.endswith(b":last")}, left
         return report

@@ -65,47 +65,47 @@ class Worker:
         self.name = name
         self.app, self.handler = app, handler
         self.streams: dict[int, PartitionStream] = {}
-        self.moves = self.rounds = self._new_moves(Partitions(client, BASE).made(2))
+        self.moves = self.rounds = self._new_moves(Partitions(client, BASE).create(2))
         self.look()
 
     def _new_moves(self, layout: PartitionMap) -> KeyMigration:
         moves = KeyMigration(self.client, layout, app=self.app, handler=self.handler)
-        moves._asked_ms = float("-inf")
+        moves._refreshed_ms = float("-inf")
         return moves
 
     def look(self) -> None:
         """Refresh the partition map, and join new partitions."""
-        layout = Partitions(self.client, BASE).found()
-        self.moves.layout = layout
+        layout = Partitions(self.client, BASE).require()
+        self.moves.partition_map = layout
         for place, name in reversed(list(enumerate(layout.streams))):
             if place not in self.streams:
                 stream = PartitionStream(
-                    self.client, name, line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
+                    self.client, name, queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
                     consumer=self.name, into="out", app=self.app, handler=self.handler,
                 )  # fmt: skip
                 stream.join()
-                stream.place, stream.moves = place, self.moves
-                stream.send_on = lambda *_: False
+                stream.partition, stream.migration = place, self.moves
+                stream.forward = lambda *_: False
                 self.streams[place] = stream
 
     def route(self, place: int, count: int = 100) -> int:
-        return self.streams[place].route(count=count, most_pending=MANY) if place in self.streams else 0
+        return self.streams[place].enqueue_new(count=count, most_pending=MANY) if place in self.streams else 0
 
     def move(self) -> int:
         """Run one maintenance round over all partitions."""
-        self.moves._asked_ms = float("-inf")  # as if some time had gone by
-        return self.moves.bring_in(list(self.streams)) + self.moves.settle(list(self.streams))
+        self.moves._refreshed_ms = float("-inf")  # as if some time had gone by
+        return self.moves.import_keys(list(self.streams)) + self.moves.drain(list(self.streams))
 
-    def take(self, place: int, lines: int = 1, run: int = 100) -> list[KeyLease]:
+    def take(self, place: int, queues: int = 1, run: int = 100) -> list[KeyLease]:
         if place not in self.streams:
             return []
-        return self.streams[place].take(lines=lines, entries=MANY, run=run, lease_ms=3_600_000, now_ms=0).leases
+        return self.streams[place].lease_keys(queues=queues, entries=MANY, run=run, lease_ms=3_600_000, now_ms=0).leases
 
     def finish(self, lease: KeyLease) -> None:
         """Commit all of a lease, and check that each message is run on the state that the one before has left."""
-        unit = lease.stream.unit_of(lease, list(lease.waiting))
+        unit = lease.stream.key_effects_of(lease, list(lease.queued))
         before = int(lease.state or 0)
-        for one in lease.waiting:
+        for one in lease.queued:
             number = int(one.pairs[3])
             unit.add_outputs(
                 [[b"k", one.pairs[1], b"n", one.pairs[3], b"before", str(before), b"fence", str(lease.fence)]]
@@ -114,8 +114,8 @@ class Worker:
         # Every third time the state ends, as a state may.
         unit.state = b"" if before % 3 == 0 else str(before).encode()
         assert lease.stream.commit([unit]) == []
-        lease.given = 0
-        lease.stream.release([LeaseRelease(lease, "next")])
+        lease.in_flight_count = 0
+        lease.stream.release_leases([LeaseRelease(lease, "next")])
 
     def work(self, *, until_idle: int = 6) -> None:
         """Work until nothing is left to do."""
@@ -126,7 +126,7 @@ class Worker:
             done = 0
             for place in list(self.streams):
                 done += self.route(place)
-                for lease in self.take(place, lines=100):
+                for lease in self.take(place, queues=100):
                     self.finish(lease)
                     done += 1
             done += self.move()
@@ -149,15 +149,15 @@ def outcome(client: Client) -> dict[str, list[int]]:
 
 def check_all(client: Client) -> list[str]:
     """Return what is wrong once all is done: in the key queues of any partition, or in the remains of migrations."""
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     wrong = []
     for place in range(layout.count):
         k = keys_of(layout, place)
         wrong += check_invariants(client, k, layout.stream(place))
-        if client.execute("EXISTS", k.moving, k.moved, k.parked):
+        if client.execute("EXISTS", k.awaiting, k.imported, k.parked):
             wrong.append(f"{k.stream} has moves that do not end")
         for key in client.execute("HKEYS", k.state):
-            if layout.place(key) != place:
+            if layout.partition_of(key) != place:
                 wrong.append(f"the state of {key!r} has stayed in {k.stream}")
     return wrong
 
@@ -166,12 +166,12 @@ def places_are_right(client: Client, layout: PartitionMap) -> bool:
     """Whether each entry is in the partition that owned its key when it was published."""
     for place in range(layout.count):
         for entry_id, pairs in client.execute("XRANGE", layout.stream(place), "-", "+"):
-            homes = layout.homes(pairs[1])
+            homes = layout.owners(pairs[1])
             if place not in homes:
                 return False
             at = homes.index(place)
             if at + 1 < len(homes):
-                sealed = layout.seals[layout.born(homes[at + 1]) - 2][place]
+                sealed = layout.close_ids[layout.created_in(homes[at + 1]) - 2][place]
                 if EntryId.parse(entry_id) > EntryId.parse(sealed):
                     return False
     return True
@@ -185,5 +185,7 @@ def waiting_in(client: Client, layout: PartitionMap, place: int) -> dict[bytes, 
 
 def moved_key(layout: PartitionMap, count: int) -> str:
     """A key of one letter that a growth to `count` moves."""
-    grown = PartitionMap(base=BASE, counts=(*layout.counts, count), seals=layout.seals)
-    return next(one for one in string.ascii_letters if grown.place(one.encode()) != layout.place(one.encode()))
+    grown = PartitionMap(base=BASE, counts=(*layout.counts, count), close_ids=layout.close_ids)
+    return next(
+        one for one in string.ascii_letters if grown.partition_of(one.encode()) != layout.partition_of(one.encode())
+    )

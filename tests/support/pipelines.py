@@ -70,7 +70,7 @@ class Pipelines:
 
     def dead(self, app: str, handler: str, stream: str) -> list[DeadLetter]:
         """The handler's dead letters on `stream`."""
-        found = self.client.execute("XRANGE", HandlerKeys(app, handler, stream).dead, "-", "+")
+        found = self.client.execute("XRANGE", HandlerKeys(app, handler, stream).dead_letters, "-", "+")
         return [DeadLetter.parse(*entry) for entry in found]
 
     def state(self, app: str, handler: str, stream: str, key: str) -> Any:

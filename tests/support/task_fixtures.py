@@ -79,7 +79,7 @@ class TaskFixture:
 
     def process_deferred(self, handler: Handler) -> dict[str, Any]:
         """Run the runnable deferred keys."""
-        rows = [{"stream": "in", "line": line} for line in self.runnable(handler).lines]
+        rows = [{"stream": "in", "line": line} for line in self.runnable(handler).queues]
         task = self.task(handler)
         asyncio.run(task.process_deferred([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
         found = task.report().to_pylist()
@@ -89,7 +89,7 @@ class TaskFixture:
         return [int(fields[1]) for _, fields in self.client.execute("XRANGE", stream, "-", "+")]
 
     def dead(self, name: str = "handle") -> list[DeadLetter]:
-        entries = self.client.execute("XRANGE", HandlerKeys("app", name, "in").dead, "-", "+")
+        entries = self.client.execute("XRANGE", HandlerKeys("app", name, "in").dead_letters, "-", "+")
         return [DeadLetter.parse(*entry) for entry in entries]
 
     def handler(self, **options: Any) -> Handler:

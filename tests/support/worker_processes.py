@@ -229,11 +229,11 @@ class Expectations:
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters."""
-        return [DeadLetter.parse(*entry) for entry in self._ask("XRANGE", self.keys.dead, "-", "+")]
+        return [DeadLetter.parse(*entry) for entry in self._ask("XRANGE", self.keys.dead_letters, "-", "+")]
 
     def effect_count(self) -> int:
         """Return the number of effects."""
-        return int(self._ask("XLEN", "out")) + int(self._ask("XLEN", self.keys.dead))
+        return int(self._ask("XLEN", "out")) + int(self._ask("XLEN", self.keys.dead_letters))
 
     def pending(self) -> int:
         """Return the number of pending messages."""
@@ -283,7 +283,7 @@ class Expectations:
         report.raise_if_bad()
         assert {letter.id: letter.reason for letter in self.dead_letters()} == (dead or {})
         assert {event.id for event in effects if event.kind == "committed"} <= {event.id for event in runs}
-        assert not self._ask("EXISTS", self.keys.strikes), self._ask("HGETALL", self.keys.strikes)
+        assert not self._ask("EXISTS", self.keys.crashes), self._ask("HGETALL", self.keys.crashes)
         return report
 
     def _progress(self) -> str:
@@ -309,7 +309,7 @@ class StandstillWatch:
         seen, since = -1, time.monotonic()
         while not self._over.wait(0.02):
             with suppress(RedisError):
-                commands = [("XLEN", "out"), ("XLEN", self._books.keys.dead)]
+                commands = [("XLEN", "out"), ("XLEN", self._books.keys.dead_letters)]
                 done = sum(int(reply) for reply in self._client.pipeline(commands))
                 now = time.monotonic()
                 if seen >= 0 and seen < len(self._books.enqueued):

@@ -120,7 +120,7 @@ def deliver_to(client: Client, consumer: str, *, times: int) -> None:
 
 def pause(client: Client, *loops: RecordingLoop) -> None:
     """Pause the handler on the stream `in`; wait until the loops have noticed and their current reads have ended."""
-    CommitStore(client, app="app", handler="handle").pause(["in"], paused=True)
+    CommitStore(client, app="app", handler="handle").set_paused(["in"], paused=True)
     for loop in loops:
         eventually(lambda: all(one.paused for one in loop._ordering.streams.values()), "the pause")  # noqa: B023 - at once
         eventually(lambda: not loop.loop_metrics._is_poll_wanted, "the end of its reads")  # noqa: B023 - at once
@@ -128,7 +128,7 @@ def pause(client: Client, *loops: RecordingLoop) -> None:
 
 def resume(client: Client) -> None:
     """Resume the handler on the stream `in`."""
-    CommitStore(client, app="app", handler="handle").pause(["in"], paused=False)
+    CommitStore(client, app="app", handler="handle").set_paused(["in"], paused=False)
 
 
 def wait_for_reads(health: Health, clock: LeapClock, times: int = 3) -> None:
@@ -145,7 +145,7 @@ def outputs(client: Client) -> list[int]:
 
 def dead(client: Client) -> list[DeadLetter]:
     """Return the dead letters of the handler."""
-    return [DeadLetter.parse(*entry) for entry in client.execute("XRANGE", KEYS.dead, "-", "+")]
+    return [DeadLetter.parse(*entry) for entry in client.execute("XRANGE", KEYS.dead_letters, "-", "+")]
 
 
 def pending(client: Client) -> int | None:

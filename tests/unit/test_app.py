@@ -234,7 +234,7 @@ STREAMS = ["plain", "a:b.c", "orders:{1}", "{x}y", "a{b", "a{b}:c}:d", "{x}:y:h.
 @pytest.mark.parametrize("stream", STREAMS)
 def test_all_keys_of_a_handler_share_the_streams_slot_and_can_be_read_back(stream: str) -> None:
     keys = HandlerKeys("app", "handler", stream)
-    for key in (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead):
+    for key in (keys.meta, keys.offsets, keys.state, keys.crashes, keys.dead_letters):
         assert hash_tag(key) == hash_tag(stream)
         assert HandlerKeys.parse(key) == keys
     for foreign in ("other:key", "millstream:{a}:a:x", "", "millstream:{a}:b:x.y:meta"):

@@ -42,8 +42,8 @@ def test_a_poll_longer_than_its_client_waits_is_refused_before_it_is_sent() -> N
     [
         {"count": 0},
         {"block_ms": 0},
-        {"adopt_after_ms": 0},
-        {"noack": True, "adopt_after_ms": 5},
+        {"claim_after_ms": 0},
+        {"noack": True, "claim_after_ms": 5},
         {"heal": "begining"},
         {"heal": None},
         {"start": "earliest"},
@@ -95,13 +95,13 @@ def test_a_count_that_would_take_everything_is_refused() -> None:
 
 def test_what_was_read_again_says_how_often_it_was_delivered_where_that_was_asked_for() -> None:
     batch = Batch("s", [[b"1-0", []], [b"2-0", []]], recovered=True)
-    batch.deliveries = {b"2-0": 3}
+    batch.delivery_counts = {b"2-0": 3}
     assert [one.deliveries for one in batch] == [0, 3]
 
 
 def test_what_was_done_is_known_again_after_a_restart(tmp_path: Path) -> None:
     done = ProcessedIds(tmp_path / "done")
-    assert done.last("s") is None
+    assert done.last_id("s") is None
     done.add("s", [b"1-0", b"3-0"])
     done.add("\udcff", [b"9-9"])
     again = ProcessedIds(tmp_path / "done")
@@ -109,7 +109,7 @@ def test_what_was_done_is_known_again_after_a_restart(tmp_path: Path) -> None:
     assert ("s", b"2-0") not in again
     assert ("other", b"3-0") not in again
     assert ("\udcff", b"9-9") in again
-    assert again.last("s") == b"3-0"
+    assert again.last_id("s") == b"3-0"
 
 
 def test_only_the_latest_ids_are_kept(tmp_path: Path) -> None:

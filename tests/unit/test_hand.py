@@ -58,15 +58,15 @@ def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(
 
 
 def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: ReliableStream, hand: InFlight) -> None:
-    lease = KeyLease(stream=stream, line=b"kA", token=b"1 a w", state=b"", until_ms=100.0)  # type: ignore[arg-type]
+    lease = KeyLease(stream=stream, queue=b"kA", token=b"1 a w", state=b"", expires_ms=100.0)  # type: ignore[arg-type]
     lease.entries = [delivery(stream), delivery(stream, 2)]
     for one in lease.entries:
         one.lease = lease
-    lease.waiting.extend(lease.entries)
+    lease.queued.extend(lease.entries)
     hand.add_leases([lease], 0)
     first, second = lease.entries
     assert (hand.start(first, 99), hand.start(second, 100)) == (True, False)
-    assert (first.running, second.running, lease.lost) == (True, False, True)
+    assert (first.running, second.running, lease.expired) == (True, False, True)
 
 
 def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
@@ -158,7 +158,7 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
     with running(runner_of(function, RUNNERS[function], hand), hand):
         (ran,), _ = hand.completions.collect(FAIL_SAFE_S)
     assert ran[0] == (one,)
-    assert (one.running, one.ran) == (True, True)
+    assert (one.running, one.finished) == (True, True)
 
 
 # Threads
@@ -271,17 +271,17 @@ class Alone:
         self.saw: list[bool] = []
 
     def alone(self, _: Delivery) -> Outcome:
-        self.saw.append(any(one.running and not one.ran for hand in self._others for one in hand.deliveries))
+        self.saw.append(any(one.running and not one.finished for hand in self._others for one in hand.deliveries))
         return NO_EFFECTS
 
 
 class Unmarked(ReliableStream):
     """A stream that records no isolated runs."""
 
-    def isolation(self, delivery: Delivery) -> tuple[int, str]:
+    def isolation_state(self, delivery: Delivery) -> tuple[int, str]:
         return 0, ""
 
-    def isolate(self, delivery: Delivery, mark: str) -> None:
+    def begin_isolation(self, delivery: Delivery, mark: str) -> None:
         pass
 
     def end_isolation(self, deliveries: Iterable[Delivery]) -> None:
@@ -325,7 +325,7 @@ def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(h
             waiting.running = False
         assert other.start(waiting, 0) is None
         assert runner.saw == []
-        running.ran = True
+        running.finished = True
         assert hand.completions.collect(FAIL_SAFE_S)[0]
         guard.add_suspect(None)
         thread.join()

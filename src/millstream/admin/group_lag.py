@@ -9,7 +9,7 @@ from millstream.admin.reports import GroupReport, StreamReport
 from millstream.clock import Clock
 from millstream.errors import ConfigError, RedisError
 from millstream.redis_client.client import Client, Command
-from millstream.redis_client.key_names import HandlerKeys, TakenKeys, run_name, stage_of, to_wire
+from millstream.redis_client.key_names import GroupBatchKeys, HandlerKeys, run_name, stage_of, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
 
 
@@ -85,7 +85,7 @@ def _queries(client: Client, consumers: Mapping[StreamGroup, Iterable[str]]) -> 
         for name in names:
             if (group, name) not in records:
                 try:
-                    records[group, name] = ("HGET", to_wire(TakenKeys(stream, group, name).record), "epoch")
+                    records[group, name] = ("HGET", to_wire(GroupBatchKeys(stream, group, name).record), "epoch")
                 except ConfigError:
                     continue  # not a valid name of a query, or of a stream that one reads
     replies = send_all(client, list(records.values()))

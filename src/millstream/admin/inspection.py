@@ -242,7 +242,7 @@ def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDeni
     fields = ("engine", "keyed", "frontier", "paused", *_COUNTERS)
     values = send_all(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
     visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
-    dead_letters = send_all(client, [("XLEN", to_wire(keys.dead)) for keys in visible])
+    dead_letters = send_all(client, [("XLEN", to_wire(keys.dead_letters)) for keys in visible])
     parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in visible])
     by_keys = dict(zip(found, values, strict=True))
     return {

@@ -9,7 +9,7 @@ from millstream.balancer.protocol import service_of
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, held_name, run_name, to_wire
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, run_name, to_wire, worker_name_key
 from millstream.redis_client.pipelining import send_all
 
 _LIVE_MS = 60_000.0
@@ -56,7 +56,7 @@ def find_runs(client: Client, pipelines: Iterable[tuple[str, str]]) -> set[tuple
 def _holders(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
     """Those of `names`, by app and name, that are held."""
     asked = sorted(names)
-    replies = send_all(client, [("EXISTS", held_name(*one)) for one in asked])
+    replies = send_all(client, [("EXISTS", worker_name_key(*one)) for one in asked])
     return {one for one, is_held in zip(asked, replies, strict=True) if is_held == 1}
 
 

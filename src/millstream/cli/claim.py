@@ -63,7 +63,7 @@ def claim(
         if ids:
             done = _claim_ids(client, of, consumer, ids, idle_ms, dry_run=dry_run)
         elif dry_run:
-            done = _would_claim(client, stream, of.pending.walk(min_idle_ms=idle_ms))
+            done = _would_claim(client, stream, of.pending.iter_entries(min_idle_ms=idle_ms))
         else:
             done = _claim_idle(of, consumer, idle_ms)
     if handler_of(stream, group):

@@ -130,7 +130,7 @@ def _redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> tuple[int
             moved += 1
         else:
             failed += 1
-            print_message(f"letter {outcome.slip.letter_id} was not redriven: {outcome.problem}")
+            print_message(f"letter {outcome.ref.letter_id} was not redriven: {outcome.problem}")
     return moved, failed
 
 

@@ -221,7 +221,7 @@ def delete_consumer(
         if not dry_run:
             confirm(f"Delete consumer {consumer} of group {group}, which has {entries}?", yes=yes)
             done = of.delete_consumer(consumer, heir=heir)
-            moved, deleted = done.handed_on, [one.decode() for one in done.gone]
+            moved, deleted = done.reassigned, [one.decode() for one in done.gone]
     if as_json:
         figures = {"pending": pending, "moved": moved, "deleted": deleted, "dry_run": dry_run}
         print_json({"stream": stream, "group": group, "consumer": consumer, "heir": heir, **figures})

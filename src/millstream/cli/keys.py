@@ -10,7 +10,7 @@ from millstream.admin.inspection import existing_handlers, find_handlers
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
 from millstream.cli.pause import Name, resolve_handler
 from millstream.cli.terminal import confirm, pluralize, print_json, print_line, print_message, print_table, truncate
-from millstream.delivery.key_queues import KeyQueue, list_queues, look_ahead_used
+from millstream.delivery.key_queues import KeyQueue, list_queues, queue_usage
 from millstream.delivery.key_queues import park as park_queue
 from millstream.delivery.key_queues import skip as skip_first
 from millstream.delivery.key_queues import unpark as unpark_queue
@@ -57,7 +57,7 @@ def keys(
                 )
             else:
                 seen = True
-                if (of := look_ahead_used(client, handler_keys)) is not None:
+                if (of := queue_usage(client, handler_keys)) is not None:
                     used[handler_keys.stream] = of
                 found += [(handler_keys, queue) for queue in queues if wanted is None or queue.key == wanted]
     if refusals and not seen:
@@ -85,8 +85,8 @@ def keys(
 def _row(handler_keys: HandlerKeys, queue: KeyQueue) -> dict[str, Any]:
     return {
         "stream": handler_keys.stream, "key": json_value(queue.key), "state": queue.state, "messages": queue.length,
-        "first": queue.first, "worker": queue.worker, "since_ms": queue.since_ms, "until_ms": queue.until_ms,
-        "failed_attempts": queue.failed, "lost_leases": queue.lost, "parked": queue.parked, "why": queue.why,
+        "first": queue.first_id, "worker": queue.worker, "since_ms": queue.since_ms, "until_ms": queue.until_ms,
+        "failed_attempts": queue.failed_attempts, "lost_leases": queue.expired_leases, "parked": queue.parked_reason, "why": queue.why,
     }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _show(
             escape(handler_keys.stream),
             queue.state,
             f"{queue.length:,}",
-            queue.first,
+            queue.first_id,
             truncate(queue.why, _WHY_CHARS),
         )
         for handler_keys, queue in shown

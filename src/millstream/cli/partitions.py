@@ -27,12 +27,12 @@ partitions = command_group("Show, create and grow the partitions of a base.")
 def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Show the partitions, where each was last closed, and the keys that still move between them."""
     with Client(url) as client:
-        partition_map = Partitions(client, base).found()
+        partition_map = Partitions(client, base).require()
         lengths = client.pipeline([("XLEN", stream) for stream in partition_map.streams])
         undrained = {
             f"{one.app}.{one.handler}": KeyMigration(
                 client, partition_map, app=one.app, handler=one.handler
-            ).unsettled()
+            ).undrained()
             for one in _handlers(client, partition_map)
         }
     if as_json:
@@ -40,14 +40,19 @@ def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
         return
     growing = (
         ""
-        if partition_map.growing is None
-        else f"; a growth to {partition_map.growing:,} was started and has not ended"
+        if partition_map.growing_to is None
+        else f"; a growth to {partition_map.growing_to:,} was started and has not ended"
     )
     print_line(f"{base}: {pluralize(partition_map.count, 'partition')}, generation {partition_map.generation}{growing}")
     print_table(
         ("partition", ">entries", ">since generation", "last closed at"),
         [
-            (escape(stream), f"{length:,}", str(partition_map.born(number)), _last_close(partition_map, number) or "-")
+            (
+                escape(stream),
+                f"{length:,}",
+                str(partition_map.created_in(number)),
+                _last_close(partition_map, number) or "-",
+            )
             for number, (stream, length) in enumerate(zip(partition_map.streams, lengths, strict=True))
         ],
     )
@@ -76,7 +81,7 @@ def grow(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False
 def create(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Create the partitions of a new base; otherwise the first producer or worker creates them."""
     with Client(url) as client:
-        partition_map = Partitions(client, base).made(count)
+        partition_map = Partitions(client, base).create(count)
     if partition_map.count != count:
         print_message(f"the partitions exist already; to grow them: millstream partitions grow {escape(base)} {count}")
     if as_json:
@@ -95,7 +100,7 @@ def _handlers(client: Client, partition_map: PartitionMap) -> list[HandlerKeys]:
 
 
 def _last_close(partition_map: PartitionMap, number: int) -> str | None:
-    return next((closed[number] for closed in reversed(partition_map.seals) if number < len(closed)), None)
+    return next((closed[number] for closed in reversed(partition_map.close_ids) if number < len(closed)), None)
 
 
 def _describe(one: UndrainedPartition) -> str:
@@ -104,8 +109,8 @@ def _describe(one: UndrainedPartition) -> str:
         parts.append(
             f"keys that left {one.stream} with generation {one.since} may still have messages or a state there"
         )
-    if one.coming:
-        parts.append(f"{pluralize(one.coming, 'key')} of {one.stream} wait for older partitions to be drained")
+    if one.awaiting:
+        parts.append(f"{pluralize(one.awaiting, 'key')} of {one.stream} wait for older partitions to be drained")
     return "; ".join(parts)
 
 
@@ -116,9 +121,13 @@ def _as_json(
         "base": partition_map.base,
         "generation": partition_map.generation,
         "counts": list(partition_map.counts),
-        "growing": partition_map.growing,
+        "growing": partition_map.growing_to,
         "partitions": [
-            {"stream": stream, "since": partition_map.born(number), "closed_at": _last_close(partition_map, number)}
+            {
+                "stream": stream,
+                "since": partition_map.created_in(number),
+                "closed_at": _last_close(partition_map, number),
+            }
             for number, stream in enumerate(partition_map.streams)
         ],
     }

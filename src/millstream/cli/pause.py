@@ -31,7 +31,7 @@ def resume(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json
 def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool) -> None:
     with Client(url) as client:
         found = resolve_handler(find_handlers(client), name, stream)
-        CommitStore(client, app=found[0].app, handler=found[0].handler).pause(
+        CommitStore(client, app=found[0].app, handler=found[0].handler).set_paused(
             [one.stream for one in found], paused=paused
         )
     if as_json:

@@ -30,7 +30,7 @@ RESERVE_RATE = Script("commit/reserve_rate")
 
 T = TypeVar("T")
 
-Kind = Literal["workers", "keyed"]
+WorkerKind = Literal["workers", "keyed"]
 """How workers share a stream: by its entries, or by the queues of its keys."""
 
 Checkpoint = Literal["noted", "later", "too many"]
@@ -38,18 +38,18 @@ Checkpoint = Literal["noted", "later", "too many"]
 
 _CHECKPOINTS: Mapping[int, Checkpoint] = {1: "noted", 0: "later", -1: "too many"}
 
-KEY_MARK = b"k"
+KEY_PREFIX = b"k"
 """Prefix of the offset field, and of the queue name, of a key."""
-ENTRY_MARK = b"i"
+ENTRY_PREFIX = b"i"
 """Prefix of the offset field, and of the queue name, of an entry without a key: its id follows."""
-FAILED = "f"
+FAILED_SUFFIX = "f"
 """Suffix of the crash-count field for failed attempts; the field without one counts runs that may have died."""
-IN_LINE = b"line"
+FROM_QUEUE = b"line"
 """Takes the place of the expected key offset for entries that Spark runs from a key queue, where they were deferred."""
-LEASES_LOST = "l"
+EXPIRED_SUFFIX = "l"
 """Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
 
-ISOLATED = "a"
+ISOLATED_SUFFIX = "a"
 """Suffix of the crash-count field that names the process which runs the entry in isolation
 (`worker/incarnations.py`).
 """
@@ -65,65 +65,68 @@ _BURST_S = 0.2
 class Effects:
     """The effects of a run of messages of one key, of one unkeyed message or of a batch: committed whole or not at all.
 
-    * `mark`, `expected`: the offset field and the value it was loaded with (b"" = none). For a worker's key: the name
+    * `offset_field`, `expected_offset`: the offset field and the value it was loaded with (b"" = none). For a worker's key: the name
       of its queue and the token of its lease. For entries that Spark runs from a key queue: the queue's name and
       IN_LINE
-    * `first_id`, `last_id`, `messages`: the messages it covers
+    * `first_id`, `last_id`, `message_count`: the messages it covers
     * `state_field`, `state`: None leaves the state alone; b"" removes it
-    * `others`: for a worker's batch, or entries of a key queue, the ids of all but the last
-    * `left`: "" keeps the lease; a number ends it, and is how many of the entries given out with it are not committed
-    * `struck`: fields of the crash counts that this commit clears
-    * `outputs`, `dead`: items of the entries to add
+    * `other_ids`: for a worker's batch, or entries of a key queue, the ids of all but the last
+    * `unfinished`: "" keeps the lease; a number ends it, and is how many of the entries given out with it are not committed
+    * `cleared_counts`: fields of the crash counts that this commit clears
+    * `outputs`, `dead_letters`: items of the entries to add
     """
 
-    mark: bytes
-    expected: bytes
+    offset_field: bytes
+    expected_offset: bytes
     state_field: bytes = b""
     state: bytes | None = None
     first_id: str = ""
     last_id: str = ""
-    messages: int = 0
-    others: Sequence[str] = ()
-    left: int | Literal[""] = ""
-    struck: Sequence[str] = ()
+    message_count: int = 0
+    other_ids: Sequence[str] = ()
+    unfinished: int | Literal[""] = ""
+    cleared_counts: Sequence[str] = ()
     outputs: Sequence[Sequence[Arg]] = ()
-    dead: Sequence[Sequence[Arg]] = ()
+    dead_letters: Sequence[Sequence[Arg]] = ()
 
-    def cover(self, entry_id: str) -> None:
+    def add_message(self, entry_id: str) -> None:
         """Extend the unit by one message."""
-        if self.last_id and self.expected == IN_LINE:
-            self.others = _appended(self.others, (self.last_id,))
+        if self.last_id and self.expected_offset == FROM_QUEUE:
+            self.other_ids = _appended(self.other_ids, (self.last_id,))
         self.first_id = self.first_id or entry_id
         self.last_id = entry_id
-        self.messages += 1
+        self.message_count += 1
 
     def add_outputs(self, outputs: Sequence[Sequence[Arg]]) -> None:
         """Add entries for the output stream."""
         self.outputs = _appended(self.outputs, outputs)
 
-    def add_dead(self, items: Sequence[Arg]) -> None:
+    def add_dead_letter(self, items: Sequence[Arg]) -> None:
         """Add a dead letter."""
-        self.dead = _appended(self.dead, (items,))
+        self.dead_letters = _appended(self.dead_letters, (items,))
 
-    def end_strikes(self, *fields: str) -> None:
+    def clear_crash_counts(self, *fields: str) -> None:
         """Clear crash counts with this commit."""
-        self.struck = _appended(self.struck, fields)
+        self.cleared_counts = _appended(self.cleared_counts, fields)
 
     @property
     def is_bare(self) -> bool:
         """True if its only effect is that its message is done."""
-        return not (self.outputs or self.dead or self.struck or self.others or self.expected) and self.state is None
+        return (
+            not (self.outputs or self.dead_letters or self.cleared_counts or self.other_ids or self.expected_offset)
+            and self.state is None
+        )
 
     @property
-    def is_acknowledgement(self) -> bool:
+    def is_ack_only(self) -> bool:
         """True if it adds nothing to the data in Redis."""
-        return not (self.outputs or self.dead or self.state)
+        return not (self.outputs or self.dead_letters or self.state)
 
     @property
     def size(self) -> int:
         """About how many bytes it adds to the data in Redis."""
         size = len(self.state) if self.state else 0
-        for items in (*self.outputs, *self.dead):
+        for items in (*self.outputs, *self.dead_letters):
             size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
         return size
 
@@ -131,20 +134,20 @@ class Effects:
         """Return its arguments for the commit script; output streams are trimmed to about `maxlen` entries (0 =
         never).
         """
-        args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
-        args += (len(self.others), *self.others, self.left)
+        args: list[Arg] = [self.offset_field, self.expected_offset, self.first_id, self.last_id, self.message_count]
+        args += (len(self.other_ids), *self.other_ids, self.unfinished)
         if self.state is None:
             args.append("")
         elif self.state:
             args += ("S", self.state_field, self.state)
         else:
             args += ("D", self.state_field)
-        args += (len(self.struck), *self.struck, len(self.outputs))
+        args += (len(self.cleared_counts), *self.cleared_counts, len(self.outputs))
         for items in self.outputs:
             args += (_OUTPUT_KEY, maxlen, len(items))
             args += items
-        args.append(len(self.dead))
-        for items in self.dead:
+        args.append(len(self.dead_letters))
+        for items in self.dead_letters:
             args.append(len(items))
             args += items
         return args
@@ -171,7 +174,7 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterato
     """
     begin = total = 0
     for at, unit in enumerate(map(unit_of, some)):
-        if unit.outputs or unit.dead or unit.state:  # most units have no effects, and there are many
+        if unit.outputs or unit.dead_letters or unit.state:  # most units have no effects, and there are many
             size = unit.size
             if total + size > _CHUNK_BYTES and at > begin:
                 yield some[begin:at]
@@ -203,14 +206,14 @@ def _id_or_none(text: bytes) -> EntryId | None:
 class CommittedPosition:
     """How far a stream is committed when a run begins, and how many of its entries are poison-pill suspects.
 
-    Workers have committed all entries up to `floor` (the takeover offset), if there is one, except those that
-    `CommitStore.still_open` returns. `lines`: entries wait in key queues.
+    Workers have committed all entries up to `takeover_offset` (the takeover offset), if there is one, except those that
+    `CommitStore.incomplete` returns. `has_queues`: entries wait in key queues.
     """
 
-    frontier: EntryId | None
-    struck: int
-    floor: EntryId | None = None
-    lines: bool = False
+    committed_id: EntryId | None
+    suspects: int
+    takeover_offset: EntryId | None = None
+    has_queues: bool = False
 
 
 class CommitStore:
@@ -243,7 +246,7 @@ class CommitStore:
         self._worker = (self._group, consumer)
         self._keyed = keyed
 
-    def renewed(self, token: int) -> "CommitStore":
+    def with_token(self, token: int) -> "CommitStore":
         """Return the same store for the run that holds `token`."""
         fresh = copy.copy(self)
         fresh.token = token
@@ -263,14 +266,14 @@ class CommitStore:
         known = max((int(raise_if_error(epoch) or 0) for epoch in epochs), default=0)
         return max(int(seconds) * 1_000_000 + int(microseconds), known + 1)
 
-    def begin(self, streams: Sequence[str]) -> dict[str, CommittedPosition]:
+    def begin_run(self, streams: Sequence[str]) -> dict[str, CommittedPosition]:
         """Raise the epoch of each stream to this run's token, and return how far each stream is committed.
 
         Also raises AccessDenied if the Redis user lacks a right that `commit` will need, and ConfigError if keys are
         parked and the handler has none.
         """
         args = (self.token, self._group, "1" if self._keyed else "")
-        replies = self._run(BEGIN_RUN, [(self._written(stream), args) for stream in streams])
+        replies = self._run(BEGIN_RUN, [(self._script_keys(stream), args) for stream in streams])
         return {
             stream: CommittedPosition(
                 _id_or_none(committed_id), int(suspects), _id_or_none(takeover_offset), bool(has_queues)
@@ -278,13 +281,13 @@ class CommitStore:
             for stream, (committed_id, suspects, takeover_offset, has_queues) in zip(streams, replies, strict=True)
         }
 
-    def frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
+    def committed_ids(self, streams: Sequence[str]) -> dict[str, EntryId]:
         """Return the committed id of each stream that has one. Writes nothing."""
         replies = self._client.pipeline([("HGET", self.keys(stream).meta, "frontier") for stream in streams])
         found = zip(streams, replies, strict=True)
         return {stream: EntryId.parse(value) for stream, value in found if raise_if_error(value)}
 
-    def begun(self, streams: Sequence[str]) -> list[str]:
+    def begun_streams(self, streams: Sequence[str]) -> list[str]:
         """Return those of `streams` on which something has been committed. Writes nothing."""
         replies = self._client.pipeline([("HEXISTS", self.keys(stream).meta, "committed") for stream in streams])
         return [stream for stream, reply in zip(streams, replies, strict=True) if raise_if_error(reply)]
@@ -299,7 +302,7 @@ class CommitStore:
         requests: list[tuple[str, bytes, Sequence[bytes]]] = []
         for stream, (offset_fields, state_fields) in wanted.items():
             names = self.keys(stream)
-            for key, prefix, fields in ((names.marks, b"", offset_fields), (names.state, b"s", state_fields)):
+            for key, prefix, fields in ((names.offsets, b"", offset_fields), (names.state, b"s", state_fields)):
                 for at in range(0, len(fields), _LOAD_CHUNK):
                     chunk = fields[at : at + _LOAD_CHUNK]
                     commands.append(("HMGET", key, *chunk))
@@ -312,12 +315,12 @@ class CommitStore:
                     values[prefix + name] = value
         return found
 
-    def still_open(self, stream: str, ids: Sequence[str]) -> set[str]:
+    def incomplete(self, stream: str, ids: Sequence[str]) -> set[str]:
         """Return those of `ids`, none above the takeover offset, that workers have not committed."""
         found: set[str] = set()
         for at in range(0, len(ids), _LOAD_CHUNK):
             chunk = ids[at : at + _LOAD_CHUNK]
-            values = self._client.execute("HMGET", self.keys(stream).open, *chunk)
+            values = self._client.execute("HMGET", self.keys(stream).incomplete, *chunk)
             found.update(one for one, value in zip(chunk, values, strict=True) if value is not None)
         return found
 
@@ -331,65 +334,65 @@ class CommitStore:
         `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end. `call`: the
         worker's number of this call; a repetition under the same number gets the reply that was lost.
         """
-        calls = [(self._written(stream), self._committing(group, call)) for stream, group in units.items()]
+        calls = [(self._script_keys(stream), self._commit_args(group, call)) for stream, group in units.items()]
         replies = self._run(COMMIT_AT_MAXMEMORY if allow_oom else COMMIT, calls)
         return [
-            one for group, reply in zip(units.values(), replies, strict=True) for one in self.committed(group, reply)
+            one for group, reply in zip(units.values(), replies, strict=True) for one in self.parse_commit(group, reply)
         ]
 
-    def to_commit(self, stream: str, units: Sequence[Effects], call: str) -> Command:
+    def commit_command(self, stream: str, units: Sequence[Effects], call: str) -> Command:
         """Return the command that `commit` sends, for callers that pipeline many streams. If the reply is an error,
         call `commit`.
         """
-        return self.command(COMMIT, stream, self._committing(units, call))
+        return self.script_command(COMMIT, stream, self._commit_args(units, call))
 
-    def committed(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
-        """Parse the reply to `to_commit`: return the units that were refused."""
+    def parse_commit(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
+        """Parse the reply to `commit_command`: return the units that were refused."""
         if not reply:  # almost always: saves sorting a thousand units again
             return []
-        bare, full = self._in_order(units)
+        bare, full = self._split_bare(units)
         sent = [*bare, *full]
         return [sent[int(number) - 1] for number in reply]
 
-    def _committing(self, units: Sequence[Effects], call: str) -> list[Arg]:
-        bare, full = self._in_order(units)
+    def _commit_args(self, units: Sequence[Effects], call: str) -> list[Arg]:
+        bare, full = self._split_bare(units)
         args: list[Arg] = [self.token, *self._worker, call, len(bare), *[unit.last_id for unit in bare]]
         for unit in full:
             args += unit.args(self._maxlen)
         return args
 
-    def _in_order(self, units: Sequence[Effects]) -> tuple[Sequence[Effects], Sequence[Effects]]:
+    def _split_bare(self, units: Sequence[Effects]) -> tuple[Sequence[Effects], Sequence[Effects]]:
         """Return the units without effects, for which the ids are enough, and the others."""
         bare, full = _partition_bare(units) if self._worker[1] else ([], units)
         return sorted(bare, key=_order), full
 
-    def advance(self, ends: Mapping[str, EntryId]) -> None:
+    def advance_committed(self, ends: Mapping[str, EntryId]) -> None:
         """Move the committed id of each stream to the given id, and drop the key offsets up to it."""
         calls = []
         for stream, end in ends.items():
             k = self.keys(stream)
-            calls.append(((k.meta, k.marks, k.strikes, k.open), (self.token, str(end))))
+            calls.append(((k.meta, k.offsets, k.crashes, k.incomplete), (self.token, str(end))))
         self._run(ADVANCE_COMMITTED, calls)
 
-    def strike(self, stream: str, entry_id: str, by: int = 1) -> int:
+    def count_crash(self, stream: str, entry_id: str, by: int = 1) -> int:
         """Count that a task starts an entry and may not survive it; return the count before.
 
         `by` -1: the task survived the entry.
         """
-        return int(self._client.execute("HINCRBY", self.keys(stream).strikes, entry_id, by)) - by
+        return int(self._client.execute("HINCRBY", self.keys(stream).crashes, entry_id, by)) - by
 
-    def forget(self, streams: Sequence[str]) -> None:
+    def drop_progress(self, streams: Sequence[str]) -> None:
         """Drop committed id, offsets, crash counts, counters and all keyed state, to process the streams anew.
 
         This run must have begun on them, so that an older run that is still alive commits nothing afterwards. Dead
         letters and outputs stay.
         """
-        self._run(FORGET_PROGRESS, [(self._written(stream), (self.token, self._group)) for stream in streams])
+        self._run(FORGET_PROGRESS, [(self._script_keys(stream), (self.token, self._group)) for stream in streams])
 
     # Workers
 
-    def joined(
-        self, stream: str, start: Literal["0", "$"], kind: Kind = "workers", newest: int | None = None
+    def join_workers(
+        self, stream: str, start: Literal["0", "$"], kind: WorkerKind = "workers", newest: int | None = None
     ) -> tuple["CommitStore", bool]:
         """Join the workers of `stream`; return their commit store, and whether their consumer group was lost.
 
@@ -398,57 +401,57 @@ class CommitStore:
         time in microseconds.
         """
         args = (self._group, start, kind, "" if newest is None else newest)
-        ((token, lost),) = self._run(JOIN_WORKERS, [(self._written(stream), args)])
-        return self.renewed(int(token)), bool(lost)
+        ((token, lost),) = self._run(JOIN_WORKERS, [(self._script_keys(stream), args)])
+        return self.with_token(int(token)), bool(lost)
 
-    def look(self, stream: str) -> bool:
+    def check_paused(self, stream: str) -> bool:
         """Return whether the handler is paused on `stream`. Raises StaleOwner if a newer run has begun."""
-        return self.looked(self._client.execute(*self.to_look(stream)))
+        return self.parse_check_paused(self._client.execute(*self.check_paused_command(stream)))
 
-    def to_look(self, stream: str) -> Command:
-        """Return the command that `look` sends, for callers that pipeline many streams."""
+    def check_paused_command(self, stream: str) -> Command:
+        """Return the command that `check_paused` sends, for callers that pipeline many streams."""
         return ("HMGET", self.keys(stream).meta, "epoch", "paused")
 
-    def looked(self, reply: Reply) -> bool:
-        """Parse the reply to `to_look`; return and raise as `look`."""
+    def parse_check_paused(self, reply: Reply) -> bool:
+        """Parse the reply to `check_paused_command`; return and raise as `check_paused`."""
         epoch, paused = reply
         if epoch is not None and int(epoch) > self.token:
-            raise self._taken_over()
+            raise self._stale_owner()
         return paused is not None
 
-    def is_with_workers(self, stream: str, kind: Kind = "workers") -> bool:
+    def is_owned_by_workers(self, stream: str, kind: WorkerKind = "workers") -> bool:
         """Return whether workers of that kind own `stream`, under any token."""
         return bool(self._client.execute("HGET", self.keys(stream).meta, "engine") == kind.encode())
 
-    def pause(self, streams: Sequence[str], *, paused: bool) -> None:
+    def set_paused(self, streams: Sequence[str], *, paused: bool) -> None:
         """Stop workers from reading new entries of `streams`, or let them go on. They finish the entries in flight."""
         for stream in streams:
             meta = self.keys(stream).meta
             self._client.execute(*(("HSET", meta, "paused", 1) if paused else ("HDEL", meta, "paused")))
 
-    def paused(self, streams: Sequence[str]) -> set[str]:
+    def paused_streams(self, streams: Sequence[str]) -> set[str]:
         """Return those of `streams` on which the handler is paused. Raises RedisError."""
         replies = call_all(self._client, [("HEXISTS", self.keys(stream).meta, "paused") for stream in streams])
         return {stream for stream, found in zip(streams, replies, strict=True) if found}
 
-    def reserve(self, stream: str, rate: float, count: int) -> float:
+    def reserve_rate(self, stream: str, rate: float, count: int) -> float:
         """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in
         milliseconds.
         """
         return float(self._client.script(RESERVE_RATE, (self.keys(stream).meta,), (rate, count))) / 1000
 
-    def marked(self, stream: str) -> Iterator[bytes]:
+    def committed_entries(self, stream: str) -> Iterator[bytes]:
         """Yield the ids of single entries with an offset: committed, and above the committed id if Spark owned the
         stream before.
         """
         cursor = b"0"
         while True:
-            cursor, found = self._client.execute("HSCAN", self.keys(stream).marks, cursor, "COUNT", _LOAD_CHUNK)
-            yield from (name.removeprefix(ENTRY_MARK) for name in found[::2] if name.startswith(ENTRY_MARK))
+            cursor, found = self._client.execute("HSCAN", self.keys(stream).offsets, cursor, "COUNT", _LOAD_CHUNK)
+            yield from (name.removeprefix(ENTRY_PREFIX) for name in found[::2] if name.startswith(ENTRY_PREFIX))
             if cursor == b"0":
                 return
 
-    def hold(self, stream: str, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
+    def set_idle_time(self, stream: str, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
         """Set the idle time of the worker's pending entries; return those that it does not hold any more."""
         lost: list[bytes] = []
         for at in range(0, len(ids), _LOAD_CHUNK):
@@ -463,48 +466,48 @@ class CommitStore:
         pending than one checkpoint can store.
         """
         return _CHECKPOINTS[
-            self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MAX_INCOMPLETE))])[0]
+            self._run(CHECKPOINT, [(self._script_keys(stream), (self.token, self._group, _MAX_INCOMPLETE))])[0]
         ]
 
-    def failures(self, stream: str, ids: Sequence[bytes]) -> list[int]:
+    def failed_attempts(self, stream: str, ids: Sequence[bytes]) -> list[int]:
         """Return the number of failed attempts of each entry."""
         if not ids:
             return []
-        fields = [entry_id + FAILED.encode() for entry_id in ids]
-        return [int(count or 0) for count in self._client.execute("HMGET", self.keys(stream).strikes, *fields)]
+        fields = [entry_id + FAILED_SUFFIX.encode() for entry_id in ids]
+        return [int(count or 0) for count in self._client.execute("HMGET", self.keys(stream).crashes, *fields)]
 
-    def note_failures(self, stream: str, attempts: Mapping[bytes, int]) -> None:
+    def record_failures(self, stream: str, attempts: Mapping[bytes, int]) -> None:
         """Store the number of failed attempts of each entry."""
-        items = [part for entry_id, count in attempts.items() for part in (entry_id + FAILED.encode(), count)]
-        self._client.execute("HSET", self.keys(stream).strikes, *items)
+        items = [part for entry_id, count in attempts.items() for part in (entry_id + FAILED_SUFFIX.encode(), count)]
+        self._client.execute("HSET", self.keys(stream).crashes, *items)
 
-    def run(self, script: Script, stream: str, args: Sequence[Arg]) -> Reply:
+    def run_script(self, script: Script, stream: str, args: Sequence[Arg]) -> Reply:
         """Run a script that works on key queues, and whose keys are those of the commit."""
-        return self.run_each(script, [(stream, args)])[0]
+        return self.run_scripts(script, [(stream, args)])[0]
 
-    def run_each(self, script: Script, calls: Iterable[tuple[str, Sequence[Arg]]]) -> list[Reply]:
+    def run_scripts(self, script: Script, calls: Iterable[tuple[str, Sequence[Arg]]]) -> list[Reply]:
         """Run `script` on several streams with their arguments, in order and in one round trip; raise the first
         error.
         """
-        return self._run(script, [(self._written(stream), args) for stream, args in calls])
+        return self._run(script, [(self._script_keys(stream), args) for stream, args in calls])
 
-    def command(self, script: Script, stream: str, args: Sequence[Arg]) -> Command:
-        """Return the command that `run` sends, for callers that pipeline it. If the reply is an error, call `run`,
+    def script_command(self, script: Script, stream: str, args: Sequence[Arg]) -> Command:
+        """Return the command that `run_script` sends, for callers that pipeline it. If the reply is an error, call `run_script`,
         which translates it.
         """
-        keys = self._written(stream)
+        keys = self._script_keys(stream)
         return ("EVALSHA", script.sha, len(keys), *keys, *args)
 
-    def _written(self, stream: str) -> tuple[str, ...]:
+    def _script_keys(self, stream: str) -> tuple[str, ...]:
         k = self.keys(stream)
-        return (k.meta, k.marks, k.state, k.strikes, k.dead, k.open, stream, *self._into)
+        return (k.meta, k.offsets, k.state, k.crashes, k.dead_letters, k.incomplete, stream, *self._into)
 
     def _run(self, script: Script, calls: Sequence[tuple[Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         try:
             return self._client.scripts([(script, keys, args) for keys, args in calls])
         except CommandFailed as error:
             if error.code == "STALE":
-                raise self._taken_over() from error
+                raise self._stale_owner() from error
             if error.code == "PARKED":
                 raise ConfigError(
                     f"{'.'.join(self._owner)} has parked keys, but the handler has no key: "
@@ -512,5 +515,5 @@ class CommitStore:
                 ) from error
             raise
 
-    def _taken_over(self) -> StaleOwner:
+    def _stale_owner(self) -> StaleOwner:
         return StaleOwner(f"a newer run of {'.'.join(self._owner)} has taken over; this run stops, nothing is lost")

@@ -1,6 +1,6 @@
 """Dead letters: messages that could not be processed, kept with the reason, to show, redrive or purge.
 
-A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead`), written in the same atomic step that
+A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead_letters`), written in the same atomic step that
 moves the handler past the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
 """
 
@@ -78,12 +78,12 @@ class DeadLetterEntry:
         return self.letter.reason if self.letter else UNREADABLE
 
     @property
-    def slip(self) -> DeadLetterRef:
+    def ref(self) -> DeadLetterRef:
         """Its reference; a foreign entry sorts first in its stream."""
         original = EntryId.parse(self.letter.id) if self.letter else ZERO_ID
         return DeadLetterRef(self.keys.stream, original, self.letter_id, self.keys)
 
-    def fits(self, wanted: DeadLetterFilter) -> bool:
+    def matches(self, wanted: DeadLetterFilter) -> bool:
         """Whether the filter selects it by reason and key. A foreign entry has no key."""
         key = self.letter.key if self.letter else None
         return wanted.reason in (None, self.reason) and (wanted.key is None or wanted.key == key)
@@ -92,7 +92,7 @@ class DeadLetterEntry:
 class Redriven(NamedTuple):
     """The outcome of one redrive: moved to `new_id`, or not moved (None), and then why in `problem`."""
 
-    slip: DeadLetterRef
+    ref: DeadLetterRef
     new_id: str | None
     problem: str = ""
 
@@ -121,10 +121,10 @@ class DeadLetterQueue:
     def find(self, wanted: DeadLetterFilter) -> Iterator[DeadLetterEntry]:
         """Yield the selected entries, handler by handler, in the order in which they were dead-lettered."""
         for keys in self.handlers(wanted):
-            entries = self._by_id(keys, wanted.ids) if wanted.ids else self._since(keys, wanted.since_ms)
+            entries = self._find_by_id(keys, wanted.ids) if wanted.ids else self._find_since(keys, wanted.since_ms)
             for letter_id, pairs in entries:
                 entry = _parse_entry(keys, letter_id, pairs)
-                if entry.fits(wanted):
+                if entry.matches(wanted):
                     yield entry
 
     def select(self, wanted: DeadLetterFilter, limit: int | None = None) -> list[DeadLetterRef]:
@@ -133,7 +133,7 @@ class DeadLetterQueue:
         Later dead letters are not among them. Raises ConfigError for an id in `wanted.ids` that is not found, or that
         exists for several handlers.
         """
-        refs = [entry.slip for entry in islice(self.find(wanted), limit)]
+        refs = [entry.ref for entry in islice(self.find(wanted), limit)]
         for letter_id in wanted.ids if limit is None else ():
             owners = [ref.keys for ref in refs if ref.letter_id == letter_id]
             if not owners:
@@ -159,16 +159,16 @@ class DeadLetterQueue:
         for at in range(0, len(refs), _DELETE_PAGE):
             by_stream: dict[str, list[str]] = {}
             for ref in refs[at : at + _DELETE_PAGE]:
-                by_stream.setdefault(ref.keys.dead, []).append(ref.letter_id)
+                by_stream.setdefault(ref.keys.dead_letters, []).append(ref.letter_id)
             commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_stream.items()]
             removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
         return removed
 
     def _redrive_page(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
-        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in refs])
+        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead_letters), *([s.letter_id] * 2)) for s in refs])
         entries = [_redriven_items(ref, raise_if_error(reply)) for ref, reply in zip(refs, found, strict=True)]
         calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
-            (_REDRIVE, (to_wire(ref.keys.dead), to_wire(ref.stream)), (ref.letter_id, *entry))
+            (_REDRIVE, (to_wire(ref.keys.dead_letters), to_wire(ref.stream)), (ref.letter_id, *entry))
             for ref, entry in zip(refs, entries, strict=True)
             if not isinstance(entry, str)
         ]
@@ -180,18 +180,18 @@ class DeadLetterQueue:
             else:
                 yield Redriven(ref, None, _refusal_text(ref, reply))
 
-    def _since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _find_since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
         start = str(since_ms)
         while True:
-            page = self._client.execute("XRANGE", to_wire(keys.dead), start, "+", "COUNT", _PAGE)
+            page = self._client.execute("XRANGE", to_wire(keys.dead_letters), start, "+", "COUNT", _PAGE)
             yield from page
             if len(page) < _PAGE:
                 return
             start = f"({page[-1][0].decode()}"
 
-    def _by_id(self, keys: HandlerKeys, ids: Sequence[str]) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _find_by_id(self, keys: HandlerKeys, ids: Sequence[str]) -> Iterator[tuple[bytes, list[bytes]]]:
         exact = [str(EntryId.parse(letter_id)) for letter_id in ids]
-        for reply in self._client.pipeline([("XRANGE", to_wire(keys.dead), one, one) for one in exact]):
+        for reply in self._client.pipeline([("XRANGE", to_wire(keys.dead_letters), one, one) for one in exact]):
             yield from raise_if_error(reply)
 
 

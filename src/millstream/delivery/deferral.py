@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from millstream.delivery.commit_store import FAILED, CommitStore
+from millstream.delivery.commit_store import FAILED_SUFFIX, CommitStore
 from millstream.redis_client.client import Arg, Client, Script
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import call_all
@@ -18,7 +18,7 @@ DEFER = Script("keys/defer")
 DEFERRED_KEYS = Script("keys/deferred_keys")
 RUNNABLE_KEYS = Script("keys/runnable_keys")
 
-How = Literal["join", "later", "park"]
+DeferMode = Literal["join", "later", "park"]
 """Why messages are deferred: behind others of their key; until the next attempt on the first; until an operator
 acts.
 """
@@ -31,42 +31,42 @@ _STREAMS_AT_ONCE = 100
 class Deferral:
     """Messages of one key to defer.
 
-    * `line`, `expected`: the field of their key offset, and its value as it was loaded, or IN_LINE for entries that
+    * `queue`, `expected_offset`: the field of their key offset, and its value as it was loaded, or IN_LINE for entries that
       were run from their key queue
-    * `how`; `detail`: milliseconds for "later", the reason for "park"
-    * `failed`: how many attempts on the first have failed, None if that is not known
+    * `mode`; `detail`: milliseconds for "later", the reason for "park"
+    * `failed_attempts`: how many attempts on the first have failed, None if that is not known
     * `ids`: all messages of the key in the batch, from the first deferred one on
     """
 
-    line: bytes
-    expected: bytes
-    how: How = "join"
+    queue: bytes
+    expected_offset: bytes
+    mode: DeferMode = "join"
     detail: Arg = ""
-    failed: int | None = None
+    failed_attempts: int | None = None
     ids: Sequence[str]
 
 
 class RunnableKeys(NamedTuple):
     """The key queues of a stream on Spark.
 
-    * `any`: whether there are any; `entries`: how many entries wait in them
-    * `moving`: how many queues wait for their key to migrate from an earlier partition
+    * `has_queues`: whether there are any; `entry_count`: how many entries wait in them
+    * `awaiting`: how many queues wait for their key to migrate from an earlier partition
     * `wait_ms`: milliseconds until another queue may run; None if none waits for a time
-    * `lines`: the names of those that may run now
+    * `queues`: the names of those that may run now
     """
 
-    any: bool
-    entries: int
-    moving: int
+    has_queues: bool
+    entry_count: int
+    awaiting: int
     wait_ms: float | None
-    lines: list[bytes]
+    queues: list[bytes]
 
 
 class DeferredKey(NamedTuple):
     """The content of a key queue: ids with names and values (None if the entry is gone), failed attempts, state."""
 
     entries: list[tuple[str, list[bytes] | None]]
-    failed: int
+    failed_attempts: int
     state: bytes
 
 
@@ -80,7 +80,7 @@ def defer(store: CommitStore, stream: str, deferrals: Sequence[Deferral]) -> lis
     group = store.keys(stream).group
     for calls in _chunks(deferrals):
         args = [part for _, deferral in calls for part in _defer_args(deferral)]
-        numbers = store.run(DEFER, stream, (store.token, group, *args))
+        numbers = store.run_script(DEFER, stream, (store.token, group, *args))
         refused += [calls[int(number) - 1][0] for number in numbers]
     return refused
 
@@ -99,7 +99,9 @@ def _chunks(deferrals: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Defe
                 call, size = [], 0
             before = deferral.ids[at - 1].encode() if at else b""
             part = (
-                replace(deferral, ids=ids, expected=before, how="join", detail="") if at else replace(deferral, ids=ids)
+                replace(deferral, ids=ids, expected_offset=before, mode="join", detail="")
+                if at
+                else replace(deferral, ids=ids)
             )
             call.append((deferral, part))
             size += len(ids)
@@ -108,8 +110,16 @@ def _chunks(deferrals: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Defe
 
 
 def _defer_args(deferral: Deferral) -> list[Arg]:
-    failed = "" if deferral.failed is None else deferral.failed
-    return [deferral.line, deferral.expected, deferral.how, deferral.detail, failed, len(deferral.ids), *deferral.ids]
+    failed = "" if deferral.failed_attempts is None else deferral.failed_attempts
+    return [
+        deferral.queue,
+        deferral.expected_offset,
+        deferral.mode,
+        deferral.detail,
+        failed,
+        len(deferral.ids),
+        *deferral.ids,
+    ]
 
 
 def deferred_keys(store: CommitStore, stream: str, names: Sequence[bytes]) -> set[bytes]:
@@ -117,7 +127,9 @@ def deferred_keys(store: CommitStore, stream: str, names: Sequence[bytes]) -> se
     found: set[bytes] = set()
     for at in range(0, len(names), _AT_ONCE):
         some = names[at : at + _AT_ONCE]
-        found.update(name for name, waits in zip(some, store.run(DEFERRED_KEYS, stream, some), strict=True) if waits)
+        found.update(
+            name for name, waits in zip(some, store.run_script(DEFERRED_KEYS, stream, some), strict=True) if waits
+        )
     return found
 
 
@@ -127,7 +139,7 @@ def runnable_keys(store: CommitStore, streams: Sequence[str], most: int) -> dict
     for at in range(0, len(streams), _STREAMS_AT_ONCE):
         some = streams[at : at + _STREAMS_AT_ONCE]
         calls = [(stream, (store.token, store.keys(stream).group, most)) for stream in some]
-        replies = store.run_each(RUNNABLE_KEYS, calls)
+        replies = store.run_scripts(RUNNABLE_KEYS, calls)
         for stream, (has_any, entries, awaiting, wait_ms, *queues) in zip(some, replies, strict=True):
             wait = None if wait_ms < 0 else float(wait_ms)
             found[stream] = RunnableKeys(bool(has_any), int(entries), int(awaiting), wait, queues)
@@ -138,13 +150,16 @@ def read_queue(client: Client, keys: HandlerKeys, name: bytes, most: int) -> Def
     """Return the first `most` entries of a key queue; none if it is parked. Raises RedisError."""
     head, state, parked = call_all(
         client,
-        [("LRANGE", keys.line(name), 0, most - 1), ("HGET", keys.state, name[1:]), ("HEXISTS", keys.parked, name)],
+        [("LRANGE", keys.queue(name), 0, most - 1), ("HGET", keys.state, name[1:]), ("HEXISTS", keys.parked, name)],
     )
     if parked or not head:
         return DeferredKey([], 0, b"")
     failed, *found = call_all(
         client,
-        [("HGET", keys.strikes, head[0] + FAILED.encode()), *(("XRANGE", keys.stream, one, one) for one in head)],
+        [
+            ("HGET", keys.crashes, head[0] + FAILED_SUFFIX.encode()),
+            *(("XRANGE", keys.stream, one, one) for one in head),
+        ],
     )
     entries = [(one.decode(), entry[0][1] if entry else None) for one, entry in zip(head, found, strict=True)]
     return DeferredKey(entries, int(failed or 0), state or b"")

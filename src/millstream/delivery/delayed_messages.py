@@ -82,7 +82,7 @@ class DelayedMessages:
         )
         return [MovedMessages(moved=moved, next_ms=None if next_ms < 0 else next_ms) for moved, next_ms in replies]
 
-    def keep_moving(
+    def move_until_stopped(
         self,
         streams: Callable[[], Sequence[str]],
         stopping: threading.Event,

@@ -18,7 +18,7 @@ QUEUED_KEYS = Script("keys/queued_keys")
 WAITING = "waiting"
 """The consumer that holds the pending entries which no worker has leased."""
 
-LineState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
+QueueState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,25 +28,25 @@ class KeyQueue:
     * `name`: b"k" and the key, or b"i" and the id of an entry without a key
     * `state`: "leased" to a worker; "ready" for one; "backing off" until its next attempt; "parked" until an operator
       acts; "unreadable" if its data in Redis were not written by millstream
-    * `length`, `first`: how many entries it has, and the id of the first; "" if it has none: a worker has just
+    * `length`, `first_id`: how many entries it has, and the id of the first; "" if it has none: a worker has just
       committed them all, or it is parked for entries to come
     * `worker`, `since_ms`: the worker that leased it; since when, or since when it is parked (Unix milliseconds)
     * `until_ms`: when the lease ends, or the next attempt is due (Unix milliseconds)
-    * `failed`, `lost`: failed attempts and expired leases of its first entry
-    * `parked`: why it is parked, or will be when its lease ends; None if it is not
+    * `failed_attempts`, `expired_leases`: failed attempts and expired leases of its first entry
+    * `parked_reason`: why it is parked, or will be when its lease ends; None if it is not
     * `why`: what it waits for, in words
     """
 
     name: bytes
-    state: LineState
+    state: QueueState
     length: int
-    first: str
+    first_id: str
     worker: str | None = None
     since_ms: int | None = None
     until_ms: int | None = None
-    failed: int = 0
-    lost: int = 0
-    parked: str | None = None
+    failed_attempts: int = 0
+    expired_leases: int = 0
+    parked_reason: str | None = None
     why: str
 
     @property
@@ -55,17 +55,17 @@ class KeyQueue:
         return _key_of(self.name)
 
 
-def names_of(client: Client, keys: HandlerKeys) -> list[bytes]:
+def queue_names(client: Client, keys: HandlerKeys) -> list[bytes]:
     """Return the names of all key queues that have entries or are parked, sorted. Raises RedisError."""
     return sorted(set(client.script(QUEUED_KEYS, _script_keys(keys), ())))
 
 
-def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[KeyQueue]:
+def read_queues(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[KeyQueue]:
     """Return those of these key queues that still exist, in the same order. Raises RedisError.
 
     For a ready queue, its position among the ready ones is left out: that would mean reading all of them.
     """
-    return _describe(client, keys, _Snapshot.of(client, keys, names), names) if names else []
+    return _describe(client, keys, _Snapshot.of_names(client, keys, names), names) if names else []
 
 
 def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[KeyQueue]:
@@ -81,17 +81,17 @@ def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> lis
 
 def _describe(client: Client, keys: HandlerKeys, snapshot: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
     counted = send_all(
-        client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
+        client, [(verb, keys.queue(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
     # A key that holds no list is no key queue: it has no length, and is shown as unreadable.
     counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
     lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
     counts_of_first = call_all(
         client,
-        [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
+        [("HMGET", keys.crashes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
     )
     return [
-        snapshot.line_or_damage(name, length, from_wire(first or b""), counts)
+        snapshot.describe(name, length, from_wire(first or b""), counts)
         for (name, (length, first)), counts in zip(lengths.items(), counts_of_first, strict=True)
         if length != 0 or name in snapshot.owners or name in snapshot.parked
     ]
@@ -102,10 +102,10 @@ def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, in
 
     A queue that only waits for its key to migrate is not counted.
     """
-    replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
+    replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.awaiting)])
     queues: list[bytes] = []
     for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
-        queues += [keys.line(name) for name in set(parked) - set(moving)]
+        queues += [keys.queue(name) for name in set(parked) - set(moving)]
     return len(queues), sum(call_all(client, [("LLEN", queue) for queue in queues]))
 
 
@@ -139,7 +139,7 @@ class _Snapshot:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
+    def of_names(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
         """Read the state of these key queues only."""
         (seconds, micros), engine, owners, parked, leases, backoff = call_all(
             client,
@@ -154,21 +154,21 @@ class _Snapshot:
             parked=_present(names, parked), ready={}, waits_for=_waits_for(engine),
         )  # fmt: skip
 
-    def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
+    def describe(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
         """Return a key queue; state "unreadable" if its data in Redis were not written by millstream."""
         try:
             if length is None:
                 raise ValueError("its key holds no list")
             failed, expired = (int(count or 0) for count in counts)
-            return self.line(name, length, first, failed, expired)
+            return self._describe(name, length, first, failed, expired)
         except (ValueError, OverflowError) as error:
             why = f"its data in Redis were not written by millstream: {error}"
-            return KeyQueue(name=name, state="unreadable", length=length or 0, first=first, why=why)
+            return KeyQueue(name=name, state="unreadable", length=length or 0, first_id=first, why=why)
 
-    def line(self, name: bytes, length: int, first: str, failed: int, expired: int) -> KeyQueue:
+    def _describe(self, name: bytes, length: int, first: str, failed: int, expired: int) -> KeyQueue:
         parked_ms, _, reason = self.parked.get(name, b"").partition(b" ")
         parked = from_wire(reason) if parked_ms else None
-        state: LineState
+        state: QueueState
         worker = since_ms = until_ms = None
         if name in self.owners:
             fence, _, worker_name = self.owners[name].split(b" ", 2)
@@ -190,8 +190,8 @@ class _Snapshot:
             times = "once" if expired == 1 else f"{expired} times"
             why += f"; its lease expired {times} with this first entry, which now runs alone"
         return KeyQueue(
-            name=name, state=state, length=length, first=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
-            failed=failed, lost=expired, parked=parked, why=why,
+            name=name, state=state, length=length, first_id=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
+            failed_attempts=failed, expired_leases=expired, parked_reason=parked, why=why,
         )  # fmt: skip
 
     def _why_leased(self, worker: str, since_ms: int, until_ms: int) -> str:
@@ -203,7 +203,7 @@ class _Snapshot:
         )
 
 
-def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
+def queue_usage(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
     """Return how many entries wait in the key queues of a handler on workers, and the limit; None if that is not
     known.
     """
@@ -236,12 +236,12 @@ def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason:
     None if it has none, or if that entry was committed at this very moment. A worker that processes it is refused its
     commit. A queue that is parked stays so.
     """
-    (first,) = call_all(client, [("LINDEX", keys.line(queue), 0)])
+    (first,) = call_all(client, [("LINDEX", keys.queue(queue), 0)])
     if first is None:
         return None
     found, counts, (seconds, micros) = call_all(
         client,
-        [("XRANGE", keys.stream, first, first), ("HMGET", keys.strikes, first + b"f", first + b"l"), ("TIME",)],
+        [("XRANGE", keys.stream, first, first), ("HMGET", keys.crashes, first + b"f", first + b"l"), ("TIME",)],
     )
     letter = DeadLetter(
         stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(queue), app=keys.app,
@@ -270,7 +270,7 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
 
 
 def _script_keys(keys: HandlerKeys) -> tuple[str, ...]:
-    return (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead, keys.open, keys.stream)
+    return (keys.meta, keys.offsets, keys.state, keys.crashes, keys.dead_letters, keys.incomplete, keys.stream)
 
 
 def _waits_for(engine: bytes | None) -> str:
@@ -301,11 +301,11 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     leases = set(client.execute("ZRANGE", keys.leases, 0, -1))
     backoff = set(client.execute("ZRANGE", keys.backoff, 0, -1))
     parked = set(client.execute("HKEYS", keys.parked))
-    prefix, suffix = len(keys.line(b"")) - len(b":line"), len(b":line")
+    prefix, suffix = len(keys.queue(b"")) - len(b":line"), len(b":line")
     queues: dict[bytes, list[bytes]] = {}
     cursor = b"0"
     while True:
-        cursor, found = client.execute("SCAN", cursor, "MATCH", keys.line(b"*"), "COUNT", 1_000)
+        cursor, found = client.execute("SCAN", cursor, "MATCH", keys.queue(b"*"), "COUNT", 1_000)
         queues |= {key[prefix:-suffix]: client.execute("LRANGE", key, 0, -1) for key in found}
         if cursor == b"0":
             break
@@ -333,7 +333,7 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
         expected_consumer = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
         wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
                   if one in pending and pending[one] not in (expected_consumer, WAITING.encode())]  # fmt: skip
-    counted = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
+    counted = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.crashes)}
     if counted - queued:
         wrong.append(f"crash counts of entries that are done: {counted - queued}")
     return wrong

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, Effects, Kind
+from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Effects, WorkerKind
 from millstream.delivery.key_queues import WAITING, check_invariants
 from millstream.delivery.reliable_stream import (
     NO_LIMIT,
@@ -40,7 +40,7 @@ _OVERHEAD_BYTES, _SAMPLE = 100, 16
 READ_BYTES = 4 * 2**20
 """About how many bytes are read at once, from one stream or from many together."""
 
-How = Literal["next", "first", "later", "park"]
+ReleaseMode = Literal["next", "first", "later", "park"]
 """What a key queue does when its lease ends: requeued; returned untouched; backing off; parked until an operator
 acts.
 """
@@ -61,52 +61,52 @@ def lease_of(delivery: Delivery) -> KeyLease:
 
 
 class LeaseRelease(NamedTuple):
-    """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed`: attempts on its first
+    """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed_attempts`: attempts on its first
     entry.
     """
 
     lease: KeyLease
-    how: How
+    mode: ReleaseMode
     detail: Arg = ""
-    failed: int | None = None
+    failed_attempts: int | None = None
 
 
 class LeaseResult(NamedTuple):
     """The result of `take`: the leases, and why there are no more.
 
     * `wait_ms`: milliseconds until a key queue may become ready by itself; None if none waits
-    * `reaped`: how many expired leases were found
-    * `unfit`: the size of the first entry that did not fit into the byte limit; 0 if all did
+    * `expired_count`: how many expired leases were found
+    * `unfit_bytes`: the size of the first entry that did not fit into the byte limit; 0 if all did
     """
 
     leases: list[KeyLease]
     wait_ms: float | None
-    reaped: int
-    unfit: int
+    expired_count: int
+    unfit_bytes: int
 
 
 class EntrySizes:
     """The average size of a stream's entries, as of the last read in this process."""
 
     def __init__(self) -> None:
-        self.about = READ_BYTES // _FIRST_READ
+        self.average = READ_BYTES // _FIRST_READ
 
-    def note(self, count: int, size: int) -> None:
+    def record(self, count: int, size: int) -> None:
         """Store that `count` entries have `size` bytes together."""
         if count:
-            self.about = max(1, size // count)
+            self.average = max(1, size // count)
 
 
 class KeyedStream(ReliableStream):
     """One worker's membership in one stream for a handler with a key. Options and errors as for ReliableStream.
 
-    `line_of` returns the name of an entry's key queue, or b"" for an entry that is meant for another handler.
+    `queue_of` returns the name of an entry's key queue, or b"" for an entry that is meant for another handler.
     """
 
-    kind: ClassVar[Kind] = "keyed"
+    kind: ClassVar[WorkerKind] = "keyed"
 
     def __init__(
-        self, client: Client, stream: str, *, line_of: Callable[[bytes, Sequence[bytes]], bytes], app: str,
+        self, client: Client, stream: str, *, queue_of: Callable[[bytes, Sequence[bytes]], bytes], app: str,
         handler: str, consumer: str, into: str | None = None, into_maxlen: int | None = None,
         start: Literal["earliest", "latest"] = "earliest", on_trimmed: Callable[[int], None] = lambda count: None,
     ) -> None:  # fmt: skip
@@ -114,248 +114,256 @@ class KeyedStream(ReliableStream):
             client, stream, app=app, handler=handler, consumer=consumer, into=into, into_maxlen=into_maxlen,
             start=start, on_trimmed=on_trimmed,
         )  # fmt: skip
-        self._line_of = line_of
-        self._routed: bytes | None = None
-        self.sizes = EntrySizes()
-        self._is_careful = False
-        self.pending = 0
-        """How many entries are pending in all, as of the last `route`."""
-        self.readied = 0
-        """How many key queues the last `route` made ready."""
+        self._queue_of = queue_of
+        self._enqueued_id: bytes | None = None
+        self.entry_sizes = EntrySizes()
+        self._reads_one = False
+        self.pending_count = 0
+        """How many entries are pending in all, as of the last `enqueue_new`."""
+        self.newly_ready = 0
+        """How many key queues the last `enqueue_new` made ready."""
 
-    def join_as(self, other: ReliableStream) -> None:
+    def join_like(self, other: ReliableStream) -> None:
         """See ReliableStream. The two share the entry sizes."""
-        super().join_as(other)
+        super().join_like(other)
         if isinstance(other, KeyedStream):
-            self.sizes = other.sizes
+            self.entry_sizes = other.entry_sizes
 
     # Enqueueing
 
-    def route(self, *, count: int, most_pending: int) -> int:
+    def enqueue_new(self, *, count: int, most_pending: int) -> int:
         """Append up to `count` new entries to their key queues; return how many were new.
 
         The queues hold no more than `most_pending` entries: beyond that, the rest stay in the stream.
         """
-        return self._as_member(lambda: self._route(count, most_pending))
+        return self._with_rejoin(lambda: self._enqueue_new(count, most_pending))
 
     @property
-    def routed(self) -> bytes:
+    def enqueued_id(self) -> bytes:
         """The id up to which all entries are enqueued, as far as this worker knows."""
-        return self._routed or b"0-0"
+        return self._enqueued_id or b"0-0"
 
-    def _route(self, count: int, most_pending: int) -> int:
-        if self._routed is None or self.pending >= most_pending:
-            self._enlist_all([self._enlisting(self.routed, (), most_pending)])
-        count = min(count, most_pending - self.pending, self.affordable)
+    def _enqueue_new(self, count: int, most_pending: int) -> int:
+        if self._enqueued_id is None or self.pending_count >= most_pending:
+            self._enqueue_all([self._enqueue_args(self.enqueued_id, (), most_pending)])
+        count = min(count, most_pending - self.pending_count, self.max_read_count)
         if count <= 0:
             return 0
-        after = self.routed  # another thread may advance it meanwhile
-        entries = self._read(after, count)
+        after = self.enqueued_id  # another thread may advance it meanwhile
+        entries = self._read_new(after, count)
         # Without new entries, the call returns the committed id: a Redis that lost data may have gone back behind ours.
         calls: list[Sequence[Arg]] = []
         for at in range(0, max(1, len(entries)), _ENQUEUED_AT_ONCE):
             some = entries[at : at + _ENQUEUED_AT_ONCE]
-            lines = self._lines_of(some)
-            self._expect(lines[1::2])
-            calls.append(self._enlisting(after, lines, most_pending))
+            queues = self._queue_args(some)
+            self._before_enqueue(queues[1::2])
+            calls.append(self._enqueue_args(after, queues, most_pending))
             after = some[-1][0] if some else after
-        return self._enlist_all(calls)
+        return self._enqueue_all(calls)
 
-    def _read(self, after: bytes, count: int) -> Sequence[Any]:
+    def _read_new(self, after: bytes, count: int) -> Sequence[Any]:
         if after == _LAST_ID:  # Redis allows no id after it
             return ()
         try:
-            return self.found(self._client.script(READ_RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
+            return self.parse_read(self._client.script(READ_RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
         except Unavailable:
-            self.note_failed_read()
+            self.on_failed_read()
             raise
 
-    def _enlist_all(self, calls: Sequence[Sequence[Arg]]) -> int:
+    def _enqueue_all(self, calls: Sequence[Sequence[Arg]]) -> int:
         """Enqueue in one round trip, in chunks between which Redis serves others; return how many entries were new."""
-        replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
-        new_count = sum([self.enlisted(reply) for reply in replies])
-        self.readied = sum(int(reply[1]) for reply in replies)
+        replies = self._store.run_scripts(ROUTE, [(self.stream, call) for call in calls])
+        new_count = sum([self.apply_enqueue(reply) for reply in replies])
+        self.newly_ready = sum(int(reply[1]) for reply in replies)
         return new_count
 
     @property
-    def affordable(self) -> int:
+    def max_read_count(self) -> int:
         """How many of its entries may be read at once."""
-        return 1 if self._is_careful else max(1, READ_BYTES // self.sizes.about)
+        return 1 if self._reads_one else max(1, READ_BYTES // self.entry_sizes.average)
 
-    def note_failed_read(self) -> None:
+    def on_failed_read(self) -> None:
         """Read one entry next: the last read may have been larger than the server sends."""
-        self._is_careful = True
+        self._reads_one = True
 
-    def _expect(self, lines: Sequence[Arg]) -> None:
+    def _before_enqueue(self, queues: Sequence[Arg]) -> None:
         """Prepare these key queues before entries are appended to them (a hook for partitions)."""
 
-    def _lines_of(self, entries: Sequence[Any]) -> list[Arg]:
-        return [part for entry_id, pairs in entries for part in (entry_id, self._line(entry_id, pairs))]
+    def _queue_args(self, entries: Sequence[Any]) -> list[Arg]:
+        return [part for entry_id, pairs in entries for part in (entry_id, self._queue_name(entry_id, pairs))]
 
-    def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        return self._line_of(entry_id, pairs)
+    def _queue_name(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        return self._queue_of(entry_id, pairs)
 
-    def _enlisting(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> Sequence[Arg]:
-        return (self.token, self.group, after, most_pending, *lines)
+    def _enqueue_args(self, after: bytes, queues: Sequence[Arg], most_pending: int) -> Sequence[Arg]:
+        return (self.token, self.group, after, most_pending, *queues)
 
-    # The steps of `route`, for callers that pipeline many streams. If one fails, `route` repeats it safely
+    # The steps of `enqueue_new`, for callers that pipeline many streams. If one fails, `enqueue_new` repeats it safely
 
-    def to_read(
+    def read_command(
         self, *, count: int, most_pending: int, most_bytes: int = READ_BYTES, one_at_least: bool = True
     ) -> Command | None:
-        """Return the command that reads the entries to enqueue next; None if `route` has to ask Redis first."""
-        if self._routed in (None, _LAST_ID) or self.pending >= most_pending:
+        """Return the command that reads the entries to enqueue next; None if `enqueue_new` has to ask Redis first."""
+        if self._enqueued_id in (None, _LAST_ID) or self.pending_count >= most_pending:
             return None
-        count = min(count, most_pending - self.pending, self.affordable)
-        return ("EVALSHA", READ_RANGE.sha, 1, self.stream, self.routed, count, most_bytes, int(one_at_least))
+        count = min(count, most_pending - self.pending_count, self.max_read_count)
+        return ("EVALSHA", READ_RANGE.sha, 1, self.stream, self.enqueued_id, count, most_bytes, int(one_at_least))
 
-    def found(self, reply: Reply) -> tuple[Sequence[Any], int]:
-        """Parse the reply to `to_read`: the entries, and the size of the first that did not fit, 0 if all did."""
+    def parse_read(self, reply: Reply) -> tuple[Sequence[Any], int]:
+        """Parse the reply to `read_command`: the entries, and the size of the first that did not fit, 0 if all did."""
         unfit, entries = reply
-        self._is_careful = False
-        self.sizes.note(len(entries), _size_of(entries))
+        self._reads_one = False
+        self.entry_sizes.record(len(entries), _size_of(entries))
         if unfit and not entries:
-            self.sizes.note(1, unfit)
+            self.entry_sizes.record(1, unfit)
         return entries, unfit
 
-    def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
-        """Return the command that enqueues the entries of `found`."""
-        lines = self._lines_of(entries)
-        self._expect(lines[1::2])
-        return self._ledger.command(ROUTE, self.stream, self._enlisting(self.routed, lines, most_pending))
+    def enqueue_command(self, entries: Sequence[Any], *, most_pending: int) -> Command:
+        """Return the command that enqueues the entries of `parse_read`."""
+        queues = self._queue_args(entries)
+        self._before_enqueue(queues[1::2])
+        return self._store.script_command(
+            ROUTE, self.stream, self._enqueue_args(self.enqueued_id, queues, most_pending)
+        )
 
-    def enlisted(self, reply: Reply) -> int:
-        """Apply the reply to `to_enlist`; return how many entries were new."""
-        new_count, self.readied, self.pending, self._routed = reply
+    def apply_enqueue(self, reply: Reply) -> int:
+        """Apply the reply to `enqueue_command`; return how many entries were new."""
+        new_count, self.newly_ready, self.pending_count, self._enqueued_id = reply
         return int(new_count)
 
     def trim(self) -> int:
         """See ReliableStream. Entries in key queues stay too, even if acknowledged; with too many queues, nothing is
         trimmed.
         """
-        lowest = self._as_member(lambda: self._script(LOWEST_QUEUED_ID, (_MAX_QUEUES,)))
+        lowest = self._with_rejoin(lambda: self._run_script(LOWEST_QUEUED_ID, (_MAX_QUEUES,)))
         return 0 if lowest is None else self._trim_below(lowest)
 
     # Leasing
 
-    def take(
-        self, *, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
+    def lease_keys(
+        self, *, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
         most_bytes: int = NO_LIMIT, one_at_least: bool = True,
     ) -> LeaseResult:  # fmt: skip
-        """Lease up to `lines` key queues with up to `entries` entries, `run` of each queue, for `lease_ms`
+        """Lease up to `queues` key queues with up to `entries` entries, `run` of each queue, for `lease_ms`
         milliseconds.
 
         `most_bytes`: limit for the names and values together; with `one_at_least`, one entry is given out however large
         it is. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited are logged.
         """
         room = (most_bytes, one_at_least)
-        return self._as_member(lambda: self._take(lines, entries, run, lease_ms, now_ms, with_state, room=room))
+        return self._with_rejoin(
+            lambda: self._lease_keys(queues, entries, run, lease_ms, now_ms, with_state, room=room)
+        )
 
-    def _take(
-        self, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg,
+    def _lease_keys(
+        self, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg,
         room: tuple[int, bool] = (NO_LIMIT, True),
     ) -> LeaseResult:  # fmt: skip
-        args = self._taking(lines, entries, run, lease_ms, with_state, room)
-        return self.taken(self._script(LEASE_KEYS, (*args, *more)), now_ms + lease_ms)
+        args = self._lease_args(queues, entries, run, lease_ms, with_state, room)
+        return self.parse_lease_keys(self._run_script(LEASE_KEYS, (*args, *more)), now_ms + lease_ms)
 
-    def _taking(
-        self, lines: int, entries: int, run: int, lease_ms: int, with_state: bool, room: tuple[int, bool]
+    def _lease_args(
+        self, queues: int, entries: int, run: int, lease_ms: int, with_state: bool, room: tuple[int, bool]
     ) -> Sequence[Arg]:
         consumer = (self.token, self.group, self.consumer, self._incarnation)
         most_bytes, one_at_least = room
-        limits = (lines, entries, run, int(with_state), most_bytes, self.sizes.about, int(one_at_least))
+        limits = (queues, entries, run, int(with_state), most_bytes, self.entry_sizes.average, int(one_at_least))
         return (*consumer, lease_ms, *limits)
 
-    def to_take(
-        self, *, lines: int, entries: int, run: int, lease_ms: int, with_state: bool = True,
+    def lease_keys_command(
+        self, *, queues: int, entries: int, run: int, lease_ms: int, with_state: bool = True,
         most_bytes: int = NO_LIMIT, one_at_least: bool = True,
     ) -> Command:  # fmt: skip
-        """Return the command that `take` sends, for callers that pipeline many streams."""
-        args = self._taking(lines, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
-        return self._ledger.command(LEASE_KEYS, self.stream, args)
+        """Return the command that `lease_keys` sends, for callers that pipeline many streams."""
+        args = self._lease_args(queues, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
+        return self._store.script_command(LEASE_KEYS, self.stream, args)
 
-    def taken(self, reply: Reply, until_ms: float) -> LeaseResult:
-        """Parse the reply to `to_take`. `until_ms`: when the leases end, by the worker's monotonic clock."""
+    def parse_lease_keys(self, reply: Reply, until_ms: float) -> LeaseResult:
+        """Parse the reply to `lease_keys_command`. `until_ms`: when the leases end, by the worker's monotonic clock."""
         wait_ms, trimmed, expired, unfit, *found = reply
         if trimmed:
-            self._say_trimmed(trimmed)
-        leases = [self._leased(until_ms, *one) for one in found]
-        self.sizes.note(sum(one.given for one in leases), sum(entry.size for one in leases for entry in one.entries))
+            self._log_trimmed(trimmed)
+        leases = [self._to_lease(until_ms, *one) for one in found]
+        self.entry_sizes.record(
+            sum(one.in_flight_count for one in leases), sum(entry.size for one in leases for entry in one.entries)
+        )
         if unfit and not leases:
-            self.sizes.note(1, int(unfit))
+            self.entry_sizes.record(1, int(unfit))
         return LeaseResult(leases, None if wait_ms < 0 else float(wait_ms), int(expired), int(unfit))
 
-    def _leased(
+    def _to_lease(
         self, until_ms: float, queue: bytes, token: bytes, state: bytes, expired: int, failed: int, entries: list[Any]
     ) -> KeyLease:
         lease = KeyLease(
             stream=self,
-            line=queue,
+            queue=queue,
             token=token,
             state=state,
-            until_ms=until_ms,
-            given=len(entries),
+            expires_ms=until_ms,
+            in_flight_count=len(entries),
             committed_state=state,
         )
         lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
-        lease.waiting.extend(lease.entries)
+        lease.queued.extend(lease.entries)
         first = lease.entries[0]
         first.attempt, first.deliveries = failed + 1, expired + 1
         return lease
 
-    def extend_leases(self, leases: Sequence[KeyLease], lease_ms: int, now_ms: float) -> list[KeyLease]:
+    def renew_leases(self, leases: Sequence[KeyLease], lease_ms: int, now_ms: float) -> list[KeyLease]:
         """Renew leases for `lease_ms` milliseconds from now; mark those that are lost, and return them."""
-        args: list[Arg] = [part for one in leases for part in (one.line, one.token)]
-        lost = set(self._as_member(lambda: self._script(EXTEND_LEASES, (self.token, lease_ms, *args))))
+        args: list[Arg] = [part for one in leases for part in (one.queue, one.token)]
+        lost = set(self._with_rejoin(lambda: self._run_script(EXTEND_LEASES, (self.token, lease_ms, *args))))
         for one in leases:
-            if one.line in lost:
-                one.lost = True
+            if one.queue in lost:
+                one.expired = True
             else:
-                one.until_ms = now_ms + lease_ms
-        return [one for one in leases if one.lost]
+                one.expires_ms = now_ms + lease_ms
+        return [one for one in leases if one.expired]
 
-    def recover(self, known: Sequence[KeyLease], run: int) -> tuple[int, int]:
+    def recover_leases(self, known: Sequence[KeyLease], run: int) -> tuple[int, int]:
         """End the leases under this worker's name except `known`, so that other workers may have the key queues.
 
         Return how many belong to an earlier process of the worker, and how many were granted in replies that were lost.
         """
         tokens: list[Arg] = [one.token for one in known]
         args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
-        earlier, unknown = self._as_member(lambda: self._script(RECOVER_LEASES, (self.token, *args)))
+        earlier, unknown = self._with_rejoin(lambda: self._run_script(RECOVER_LEASES, (self.token, *args)))
         return int(earlier), int(unknown)
 
-    def release(self, endings: Sequence[LeaseRelease]) -> list[KeyLease]:
+    def release_leases(self, endings: Sequence[LeaseRelease]) -> list[KeyLease]:
         """Release leases; return those that were lost already, of which nothing was changed. May safely be repeated."""
         args: list[Arg] = []
         for lease, how, detail, failed in endings:
-            args += (lease.line, lease.token, lease.given, how, detail, "" if failed is None else failed)
-        refused = set(self._as_member(lambda: self._script(RELEASE_LEASES, (self.token, self.group, *args))))
-        return [ending.lease for ending in endings if ending.lease.line in refused]
+            args += (lease.queue, lease.token, lease.in_flight_count, how, detail, "" if failed is None else failed)
+        refused = set(self._with_rejoin(lambda: self._run_script(RELEASE_LEASES, (self.token, self.group, *args))))
+        return [ending.lease for ending in endings if ending.lease.queue in refused]
 
     # Committing
 
-    def unit_of(self, lease: KeyLease, deliveries: Sequence[Delivery]) -> Effects:
+    def key_effects_of(self, lease: KeyLease, deliveries: Sequence[Delivery]) -> Effects:
         """Return an empty commit unit for the first entries of a key queue, to fill and to commit under its lease."""
         ids = [one.id.decode() for one in deliveries]
-        unit = Effects(lease.line, lease.token, lease.key or b"", first_id=ids[0], last_id=ids[-1], messages=len(ids))
-        unit.others = ids[:-1]
+        unit = Effects(
+            lease.queue, lease.token, lease.key or b"", first_id=ids[0], last_id=ids[-1], message_count=len(ids)
+        )
+        unit.other_ids = ids[:-1]
         for one, entry_id in zip(deliveries, ids, strict=True):
             if one.deliveries > 1 or one.attempt > 1:
-                unit.end_strikes(*crash_counts_of(entry_id))
+                unit.clear_crash_counts(*crash_counts_of(entry_id))
         return unit
 
-    def _waiting(self) -> StreamBacklog:
+    def _backlog(self) -> StreamBacklog:
         """Entries in key queues that no worker has leased count as not given out yet."""
-        found = super()._waiting()
+        found = super()._backlog()
         waiting = self._group.pending.summary().by_consumer.get(WAITING, 0)
         return found if found.lag is None else found._replace(lag=found.lag + waiting)
 
-    def check(self) -> list[str]:
+    def check_invariants(self) -> list[str]:
         """Return the violated invariants of the key queues, for tests; nothing else may change the stream meanwhile."""
-        return check_invariants(self._client, self._ledger.keys(self.stream), self.stream)
+        return check_invariants(self._client, self._store.keys(self.stream), self.stream)
 
-    def _script(self, script: Script, args: Sequence[Arg]) -> Any:
-        return self._ledger.run(script, self.stream, args)
+    def _run_script(self, script: Script, args: Sequence[Arg]) -> Any:
+        return self._store.run_script(script, self.stream, args)
 
 
 def _size_of(entries: Sequence[Any]) -> int:
@@ -367,4 +375,4 @@ def _size_of(entries: Sequence[Any]) -> int:
 
 def queue_of_key(key: bytes | None, entry_id: bytes) -> bytes:
     """Return the name of the queue of a key, or of an entry without a key, which has a queue of its own."""
-    return ENTRY_MARK + entry_id if key is None else KEY_MARK + key
+    return ENTRY_PREFIX + entry_id if key is None else KEY_PREFIX + key

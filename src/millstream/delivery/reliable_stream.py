@@ -16,29 +16,29 @@ from itertools import count, islice
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from millstream.delivery.commit_store import (
-    ENTRY_MARK,
-    FAILED,
-    ISOLATED,
-    KEY_MARK,
-    LEASES_LOST,
+    ENTRY_PREFIX,
+    EXPIRED_SUFFIX,
+    FAILED_SUFFIX,
+    ISOLATED_SUFFIX,
+    KEY_PREFIX,
     Checkpoint,
     CommitStore,
     Effects,
-    Kind,
+    WorkerKind,
 )
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
-from millstream.redis_client.key_names import REDRIVE_FIELD, held_name
+from millstream.redis_client.key_names import REDRIVE_FIELD, worker_name_key
 
 logger = logging.getLogger(__name__)
 
 READ_ENTRIES = Script("commit/read_entries", allow_oom=True)
 TRIM = Script("commit/trim")
 
-HANDED_BACK_MS = 86_400_000
+NACK_IDLE_MS = 86_400_000
 """Idle time of a nacked entry, in milliseconds: longer than any worker's claim time."""
 
 NO_LIMIT = 2**53
@@ -58,13 +58,13 @@ class Delivery:
     * `id`, `pairs`: the entry, as Redis sent it
     * `attempt`: 1 plus the number of failed attempts
     * `deliveries`: how often Redis has delivered it; above 1, it may have crashed other workers
-    * `since_ms`: when it began to wait or to run, by the worker's clock; `running` tells which
-    * `ran`: its attempt has finished and its outcome waits for the commit
-    * `settling`: its commit is under way
+    * `state_since_ms`: when it began to wait or to run, by the worker's clock; `running` tells which
+    * `finished`: its attempt has finished and its outcome waits for the commit
+    * `committing`: its commit is under way
     * `due_ms`: when its next attempt may begin, by the worker's clock
     * `in_batch`: it runs in a batch of several
     * `isolated_by`: the marker under which this process runs it in isolation; "" if it does not
-    * `took_ms`: duration of the last attempt
+    * `attempt_ms`: duration of the last attempt
     * `lease`: for a handler with a key, the key lease that it was given out with
     """
 
@@ -75,22 +75,22 @@ class Delivery:
     deliveries: int = 1
     lease: "LeasedKey | None" = None
     # These stay class attributes until they change: most deliveries of a fast handler never set most of them.
-    since_ms: float = field(init=False, default=0.0)
+    state_since_ms: float = field(init=False, default=0.0)
     running: bool = field(init=False, default=False)
-    ran: bool = field(init=False, default=False)
-    settling: bool = field(init=False, default=False)
+    finished: bool = field(init=False, default=False)
+    committing: bool = field(init=False, default=False)
     due_ms: float = field(init=False, default=0.0)
     in_batch: bool = field(init=False, default=False)
     isolated_by: str = field(init=False, default="")
-    took_ms: float = field(init=False, default=0.0)
+    attempt_ms: float = field(init=False, default=0.0)
 
-    place: tuple[str, bytes] = field(init=False)
+    entry_ref: tuple[str, bytes] = field(init=False)
     """Its stream and id."""
     size: int = field(init=False)
     """Total bytes of its names and values."""
 
     def __post_init__(self) -> None:
-        self.place = (self.stream.stream, self.id)
+        self.entry_ref = (self.stream.stream, self.id)
         self.size = sum(map(len, self.pairs))
 
 
@@ -111,43 +111,43 @@ class StreamBacklog(NamedTuple):
 class LeasedKey:
     """A worker's lease of one key queue.
 
-    * `line`: the queue's name: b"k" and the key, or b"i" and the id of an entry without a key
+    * `queue`: the queue's name: b"k" and the key, or b"i" and the id of an entry without a key
     * `token`: the fencing token under which the worker commits
     * `state`: the key's state after the entries that have run so far
-    * `entries`: those that were given out with it, in order; `waiting`: those of them that have not begun
-    * `until_ms`: until when it is certain to last, by the worker's clock
-    * `given`: how many of its entries were given out and are not committed
+    * `entries`: those that were given out with it, in order; `queued`: those of them that have not begun
+    * `expires_ms`: until when it is certain to last, by the worker's clock
+    * `in_flight_count`: how many of its entries were given out and are not committed
     * `committed_state`: the key's state in Redis
-    * `last`: the last entry that was run under it, once that is known
-    * `ending`: its release is under way
-    * `lost`: another worker may have leased the queue: nothing more may begin
+    * `last_run`: the last entry that was run under it, once that is known
+    * `releasing`: its release is under way
+    * `expired`: another worker may have leased the queue: nothing more may begin
     """
 
-    line: bytes
+    queue: bytes
     token: bytes
     state: bytes
-    until_ms: float
+    expires_ms: float
     entries: Sequence[Delivery] = ()
-    waiting: deque[Delivery] = field(default_factory=deque)
-    given: int = 0
+    queued: deque[Delivery] = field(default_factory=deque)
+    in_flight_count: int = 0
     committed_state: bytes = b""
-    last: Delivery | None = None
-    ending: bool = False
-    lost: bool = False
+    last_run: Delivery | None = None
+    releasing: bool = False
+    expired: bool = False
 
     @property
     def key(self) -> bytes | None:
         """The key, or None if the entry has none."""
-        return self.line[1:] if self.line.startswith(KEY_MARK) else None
+        return self.queue[1:] if self.queue.startswith(KEY_PREFIX) else None
 
     @property
     def fence(self) -> int:
         """The number in its token: greater than that of every earlier lease of the queue."""
         return int(self.token.partition(b" ")[0])
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the references to its entries at its end: each refers back to it, a cycle for the garbage collector."""
-        self.entries, self.last = (), None
+        self.entries, self.last_run = (), None
 
 
 class ReliableStream:
@@ -160,12 +160,12 @@ class ReliableStream:
     * `on_trimmed`: called with the number of pending entries that were found gone from the stream
 
     Every method raises RedisError; those that send the token raise StaleOwner once Spark has taken over. All methods
-    except `read` join again by themselves if the group is gone.
+    except `fetch` join again by themselves if the group is gone.
     """
 
-    kind: ClassVar[Kind] = "workers"
-    silent_ms = 3_600_000
-    """Idle time in milliseconds after which a consumer may be removed; see `dismiss_silent`."""
+    kind: ClassVar[WorkerKind] = "workers"
+    consumer_idle_ms = 3_600_000
+    """Idle time in milliseconds after which a consumer may be removed; see `remove_idle_consumers`."""
 
     def __init__(
         self,
@@ -183,28 +183,28 @@ class ReliableStream:
         self.stream = stream
         self.consumer = consumer
         self._client = client
-        self._ledger = CommitStore(
+        self._store = CommitStore(
             client, app=app, handler=handler, into=into, into_maxlen=into_maxlen, consumer=consumer
         )
         self._owner = (app, handler)
         self._start: Literal["0", "$"] = "0" if start == "earliest" else "$"
-        self._group = Group(client, stream, self._ledger.keys(stream).group)
+        self._group = Group(client, stream, self._store.keys(stream).group)
         self._reader = Consumer(client, group=self._group.name, name=consumer, streams=[stream])
         self._on_trimmed = on_trimmed
         self._incarnation = secrets.token_hex(4)
         self._calls = count(1)
-        self._done_before: frozenset[bytes] = frozenset()
-        self._watched: dict[tuple[bytes, str], float] = {}
-        self.room_bytes: Callable[[], int] = lambda: NO_LIMIT
+        self._committed_by_spark: frozenset[bytes] = frozenset()
+        self._held_since: dict[tuple[bytes, str], float] = {}
+        self.claim_room_bytes: Callable[[], int] = lambda: NO_LIMIT
         """Returns how many bytes of entries may be claimed now: no more are, except one entry."""
-        self.newest: int | None = None
+        self.max_takeover_epoch: int | None = None
         """Server time in microseconds: this worker takes over from no Spark run that began later. None: from any."""
         self.leaving = False
         """The worker has to leave the stream: it must read nothing new of it."""
-        self.leave_out: Callable[[MillstreamError], None] | None = None
+        self.on_stream_error: Callable[[MillstreamError], None] | None = None
         """Called with an error that concerns only this stream, where it is one of many; None raises the error."""
         self.paused = False
-        """An operator paused the handler on this stream, as of the last `look`."""
+        """An operator paused the handler on this stream, as of the last `refresh`."""
 
     @property
     def readable(self) -> bool:
@@ -214,7 +214,7 @@ class ReliableStream:
     @property
     def token(self) -> int:
         """The fencing token of the workers, once this one has joined."""
-        return self._ledger.token
+        return self._store.token
 
     @property
     def group(self) -> str:
@@ -228,11 +228,11 @@ class ReliableStream:
         Raises AccessDenied if the Redis user lacks a right that is needed later.
         """
         before = self.token
-        self._ledger, lost = self._ledger.joined(self.stream, self._start, self.kind, self.newest)
+        self._store, lost = self._store.join_workers(self.stream, self._start, self.kind, self.max_takeover_epoch)
         # If Redis loses all progress later, "latest" would skip the entries added since.
         self._start = "0"
         if lost:
-            at = self._client.execute("HGET", self._ledger.keys(self.stream).meta, "frontier") or b"0-0"
+            at = self._client.execute("HGET", self._store.keys(self.stream).meta, "frontier") or b"0-0"
             logger.warning(
                 "consumer group %s of stream %s was lost; recreated at %s. Entries with ids up to that are treated as "
                 "processed, even if the stream was recreated",
@@ -244,82 +244,88 @@ class ReliableStream:
                 "process the entries of the stream anew",
                 *(self._group.name, self.stream),
             )
-        self._done_before = frozenset(self._ledger.marked(self.stream))
+        self._committed_by_spark = frozenset(self._store.committed_entries(self.stream))
 
-    def join_as(self, other: "ReliableStream") -> None:
+    def join_like(self, other: "ReliableStream") -> None:
         """Share the membership of `other`, the same worker on the same stream, which joined over another connection."""
-        self._ledger = self._ledger.renewed(other.token)
+        self._store = self._store.with_token(other.token)
         self._start = "0"
-        self._done_before = other._done_before
+        self._committed_by_spark = other._committed_by_spark
 
-    def dismiss_silent(self) -> list[str]:
+    def remove_idle_consumers(self) -> list[str]:
         """Remove the group's consumers that belong to workers which have ended; return their names.
 
-        These are consumers without pending entries, idle for `silent_ms`, and whose names no supervisor holds. The step
+        These are consumers without pending entries, idle for `consumer_idle_ms`, and whose names no supervisor holds. The step
         that removes a consumer checks the first two again, so no pending entry is dropped. A worker without a
         supervisor that was idle for so long becomes a consumer again with its next entry.
         """
-        return self._as_member(self._dismiss_silent)
+        return self._with_rejoin(self._remove_idle_consumers)
 
-    def _dismiss_silent(self) -> list[str]:
-        silent = [one.name for one in self._group.consumers() if one.idle_ms >= self.silent_ms and not one.pending]
+    def _remove_idle_consumers(self) -> list[str]:
+        silent = [
+            one.name for one in self._group.consumers() if one.idle_ms >= self.consumer_idle_ms and not one.pending
+        ]
         others = [name for name in silent if name not in (self.consumer, WAITING)]
-        held = self._client.pipeline([("EXISTS", held_name(self._owner[0], name)) for name in others])
+        held = self._client.pipeline([("EXISTS", worker_name_key(self._owner[0], name)) for name in others])
         gone = [name for name, is_held in zip(others, held, strict=True) if not raise_if_error(is_held)]
-        return self._group.delete_idle_consumers(self.silent_ms, only=gone) if gone else []
+        return self._group.delete_idle_consumers(self.consumer_idle_ms, only=gone) if gone else []
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Refresh whether the stream is paused, and check that workers still own it."""
-        self.paused = self._as_member(lambda: self._ledger.look(self.stream))
+        self.paused = self._with_rejoin(lambda: self._store.check_paused(self.stream))
 
-    def to_look(self) -> Command:
-        """Return the command that `look` sends, for callers that pipeline many streams."""
-        return self._ledger.to_look(self.stream)
+    def refresh_command(self) -> Command:
+        """Return the command that `refresh` sends, for callers that pipeline many streams."""
+        return self._store.check_paused_command(self.stream)
 
-    def looked(self, reply: Reply) -> None:
-        """Apply the reply to `to_look`."""
+    def apply_refresh(self, reply: Reply) -> None:
+        """Apply the reply to `refresh_command`."""
         try:
-            self.paused = self._ledger.looked(raise_if_error(reply))
+            self.paused = self._store.parse_check_paused(raise_if_error(reply))
         except MillstreamError:
-            self.look()  # which joins again, if that is enough
+            self.refresh()  # which joins again, if that is enough
 
     # Reading
 
-    def read(self, *, count: int, block_ms: int = 0) -> list[Delivery]:
+    def fetch(self, *, count: int, block_ms: int = 0) -> list[Delivery]:
         """Fetch up to `count` new entries, waiting up to `block_ms` milliseconds for the first (0: do not wait).
 
         The client's timeout must be longer than that. Raises GroupMissing if the group is gone: join again.
         """
-        return self.delivered(self._reader.read_new(count=count, block_ms=block_ms))
+        return self.to_deliveries(self._reader.read_new(count=count, block_ms=block_ms))
 
     # The same within a number of bytes (except one entry) and without a wait, for callers that pipeline many streams
 
-    def to_receive(self, *, count: int, most_bytes: int) -> Command:
+    def fetch_command(self, *, count: int, most_bytes: int) -> Command:
         """Return the command that fetches up to `count` new entries, of at most `most_bytes` if they are several."""
-        return ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._receiving(count, most_bytes))
+        return ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._fetch_args(count, most_bytes))
 
-    def received(self, reply: Reply) -> list[Delivery]:
-        """Parse the reply to `to_receive`."""
-        return self.delivered([Batch(self.stream, reply)])
+    def parse_fetch(self, reply: Reply) -> list[Delivery]:
+        """Parse the reply to `fetch_command`."""
+        return self.to_deliveries([Batch(self.stream, reply)])
 
-    def receive(self, *, count: int, most_bytes: int) -> list[Delivery]:
-        """Send the command of `to_receive` and parse the reply. Raises GroupMissing as `read` does."""
-        return self.received(self._client.script(READ_ENTRIES, (self.stream,), self._receiving(count, most_bytes)))
+    def fetch_within(self, *, count: int, most_bytes: int) -> list[Delivery]:
+        """Send the command of `fetch_command` and parse the reply. Raises GroupMissing as `fetch` does."""
+        return self.parse_fetch(self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, most_bytes)))
 
-    def _receiving(self, count: int, most_bytes: int) -> Sequence[Arg]:
+    def _fetch_args(self, count: int, most_bytes: int) -> Sequence[Arg]:
         return (self.group, self.consumer, count, most_bytes)
 
-    def delivered(self, batches: Iterable[Batch]) -> list[Delivery]:
+    def to_deliveries(self, batches: Iterable[Batch]) -> list[Delivery]:
         """Return the fetched entries, without (but acknowledging) those that Spark committed beyond its
         committed id.
         """
         entries = [entry for batch in batches for entry in batch.raw]
-        done = [entry_id for entry_id, _ in entries if entry_id in self._done_before] if self._done_before else ()
+        done = (
+            [entry_id for entry_id, _ in entries if entry_id in self._committed_by_spark]
+            if self._committed_by_spark
+            else ()
+        )
         if done:
             self._group.ack(done)
         return [Delivery(self, entry_id, pairs) for entry_id, pairs in entries if entry_id not in done]
 
-    def read_pending(
+    def claim_idle(
         self, *, excluding: Container[bytes] = (), idle_ms: int = 0, own: bool = False, count: int = 100
     ) -> list[Delivery]:
         """Claim up to `count` entries that have been pending for `idle_ms` milliseconds, lowest id first.
@@ -327,37 +333,41 @@ class ReliableStream:
         `own`: only entries already pending with this worker, such as those of its previous process. `excluding`: ids to
         leave alone. Never waits. Trimmed entries are logged, since they can never be processed.
         """
-        return self._as_member(lambda: self._take_over(excluding, idle_ms, own, count))
+        return self._with_rejoin(lambda: self._claim_idle(excluding, idle_ms, own, count))
 
-    def _take_over(self, excluding: Container[bytes], idle_ms: int, own: bool, count: int) -> list[Delivery]:
+    def _claim_idle(self, excluding: Container[bytes], idle_ms: int, own: bool, count: int) -> list[Delivery]:
         pending = self._group.pending
-        while self.room_bytes():
-            found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
+        while self.claim_room_bytes():
+            found = pending.iter_entries(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
             wanted = list(islice((one for one in found if one.id not in excluding), count))
-            claimed = self._claim(wanted, idle_ms)
+            claimed = self._claim_entries(wanted, idle_ms)
             # If all of these are gone from the stream, XCLAIM has taken them off the pending list: look at the next.
             if claimed or not wanted:
                 return claimed
         return []
 
-    def read_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
+    def claim_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
         """Claim entries that another consumer has held for `longest_ms`, even though it keeps renewing its claims.
 
         Reading pending entries again resets their idle time, so a consumer could hold them for ever. This worker
         measures the holding time: call it regularly, with the time of a monotonic clock. It watches the 100 lowest
         pending entries.
         """
-        return self._as_member(lambda: self._take_stuck(longest_ms, now_ms))
+        return self._with_rejoin(lambda: self._claim_stuck(longest_ms, now_ms))
 
-    def _take_stuck(self, longest_ms: float, now_ms: float) -> list[Delivery]:
+    def _claim_stuck(self, longest_ms: float, now_ms: float) -> list[Delivery]:
         others = [one for one in self._group.pending.entries(count=_WATCHED) if one.consumer != self.consumer]
-        self._watched = {(one.id, one.consumer): self._watched.get((one.id, one.consumer), now_ms) for one in others}
-        return self._claim((one for one in others if now_ms - self._watched[one.id, one.consumer] > longest_ms), 0)
+        self._held_since = {
+            (one.id, one.consumer): self._held_since.get((one.id, one.consumer), now_ms) for one in others
+        }
+        return self._claim_entries(
+            (one for one in others if now_ms - self._held_since[one.id, one.consumer] > longest_ms), 0
+        )
 
-    def _claim(self, wanted: Iterable[PendingEntry], idle_ms: int) -> list[Delivery]:
+    def _claim_entries(self, wanted: Iterable[PendingEntry], idle_ms: int) -> list[Delivery]:
         times = {one.id: one.deliveries for one in wanted}
         claimed = [entry for some in self._claim_within_room(list(times), idle_ms) for entry in some.raw]
-        failed = self._ledger.failures(self.stream, [entry_id for entry_id, _ in claimed])
+        failed = self._store.failed_attempts(self.stream, [entry_id for entry_id, _ in claimed])
         return [
             Delivery(self, entry_id, pairs, before + 1, times[entry_id] + 1)
             for (entry_id, pairs), before in zip(claimed, failed, strict=True)
@@ -365,7 +375,7 @@ class ReliableStream:
 
     def _claim_within_room(self, ids: Sequence[bytes], idle_ms: int) -> Iterator[Batch]:
         """Claim in growing steps until the room is used up: sizes are not known before."""
-        left, step = self.room_bytes(), 1
+        left, step = self.claim_room_bytes(), 1
         while ids and left > 0:
             some, ids = ids[:step], ids[step:]
             batch = self._group.pending.claim(some, consumer=self.consumer, min_idle_ms=idle_ms)
@@ -377,7 +387,7 @@ class ReliableStream:
 
     def report_trimmed(self, missing: Iterable[bytes]) -> None:
         """Log and count those of the entries that could not be claimed or renewed which are gone from the stream."""
-        self._as_member(lambda: self._report_trimmed(missing))
+        self._with_rejoin(lambda: self._report_trimmed(missing))
 
     def _report_trimmed(self, missing: Iterable[bytes]) -> None:
         gone = [
@@ -387,9 +397,9 @@ class ReliableStream:
             and not self._client.execute("XRANGE", self.stream, entry_id, entry_id)
         ]
         if gone:
-            self._say_trimmed(gone)
+            self._log_trimmed(gone)
 
-    def _say_trimmed(self, gone: Sequence[bytes]) -> None:
+    def _log_trimmed(self, gone: Sequence[bytes]) -> None:
         some = ", ".join(entry_id.decode() for entry_id in gone[:10])
         logger.warning(
             "%d pending entries of stream %s were trimmed or deleted before they were processed: %s",
@@ -399,43 +409,43 @@ class ReliableStream:
 
     # Claims
 
-    def extend(self, ids: Sequence[bytes]) -> list[bytes]:
+    def renew_claims(self, ids: Sequence[bytes]) -> list[bytes]:
         """Renew the claims on entries, so that other workers do not claim them; return those that are lost already."""
-        return self._hold(ids, 0)
+        return self._set_idle_time(ids, 0)
 
-    def hand_back(self, ids: Sequence[bytes], *, idle_ms: int = HANDED_BACK_MS) -> list[bytes]:
+    def nack(self, ids: Sequence[bytes], *, idle_ms: int = NACK_IDLE_MS) -> list[bytes]:
         """Nack entries: give them up and take back their delivery count; return those that were lost already.
 
         They count as idle for `idle_ms` (at least 1): another worker claims them once that reaches its claim time, by
         default at once.
         """
-        return self._hold(ids, max(1, idle_ms))
+        return self._set_idle_time(ids, max(1, idle_ms))
 
-    def _hold(self, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
-        return self._as_member(lambda: self._ledger.hold(self.stream, ids, idle_ms))
+    def _set_idle_time(self, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
+        return self._with_rejoin(lambda: self._store.set_idle_time(self.stream, ids, idle_ms))
 
-    def reserve(self, rate: float, count: int) -> float:
+    def reserve_rate(self, rate: float, count: int) -> float:
         """Reserve `count` messages of `rate` a second, which all workers share; return the wait until then, in ms."""
-        return self._ledger.reserve(self.stream, rate, count)
+        return self._store.reserve_rate(self.stream, rate, count)
 
     # Committing
 
-    def unit(self, delivery: Delivery, *rest: Delivery) -> Effects:
+    def effects_of(self, delivery: Delivery, *rest: Delivery) -> Effects:
         """Return an empty commit unit for `delivery`, or for a whole batch together, to fill and to commit."""
         entry_id = delivery.id.decode()
         # Positional, as keyword arguments would double the cost, and there is one unit per message.
-        unit = Effects(ENTRY_MARK + delivery.id, b"", b"", None, entry_id, entry_id, 1)
+        unit = Effects(ENTRY_PREFIX + delivery.id, b"", b"", None, entry_id, entry_id, 1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
-            unit.end_strikes(*crash_counts_of(entry_id))
+            unit.clear_crash_counts(*crash_counts_of(entry_id))
         if rest:
-            unit.others = [one.id.decode() for one in rest]
-            unit.messages += len(rest)
-            for one, other_id in zip(rest, unit.others, strict=True):
+            unit.other_ids = [one.id.decode() for one in rest]
+            unit.message_count += len(rest)
+            for one, other_id in zip(rest, unit.other_ids, strict=True):
                 if one.deliveries > 1 or one.attempt > 1:
-                    unit.end_strikes(*crash_counts_of(other_id))
+                    unit.clear_crash_counts(*crash_counts_of(other_id))
         return unit
 
-    def new_call(self) -> str:
+    def new_call_number(self) -> str:
         """Return a number for a commit that may have to be repeated; greater than those before."""
         return f"{self._incarnation}:{next(self._calls)}"
 
@@ -443,26 +453,26 @@ class ReliableStream:
         """Commit and acknowledge in one atomic step; return the units that were refused, as `CommitStore.commit` does.
 
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same `call`,
-        from `new_call`, a repetition gets the first reply, if no other call came in between.
+        from `new_call_number`, a repetition gets the first reply, if no other call came in between.
         """
-        return self._as_member(lambda: self._ledger.commit({self.stream: units}, allow_oom=allow_oom, call=call))
+        return self._with_rejoin(lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call=call))
 
-    def to_commit(self, units: Sequence[Effects], call: str) -> Command:
+    def commit_command(self, units: Sequence[Effects], call: str) -> Command:
         """Return the command that `commit` sends, for callers that pipeline many streams.
 
         If the reply is an error or is lost, call `commit` with the same `call`.
         """
-        return self._ledger.to_commit(self.stream, units, call)
+        return self._store.commit_command(self.stream, units, call)
 
-    def committed(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
-        """Parse the reply to `to_commit`: return the units that were refused."""
-        return self._ledger.committed(units, reply)
+    def parse_commit(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
+        """Parse the reply to `commit_command`: return the units that were refused."""
+        return self._store.parse_commit(units, reply)
 
-    def acknowledge(self, *deliveries: Delivery) -> list[Effects]:
+    def ack(self, *deliveries: Delivery) -> list[Effects]:
         """Commit entries that have no effects in Redis; return the units that were refused."""
-        return self.commit([self.unit(delivery) for delivery in deliveries], allow_oom=True)
+        return self.commit([self.effects_of(delivery) for delivery in deliveries], allow_oom=True)
 
-    def letter(self, delivery: Delivery, *, reason: Reason, error: str, traceback: str = "") -> DeadLetter:
+    def new_dead_letter(self, delivery: Delivery, *, reason: Reason, error: str, traceback: str = "") -> DeadLetter:
         """Return a dead letter of an entry, to be passed to `dead_letter`. Raises ConfigError for an unknown reason."""
         app, handler = self._owner
         pairs = delivery.pairs
@@ -484,51 +494,55 @@ class ReliableStream:
         """Move entries to the dead letters; return the units that were refused."""
         units = []
         for delivery, letter in letters:
-            units.append(self.unit(delivery))
-            units[-1].add_dead(letter.items())
+            units.append(self.effects_of(delivery))
+            units[-1].add_dead_letter(letter.items())
         return self.commit(units)
 
-    def isolation(self, delivery: Delivery) -> tuple[int, str]:
+    def isolation_state(self, delivery: Delivery) -> tuple[int, str]:
         """Return how many processes died of an entry in isolation, and the marker of an unfinished run ("" if there is
         none).
         """
-        crash_counts = self._ledger.keys(self.stream).strikes
-        deaths, marker = self._client.execute("HMGET", crash_counts, delivery.id, delivery.id + ISOLATED.encode())
+        crash_counts = self._store.keys(self.stream).crashes
+        deaths, marker = self._client.execute(
+            "HMGET", crash_counts, delivery.id, delivery.id + ISOLATED_SUFFIX.encode()
+        )
         return int(deaths or 0), (marker or b"").decode()
 
-    def isolate(self, delivery: Delivery, marker: str) -> None:
+    def begin_isolation(self, delivery: Delivery, marker: str) -> None:
         """Store, before it begins, that a process runs an entry in isolation. May safely be repeated."""
         delivery.isolated_by = marker
-        self._client.execute("HSET", self._ledger.keys(self.stream).strikes, delivery.id + ISOLATED.encode(), marker)
+        self._client.execute(
+            "HSET", self._store.keys(self.stream).crashes, delivery.id + ISOLATED_SUFFIX.encode(), marker
+        )
 
-    def note_deaths(self, delivery: Delivery, deaths: int) -> None:
+    def record_deaths(self, delivery: Delivery, deaths: int) -> None:
         """Store how many processes have died of an entry; the end of all its runs is known with that."""
-        crash_counts = self._ledger.keys(self.stream).strikes
-        self._client.execute("HSET", crash_counts, delivery.id, deaths, delivery.id + ISOLATED.encode(), "")
+        crash_counts = self._store.keys(self.stream).crashes
+        self._client.execute("HSET", crash_counts, delivery.id, deaths, delivery.id + ISOLATED_SUFFIX.encode(), "")
 
     def end_isolation(self, deliveries: Iterable[Delivery]) -> None:
         """Store that isolated runs have ended without the death of this process, whatever their outcome."""
-        crash_counts = self._ledger.keys(self.stream).strikes
+        crash_counts = self._store.keys(self.stream).crashes
         for one in deliveries:
             if one.isolated_by:
-                field_name = one.id + ISOLATED.encode()
+                field_name = one.id + ISOLATED_SUFFIX.encode()
                 marker = self._client.execute("HGET", crash_counts, field_name)
                 if marker is not None and marker.decode() == one.isolated_by:  # another process may run it by now
                     self._client.execute("HDEL", crash_counts, field_name)
                 one.isolated_by = ""
 
-    def note_failures(self, deliveries: Sequence[Delivery]) -> None:
+    def record_failures(self, deliveries: Sequence[Delivery]) -> None:
         """Store that the current attempts have failed, so that the worker that tries next counts them."""
-        self._ledger.note_failures(self.stream, {delivery.id: delivery.attempt for delivery in deliveries})
+        self._store.record_failures(self.stream, {delivery.id: delivery.attempt for delivery in deliveries})
 
-    def waiting(self) -> StreamBacklog:
+    def backlog(self) -> StreamBacklog:
         """Return the backlog of the stream."""
-        return self._as_member(self._waiting)
+        return self._with_rejoin(self._backlog)
 
-    def _waiting(self) -> StreamBacklog:
+    def _backlog(self) -> StreamBacklog:
         info = self._group.info()
         lowest = self._group.pending.summary().lowest
-        dead_letters = self._client.execute("XLEN", self._ledger.keys(self.stream).dead)
+        dead_letters = self._client.execute("XLEN", self._store.keys(self.stream).dead_letters)
         return StreamBacklog(
             None if info is None else info.lag,
             None if lowest is None else int(lowest.partition(b"-")[0]),
@@ -547,9 +561,9 @@ class ReliableStream:
 
         The more entries are pending, the less often it is stored; see `CommitStore.checkpoint`.
         """
-        return self._as_member(lambda: self._ledger.checkpoint(self.stream))
+        return self._with_rejoin(lambda: self._store.checkpoint(self.stream))
 
-    def _as_member(self, step: Callable[[], T]) -> T:
+    def _with_rejoin(self, step: Callable[[], T]) -> T:
         """Run a step; join again and repeat it if the group is gone, or if other workers had to begin anew."""
         for _ in range(_REJOINS):
             try:
@@ -557,7 +571,7 @@ class ReliableStream:
             except GroupMissing:
                 pass
             except StaleOwner:
-                if not self._ledger.is_with_workers(self.stream, self.kind):
+                if not self._store.is_owned_by_workers(self.stream, self.kind):
                     raise
             self.join()
         return step()
@@ -565,10 +579,10 @@ class ReliableStream:
 
 def crash_counts_of(entry_id: str) -> tuple[str, ...]:
     """Return all crash-count fields of an entry."""
-    return entry_id, entry_id + FAILED, entry_id + LEASES_LOST, entry_id + ISOLATED
+    return entry_id, entry_id + FAILED_SUFFIX, entry_id + EXPIRED_SUFFIX, entry_id + ISOLATED_SUFFIX
 
 
-def leave_all(client: Client, streams: Iterable[ReliableStream]) -> None:
+def remove_consumers(client: Client, streams: Iterable[ReliableStream]) -> None:
     """Remove a worker's consumers from the groups of its streams, except where entries are pending with it.
 
     Other workers claim those entries. If Redis does not answer, the consumer stays until another worker finds it idle.

@@ -172,7 +172,7 @@ def read_results(client: Client) -> Results:
             departures.append(_parse(items))
         except (KeyError, TypeError, ValueError) as error:
             unreadable.append(f"entry {entry_id.decode()} of {OUTPUT} is not a departure: {error!r}")
-    letters = [DeadLetter.parse(letter_id, items) for letter_id, items in _entries(client, KEYS.dead)]
+    letters = [DeadLetter.parse(letter_id, items) for letter_id, items in _entries(client, KEYS.dead_letters)]
     return Results(
         published=[_row(items) for _, items in _entries(client, KEYS.stream)],
         departures=departures,

@@ -74,7 +74,7 @@ def embedded_server(data_dir: Path, *, keep: bool) -> Iterator[str]:
 
 
 def _own_keys() -> list[str]:
-    return [KEYS.stream, OUTPUT, KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead]
+    return [KEYS.stream, OUTPUT, KEYS.meta, KEYS.offsets, KEYS.state, KEYS.crashes, KEYS.dead_letters]
 
 
 def require_unused(client: Client) -> None:

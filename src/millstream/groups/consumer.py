@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from millstream.errors import ConfigError
-from millstream.groups.entries import BEGINNING, Batch, Id, ask, check_place, history, wire_id
+from millstream.groups.entries import BEGINNING, Batch, Id, check_position, execute_on, recovered_batch, wire_id
 from millstream.redis_client.client import Arg, Client
 from millstream.redis_client.key_names import to_wire
 
@@ -49,7 +49,7 @@ class Consumer:
             options += ("BLOCK", block_ms)
         if noack:
             options += ("NOACK",)
-        reply = ask(self._client, self._label, *self._head, *options, *self._new_tail)
+        reply = execute_on(self._client, self._label, *self._head, *options, *self._new_tail)
         return [Batch(self._streams[stream], entries) for stream, entries in reply or ()]
 
     def read_pending(self, *, after: Id | Mapping[str, Id] = BEGINNING, count: int = 100) -> list[Batch]:
@@ -62,11 +62,11 @@ class Consumer:
         _check_count(count)
         places = after if isinstance(after, Mapping) else dict.fromkeys(self._streams.values(), after)
         for place in places.values():
-            check_place("the id that read_pending reads after", place)
+            check_position("the id that read_pending reads after", place)
         streams = [to_wire(stream) for stream in places]
         ids = [wire_id(place) for place in places.values()]
-        reply = ask(self._client, self._label, *self._head, "COUNT", count, "STREAMS", *streams, *ids)
-        return [history(self._streams[stream], entries) for stream, entries in reply or ()]
+        reply = execute_on(self._client, self._label, *self._head, "COUNT", count, "STREAMS", *streams, *ids)
+        return [recovered_batch(self._streams[stream], entries) for stream, entries in reply or ()]
 
     def ack(self, stream: str, ids: Sequence[bytes | str]) -> int:
         """Acknowledge entries, also those of other consumers; return how many were pending. Safe to repeat."""

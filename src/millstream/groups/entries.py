@@ -22,7 +22,7 @@ class Delivered(NamedTuple):
 
     * `deliveries`: how often Redis has delivered it, this time included: 1 for a new entry. A `Reader` sets it for each
       entry; entries that a `Consumer` reads again and claimed ones have 0, since Redis does not say: see
-      `PendingList.deliveries`
+      `PendingList.delivery_counts`
     """
 
     id: bytes
@@ -48,10 +48,10 @@ class Batch:
     * `raw`: the entries as hiredis parsed them, `[id, pairs]` each, for code on the hot path
     * `gone`: ids that were pending but whose entries are no longer in the stream (trimmed or deleted)
     * `recovered`: True if they may have been delivered before: read again, or claimed
-    * `deliveries`: for recovered entries, how often each was delivered, as far as that was queried
+    * `delivery_counts`: for recovered entries, how often each was delivered, as far as that was queried
     """
 
-    __slots__ = ("deliveries", "gone", "raw", "recovered", "stream")
+    __slots__ = ("delivery_counts", "gone", "raw", "recovered", "stream")
 
     def __init__(
         self, stream: str, raw: list[list[Any]], *, gone: Sequence[bytes] = (), recovered: bool = False
@@ -60,7 +60,7 @@ class Batch:
         self.raw = raw
         self.gone = gone
         self.recovered = recovered
-        self.deliveries: Mapping[bytes, int] = {}
+        self.delivery_counts: Mapping[bytes, int] = {}
 
     @property
     def ids(self) -> list[bytes]:
@@ -72,7 +72,7 @@ class Batch:
 
     def __iter__(self) -> Iterator[Delivered]:
         if self.recovered:
-            times = self.deliveries
+            times = self.delivery_counts
             return (Delivered(entry_id, pairs, times.get(entry_id, 0)) for entry_id, pairs in self.raw)
         return starmap(Delivered, self.raw)
 
@@ -80,7 +80,7 @@ class Batch:
         return f"Batch({self.stream!r}, {len(self.raw)} entries, {len(self.gone)} gone)"
 
 
-def history(stream: str, entries: list[list[Any]]) -> Batch:
+def recovered_batch(stream: str, entries: list[list[Any]]) -> Batch:
     """Return a batch of entries that were delivered before; Redis sends nil fields for those that are gone."""
     gone = [entry[0] for entry in entries if entry[1] is None]
     raw = [entry for entry in entries if entry[1] is not None] if gone else entries
@@ -92,7 +92,7 @@ def wire_id(place: Id) -> bytes | str:
     return str(place) if isinstance(place, EntryId) else place
 
 
-def check_place(where: str, place: Id, *named: str) -> None:
+def check_position(where: str, place: Id, *named: str) -> None:
     """Raise ConfigError if `place` is neither an entry id nor one of `named`."""
     if isinstance(place, EntryId) or place in named:
         return
@@ -103,7 +103,7 @@ def check_place(where: str, place: Id, *named: str) -> None:
         raise ConfigError(f"{where} must be {wanted}, not {place!r}") from error
 
 
-def ask(client: Client, stream: str, *command: Arg) -> Reply:
+def execute_on(client: Client, stream: str, *command: Arg) -> Reply:
     """Run a command on `stream`; a missing stream raises GroupMissing, and WrongType names the key."""
     try:
         return client.execute(*command)
@@ -115,6 +115,6 @@ def ask(client: Client, stream: str, *command: Arg) -> Reply:
         raise
 
 
-def mapping(items: Sequence[Reply]) -> dict[bytes, Reply]:
+def to_mapping(items: Sequence[Reply]) -> dict[bytes, Reply]:
     """Return an XINFO reply, alternating names and values, as a mapping."""
     return dict(zip(items[::2], items[1::2], strict=True))

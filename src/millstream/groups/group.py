@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from millstream.errors import CommandFailed, ConfigError
-from millstream.groups.entries import BEGINNING, Id, ask, mapping, wire_id
+from millstream.groups.entries import BEGINNING, Id, execute_on, to_mapping, wire_id
 from millstream.groups.pending import PendingList
 from millstream.redis_client.client import Arg, Client, Reply, Script
 from millstream.redis_client.key_names import from_wire, to_wire
@@ -49,18 +49,18 @@ class ConsumerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletedConsumer:
-    """The outcome for a deleted consumer's entries: `handed_on` were reassigned, `gone` had left the stream before."""
+    """The outcome for a deleted consumer's entries: `reassigned` were reassigned, `gone` had left the stream before."""
 
     existed: bool
-    handed_on: int = 0
+    reassigned: int = 0
     gone: Sequence[bytes] = ()
 
 
 def groups_of(client: Client, stream: str) -> list[GroupInfo]:
     """Return the groups of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
     found = []
-    for item in ask(client, stream, "XINFO", "GROUPS", to_wire(stream)):
-        info = mapping(item)
+    for item in execute_on(client, stream, "XINFO", "GROUPS", to_wire(stream)):
+        info = to_mapping(item)
         found.append(
             GroupInfo(
                 name=from_wire(info[b"name"]),
@@ -85,7 +85,7 @@ class Group:
         self._client = client
         self.stream = stream
         self.name = name
-        self._at = (to_wire(stream), to_wire(name))
+        self._names = (to_wire(stream), to_wire(name))
 
     # Group
 
@@ -98,7 +98,7 @@ class Group:
         """
         options: list[Arg] = ["MKSTREAM"] if mkstream else []
         try:
-            self._ask("XGROUP", "CREATE", *self._at, wire_id(at), *options, *_entries_read(entries_read))
+            self._execute("XGROUP", "CREATE", *self._names, wire_id(at), *options, *_entries_read(entries_read))
         except CommandFailed as error:
             if error.code != "BUSYGROUP":
                 raise
@@ -107,11 +107,11 @@ class Group:
 
     def set_id(self, at: Id, *, entries_read: int | None = None) -> None:
         """Set the last delivered id: an earlier one delivers again, a later one skips. Pending entries stay pending."""
-        self._ask("XGROUP", "SETID", *self._at, wire_id(at), *_entries_read(entries_read))
+        self._execute("XGROUP", "SETID", *self._names, wire_id(at), *_entries_read(entries_read))
 
     def destroy(self) -> bool:
         """Remove it with all its pending entries; False if there was none. Consumers blocked in a read get an error."""
-        return bool(self._ask("XGROUP", "DESTROY", *self._at))
+        return bool(self._execute("XGROUP", "DESTROY", *self._names))
 
     def info(self) -> GroupInfo | None:
         """Return its state in Redis; None if it does not exist."""
@@ -126,15 +126,15 @@ class Group:
 
     def ack(self, ids: Sequence[bytes | str]) -> int:
         """Acknowledge entries of any consumer; return how many were pending. Safe to repeat."""
-        return int(self._ask("XACK", *self._at, *ids)) if ids else 0
+        return int(self._execute("XACK", *self._names, *ids)) if ids else 0
 
     # Consumers
 
     def consumers(self) -> list[ConsumerInfo]:
         """Return all consumers, by name."""
         found = []
-        for item in self._ask("XINFO", "CONSUMERS", *self._at):
-            info = mapping(item)
+        for item in self._execute("XINFO", "CONSUMERS", *self._names):
+            info = to_mapping(item)
             found.append(
                 ConsumerInfo(
                     name=from_wire(info[b"name"]),
@@ -147,7 +147,7 @@ class Group:
 
     def create_consumer(self, consumer: str) -> bool:
         """Create a consumer before its first read; False if it exists."""
-        return bool(self._ask("XGROUP", "CREATECONSUMER", *self._at, to_wire(consumer)))
+        return bool(self._execute("XGROUP", "CREATECONSUMER", *self._names, to_wire(consumer)))
 
     def delete_consumer(self, consumer: str, *, heir: str | None = None) -> DeletedConsumer:
         """Delete a consumer, after its pending entries have passed to the consumer `heir`, idle times and counts
@@ -162,7 +162,7 @@ class Group:
             raise ConfigError(f"{consumer!r} cannot be its own heir: name another consumer")
         handed_on, gone, outcome = 0, list[bytes](), "more"
         while outcome == "more":
-            outcome, count, *lost = self._dismiss(consumer, heir or "", min_idle_ms=0)
+            outcome, count, *lost = self._delete_consumer(consumer, heir or "", min_idle_ms=0)
             if outcome == "pending":
                 raise ConfigError(
                     f"consumer {consumer!r} of group {self.name!r} holds {count} pending entries of {self.stream}, "
@@ -174,7 +174,7 @@ class Group:
                 )
             handed_on += count
             gone += lost
-        return DeletedConsumer(existed=outcome == "deleted", handed_on=handed_on, gone=gone)
+        return DeletedConsumer(existed=outcome == "deleted", reassigned=handed_on, gone=gone)
 
     def delete_idle_consumers(self, min_idle_ms: int, *, only: Container[str] | None = None) -> list[str]:
         """Delete the consumers without pending entries that are idle for `min_idle_ms`; return their names.
@@ -188,25 +188,25 @@ class Group:
             for one in self.consumers()
             if one.idle_ms >= min_idle_ms and not one.pending and (only is None or one.name in only)
         ]
-        return [name for name in idle if self._dismiss(name, "", min_idle_ms=min_idle_ms)[0] == "deleted"]
+        return [name for name in idle if self._delete_consumer(name, "", min_idle_ms=min_idle_ms)[0] == "deleted"]
 
-    def _dismiss(self, consumer: str, heir: str, *, min_idle_ms: int) -> Reply:
-        outcome, *rest = self._client.script(*self._dismissal(consumer, heir, min_idle_ms))
+    def _delete_consumer(self, consumer: str, heir: str, *, min_idle_ms: int) -> Reply:
+        outcome, *rest = self._client.script(*self._delete_call(consumer, heir, min_idle_ms))
         return outcome.decode(), *rest
 
-    def _dismissal(self, consumer: str, heir: str, min_idle_ms: int) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
-        stream, group = self._at
+    def _delete_call(self, consumer: str, heir: str, min_idle_ms: int) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
+        stream, group = self._names
         return _DELETE_CONSUMER, (stream,), (group, to_wire(consumer), to_wire(heir), _REASSIGNED_AT_ONCE, min_idle_ms)
 
-    def _ask(self, *command: Arg) -> Reply:
-        return ask(self._client, self.stream, *command)
+    def _execute(self, *command: Arg) -> Reply:
+        return execute_on(self._client, self.stream, *command)
 
 
 def delete_if_empty(client: Client, groups: Sequence[Group], consumer: str) -> None:
     """Delete `consumer` from each group in which it has no pending entries. Raises RedisError: then some may be
     left.
     """
-    calls = [one._dismissal(consumer, "", 0) for one in groups]
+    calls = [one._delete_call(consumer, "", 0) for one in groups]
     for at in range(0, len(calls), _AT_ONCE):
         client.scripts(calls[at : at + _AT_ONCE])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from millstream.errors import ConfigError
-from millstream.groups.entries import Batch, Id, ask, wire_id
+from millstream.groups.entries import Batch, Id, execute_on, wire_id
 from millstream.redis_client.client import Arg, Client, Command, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
 
@@ -77,13 +77,13 @@ class PendingList:
     def __init__(self, client: Client, stream: str, group: str) -> None:
         self._client = client
         self._stream = stream
-        self._at = (to_wire(stream), to_wire(group))
+        self._names = (to_wire(stream), to_wire(group))
 
     # Inspecting
 
     def summary(self) -> PendingSummary:
         """Return count, lowest and highest id, and the count of each consumer."""
-        count, lowest, highest, holders = self._ask("XPENDING", *self._at)
+        count, lowest, highest, holders = self._execute("XPENDING", *self._names)
         return PendingSummary(count, lowest, highest, {from_wire(name): int(held) for name, held in holders or ()})
 
     def entries(
@@ -94,21 +94,23 @@ class PendingList:
         """
         idle: tuple[Arg, ...] = ("IDLE", min_idle_ms) if min_idle_ms else ()
         holder = () if consumer is None else (to_wire(consumer),)
-        found = self._ask("XPENDING", *self._at, *idle, wire_id(start), wire_id(end), count, *holder)
+        found = self._execute("XPENDING", *self._names, *idle, wire_id(start), wire_id(end), count, *holder)
         return [PendingEntry(one, from_wire(name), idle_ms, times) for one, name, idle_ms, times in found]
 
-    def walk(self, *, consumer: str | None = None, min_idle_ms: int = 0, page: int = 500) -> Iterator[PendingEntry]:
+    def iter_entries(
+        self, *, consumer: str | None = None, min_idle_ms: int = 0, page: int = 500
+    ) -> Iterator[PendingEntry]:
         """Yield all entries in order, fetched in pages of `page`."""
         start = "-"
         while found := self.entries(start, count=page, consumer=consumer, min_idle_ms=min_idle_ms):
             yield from found
             start = f"({found[-1].id.decode()}"
 
-    def deliveries(self, ids: Sequence[bytes]) -> dict[bytes, int]:
+    def delivery_counts(self, ids: Sequence[bytes]) -> dict[bytes, int]:
         """Return how often each of `ids` was delivered, for those that are pending."""
         found: dict[bytes, int] = {}
         for at in range(0, len(ids), _ASKED_AT_ONCE):
-            asked: list[Command] = [("XPENDING", *self._at, one, one, 1) for one in ids[at : at + _ASKED_AT_ONCE]]
+            asked: list[Command] = [("XPENDING", *self._names, one, one, 1) for one in ids[at : at + _ASKED_AT_ONCE]]
             for reply in self._client.pipeline(asked):
                 found.update((one, times) for one, _, _, times in raise_if_error(reply))
         return found
@@ -171,15 +173,15 @@ class PendingList:
     def _claim(self, ids: Sequence[bytes | str], consumer: str, min_idle_ms: int, options: Sequence[Arg]) -> list[Any]:
         if not ids:
             return []
-        claimed: list[Any] = self._ask("XCLAIM", *self._at, to_wire(consumer), min_idle_ms, *ids, *options)
+        claimed: list[Any] = self._execute("XCLAIM", *self._names, to_wire(consumer), min_idle_ms, *ids, *options)
         return claimed
 
     def _auto_claim(
         self, cursor: bytes, consumer: str, min_idle_ms: int, count: int, *options: Arg
     ) -> tuple[bytes, list[Any], list[bytes]]:
-        command = ("XAUTOCLAIM", *self._at, to_wire(consumer), min_idle_ms, cursor, "COUNT", count, *options)
-        following, claimed, gone = self._ask(*command)
+        command = ("XAUTOCLAIM", *self._names, to_wire(consumer), min_idle_ms, cursor, "COUNT", count, *options)
+        following, claimed, gone = self._execute(*command)
         return following, claimed, gone
 
-    def _ask(self, *command: Arg) -> Any:
-        return ask(self._client, self._stream, *command)
+    def _execute(self, *command: Arg) -> Any:
+        return execute_on(self._client, self._stream, *command)

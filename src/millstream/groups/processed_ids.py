@@ -44,7 +44,7 @@ class ProcessedIds:
         stream, entry_id = place
         return entry_id in self._known.get(stream, ())
 
-    def last(self, stream: str) -> bytes | None:
+    def last_id(self, stream: str) -> bytes | None:
         """The id that was added last, or None: the offset of a consumer that processes entries in order."""
         order = self._order.get(stream)
         return order[-1] if order else None

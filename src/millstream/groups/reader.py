@@ -15,7 +15,7 @@ from typing import Any, Literal
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, GroupMissing, Unavailable
 from millstream.groups.consumer import Consumer
-from millstream.groups.entries import BEGINNING, END, Batch, Id, check_place, wire_id
+from millstream.groups.entries import BEGINNING, END, Batch, Id, check_position, wire_id
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
 from millstream.groups.group import Group
 from millstream.groups.processed_ids import ProcessedIds
@@ -41,7 +41,7 @@ class ReadPolicy:
       has again. "last" goes on after the last entry this reader was given: entries that were pending with other
       consumers are not delivered again, unless those still process them. A callable gets the stream's name and returns
       the id to go on after: for callers that know what is committed.
-    * `adopt_after_ms`: claims entries that any consumer has held unacknowledged for so long, checked twice in that
+    * `claim_after_ms`: claims entries that any consumer has held unacknowledged for so long, checked twice in that
       time; None = never. Must be longer than the longest regular processing of a batch.
     * `noack`: entries count as acknowledged when they are delivered; entries in a lost reply stay lost
 
@@ -52,22 +52,22 @@ class ReadPolicy:
     block_ms: int = 2_000
     start: Id = BEGINNING
     heal: Literal["beginning", "last"] | Callable[[str], Id] = "beginning"
-    adopt_after_ms: int | None = None
+    claim_after_ms: int | None = None
     noack: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.block_ms < 1:
             raise ConfigError("ReadPolicy: count and block_ms must be 1 or more")
-        check_place("ReadPolicy: start", self.start, END)
+        check_position("ReadPolicy: start", self.start, END)
         if self.heal not in ("beginning", "last") and not callable(self.heal):
             raise ConfigError(
                 f'ReadPolicy: heal must be "beginning", "last", or a function that returns an id, not {self.heal!r}'
             )
-        if self.adopt_after_ms is not None and self.adopt_after_ms < 1:
-            raise ConfigError("ReadPolicy: adopt_after_ms must be 1 or more, or None")
-        if self.noack and self.adopt_after_ms is not None:
+        if self.claim_after_ms is not None and self.claim_after_ms < 1:
+            raise ConfigError("ReadPolicy: claim_after_ms must be 1 or more, or None")
+        if self.noack and self.claim_after_ms is not None:
             raise ConfigError(
-                "ReadPolicy: with noack no entry is pending, so none can be claimed; choose noack or adopt_after_ms"
+                "ReadPolicy: with noack no entry is pending, so none can be claimed; choose noack or claim_after_ms"
             )
 
 
@@ -109,18 +109,18 @@ class Reader:
         self._policy = policy
         self._on_event = on_event
         self._excluding = excluding
-        self._done = done
+        self._processed = done
         self._clock = clock
         self._stopped = threading.Event()
         self._opened = False
-        self._last: dict[str, Id] = {}
-        self._unread: dict[str, Id] = {}
-        self._sweep: deque[tuple[str, bytes]] = deque()
-        self._sweep_at_ms = clock.monotonic_ms()
+        self._last_ids: dict[str, Id] = {}
+        self._reread_after: dict[str, Id] = {}
+        self._claim_cursors: deque[tuple[str, bytes]] = deque()
+        self._next_claim_ms = clock.monotonic_ms()
         self._wait_ms = 0.0
         self._away_since_ms: float | None = None
-        self._trouble = ""
-        self._next_word_ms = 0.0
+        self._last_error = ""
+        self._next_log_ms = 0.0
 
     # Public methods
 
@@ -134,12 +134,12 @@ class Reader:
         """
         try:
             try:
-                batches = self._step()
+                batches = self._read_once()
             except GroupMissing as error:
-                self._heal(error)
+                self._recreate_groups(error)
                 return []
         except Unavailable as error:
-            self._endure(error)
+            self._on_unavailable(error)
             return []
         self._end_outage()
         return batches
@@ -149,17 +149,17 @@ class Reader:
 
         With a `done` file they are on disk before. Raises Unavailable only once the reader is stopped.
         """
-        if self._done is not None and ids:
-            self._done.add(stream, ids)
+        if self._processed is not None and ids:
+            self._processed.add(stream, ids)
         what = f"consumer {self._name}"
         return self._client.retry_while_unavailable(
             lambda: self._acks.ack(stream, ids), what=what, give_up=self._stopped.is_set
         )
 
-    def recover(self) -> None:
+    def reread_pending(self) -> None:
         """Begin the next step with this consumer's own pending entries again, such as those that failed."""
         if not self._policy.noack:
-            self._unread = dict.fromkeys(self._groups, BEGINNING)
+            self._reread_after = dict.fromkeys(self._groups, BEGINNING)
 
     def stop(self) -> None:
         """End the iteration after the current step."""
@@ -178,65 +178,67 @@ class Reader:
 
     # A step
 
-    def _step(self) -> list[Batch]:
+    def _read_once(self) -> list[Batch]:
         if not self._opened:
             self._open()
-        if self._unread and (held := self._read_held()):
+        if self._reread_after and (held := self._reread_pending()):
             return held
-        if (adopted := self._adopt()) is not None:
+        if (adopted := self._claim_idle()) is not None:
             return [adopted]
         # While there is more to claim, do not block.
-        block_ms = 0 if self._sweep else self._policy.block_ms
+        block_ms = 0 if self._claim_cursors else self._policy.block_ms
         batches = self._consumer.read_new(count=self._policy.count, block_ms=block_ms, noack=self._policy.noack)
         self._wait_ms = 0.0
         for batch in batches:
-            self._last[batch.stream] = batch.raw[-1][0]
-        return batches if self._done is None else [kept for one in batches if (kept := self._unrepeated(one))]
+            self._last_ids[batch.stream] = batch.raw[-1][0]
+        return (
+            batches if self._processed is None else [kept for one in batches if (kept := self._filter_processed(one))]
+        )
 
     def _open(self) -> None:
         for stream, group in self._groups.items():
             group.create(self._policy.start, mkstream=True)
             info = group.info()
-            self._last[stream] = info.last_delivered if info else BEGINNING
+            self._last_ids[stream] = info.last_delivered if info else BEGINNING
         self._opened = True
-        self.recover()
+        self.reread_pending()
 
-    def _read_held(self) -> list[Batch]:
+    def _reread_pending(self) -> list[Batch]:
         """Return the next page of this consumer's own pending entries; [] at their end."""
-        while self._unread:
+        while self._reread_after:
             kept = []
-            for batch in self._consumer.read_pending(after=self._unread, count=self._policy.count):
+            for batch in self._consumer.read_pending(after=self._reread_after, count=self._policy.count):
                 ends = [ids[-1] for ids in (batch.gone, batch.ids) if ids]
                 if not ends:
-                    del self._unread[batch.stream]
+                    del self._reread_after[batch.stream]
                     continue
-                self._unread[batch.stream] = max(ends, key=EntryId.parse)
-                if (wanted := self._wanted(batch)) is not None:
+                self._reread_after[batch.stream] = max(ends, key=EntryId.parse)
+                if (wanted := self._filter_recovered(batch)) is not None:
                     kept.append(wanted)
             if kept:
                 return kept
         return []
 
-    def _adopt(self) -> Batch | None:
+    def _claim_idle(self) -> Batch | None:
         """Claim the next page of entries that have been pending for too long, when a check is due."""
-        after_ms, now_ms = self._policy.adopt_after_ms, self._clock.monotonic_ms()
+        after_ms, now_ms = self._policy.claim_after_ms, self._clock.monotonic_ms()
         if after_ms is None:
             return None
-        if not self._sweep and now_ms >= self._sweep_at_ms:
-            self._sweep.extend((stream, _FIRST_CURSOR) for stream in self._groups)
-            self._sweep_at_ms = now_ms + after_ms / 2
-        if not self._sweep:
+        if not self._claim_cursors and now_ms >= self._next_claim_ms:
+            self._claim_cursors.extend((stream, _FIRST_CURSOR) for stream in self._groups)
+            self._next_claim_ms = now_ms + after_ms / 2
+        if not self._claim_cursors:
             return None
-        stream, cursor = self._sweep.popleft()
+        stream, cursor = self._claim_cursors.popleft()
         pending = self._groups[stream].pending
         cursor, batch = pending.auto_claim_from(cursor, self._name, min_idle_ms=after_ms, count=self._policy.count)
         if cursor != _FIRST_CURSOR:
-            self._sweep.appendleft((stream, cursor))
-        return self._wanted(batch) if batch.raw or batch.gone else None
+            self._claim_cursors.appendleft((stream, cursor))
+        return self._filter_recovered(batch) if batch.raw or batch.gone else None
 
     # Filtering
 
-    def _wanted(self, batch: Batch) -> Batch | None:
+    def _filter_recovered(self, batch: Batch) -> Batch | None:
         """Filter a batch that was delivered before; None if nothing is left for the caller."""
         if self._excluding is not None:
             is_held = self._excluding
@@ -244,38 +246,38 @@ class Reader:
             batch.gone = [one for one in batch.gone if not is_held(batch.stream, one)]
         if batch.gone:
             self._on_event(EntriesGone(stream=batch.stream, ids=batch.gone))
-            self._say("%d pending entries of %s were trimmed or deleted: they are lost", len(batch.gone), batch.stream)
-        kept = self._unrepeated(batch)
+            self._log("%d pending entries of %s were trimmed or deleted: they are lost", len(batch.gone), batch.stream)
+        kept = self._filter_processed(batch)
         if kept is not None:
-            kept.deliveries = self._groups[kept.stream].pending.deliveries(kept.ids)
+            kept.delivery_counts = self._groups[kept.stream].pending.delivery_counts(kept.ids)
         return kept or (batch if batch.gone else None)
 
-    def _unrepeated(self, batch: Batch) -> Batch | None:
+    def _filter_processed(self, batch: Batch) -> Batch | None:
         """Filter out entries that are processed already; None if nothing is left of the batch."""
-        if self._done is not None:
-            done = self._done
+        if self._processed is not None:
+            done = self._processed
             repeated = [one for one in batch.ids if (batch.stream, one) in done]
             if repeated:
                 self._consumer.ack(batch.stream, repeated)
                 batch.raw = [entry for entry in batch.raw if (batch.stream, entry[0]) not in done]
                 self._on_event(Repeated(stream=batch.stream, ids=repeated))
-                self._say(
+                self._log(
                     "Redis delivered %d processed entries of %s again; skipping them", len(repeated), batch.stream
                 )
         return batch if batch.raw else None
 
     # Errors
 
-    def _heal(self, cause: GroupMissing) -> None:
+    def _recreate_groups(self, cause: GroupMissing) -> None:
         self._back_off()
         for stream, group in self._groups.items():
-            at = self._place_of(stream)
+            at = self._resume_id(stream)
             if group.create(at, mkstream=True):
                 shown = at.decode() if isinstance(at, bytes) else str(at)
                 self._on_event(GroupRecreated(stream=stream, group=group.name, at=shown, cause=str(cause)))
-                self._say("group %s of %s was lost; recreated after %s: %s", group.name, stream, shown, cause)
+                self._log("group %s of %s was lost; recreated after %s: %s", group.name, stream, shown, cause)
 
-    def _place_of(self, stream: str) -> Id:
+    def _resume_id(self, stream: str) -> Id:
         """Return the id after which a lost group of `stream` goes on."""
         heal = self._policy.heal
         if callable(heal):
@@ -287,16 +289,16 @@ class Reader:
             top = stream_info(self._own_client, stream).last_id
         except GroupMissing:
             return BEGINNING
-        last = wire_id(self._last.get(stream, BEGINNING))
+        last = wire_id(self._last_ids.get(stream, BEGINNING))
         return last if EntryId.parse(top) >= EntryId.parse(last) else BEGINNING
 
-    def _endure(self, error: Unavailable) -> None:
+    def _on_unavailable(self, error: Unavailable) -> None:
         now_ms = self._clock.monotonic_ms()
         if self._away_since_ms is None:
             self._away_since_ms = now_ms
-        self._trouble = str(error)
-        self.recover()
-        self._say(
+        self._last_error = str(error)
+        self.reread_pending()
+        self._log(
             "consumer %s waits for Redis, %.0f s so far: %s", self._name, (now_ms - self._away_since_ms) / 1000, error
         )
         self._wait_ms = self._wait_ms or _FIRST_WAIT_MS
@@ -306,8 +308,8 @@ class Reader:
         if self._away_since_ms is not None:
             away_ms = self._clock.monotonic_ms() - self._away_since_ms
             self._away_since_ms = None
-            self._on_event(Resumed(away_ms=away_ms, cause=self._trouble))
-            self._say("consumer %s reconnected after %.1f s", self._name, away_ms / 1000)
+            self._on_event(Resumed(away_ms=away_ms, cause=self._last_error))
+            self._log("consumer %s reconnected after %.1f s", self._name, away_ms / 1000)
 
     def _back_off(self) -> None:
         """Wait, unless this is the first error since the last successful read."""
@@ -315,8 +317,8 @@ class Reader:
             self._clock.sleep_ms(self._wait_ms)
         self._wait_ms = min(max(self._wait_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
 
-    def _say(self, message: str, *args: Any) -> None:
+    def _log(self, message: str, *args: Any) -> None:
         now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._next_word_ms:
-            self._next_word_ms = now_ms + _LOG_EVERY_MS
+        if now_ms >= self._next_log_ms:
+            self._next_log_ms = now_ms + _LOG_EVERY_MS
             logger.warning(message, *args)

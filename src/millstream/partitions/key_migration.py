@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.commit_store import KEY_MARK
+from millstream.delivery.commit_store import KEY_PREFIX
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import CommandFailed, Unavailable
 from millstream.partitions.partition_map import PartitionMap, PastOwner, moved_away
@@ -40,12 +40,12 @@ _FORWARDED_MS = 86_400_000
 class _ExportedKeys:
     """The answer of older partitions about keys that come from them.
 
-    * `left`: the keys that have left them, each with its state; `fence`: the highest fence of those partitions
+    * `exported`: the keys that have left them, each with its state; `max_fence`: the highest fence of those partitions
     * `detours`: keys whose state has to go to another old partition first
     """
 
-    left: dict[bytes, bytes] = field(default_factory=dict)
-    fence: int = 0
+    exported: dict[bytes, bytes] = field(default_factory=dict)
+    max_fence: int = 0
     detours: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -54,7 +54,7 @@ class _StateScan:
     """A scan of the states in an old partition: its cursor, and whether it found states that must be moved."""
 
     cursor: bytes = _START
-    found: bool = False
+    found_any: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class UndrainedPartition:
 
     stream: str
     since: int | None
-    coming: int
+    awaiting: int
 
 
 class KeyMigration:
-    """Moves the keys of one handler between the partitions of `layout`, which may be replaced. For one thread.
+    """Moves the keys of one handler between the partitions of `partition_map`, which may be replaced. For one thread.
 
     Every method raises RedisError.
     """
@@ -77,191 +77,205 @@ class KeyMigration:
     def __init__(
         self, client: Client, layout: PartitionMap, *, app: str, handler: str, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        self.layout = layout
+        self.partition_map = layout
         self._client = client
         self._clock = clock
         self._owner = (app, handler)
-        self._settled: dict[int, int] = {}
-        self._asked_ms = -_REFRESH_EVERY_MS
+        self._drained: dict[int, int] = {}
+        self._refreshed_ms = -_REFRESH_EVERY_MS
         self._cursors: dict[int, bytes] = {}
-        self._passes: dict[PastOwner, _StateScan] = {}
+        self._scans: dict[PastOwner, _StateScan] = {}
 
-    def keys(self, place: int) -> HandlerKeys:
+    def keys_of(self, place: int) -> HandlerKeys:
         """The handler's keys on a partition."""
-        return HandlerKeys(*self._owner, self.layout.stream(place))
+        return HandlerKeys(*self._owner, self.partition_map.stream(place))
 
     # Enqueueing
 
-    def expect(self, place: int, lines: Iterable[bytes]) -> int:
+    def await_keys(self, place: int, lines: Iterable[bytes]) -> int:
         """Make key queues of a partition wait whose keys may not have left an older one; return how many began to wait.
 
         Call it before the first entries of `lines` are enqueued there.
         """
-        if self._is_settled_before(place):
+        if self._are_older_drained(place):
             return 0
-        keys = [line[1:] for line in dict.fromkeys(lines) if line.startswith(KEY_MARK)]
-        found = self._ask(place, keys)
+        keys = [line[1:] for line in dict.fromkeys(lines) if line.startswith(KEY_PREFIX)]
+        found = self._query_past_owners(place, keys)
         # A state is imported while the queue waits, so that no worker runs the key without it.
-        return self._expect(place, [key for key in keys if found.left.get(key) != b""])
+        return self._await_keys(place, [key for key in keys if found.exported.get(key) != b""])
 
-    def _expect(self, place: int, keys: Sequence[bytes]) -> int:
+    def _await_keys(self, place: int, keys: Sequence[bytes]) -> int:
         args: list[Arg] = []
         for key in keys:
-            if past_owners := self.layout.earlier(key, place):
-                args += (KEY_MARK + key, self.layout.stream(past_owners[-1].place))
+            if past_owners := self.partition_map.past_owners(key, place):
+                args += (KEY_PREFIX + key, self.partition_map.stream(past_owners[-1].partition))
         return int(self._run([(AWAIT_KEYS, place, args)])[0]) if args else 0
 
     # Maintenance
 
-    def bring_in(self, places: Sequence[int]) -> int:
+    def import_keys(self, places: Sequence[int]) -> int:
         """Let key queues of these partitions go on whose keys have left the older ones; return how many."""
-        new = [place for place in places if self.layout.born(place) > 1]
-        keys = [self.keys(place) for place in new]
-        some = self._pipeline([("EXISTS", k.moving, k.moved) for k in keys])
+        new = [place for place in places if self.partition_map.created_in(place) > 1]
+        keys = [self.keys_of(place) for place in new]
+        some = self._pipeline([("EXISTS", k.awaiting, k.imported) for k in keys])
         busy = [place for place, count in zip(new, some, strict=True) if count]
-        return sum(map(self._bring_in, busy))
+        return sum(map(self._import_keys, busy))
 
-    def _bring_in(self, place: int) -> int:
-        names = self.keys(place)
-        cursor, items = self._client.execute("HSCAN", names.moving, self._cursors.get(place, _START), "COUNT", _AT_ONCE)
+    def _import_keys(self, place: int) -> int:
+        names = self.keys_of(place)
+        cursor, items = self._client.execute(
+            "HSCAN", names.awaiting, self._cursors.get(place, _START), "COUNT", _AT_ONCE
+        )
         self._cursors[place] = cursor
         awaiting = {line[1:]: reason for line, reason in zip(items[::2], items[1::2], strict=True)}
-        found = self._ask(place, list(awaiting))
+        found = self._query_past_owners(place, list(awaiting))
         for detour, keys in found.detours.items():
-            self._expect(detour, keys)
+            self._await_keys(detour, keys)
         ended = 0
-        if found.left:
-            imported = [(KEY_MARK + key, awaiting[key], state) for key, state in found.left.items()]
-            (ended,) = self._run([(IMPORT_KEYS, place, [found.fence, *chain.from_iterable(imported)])])
-        self._clear(place)
+        if found.exported:
+            imported = [(KEY_PREFIX + key, awaiting[key], state) for key, state in found.exported.items()]
+            (ended,) = self._run([(IMPORT_KEYS, place, [found.max_fence, *chain.from_iterable(imported)])])
+        self._delete_imported(place)
         return ended
 
-    def _clear(self, place: int) -> None:
+    def _delete_imported(self, place: int) -> None:
         """Remove from older partitions the states that were imported here."""
-        names = self.keys(place)
-        _, items = self._client.execute("HSCAN", names.moved, 0, "COUNT", _AT_ONCE)
+        names = self.keys_of(place)
+        _, items = self._client.execute("HSCAN", names.imported, 0, "COUNT", _AT_ONCE)
         moved = items[::2]
         by_owner: dict[int, list[bytes]] = defaultdict(list)
         for key in moved:
-            for owner in self.layout.earlier(key, place)[-1:]:
-                by_owner[owner.place].append(key)
-        self._pipeline([("HDEL", self.keys(owner).state, *keys) for owner, keys in by_owner.items()])
+            for owner in self.partition_map.past_owners(key, place)[-1:]:
+                by_owner[owner.partition].append(key)
+        self._pipeline([("HDEL", self.keys_of(owner).state, *keys) for owner, keys in by_owner.items()])
         if moved:
-            self._client.execute("HDEL", names.moved, *moved)
+            self._client.execute("HDEL", names.imported, *moved)
 
-    def settle(self, places: Sequence[int]) -> int:
+    def drain(self, places: Sequence[int]) -> int:
         """Check which of these partitions have drained the keys that left them; return how many made progress.
 
         States of keys without new messages are moved on.
         """
         self._refresh()
-        return sum(map(self._settle, places))
+        return sum(map(self._drain, places))
 
-    def _next_left(self, place: int) -> int | None:
+    def _undrained_since(self, place: int) -> int | None:
         """The first generation in which keys left a partition that may not have drained them."""
-        first = max(self.layout.born(place), self._settled.get(place, 0)) + 1
-        return first if first <= self.layout.generation else None
+        first = max(self.partition_map.created_in(place), self._drained.get(place, 0)) + 1
+        return first if first <= self.partition_map.generation else None
 
-    def _settle(self, place: int) -> bool:
-        left = self._next_left(place)
+    def _drain(self, place: int) -> bool:
+        left = self._undrained_since(place)
         # Keys that are still to come from older partitions would have to go on from here.
-        if left is None or not self._is_settled_before(place):
+        if left is None or not self._are_older_drained(place):
             return False
         past_owner = PastOwner(place, left)
-        if not self._run([(IS_DRAINED, place, (self.layout.seal(past_owner), self.keys(place).group))])[0]:
+        if not self._run([(IS_DRAINED, place, (self.partition_map.close_id(past_owner), self.keys_of(place).group))])[
+            0
+        ]:
             return False
-        scan = self._passes.setdefault(past_owner, _StateScan())
+        scan = self._scans.setdefault(past_owner, _StateScan())
         for _ in range(_PAGES_AT_ONCE):
-            scan.cursor, items = self._client.execute("HSCAN", self.keys(place).state, scan.cursor, "COUNT", _AT_ONCE)
+            scan.cursor, items = self._client.execute(
+                "HSCAN", self.keys_of(place).state, scan.cursor, "COUNT", _AT_ONCE
+            )
             leaving: dict[int, list[bytes]] = defaultdict(list)
-            for key, after in moved_away(self.layout, place, items[::2], left):
+            for key, after in moved_away(self.partition_map, place, items[::2], left):
                 leaving[after].append(key)
             for after, keys in leaving.items():
-                self._expect(after, keys)
-            scan.found = scan.found or bool(leaving)
+                self._await_keys(after, keys)
+            scan.found_any = scan.found_any or bool(leaving)
             if scan.cursor == _START:
                 break
         if scan.cursor == _START:
-            del self._passes[past_owner]
-            if not scan.found:
-                self._client.execute("HSET", self.keys(place).meta, "settled", left)
-                self._settled[place] = left
+            del self._scans[past_owner]
+            if not scan.found_any:
+                self._client.execute("HSET", self.keys_of(place).meta, "settled", left)
+                self._drained[place] = left
         return True
 
-    def unsettled(self) -> list[UndrainedPartition]:
+    def undrained(self) -> list[UndrainedPartition]:
         """Return the partitions that keys may still leave, or wait to come to."""
         self._refresh()
-        layout = self.layout
-        counts = self._pipeline([("HLEN", self.keys(place).moving) for place in range(layout.count)])
+        layout = self.partition_map
+        counts = self._pipeline([("HLEN", self.keys_of(place).awaiting) for place in range(layout.count)])
         found = [
-            UndrainedPartition(stream=layout.stream(place), since=self._next_left(place), coming=count)
+            UndrainedPartition(stream=layout.stream(place), since=self._undrained_since(place), awaiting=count)
             for place, count in enumerate(counts)
         ]
-        return [one for one in found if one.since is not None or one.coming]
+        return [one for one in found if one.since is not None or one.awaiting]
 
     # Asking older partitions
 
-    def _ask(self, place: int, keys: Sequence[bytes]) -> _ExportedKeys:
+    def _query_past_owners(self, place: int, keys: Sequence[bytes]) -> _ExportedKeys:
         """Ask the older partitions about keys that come from there, the oldest first.
 
         In this order, since a state that has left one partition for the next is seen in the next.
         """
         found = _ExportedKeys()
-        asked = {key: self.layout.earlier(key, place) for key in keys}
-        found.left = dict.fromkeys(asked, b"")
+        asked = {key: self.partition_map.past_owners(key, place) for key in keys}
+        found.exported = dict.fromkeys(asked, b"")
         for level in range(max(map(len, asked.values()), default=0)):
             by_owner: dict[PastOwner, list[bytes]] = defaultdict(list)
-            for key in list(found.left):
-                if level < len(asked[key]) and not self._is_settled(asked[key][level]):
+            for key in list(found.exported):
+                if level < len(asked[key]) and not self._is_drained(asked[key][level]):
                     by_owner[asked[key][level]].append(key)
-            for owner, some, reply in self._leave(by_owner):
-                found.fence = max([found.fence, *map(int, reply[:1])])
+            for owner, some, reply in self._export_keys(by_owner):
+                found.max_fence = max([found.max_fence, *map(int, reply[:1])])
                 for key, reply_of_key in zip(some, reply[1:] or [0] * len(some), strict=True):
                     if reply_of_key == 0:
-                        del found.left[key]
+                        del found.exported[key]
                     elif isinstance(reply_of_key, bytes):
                         if owner == asked[key][-1]:
-                            found.left[key] = reply_of_key
+                            found.exported[key] = reply_of_key
                         else:
-                            del found.left[key]
-                            found.detours[asked[key][level + 1].place].append(key)
+                            del found.exported[key]
+                            found.detours[asked[key][level + 1].partition].append(key)
         return found
 
-    def _leave(self, by_owner: dict[PastOwner, list[bytes]]) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
+    def _export_keys(
+        self, by_owner: dict[PastOwner, list[bytes]]
+    ) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
         calls: list[tuple[Script, int, Sequence[Arg]]] = []
         asked: list[tuple[PastOwner, list[bytes]]] = []
         for owner, keys in by_owner.items():
             for at in range(0, len(keys), _AT_ONCE):
                 some = keys[at : at + _AT_ONCE]
                 asked.append((owner, some))
-                calls.append((EXPORT_KEYS, owner.place, [self.layout.seal(owner), *(KEY_MARK + key for key in some)]))
+                calls.append(
+                    (
+                        EXPORT_KEYS,
+                        owner.partition,
+                        [self.partition_map.close_id(owner), *(KEY_PREFIX + key for key in some)],
+                    )
+                )
         for (owner, some), reply in zip(asked, self._run(calls), strict=True):
             yield owner, some, reply
 
     # Known drained partitions
 
-    def _is_settled(self, home: PastOwner) -> bool:
-        return self._settled.get(home.place, 0) >= home.left
+    def _is_drained(self, home: PastOwner) -> bool:
+        return self._drained.get(home.partition, 0) >= home.left_in
 
-    def _is_settled_before(self, place: int) -> bool:
+    def _are_older_drained(self, place: int) -> bool:
         """Whether all older partitions have drained the keys that this one owns."""
-        created_in = self.layout.born(place)
+        created_in = self.partition_map.created_in(place)
         if created_in == 1:
             return True
-        older = range(self.layout.counts[created_in - 2])
-        if all(self._settled.get(one, 0) >= created_in for one in older):
+        older = range(self.partition_map.counts[created_in - 2])
+        if all(self._drained.get(one, 0) >= created_in for one in older):
             return True
         self._refresh()
-        return all(self._settled.get(one, 0) >= created_in for one in older)
+        return all(self._drained.get(one, 0) >= created_in for one in older)
 
     def _refresh(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        if now_ms - self._asked_ms < _REFRESH_EVERY_MS:
+        if now_ms - self._refreshed_ms < _REFRESH_EVERY_MS:
             return
-        places = [place for place in range(self.layout.count) if self._next_left(place) is not None]
-        known = self._pipeline([("HGET", self.keys(place).meta, "settled") for place in places])
-        self._settled.update({place: int(text) for place, text in zip(places, known, strict=True) if text})
-        self._asked_ms = now_ms
+        places = [place for place in range(self.partition_map.count) if self._undrained_since(place) is not None]
+        known = self._pipeline([("HGET", self.keys_of(place).meta, "settled") for place in places])
+        self._drained.update({place: int(text) for place, text in zip(places, known, strict=True) if text})
+        self._refreshed_ms = now_ms
 
     def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
         return [raise_if_error(reply) for reply in self._client.pipeline(commands)] if commands else []
@@ -269,23 +283,27 @@ class KeyMigration:
     def _run(self, calls: Sequence[tuple[Script, int, Sequence[Arg]]]) -> list[Reply]:
         wanted = []
         for script, place, args in calls:
-            k = self.keys(place)
-            wanted.append((script, (k.meta, k.marks, k.state, k.strikes, k.dead, k.open, k.stream), args))
+            k = self.keys_of(place)
+            wanted.append(
+                (script, (k.meta, k.offsets, k.state, k.crashes, k.dead_letters, k.incomplete, k.stream), args)
+            )
         return self._client.scripts(wanted) if wanted else []
 
 
-def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
+def forward_entry(
+    client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: bytes, pairs: Sequence[bytes]
+) -> bool:
     """Forward a redriven entry, once, to the partition that owns its key now; False if its key has not moved.
 
     `keys`: the handler's, on the partition that the entry is in. Raises RedisError.
     """
     partitions = Partitions(client, base)
-    layout = partitions.finish(partitions.found())
-    owner = layout.stream(layout.place(key))
+    layout = partitions.finish_growth(partitions.require())
+    owner = layout.stream(layout.partition_of(key))
     if owner == keys.stream:
         return False
     there = HandlerKeys(keys.app, keys.handler, owner)
-    names = map(to_wire, (owner, StreamKeys(owner).partition, there.sent_on(keys.stream, entry_id)))
+    names = map(to_wire, (owner, StreamKeys(owner).partition, there.forwarded(keys.stream, entry_id)))
     try:
         client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _FORWARDED_MS, *pairs))
     except CommandFailed as error:
@@ -298,31 +316,35 @@ def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: 
 class PartitionStream(KeyedStream):
     """One worker's membership in one partition: it lets a key wait that may not have left another partition.
 
-    Set `place`, and `moves` and `send_on` before it enqueues; `send_on` publishes a redriven entry to the partition
+    Set `partition`, and `migration` and `forward_entry` before it enqueues; `forward_entry` publishes a redriven entry to the partition
     that owns its key now, under a new id, and returns False if that is this one.
     """
 
-    place: int
-    moves: KeyMigration
-    send_on: Callable[[str, bytes, bytes, Sequence[bytes]], bool]
+    partition: int
+    migration: KeyMigration
+    forward: Callable[[str, bytes, bytes, Sequence[bytes]], bool]
     _warned = False
 
-    def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+    def _queue_name(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         """A redriven dead letter returns to its old partition, and its key may have left it since."""
-        line = super()._line(entry_id, pairs)
-        if pairs[0] != REDRIVE_FIELD or not line.startswith(KEY_MARK):
+        line = super()._queue_name(entry_id, pairs)
+        if pairs[0] != REDRIVE_FIELD or not line.startswith(KEY_PREFIX):
             return line
-        return b"" if self.send_on(self.stream, line[1:], entry_id, pairs) else line
+        return b"" if self.forward(self.stream, line[1:], entry_id, pairs) else line
 
-    def _expect(self, lines: Sequence[Arg]) -> None:
+    def _before_enqueue(self, lines: Sequence[Arg]) -> None:
         names = [line for line in lines if isinstance(line, bytes)]
         if names:
-            self._check(names[0])
-            self.moves.expect(self.place, names)
+            self._check_key(names[0])
+            self.migration.await_keys(self.partition, names)
 
-    def _check(self, line: bytes) -> None:
+    def _check_key(self, line: bytes) -> None:
         """Warn if producer and handler do not use the same key."""
-        if not self._warned and line.startswith(KEY_MARK) and self.place not in self.moves.layout.homes(line[1:]):
+        if (
+            not self._warned
+            and line.startswith(KEY_PREFIX)
+            and self.partition not in self.migration.partition_map.owners(line[1:])
+        ):
             self._warned = True
             logger.warning(
                 "a message in %s has the key %r, which another partition owns: publish with PartitionedProducer and the "

@@ -22,8 +22,8 @@ _MASK = (1 << 64) - 1
 class PastOwner(NamedTuple):
     """A partition that owned a key before, by its number, and the generation in which the key left it."""
 
-    place: int
-    left: int
+    partition: int
+    left_in: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,15 @@ class PartitionMap:
     """The partitions of `base`, generation by generation.
 
     * `counts`: how many there were in each generation; the last is in use
-    * `seals`: for each generation but the first, the id at which each older partition was closed: producers of older
+    * `close_ids`: for each generation but the first, the id at which each older partition was closed: producers of older
       generations have published nothing beyond it
-    * `growing`: the number of partitions after the growth under way; None if there is none
+    * `growing_to`: the number of partitions after the growth under way; None if there is none
     """
 
     base: str
     counts: tuple[int, ...]
-    seals: tuple[tuple[str, ...], ...] = ()
-    growing: int | None = None
+    close_ids: tuple[tuple[str, ...], ...] = ()
+    growing_to: int | None = None
 
     @property
     def generation(self) -> int:
@@ -60,35 +60,37 @@ class PartitionMap:
         """The name of a partition."""
         return partition_name(self.base, place)
 
-    def place(self, key: bytes) -> int:
+    def partition_of(self, key: bytes) -> int:
         """The partition that owns a key now."""
         return _jump(_number(key), self.count)
 
-    def born(self, place: int) -> int:
+    def created_in(self, place: int) -> int:
         """The generation in which a partition was created."""
         return next(number for number, count in enumerate(self.counts, 1) if place < count)
 
-    def seal(self, home: PastOwner) -> str:
+    def close_id(self, home: PastOwner) -> str:
         """The id at which a partition was closed when keys left it."""
-        return self.seals[home.left - 2][home.place]
+        return self.close_ids[home.left_in - 2][home.partition]
 
-    def homes(self, key: bytes) -> list[int]:
+    def owners(self, key: bytes) -> list[int]:
         """The partitions that have owned a key, in order; the last owns it now."""
         number = _number(key)
         return list(dict.fromkeys(_jump(number, count) for count in self.counts))
 
-    def earlier(self, key: bytes, place: int) -> list[PastOwner]:
+    def past_owners(self, key: bytes, place: int) -> list[PastOwner]:
         """The partitions that owned a key before this one, in order; none if this one never owned it."""
-        owners = self.homes(key)
+        owners = self.owners(key)
         if place not in owners:
             return []
-        return [PastOwner(before, self.born(after)) for before, after in pairwise(owners[: owners.index(place) + 1])]
+        return [
+            PastOwner(before, self.created_in(after)) for before, after in pairwise(owners[: owners.index(place) + 1])
+        ]
 
     # The form in Redis
 
     def pack(self) -> bytes:
         """Return it as text for Redis."""
-        return msgspec.json.encode(_Packed(counts=self.counts, seals=self.seals, growing=self.growing))
+        return msgspec.json.encode(_Packed(counts=self.counts, seals=self.close_ids, growing=self.growing_to))
 
     @classmethod
     def unpack(cls, base: str, text: bytes) -> "PartitionMap":
@@ -99,7 +101,7 @@ class PartitionMap:
             raise ConfigError(
                 f"the partition map of {base!r} in Redis cannot be read; restore it from a backup: {error}"
             ) from error
-        return cls(base=base, counts=found.counts, seals=found.seals, growing=found.growing)
+        return cls(base=base, counts=found.counts, close_ids=found.seals, growing_to=found.growing)
 
 
 class _Packed(msgspec.Struct):
@@ -123,9 +125,9 @@ def moved_away(layout: PartitionMap, place: int, keys: Sequence[bytes], generati
     """
     found = []
     for key in keys:
-        owners = layout.homes(key)
+        owners = layout.owners(key)
         at = owners.index(place) if place in owners else len(owners)
-        if at + 1 < len(owners) and layout.born(owners[at + 1]) <= generation:
+        if at + 1 < len(owners) and layout.created_in(owners[at + 1]) <= generation:
             found.append((key, owners[at + 1]))
     return found
 

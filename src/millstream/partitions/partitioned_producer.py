@@ -35,7 +35,7 @@ class _Item:
     """
 
     number: int
-    by: bytes
+    partition_key: bytes
     names: Sequence[bytes]
     values: Sequence[bytes]
     dedupe_id: bytes | None
@@ -76,8 +76,8 @@ class PartitionedProducer(Publishing):
         self._base = base
         self._key = key
         self._count = partitions if partitions is None else check_partition_count(partitions)
-        self._layout: PartitionMap | None = None
-        self._turns = count()
+        self._map: PartitionMap | None = None
+        self._round_robin = count()
 
     def publish(
         self, message: object, *, dedupe_id: DedupeId | None = None, replicas: int = 0, timeout_ms: int = 1_000
@@ -105,7 +105,7 @@ class PartitionedProducer(Publishing):
         found: dict[int, Published] = {}
         with self._tracing.publish_span(self._base, len(messages_with_ids)):
             items = list(self._items(messages_with_ids, self._tracing.trace_fields()))
-            layout = self._known()
+            layout = self._load_map()
             step = self._most_entries * layout.count
             for at in range(0, len(items), step):
                 layout = self._publish(layout, items[at : at + step], options, found)
@@ -134,29 +134,33 @@ class PartitionedProducer(Publishing):
 
     # Inside
 
-    def _known(self) -> PartitionMap:
+    def _load_map(self) -> PartitionMap:
         with self._lock:
-            if self._layout is None:
+            if self._map is None:
                 load = (
-                    self._partitions.found if self._count is None else lambda: self._partitions.made(self._count or 1)
+                    self._partitions.require
+                    if self._count is None
+                    else lambda: self._partitions.create(self._count or 1)
                 )
-                self._layout = self._patiently(load)
-            return self._layout
+                self._map = self._patiently(load)
+            return self._map
 
-    def _newer(self, known: PartitionMap) -> PartitionMap:
+    def _load_newer_map(self, known: PartitionMap) -> PartitionMap:
         with self._lock:
-            if self._layout is None or self._layout.generation <= known.generation:
-                self._layout = self._patiently(lambda: self._partitions.newer(known))
-            return self._layout
+            if self._map is None or self._map.generation <= known.generation:
+                self._map = self._patiently(lambda: self._partitions.load_newer(known))
+            return self._map
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        return self._client.retry_while_unavailable(call, what=f"publishing to {self._base}", limit_ms=self._patience_ms)
+        return self._client.retry_while_unavailable(
+            call, what=f"publishing to {self._base}", limit_ms=self._patience_ms
+        )
 
     def _items(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[_Item]:
         for number, (message, own_id) in enumerate(identified):
             pairs = [*encode_output(message), *trace]
             own = own_id.encode() if isinstance(own_id, str) else own_id
-            by = self._key_of(message, pairs) or own or str(next(self._turns)).encode()
+            by = self._key_of(message, pairs) or own or str(next(self._round_robin)).encode()
             yield _Item(number, by, tuple(pairs[::2]), pairs[1::2], own)
 
     def _key_of(self, message: object, pairs: Sequence[bytes]) -> bytes:
@@ -177,9 +181,9 @@ class PartitionedProducer(Publishing):
         rest = items
         while rest:
             try:
-                self._publish_by(layout, rest, options, found)
+                self._publish_with(layout, rest, options, found)
             except Sealed:
-                layout = self._newer(layout)
+                layout = self._load_newer_map(layout)
             except NotReplicated as error:
                 error.ids = [*(one.id for one in found.values()), *error.ids]
                 raise
@@ -187,18 +191,18 @@ class PartitionedProducer(Publishing):
             rest = [one for one in rest if one.number not in found]
         return layout
 
-    def _publish_by(
+    def _publish_with(
         self, layout: PartitionMap, items: Sequence[_Item], options: PublishOptions, found: dict[int, Published]
     ) -> None:
         by_partition: dict[int, list[_Item]] = defaultdict(list)
         found |= self._published_before(layout, items)
         for one in items:
             if one.number not in found:
-                by_partition[layout.place(one.by)].append(one)
+                by_partition[layout.partition_of(one.partition_key)].append(one)
         for place, some in by_partition.items():
             stream = layout.stream(place)
             for batch, numbers in self._batches(some):
-                ids = self._send(self._to(stream), batch, options, layout.generation).decode().split()
+                ids = self._send(self._session(stream), batch, options, layout.generation).decode().split()
                 found |= {number: Published(stream, one) for number, one in zip(numbers, ids, strict=True)}
 
     def _batches(self, items: Sequence[_Item]) -> Iterator[tuple[Batch, list[int]]]:
@@ -221,9 +225,9 @@ class PartitionedProducer(Publishing):
             (one, layout.stream(place))
             for one in items
             if one.dedupe_id is not None and layout.generation > 1
-            for place in layout.homes(one.by)[:-1]
+            for place in layout.owners(one.partition_key)[:-1]
         ]
-        commands = [("GET", to_wire(StreamKeys(stream).once(one.dedupe_id or b""))) for one, stream in places]
+        commands = [("GET", to_wire(StreamKeys(stream).dedupe(one.dedupe_id or b""))) for one, stream in places]
         replies = self._patiently(lambda: self._client.pipeline(commands)) if commands else []
         return {
             one.number: Published(stream, raise_if_error(reply).decode())

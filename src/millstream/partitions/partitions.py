@@ -35,60 +35,63 @@ class Partitions:
         self._key = to_wire(StreamKeys(base).partitions)
         self._after_step = after_step
 
-    def find(self) -> PartitionMap | None:
+    def load(self) -> PartitionMap | None:
         """Return the partition map, or None if the partitions were never created."""
         text = self._client.execute("HGET", self._key, _FIELD)
         return None if text is None else PartitionMap.unpack(self.base, text)
 
-    def found(self) -> PartitionMap:
+    def require(self) -> PartitionMap:
         """Return the partition map. Raises ConfigError if the partitions were never created."""
-        layout = self.find()
+        layout = self.load()
         if layout is None:
             raise ConfigError(
                 f"{self.base!r} has no partitions on this Redis: start a producer or worker, the first creates them"
             )
         return layout
 
-    def made(self, count: int) -> PartitionMap:
+    def create(self, count: int) -> PartitionMap:
         """Return the partition map; create `count` partitions if there are none yet."""
-        known = self.find()
+        known = self.load()
         if known is not None:
             return known
         fresh = PartitionMap(base=self.base, counts=(check_partition_count(count),))
-        self._swap(None, fresh)
-        return self.found()
+        self._compare_and_set(None, fresh)
+        return self.require()
 
     def grow(self, count: int) -> PartitionMap:
         """Grow to `count` partitions, and return the map; a growth that is under way is finished first.
 
         Raises ConfigError if there are more than that, or none.
         """
-        layout = self.finish(self.found())
+        layout = self.finish_growth(self.require())
         while layout.count != count:
             check_growth(layout, count)
-            grown = PartitionMap(base=self.base, counts=layout.counts, seals=layout.seals, growing=count)
-            self._swap(layout, grown)
+            grown = PartitionMap(base=self.base, counts=layout.counts, close_ids=layout.close_ids, growing_to=count)
+            self._compare_and_set(layout, grown)
             self._after_step()
-            layout = self.finish(self.found())
+            layout = self.finish_growth(self.require())
         return layout
 
-    def finish(self, layout: PartitionMap) -> PartitionMap:
+    def finish_growth(self, layout: PartitionMap) -> PartitionMap:
         """Finish the growth that is under way, if there is one, and return the map after it."""
-        while layout.growing is not None:
+        while layout.growing_to is not None:
             generation = layout.generation + 1
-            seals = tuple(self._seal(stream, generation) for stream in layout.streams)
+            seals = tuple(self._close(stream, generation) for stream in layout.streams)
             grown = PartitionMap(
-                base=self.base, counts=(*layout.counts, layout.growing), seals=(*layout.seals, seals), growing=None
+                base=self.base,
+                counts=(*layout.counts, layout.growing_to),
+                close_ids=(*layout.close_ids, seals),
+                growing_to=None,
             )
-            if self._swap(layout, grown):
+            if self._compare_and_set(layout, grown):
                 logger.info("partitions of %s grown: %d in use", self.base, grown.count)
             self._after_step()
-            layout = self.found()
+            layout = self.require()
         return layout
 
-    def newer(self, known: PartitionMap) -> PartitionMap:
+    def load_newer(self, known: PartitionMap) -> PartitionMap:
         """Return the map after a partition was found closed for a newer generation than that of `known`."""
-        layout = self.finish(self.found())
+        layout = self.finish_growth(self.require())
         if layout.generation <= known.generation:
             raise ConfigError(
                 f"a partition of {self.base!r} is closed for a generation that the partition map lacks: Redis lost data, "
@@ -96,13 +99,13 @@ class Partitions:
             )
         return layout
 
-    def _seal(self, stream: str, generation: int) -> str:
+    def _close(self, stream: str, generation: int) -> str:
         seal: bytes = self._client.script(
             CLOSE, (to_wire(stream), to_wire(StreamKeys(stream).partition)), (generation,)
         )
         self._after_step()
         return seal.decode()
 
-    def _swap(self, seen: PartitionMap | None, new: PartitionMap) -> bool:
+    def _compare_and_set(self, seen: PartitionMap | None, new: PartitionMap) -> bool:
         before = b"" if seen is None else seen.pack()
         return bool(self._client.script(COMPARE_AND_SET, (self._key,), (_FIELD, before, new.pack())))

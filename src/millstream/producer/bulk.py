@@ -43,13 +43,13 @@ class Publisher:
         if maxlen and delay_ms:
             raise ConfigError("delayed entries do not trim the stream: leave out maxlen, or the delay")
         self.entries = 0
-        self._channel = ProducerSession(client, stream, token=new_token(), maxlen=maxlen, patience_ms=patience_ms)
-        self._terms = PublishOptions(delay_ms=delay_ms)
+        self._session = ProducerSession(client, stream, token=new_token(), maxlen=maxlen, patience_ms=patience_ms)
+        self._options = PublishOptions(delay_ms=delay_ms)
         self._rate = rate
         self._clock = clock
         # At a low rate, entries go out evenly rather than in bursts.
         self._most_entries = BATCH_ENTRIES if rate is None else max(1, min(BATCH_ENTRIES, int(rate / 10)))
-        self._free_at_ms = clock.monotonic_ms()
+        self._next_send_ms = clock.monotonic_ms()
         self._batch = Batch()
         self._sender = _Sender(self._send)
 
@@ -86,25 +86,25 @@ class Publisher:
         """
         self._batch.add(names, values)
         if self._batch.entries >= self._most_entries or self._batch.size >= BATCH_SIZE:
-            self._pass_on()
+            self._submit()
 
     def flush(self) -> None:
         """Send the buffered entries and wait until Redis has confirmed them. Raises RedisError."""
         if self._batch.entries:
-            self._pass_on()
+            self._submit()
         self._sender.wait()
 
-    def _pass_on(self) -> None:
+    def _submit(self) -> None:
         if self._rate is not None:
             now_ms = self._clock.monotonic_ms()
-            if now_ms < self._free_at_ms:
-                self._clock.sleep_ms(self._free_at_ms - now_ms)
-            self._free_at_ms = max(now_ms, self._free_at_ms) + self._batch.entries / self._rate * 1000
+            if now_ms < self._next_send_ms:
+                self._clock.sleep_ms(self._next_send_ms - now_ms)
+            self._next_send_ms = max(now_ms, self._next_send_ms) + self._batch.entries / self._rate * 1000
         batch, self._batch = self._batch, Batch()
         self._sender.submit(batch)
 
     def _send(self, batch: Batch) -> None:
-        self._channel.send(batch, self._terms)
+        self._session.send(batch, self._options)
         self.entries += batch.entries
 
 
@@ -120,7 +120,7 @@ class _Sender:
         self._batches: SimpleQueue[Batch | None] = SimpleQueue()
         self._outcomes: SimpleQueue[Exception | None] = SimpleQueue()
         self._submitted = 0
-        threading.Thread(target=self._serve, name="millstream-publisher", daemon=True).start()
+        threading.Thread(target=self._run, name="millstream-publisher", daemon=True).start()
 
     def submit(self, batch: Batch) -> None:
         """Send `batch` from the thread. Raises the error of an earlier one."""
@@ -140,7 +140,7 @@ class _Sender:
         """End the thread once nothing is under way."""
         self._batches.put(None)
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         failure: Exception | None = None
         while (batch := self._batches.get()) is not None:
             if failure is None:

@@ -39,7 +39,7 @@ class Publishing:
             raise ConfigError(f"dedupe_window_ms={dedupe_window_ms}: use 1 or more")
         self._client = Client(redis) if isinstance(redis, str) else redis
         self._owns_client = isinstance(redis, str)
-        self._channel = partial(
+        self._new_session = partial(
             ProducerSession,
             self._client,
             token=new_token(),
@@ -47,7 +47,7 @@ class Publishing:
             window_ms=dedupe_window_ms,
             patience_ms=patience_ms,
         )
-        self._channels: dict[str, ProducerSession] = {}
+        self._sessions: dict[str, ProducerSession] = {}
         self._patience_ms = patience_ms
         self._metrics = metrics
         self._tracing = tracing()
@@ -89,11 +89,11 @@ class Publishing:
         self._metrics.observe(m.PUBLISH_SECONDS, time.perf_counter() - began)
         return reply
 
-    def _to(self, stream: str) -> ProducerSession:
+    def _session(self, stream: str) -> ProducerSession:
         with self._lock:
-            if stream not in self._channels:
-                self._channels[stream] = self._channel(stream)
-            return self._channels[stream]
+            if stream not in self._sessions:
+                self._sessions[stream] = self._new_session(stream)
+            return self._sessions[stream]
 
 
 class Producer(Publishing):
@@ -147,7 +147,7 @@ class Producer(Publishing):
         batch = Batch()
         with self._tracing.publish_span(stream, 1):
             _add_message(batch, message, dedupe_id, self._tracing.trace_fields())
-            return self._send(self._to(stream), batch, options).decode()
+            return self._send(self._session(stream), batch, options).decode()
 
     def publish_many(
         self,
@@ -165,7 +165,7 @@ class Producer(Publishing):
         Raises as `publish`; when it raises, the batches before are published, and those after are not.
         """
         options = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
-        session = self._to(stream)
+        session = self._session(stream)
         identified = with_ids(messages, dedupe_ids)
         ids: list[str] = []
         with self._tracing.publish_span(stream, len(identified)):

@@ -137,7 +137,7 @@ class ProducerSession:
         self._window_ms = window_ms
         self._patience_ms = patience_ms
         self._sequence = 0
-        self._turn = threading.Lock()
+        self._send_lock = threading.Lock()
 
     def send(self, batch: Batch, terms: PublishOptions = AT_ONCE, *, generation: int | None = None) -> bytes:
         """Publish `batch` and return the ids of its entries, or of its delayed messages, separated by spaces.
@@ -146,11 +146,11 @@ class ProducerSession:
         Sealed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and StreamFull,
         it may have been published.
         """
-        keys = (*self._keys, *(to_wire(self._names.once(own)) for own in batch.dedupe_ids))
+        keys = (*self._keys, *(to_wire(self._names.dedupe(own)) for own in batch.dedupe_ids))
         options: list[Arg] = [
             self._maxlen or "", self._max_length or "", ceil(terms.delay_ms) or "", self._window_ms, generation or "",
         ]  # fmt: skip
-        with self._turn:
+        with self._send_lock:
             self._sequence += 1
             args: list[Arg] = [self._sequence, *options, *batch.args()]
             try:

@@ -85,12 +85,12 @@ def stage_of(group: str) -> tuple[str, str] | None:
     return (app, stage) if app and stage and stage_group(app, stage) == group else None
 
 
-def held_name(app: str, worker: str) -> str:
+def worker_name_key(app: str, worker: str) -> str:
     """String, with a time to live: the holder of a worker's name."""
     return f"{PREFIX}:worker:{app}:{worker}"
 
 
-def ended_name(app: str, incarnation: str) -> str:
+def ended_process_key(app: str, incarnation: str) -> str:
     """String, with a time to live: how one worker process (incarnation) ended. No worker can have this name."""
     return f"{PREFIX}:worker:{app}:ended:{incarnation}"
 
@@ -122,16 +122,16 @@ class HandlerKeys:
     """The Redis keys of one handler on one stream, all in the stream's hash slot. Raises ConfigError: `check_stream`.
 
     * `meta`: hash with the committed id (`frontier`), the `epoch` of the newest run and counters
-    * `marks`: hash key or entry -> its offset: id of the last entry committed in the batch in flight
+    * `offsets`: hash key or entry -> its offset: id of the last entry committed in the batch in flight
     * `state`: hash key -> the key's state (msgpack)
-    * `open`: hash entry id -> its worker, for the incomplete entries below the committed id
-    * `strikes`: hash entry id -> crash count: times it was started by a task that did not survive it
-    * `dead`: stream of dead letters
-    * `line(name)`: list of the entries in a key queue
+    * `incomplete`: hash entry id -> its worker, for the incomplete entries below the committed id
+    * `crashes`: hash entry id -> crash count: times it was started by a task that did not survive it
+    * `dead_letters`: stream of dead letters
+    * `queue(name)`: list of the entries in a key queue
     * `ready`, `owners`, `leases`, `backoff`, `parked`: which key queues can be leased, which worker has leased one
       until when, which wait for another attempt or for an operator
-    * `wake`: list on which idle workers block; `router`: the worker that enqueues new entries
-    * `moving`, `moved`: key queues that wait until their key has left an older partition, and keys whose state was
+    * `notify`: list on which idle workers block; `router`: the worker that enqueues new entries
+    * `awaiting`, `imported`: key queues that wait until their key has left an older partition, and keys whose state was
       imported from there and may still be there, too
     """
 
@@ -153,12 +153,12 @@ class HandlerKeys:
         return f"{self.base}:meta"
 
     @property
-    def marks(self) -> str:
+    def offsets(self) -> str:
         """Hash: last committed id of each key in the batch in flight."""
         return f"{self.base}:marks"
 
     @property
-    def open(self) -> str:
+    def incomplete(self) -> str:
         """Hash: incomplete entries, below the committed id."""
         return f"{self.base}:open"
 
@@ -168,12 +168,12 @@ class HandlerKeys:
         return f"{self.base}:state"
 
     @property
-    def strikes(self) -> str:
+    def crashes(self) -> str:
         """Hash: crash counts, how often an entry was started without coming to an end."""
         return f"{self.base}:strikes"
 
     @property
-    def dead(self) -> str:
+    def dead_letters(self) -> str:
         """Stream: dead letters."""
         return f"{self.base}:dead"
 
@@ -203,7 +203,7 @@ class HandlerKeys:
         return f"{self.base}:parked"
 
     @property
-    def wake(self) -> str:
+    def notify(self) -> str:
         """List: has an element when an idle worker should fetch."""
         return f"{self.base}:wake"
 
@@ -213,22 +213,22 @@ class HandlerKeys:
         return f"{self.base}:router"
 
     @property
-    def moving(self) -> str:
+    def awaiting(self) -> str:
         """Hash: key queues that wait until their key has left an older partition."""
         return f"{self.base}:moving"
 
     @property
-    def moved(self) -> str:
+    def imported(self) -> str:
         """Hash: keys whose state was imported from an older partition, where it may still be."""
         return f"{self.base}:moved"
 
-    def line(self, name: bytes) -> bytes:
+    def queue(self, name: bytes) -> bytes:
         """List: ids of the entries of a key queue in stream order; `name` is b"k" and the key, or b"i" and an
         entry id.
         """
         return to_wire(self.base) + b":" + name + b":line"
 
-    def sent_on(self, stream: str, entry_id: bytes) -> str:
+    def forwarded(self, stream: str, entry_id: bytes) -> str:
         """String: id under which an entry of an older partition was forwarded to this one."""
         return f"{self.base}:sent:{stream}:{entry_id.decode()}"
 
@@ -301,14 +301,14 @@ class StreamKeys:
         """List: chunks of rows for the stream, staged for `sink` by the task attempt `token`; or their seal."""
         return f"{self.base}:sink:{sink}:{token}"
 
-    def once(self, dedupe_id: bytes) -> str:
+    def dedupe(self, dedupe_id: bytes) -> str:
         """String: id of the first entry that was published under the caller's own `dedupe_id`."""
         # Hashed: it may be long, contain a colon, or be private.
         return f"{self.base}:once:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
-class TakenKeys:
+class GroupBatchKeys:
     """The Redis keys of the batches of `consumer` in the consumer group `group` of `stream`, all in the stream's hash
     slot.
 

@@ -252,7 +252,7 @@ def _grouped(outputs: Iterable[tuple[bytes, ...]], name: str) -> dict[bytes, lis
 
 
 def _wrong_letters(client: Client, case: Case) -> Iterator[str]:
-    entries = client.execute("XRANGE", case.keys.dead, "-", "+")
+    entries = client.execute("XRANGE", case.keys.dead_letters, "-", "+")
     found = {letter.id: letter for letter in (DeadLetter.parse(*items) for items in entries)}
     if len(found) < len(entries):
         yield f"it has {len(entries)} dead letters for {len(found)} entries"
@@ -291,7 +291,7 @@ def _leftovers(client: Client, case: Case) -> Iterator[str]:
         group = dict(zip(items[::2], items[1::2], strict=True))
         if group[b"name"] == case.keys.group.encode() and group[b"pending"]:
             yield f"{group[b'pending']} entries are pending"
-    left = client.execute("HGETALL", case.keys.strikes)
+    left = client.execute("HGETALL", case.keys.crashes)
     if left:
         yield f"crash counts are left: {left}"
 

@@ -98,24 +98,24 @@ class HandlerSteps:
 
     def commit(self, delivery: Delivery, done: Done) -> Effects:
         """Return the effects of a message that the handler processed, to be committed with its acknowledgement."""
-        effects = delivery.stream.unit(delivery)
+        effects = delivery.stream.effects_of(delivery)
         if done.outputs:
             effects.add_outputs(done.outputs)
         return effects
 
     def commit_batch(self, deliveries: Sequence[Delivery], done: Done) -> Effects:
         """Return the outputs of a batch of several, to be committed with the acknowledgement of all of them, or not."""
-        effects = deliveries[0].stream.unit(*deliveries)
+        effects = deliveries[0].stream.effects_of(*deliveries)
         effects.add_outputs(done.outputs)
         return effects
 
     def commit_key(self, lease: KeyLease, outcomes: Sequence[tuple[Delivery, Done | DeadLettered]]) -> Effects:
         """Return the effects of messages of one key, run one after another, to be committed under the key's lease."""
-        effects = lease.stream.unit_of(lease, [delivery for delivery, _ in outcomes])
+        effects = lease.stream.key_effects_of(lease, [delivery for delivery, _ in outcomes])
         state = lease.committed_state
         for delivery, outcome in outcomes:
             if isinstance(outcome, DeadLettered):
-                effects.add_dead(self.dead_letter_of(delivery, outcome).items())
+                effects.add_dead_letter(self.dead_letter_of(delivery, outcome).items())
             else:
                 state = outcome.state
                 if outcome.outputs:
@@ -126,8 +126,8 @@ class HandlerSteps:
 
     def dead_letter(self, delivery: Delivery, dead: DeadLettered) -> Effects:
         """Return the effects of a message that cannot be processed: its dead letter."""
-        effects = delivery.stream.unit(delivery)
-        effects.add_dead(self.dead_letter_of(delivery, dead).items())
+        effects = delivery.stream.effects_of(delivery)
+        effects.add_dead_letter(self.dead_letter_of(delivery, dead).items())
         return effects
 
     def dead_letter_of(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:

@@ -51,7 +51,7 @@ class InFlight:
         self._has_backlog = False
 
     def __contains__(self, delivery: Delivery) -> bool:
-        return self._by_ref.get(delivery.place) is delivery
+        return self._by_ref.get(delivery.entry_ref) is delivery
 
     def __len__(self) -> int:
         return len(self._by_ref)
@@ -59,7 +59,7 @@ class InFlight:
     def not_in_flight(self, deliveries: Iterable[Delivery]) -> set[Delivery]:
         """Return those of `deliveries` that are no longer in flight."""
         by_ref = self._by_ref
-        return {one for one in deliveries if by_ref.get(one.place) is not one}
+        return {one for one in deliveries if by_ref.get(one.entry_ref) is not one}
 
     @property
     def deliveries(self) -> list[Delivery]:
@@ -114,7 +114,7 @@ class InFlight:
     def add(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
         """Add entries to the buffer, where they wait from now on."""
         for delivery in deliveries:
-            delivery.since_ms = now_ms
+            delivery.state_since_ms = now_ms
         with self._lock:
             self._add(deliveries)
         for delivery in deliveries:
@@ -124,16 +124,16 @@ class InFlight:
     def _add(self, deliveries: Iterable[Delivery]) -> None:
         by_ref = self._by_ref
         for delivery in deliveries:
-            known = by_ref.get(delivery.place)
-            by_ref[delivery.place] = delivery
+            known = by_ref.get(delivery.entry_ref)
+            by_ref[delivery.entry_ref] = delivery
             self._bytes += delivery.size - (0 if known is None else known.size)
 
     def _remove(self, deliveries: Iterable[Delivery]) -> None:
         by_ref = self._by_ref
         for delivery in deliveries:
             # The same entry may have been delivered to this worker again since.
-            if by_ref.get(delivery.place) is delivery:
-                del by_ref[delivery.place]
+            if by_ref.get(delivery.entry_ref) is delivery:
+                del by_ref[delivery.entry_ref]
                 self._bytes -= delivery.size
 
     def add_unbuffered(self, delivery: Delivery) -> None:
@@ -157,12 +157,12 @@ class InFlight:
     def add_leases(self, leases: Iterable[KeyLease], now_ms: float) -> None:
         """Put the first entry of each leased key into the buffer, and hold the others for the runner of the first."""
         for lease in leases:
-            for delivery in lease.waiting:
-                delivery.since_ms = now_ms
+            for delivery in lease.queued:
+                delivery.state_since_ms = now_ms
             with self._lock:  # a lease is in flight as a whole, or not at all
                 self.leases.add(lease)
-                self._add(lease.waiting)
-            self.buffer.put(lease.waiting.popleft())
+                self._add(lease.queued)
+            self.buffer.put(lease.queued.popleft())
         self.on_buffered()
 
     def complete(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
@@ -177,11 +177,11 @@ class InFlight:
     def _next_of_key(self, leased_key: LeasedKey, delivery: Delivery, outcome: Outcome) -> Delivery | None:
         if isinstance(outcome, Done):
             leased_key.state = outcome.state
-        while leased_key.waiting and isinstance(outcome, (Done, DeadLettered)) and not leased_key.lost:
-            following = leased_key.waiting.popleft()
+        while leased_key.queued and isinstance(outcome, (Done, DeadLettered)) and not leased_key.expired:
+            following = leased_key.queued.popleft()
             if following in self:
                 return following
-        leased_key.last = delivery
+        leased_key.last_run = delivery
         return None
 
     def remove_surplus(self) -> list[KeyLease]:
@@ -222,15 +222,20 @@ class InFlight:
 
         None if it has to wait until the gate is open; `ignore_gate` starts it all the same.
         """
-        since_ms, delivery.since_ms, delivery.ran, delivery.running = delivery.since_ms, now_ms, False, True
+        since_ms, delivery.state_since_ms, delivery.finished, delivery.running = (
+            delivery.state_since_ms,
+            now_ms,
+            False,
+            True,
+        )
         lease = delivery.lease
-        if lease is not None and lease.until_ms <= now_ms:
-            lease.lost = True  # this worker runs no more of it: the lease must not be renewed
-        if self._by_ref.get(delivery.place) is not delivery or (lease is not None and lease.lost):
+        if lease is not None and lease.expires_ms <= now_ms:
+            lease.expired = True  # this worker runs no more of it: the lease must not be renewed
+        if self._by_ref.get(delivery.entry_ref) is not delivery or (lease is not None and lease.expired):
             delivery.running = False
             return False
         if self._is_gate_closed and not ignore_gate:
-            delivery.running, delivery.since_ms = False, since_ms
+            delivery.running, delivery.state_since_ms = False, since_ms
             return None
         if now_ms - since_ms > _LONG_WAIT_MS:
             self._limit = max(self._limit // 2, self._min_limit)
@@ -239,7 +244,7 @@ class InFlight:
     def start_all(self, deliveries: Sequence[Delivery], now_ms: float) -> list[Delivery] | None:
         """Mark entries that run together as running; return those still in flight, or None if the gate is closed."""
         for one in deliveries:
-            one.ran, one.running = False, True
+            one.finished, one.running = False, True
         if self._is_gate_closed:
             for one in deliveries:
                 one.running = False

@@ -12,7 +12,7 @@ import msgspec
 from millstream.clock import Clock
 from millstream.errors import RedisError
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import ended_name, held_name
+from millstream.redis_client.key_names import ended_process_key, worker_name_key
 
 _KEPT_S = 30 * 24 * 3600
 _SLOW_MS = 1_000.0
@@ -36,7 +36,7 @@ _VANISHED = ProcessEnd(died=True, cause="vanished together with its supervisor")
 
 def record_end(client: Client, app: str, incarnation: str, end: ProcessEnd) -> None:
     """Record how a process has ended, for 30 days. Raises RedisError."""
-    client.execute("SET", ended_name(app, incarnation), msgspec.json.encode(end), "EX", _KEPT_S)
+    client.execute("SET", ended_process_key(app, incarnation), msgspec.json.encode(end), "EX", _KEPT_S)
 
 
 class Incarnation:
@@ -67,8 +67,8 @@ class Incarnation:
         began_ms = self._clock.monotonic_ms()
         try:
             # The name first: its supervisor records the end before it releases the name.
-            holder = self._client.execute("GET", held_name(self._app, consumer))
-            ended = self._client.execute("GET", ended_name(self._app, name))
+            holder = self._client.execute("GET", worker_name_key(self._app, consumer))
+            ended = self._client.execute("GET", ended_process_key(self._app, name))
         except RedisError:
             self._missing_since_ms.clear()
             raise

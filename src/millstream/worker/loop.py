@@ -15,7 +15,7 @@ from typing import Literal
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
-from millstream.delivery.reliable_stream import Delivery, ReliableStream, leave_all
+from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
@@ -151,7 +151,7 @@ class ReadingLoop:
         self._in_flight.remove(leftovers)
         self._ordering.release(leftovers)
         if not self._is_past_deadline():
-            leave_all(self._client, self._ordering.streams.values())
+            remove_consumers(self._client, self._ordering.streams.values())
         self._ordering.close()
         for client in (self._client, self._blocking_client, self._scan_client):
             client.close()
@@ -269,7 +269,7 @@ class ReadingLoop:
         delayed = _tracked_delayed_messages(self._client, self._clock) if is_watched else DelayedMessages(self._client)
         while not self._stopping.is_set():
             try:
-                delayed.keep_moving(
+                delayed.move_until_stopped(
                     lambda: [name for name, one in list(self._ordering.streams.items()) if not one.leaving],
                     self._stopping,
                     every_ms=self._policy.sweep_ms,

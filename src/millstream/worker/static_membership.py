@@ -5,7 +5,7 @@ import secrets
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client, Script
-from millstream.redis_client.key_names import check_identifier, held_name, host_name
+from millstream.redis_client.key_names import check_identifier, host_name, worker_name_key
 from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
 
 HOLD_NAME = Script("shared/hold_name")
@@ -77,5 +77,5 @@ class StaticMembership:
         return False
 
     def _hold_for(self, name: str, held_ms: int) -> bool:
-        key = held_name(self._app, name)
+        key = worker_name_key(self._app, name)
         return bool(self._client.script(HOLD_NAME, (key,), (self.token, held_ms)))

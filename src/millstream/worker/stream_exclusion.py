@@ -18,8 +18,8 @@ def exclude_on_error(stream: ReliableStream) -> Iterator[None]:
     try:
         yield
     except (WrongType, AccessDenied) as error:
-        if stream.leave_out is None or not concerns_one_stream(error):
+        if stream.on_stream_error is None or not concerns_one_stream(error):
             raise
         if not stream.leaving:
             stream.leaving = True
-            stream.leave_out(error)
+            stream.on_stream_error(error)

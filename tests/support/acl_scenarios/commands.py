@@ -25,7 +25,7 @@ def operate(url: str, admin: Client) -> None:
     add(admin, 5)
     stream = reliable(admin)
     stream.join()
-    found = stream.read(count=3)
+    found = stream.fetch(count=3)
     stream.dead_letter((found[0], letter()), (found[1], letter()))
     stream.checkpoint()
     admin.execute("HSET", KEYS.state, "A", b"\x80")
@@ -60,7 +60,7 @@ def operate(url: str, admin: Client) -> None:
 def operate_partitions(url: str) -> None:
     command(url, "partitions", "create", BASE, "2")
     with Client(url) as client:
-        layout = Partitions(client, BASE).found()
+        layout = Partitions(client, BASE).require()
     command(url, "partitions", "grow", BASE, str(layout.count + 1))
     command(url, "partitions", "show", BASE)
 
@@ -69,16 +69,16 @@ def operate_lines(url: str, admin: Client) -> None:
     """The commands for the keys of a handler, for a key in progress and for others."""
     stream = keyed(admin)
     stream.join()
-    stream.route(count=100, most_pending=100)
+    stream.enqueue_new(count=100, most_pending=100)
     line = next(name for name in admin.execute("LRANGE", KEYS.ready, 0, -1) if name.startswith(b"k"))
     admin.execute("LREM", KEYS.ready, 1, line)
     admin.execute("LPUSH", KEYS.ready, line)
-    admin.execute("DEL", KEYS.wake)
+    admin.execute("DEL", KEYS.notify)
     with Client(url) as client:
         assert park(client, KEYS, line, "why")
         assert unpark(client, KEYS, line)
-        assert take_one(stream).line == line
-        admin.execute("RPUSH", KEYS.line(line), "99999999999999-0")
+        assert take_one(stream).queue == line
+        admin.execute("RPUSH", KEYS.queue(line), "99999999999999-0")
         assert skip(client, KEYS, line, error="by hand") is not None
         assert list_queues(client, KEYS)
 

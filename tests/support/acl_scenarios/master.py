@@ -48,7 +48,7 @@ def publish(admin: Client, *tickets: str) -> list[str]:
 def give(desk: Delegator, registry: Registry, name: str, count: int = 10) -> list[str]:
     """Register a consumer with a new incarnation; return the ids assigned to it."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1)
-    desk.group_stream.route(count=100, most_pending=1_000)
+    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
     return [one.decode() for one in desk.assign(name, found, count=count)]
 
 
@@ -61,10 +61,10 @@ def direct(url: str, admin: Client) -> None:
         publish(admin, "A")
         before = ReliableStream(admin, "orders", app="master", handler="bill", consumer="w")
         before.join()
-        before.read(count=1)
+        before.fetch(count=1)
         desk.join()
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-        desk.group_stream.look()
+        desk.group_stream.refresh()
         take_in(client, desk, registry, admin)
         look_after(client, desk, registry, admin)
         adopt(client, admin)
@@ -92,7 +92,7 @@ def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) 
     desk.fail("c1", c, "why", retry=False)
     desk.release("c1", d)
     desk.release("c1")
-    while desk.group_stream.route(count=100, most_pending=1_000):
+    while desk.group_stream.enqueue_new(count=100, most_pending=1_000):
         pass
 
 
@@ -102,9 +102,9 @@ def look_after(client: Client, desk: Delegator, registry: Registry, admin: Clien
     for _ in range(2):
         assert lost in give(desk, registry, "c2")
         give(desk, registry, "c2", count=0)
-        desk.group_stream.renew_leases()
+        desk.group_stream.renew_consumer_leases()
     (done,) = publish(admin, "F")
-    desk.group_stream.route(count=100, most_pending=1_000)
+    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
     admin.execute("XACK", "orders", KEYS.group, done)
     assert acknowledge(client, desk, "c2", done)
 
@@ -118,7 +118,7 @@ def adopt(client: Client, admin: Client) -> None:
     desk = Delegator(client, Registry(client, settings.keys), settings)
     desk.join()
     publish(admin, "A")
-    desk.group_stream.route(count=100, most_pending=1_000)
+    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
     eventually(lambda: desk.group_stream.claim_idle_messages(0.0) == [older.encode()], "the entry to have been idle")
 
 

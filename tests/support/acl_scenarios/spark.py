@@ -4,7 +4,7 @@ import threading
 from collections import defaultdict
 
 from millstream import App
-from millstream.delivery.commit_store import IN_LINE, CommitStore, Effects
+from millstream.delivery.commit_store import FROM_QUEUE, CommitStore, Effects
 from millstream.delivery.deferral import Deferral, defer, deferred_keys, read_queue, runnable_keys
 from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
@@ -46,27 +46,35 @@ def run_on_spark(url: str, admin: Client) -> None:
         assert ids[9] == str(ends["orders"].id).encode()
         ProgressGroup(client, KEYS.group).publish(ends)
         ledger = CommitStore(client, app="shop", handler="bill", into="out")
-        ledger = ledger.renewed(ledger.new_token(["orders"]))
-        ledger.begin(["orders"])
+        ledger = ledger.with_token(ledger.new_token(["orders"]))
+        ledger.begin_run(["orders"])
         assert ledger.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
         client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks do
-        ledger.strike("orders", ids[0].decode())
-        unit = Effects(b"kA", b"", b"A", b"\x80", struck=[ids[0].decode()], outputs=[("n", 1)], dead=[letter().items()])
-        unit.cover(ids[0].decode())
+        ledger.count_crash("orders", ids[0].decode())
+        unit = Effects(
+            b"kA",
+            b"",
+            b"A",
+            b"\x80",
+            cleared_counts=[ids[0].decode()],
+            outputs=[("n", 1)],
+            dead_letters=[letter().items()],
+        )
+        unit.add_message(ids[0].decode())
         assert ledger.commit({"orders": [unit]}) == []
-        ledger.advance({"orders": EntryId.parse(ids[9])})
+        ledger.advance_committed({"orders": EntryId.parse(ids[9])})
         ProgressGroup(client, KEYS.group).publish(ends)
         stream = reliable(admin)
         stream.join()  # workers take over, commit one of three entries, and their group is destroyed
-        found = stream.read(count=3)
-        stream.acknowledge(found[1])
+        found = stream.fetch(count=3)
+        stream.ack(found[1])
         stream.checkpoint()
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-        frontier = ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])["orders"].frontier
+        frontier = ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])["orders"].committed_id
         assert str(frontier).encode() == ids[9]
         keyed(admin).join()  # workers of a keyed handler take over, and have entries in key queues
-        keyed(admin).route(count=4, most_pending=100)
-        ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])
+        keyed(admin).enqueue_new(count=4, most_pending=100)
+        ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])
         keep_lines(client, admin, KEYS)
         move_keys(client, admin, "shop", "bill")
         move_a_delayed_message(client, admin)
@@ -76,22 +84,26 @@ def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
     """Defer messages, find the runnable keys, drain one key queue, and park another."""
     ids = [one.decode() for one in admin.pipeline([("XADD", keys.stream, "*", "n", n) for n in range(4)])]
     ledger = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
-    ledger = ledger.renewed(ledger.new_token([keys.stream]))
-    ledger.begin([keys.stream])
-    asides = [Deferral(line=line, expected=b"", how="later", detail=0, failed=1, ids=some)
+    ledger = ledger.with_token(ledger.new_token([keys.stream]))
+    ledger.begin_run([keys.stream])
+    asides = [Deferral(queue=line, expected_offset=b"", mode="later", detail=0, failed_attempts=1, ids=some)
               for line, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
     assert defer(ledger, keys.stream, asides) == []
     assert deferred_keys(ledger, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
     ready = [b"kX", b"kY"]
-    eventually(lambda: sorted(runnable_keys(ledger, [keys.stream], 10)[keys.stream].lines) == ready, "both to be ready")
+    eventually(
+        lambda: sorted(runnable_keys(ledger, [keys.stream], 10)[keys.stream].queues) == ready, "both to be ready"
+    )
     assert [one for one, _ in read_queue(client, keys, b"kX", 10).entries] == ids[:2]
-    unit = Effects(b"kX", IN_LINE)
+    unit = Effects(b"kX", FROM_QUEUE)
     for one in ids[:2]:
-        unit.cover(one)
+        unit.add_message(one)
     assert ledger.commit({keys.stream: [unit]}) == []
-    parked = Deferral(line=b"kY", expected=IN_LINE, how="park", detail="why", failed=2, ids=ids[2:3])
+    parked = Deferral(
+        queue=b"kY", expected_offset=FROM_QUEUE, mode="park", detail="why", failed_attempts=2, ids=ids[2:3]
+    )
     assert defer(ledger, keys.stream, [parked]) == []
-    assert runnable_keys(ledger, [keys.stream], 10)[keys.stream].lines == []
+    assert runnable_keys(ledger, [keys.stream], 10)[keys.stream].queues == []
 
 
 def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
@@ -100,20 +112,20 @@ def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
     made.handler(BASE, name=handler, key="k", partitions=2)(lambda message: None)
     compiled = made.handlers[handler]
     publisher = Publisher(admin)
-    old = Partitions(admin, BASE).made(2)
+    old = Partitions(admin, BASE).create(2)
     key = moved_key(old, 4)
     publisher.publish(defaultdict(list), key)
     layout = Partitions(admin, BASE).grow(4)
     ledger = CommitStore(client, app=app, handler=handler, keyed=True)
-    ledger = ledger.renewed(ledger.new_token(layout.streams))
-    ledger.begin(layout.streams)
-    home = layout.stream(layout.place(key.encode()))
+    ledger = ledger.with_token(ledger.new_token(layout.streams))
+    ledger.begin_run(layout.streams)
+    home = layout.stream(layout.partition_of(key.encode()))
     moves = PartitionMigration(client, compiled)
     moves.await_keys(home, [b"k" + key.encode()])
     new = admin.execute("XADD", home, "*", "k", key).decode()
-    assert defer(ledger, home, [Deferral(line=b"k" + key.encode(), expected=b"", ids=[new])]) == []
+    assert defer(ledger, home, [Deferral(queue=b"k" + key.encode(), expected_offset=b"", ids=[new])]) == []
     pairs = [REDRIVE_FIELD, f"{app}.{handler}".encode(), b"k", key.encode()]
-    assert moves.forward(old.stream(old.place(key.encode())), key.encode(), "1-0", pairs)
+    assert moves.forward(old.stream(old.partition_of(key.encode())), key.encode(), "1-0", pairs)
     for stream in old.streams:
         last = admin.execute("XREVRANGE", stream, "+", "-", "COUNT", 1)
         admin.execute("HSET", HandlerKeys(app, handler, stream).meta, "frontier", last[0][0] if last else "0-0")

@@ -9,7 +9,7 @@ from millstream import App, Message, Reject
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
-from millstream.delivery.reliable_stream import ReliableStream, leave_all
+from millstream.delivery.reliable_stream import ReliableStream, remove_consumers
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
@@ -18,7 +18,7 @@ from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.eviction import warn_if_evicting
-from millstream.redis_client.key_names import HandlerKeys, held_name
+from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from millstream.worker import ReadingLoop
 from millstream.worker.delayed_mover import TrackedDelayedMessages
 from millstream.worker.fetching.shared_key_fetcher import ReadyHints
@@ -57,7 +57,7 @@ def work(url: str, admin: Client) -> None:
         names.record_end("t-1", ProcessEnd(died=True, cause=""))
         names.release()
         admin.execute(
-            "SET", held_name("shop", "gone-0"), "whoever", "PX", 3_600_000
+            "SET", worker_name_key("shop", "gone-0"), "whoever", "PX", 3_600_000
         )  # as if the clock of Redis had gone back
         with suppress(ConfigError):
             StaticMembership(client, "shop", "gone", clock=HandClock()).acquire(1)
@@ -69,37 +69,37 @@ def work(url: str, admin: Client) -> None:
         stream = reliable(client)
         stream.join()
         admin.execute("XGROUP", "CREATECONSUMER", "orders", KEYS.group, "gone")
-        stream.silent_ms = 0
-        assert stream.dismiss_silent() == ["gone"]
-        leave_all(client, [stream])
-        stream.look()
-        stream.waiting()
-        stream.reserve(1_000.0, 7)
-        found = stream.read(count=7)
-        effects = stream.unit(found[0])
+        stream.consumer_idle_ms = 0
+        assert stream.remove_idle_consumers() == ["gone"]
+        remove_consumers(client, [stream])
+        stream.refresh()
+        stream.backlog()
+        stream.reserve_rate(1_000.0, 7)
+        found = stream.fetch(count=7)
+        effects = stream.effects_of(found[0])
         effects.outputs = [("n", "1")]
         assert stream.commit([effects]) == []
-        assert stream.acknowledge(found[1]) == []
+        assert stream.ack(found[1]) == []
         assert stream.dead_letter((found[2], letter())) == []
-        stream.isolate(found[3], "t-0 w-9")
+        stream.begin_isolation(found[3], "t-0 w-9")
         assert Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="w").end_of("t-0 w-9") is None
         stream.end_isolation(found[3:4])
-        stream.note_failures(found[3:4])
-        assert stream.extend([found[3].id]) == []
+        stream.record_failures(found[3:4])
+        assert stream.renew_claims([found[3].id]) == []
         stream.checkpoint()
         found[3].attempt = 2
-        assert stream.acknowledge(found[3]) == []  # it is incomplete, and has a crash count
+        assert stream.ack(found[3]) == []  # it is incomplete, and has a crash count
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
         stream.join()  # recreates the group, with the incomplete entries
         admin.execute("XDEL", "orders", found[4].id)
-        assert [one.id for one in stream.read_pending()] == [found[5].id, found[6].id]
+        assert [one.id for one in stream.claim_idle()] == [found[5].id, found[6].id]
         admin.execute("HDEL", KEYS.meta, "engine")
         taken_over = reliable(client)
         taken_over.join()  # from Spark, which has committed one entry beyond its committed id
         beyond = add(admin, 1)[0]
-        admin.execute("HSET", KEYS.marks, b"i" + beyond, beyond)
+        admin.execute("HSET", KEYS.offsets, b"i" + beyond, beyond)
         taken_over.join()
-        assert beyond not in [one.id for one in taken_over.read(count=100)]
+        assert beyond not in [one.id for one in taken_over.fetch(count=100)]
         taken_over.trim()
         move_a_delayed_message(client, admin)
         work_by_keys(client, admin)
@@ -113,11 +113,11 @@ def keyed(client: Client, name: str = "w-0") -> KeyedStream:
         number = int(pairs[-1])
         return queue_of_key(None if number % 2 else str(number // 4).encode(), entry_id)
 
-    return KeyedStream(client, "orders", line_of=line_of, app="shop", handler="bill", consumer=name, into="out")
+    return KeyedStream(client, "orders", queue_of=line_of, app="shop", handler="bill", consumer=name, into="out")
 
 
 def take_one(stream: KeyedStream) -> KeyLease:
-    return stream.take(lines=1, entries=10, run=10, lease_ms=60_000, now_ms=0).leases[0]
+    return stream.lease_keys(queues=1, entries=10, run=10, lease_ms=60_000, now_ms=0).leases[0]
 
 
 def work_by_keys(client: Client, admin: Client) -> None:
@@ -126,33 +126,33 @@ def work_by_keys(client: Client, admin: Client) -> None:
     stream.join()
     add(admin, 6)
     client.execute("XREAD", "COUNT", 1, "STREAMS", "orders", "0")
-    while stream.route(count=100, most_pending=100):
+    while stream.enqueue_new(count=100, most_pending=100):
         stream.trim()
-    assert client.execute("BLPOP", KEYS.wake, 1) is not None
+    assert client.execute("BLPOP", KEYS.notify, 1) is not None
     leases = [take_one(stream) for _ in range(4)]
-    assert stream.extend_leases(leases, 60_000, 0) == []
-    unit = stream.unit_of(leases[0], [leases[0].waiting[0]])
-    unit.state, unit.outputs, unit.dead = b"\x80", [("n", "1")], [letter().items()]
-    unit.end_strikes("0-1")
-    unit.left = len(leases[0].waiting) - 1
-    assert stream.commit([unit], call=stream.new_call()) == []
-    assert stream.release([LeaseRelease(leases[1], "later", 60_000, 1), LeaseRelease(leases[2], "first")]) == []
+    assert stream.renew_leases(leases, 60_000, 0) == []
+    unit = stream.key_effects_of(leases[0], [leases[0].queued[0]])
+    unit.state, unit.outputs, unit.dead_letters = b"\x80", [("n", "1")], [letter().items()]
+    unit.clear_crash_counts("0-1")
+    unit.unfinished = len(leases[0].queued) - 1
+    assert stream.commit([unit], call=stream.new_call_number()) == []
+    assert stream.release_leases([LeaseRelease(leases[1], "later", 60_000, 1), LeaseRelease(leases[2], "first")]) == []
     again = keyed(client)
     again.join()
-    assert again.recover([], run=10)[0] == 1
+    assert again.recover_leases([], run=10)[0] == 1
     lease = take_one(again)
-    admin.execute("ZADD", KEYS.leases, 1, lease.line)
-    admin.execute("XDEL", "orders", lease.waiting[0].id)
+    admin.execute("ZADD", KEYS.leases, 1, lease.queue)
+    admin.execute("XDEL", "orders", lease.queued[0].id)
     take_one(again)
     admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-    again.route(count=1, most_pending=1)
+    again.enqueue_new(count=1, most_pending=1)
     reliable(client).join()
 
 
 def work_on_partitions(client: Client, admin: Client) -> None:
     """Every operation of a worker during key migration: one key has messages and a state in its old partition."""
     worker = Worker(client, app="shop", handler="bill")
-    layout = Partitions(client, BASE).found()
+    layout = Partitions(client, BASE).require()
     key = moved_key(layout, 4)
     publisher, sent = Publisher(admin), defaultdict[str, list[int]](list)
     publisher.publish(sent, key)
@@ -161,16 +161,16 @@ def work_on_partitions(client: Client, admin: Client) -> None:
     layout = Partitions(admin, BASE).grow(4)
     publisher.publish(sent, key)
     worker.look()
-    worker.route(layout.place(key.encode()))
+    worker.route(layout.partition_of(key.encode()))
     worker.work()
-    assert KeyMigration(admin, worker.moves.layout, app="shop", handler="bill").unsettled() == []
+    assert KeyMigration(admin, worker.moves.partition_map, app="shop", handler="bill").undrained() == []
     assert growth_killed_after(admin, 1, 6)
     app = App("shop")
     app.handler(BASE, name="bill", key="k", partitions=2)(lambda message: None)
     side = ReadingLoop(app.handlers["bill"], client.url, consumer="w-0")._ordering
     assert isinstance(side, ByPartition)
     side.discover(client)
-    old = layout.stream(layout.homes(key.encode())[0])
+    old = layout.stream(layout.owners(key.encode())[0])
     assert side._forward(old, key.encode(), b"1-0", [b"k", key.encode()])
     side.close()
 

@@ -78,7 +78,7 @@ _task.PartitionTask.process_deferred = _told(_task.PartitionTask.process_deferre
 _task.defer = _around(_task.defer, "before-aside", "after-aside", lines=False)
 _task.read_queue = _around(_task.read_queue, after="line-loaded")
 _ledger.commit = _around(_ledger.commit, "line-run", "line-committed", lines=True)
-_ledger.advance = _around(_ledger.advance, "before-advance", "after-advance")
+_ledger.advance_committed = _around(_ledger.advance_committed, "before-advance", "after-advance")
 
 
 @dataclass

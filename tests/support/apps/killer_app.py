@@ -43,7 +43,7 @@ def _after(step: Callable[..., Any], point: str) -> Callable[..., Any]:
 
 
 CommitStore.commit = _after(CommitStore.commit, "between-commit-and-end-of-task")  # type: ignore[method-assign]
-CommitStore.advance = _after(CommitStore.advance, "between-last-task-and-commit-log")  # type: ignore[method-assign]
+CommitStore.advance_committed = _after(CommitStore.advance_committed, "between-last-task-and-commit-log")  # type: ignore[method-assign]
 
 
 @dataclass

@@ -129,7 +129,7 @@ def _add_consumer_routes(api: FastAPI, parts: MasterContext) -> None:
         if found.health_url is None:
             registry.record_success(body.consumer, found.incarnation, every_ms=settings.ping_ms // 4)
         return HeartbeatResponse(
-            message_ids=[lease.waiting[0].id.decode() for lease in delegator.leases_of(body.consumer)]
+            message_ids=[lease.queued[0].id.decode() for lease in delegator.leases_of(body.consumer)]
         )
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
-from millstream.delivery.commit_store import FAILED
+from millstream.delivery.commit_store import FAILED_SUFFIX
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import ConfigError
@@ -69,7 +69,7 @@ class Delegator:
         for (name, stream, count, most), reply in zip(requests, replies, strict=True):
             leases = stream.parse_assign(reply, count, most)
             assigned[name] = [lease.entries[0].id for lease in leases]
-            self._queue_cache.update((lease.entries[0].id, lease.line) for lease in leases)
+            self._queue_cache.update((lease.entries[0].id, lease.queue) for lease in leases)
         if len(self._queue_cache) > _MOST_CACHED_QUEUES:
             self._queue_cache.clear()
         return assigned
@@ -80,7 +80,7 @@ class Delegator:
             stream = self._consumer_streams[name] = ConsumerStream(
                 self._client, self._settings, name, registration.incarnation
             )
-            stream.join_as(self.group_stream)
+            stream.join_like(self.group_stream)
         return stream
 
     def prune(self, known: Mapping[str, Registration]) -> None:
@@ -105,7 +105,7 @@ class Delegator:
         read = dict(zip(uncached, self._read_queues(uncached), strict=True)) if uncached else {}
         queues = [self._queue_cache.pop(one, b"") or read.get(one, b"") for _, one in messages]
         trimmed = {name for (name, _), queue in zip(messages, queues, strict=True) if not queue}
-        leased = {(name, lease.waiting[0].id): lease.line for name in trimmed for lease in self.leases_of(name)}
+        leased = {(name, lease.queued[0].id): lease.queue for name in trimmed for lease in self.leases_of(name)}
         return [queue or leased.get(message, b"") for message, queue in zip(messages, queues, strict=True)]
 
     def _read_queues(self, ids: Sequence[bytes]) -> list[bytes]:
@@ -130,19 +130,19 @@ class Delegator:
         if lease is None:
             raise self._lost_lease_refusal(name, message_id)
         policy = self._settings.retry
-        attempts = lease.waiting[0].attempt
+        attempts = lease.queued[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
             outcome, result = "retry", LeaseRelease(lease, "later", round(policy.delay_after(attempts)), attempts)
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
-            letter = self.dead_letter(lease.waiting[0], "failed" if retry else "rejected", error)
+            letter = self.dead_letter(lease.queued[0], "failed" if retry else "rejected", error)
             if not self._dead_letter_and_release(lease, letter):
                 raise self._lost_lease_refusal(name, message_id)
             return "dead-letter", self._assign_next(name)
         else:
             outcome, result = "park", LeaseRelease(lease, "park", error, attempts)
             self._metrics.count(m.PARKED, handler=self._settings.label)
-        if self.group_stream.release([result]):
+        if self.group_stream.release_leases([result]):
             raise self._lost_lease_refusal(name, message_id)
         return outcome, self._assign_next(name)
 
@@ -153,7 +153,7 @@ class Delegator:
             leases = [lease] if lease else []
         else:
             leases = self.leases_of(name)
-        refused = self.group_stream.release([LeaseRelease(lease, "first") for lease in leases])
+        refused = self.group_stream.release_leases([LeaseRelease(lease, "first") for lease in leases])
         return len(leases) - len(refused)
 
     # Queries
@@ -163,7 +163,7 @@ class Delegator:
         owners = self._client.execute("HGETALL", self._keys.owners)
         pairs = zip(owners[::2], owners[1::2], strict=True)
         owned = [(queue, token) for queue, token in pairs if holder_of(token) == name]
-        heads = self._client.pipeline([("LINDEX", self._keys.line(queue), 0) for queue, _ in owned])
+        heads = self._client.pipeline([("LINDEX", self._keys.queue(queue), 0) for queue, _ in owned])
         return [
             self._make_lease(*one, head, ()) for one, head in zip(owned, heads, strict=True) if isinstance(head, bytes)
         ]
@@ -185,15 +185,15 @@ class Delegator:
         entry_id = entry_id_of(message_id)
         entries = self._client.execute("XRANGE", self.group_stream.stream, entry_id, entry_id)
         if not entries:  # it was trimmed meanwhile
-            return next((one for one in self.leases_of(name) if one.waiting[0].id == entry_id), None)
+            return next((one for one in self.leases_of(name) if one.queued[0].id == entry_id), None)
         queue = self.group_stream.queue_of(entry_id, entries[0][1])
         token, head, failed = map(
             raise_if_error,
             self._client.pipeline(
                 (
                     ("HGET", self._keys.owners, queue),
-                    ("LINDEX", self._keys.line(queue), 0),
-                    ("HGET", self._keys.strikes, entry_id + FAILED.encode()),
+                    ("LINDEX", self._keys.queue(queue), 0),
+                    ("HGET", self._keys.crashes, entry_id + FAILED_SUFFIX.encode()),
                 )
             ),
         )
@@ -204,19 +204,21 @@ class Delegator:
     def _make_lease(
         self, queue: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1
     ) -> KeyLease:
-        lease = KeyLease(stream=self.group_stream, line=queue, token=token, state=b"", until_ms=0.0, given=1)
+        lease = KeyLease(
+            stream=self.group_stream, queue=queue, token=token, state=b"", expires_ms=0.0, in_flight_count=1
+        )
         # With a delivery count of two or more, the commit also clears the entry's failure and crash counts.
-        lease.waiting.append(Delivery(self.group_stream, head, pairs, attempt, 2, lease=lease))
+        lease.queued.append(Delivery(self.group_stream, head, pairs, attempt, 2, lease=lease))
         return lease
 
     def _dead_letter_and_release(self, lease: KeyLease, letter: DeadLetter) -> bool:
         """Dead-letter a message and release its lease. False if the lease was lost."""
-        effects = self.group_stream.unit_of(lease, list(lease.waiting))
-        effects.add_dead(letter.items())
+        effects = self.group_stream.key_effects_of(lease, list(lease.queued))
+        effects.add_dead_letter(letter.items())
         if self.group_stream.commit([effects]):
             return False
         self._metrics.count(m.DEAD_LETTERED, handler=self._settings.label, reason=letter.reason)
-        self.group_stream.release([LeaseRelease(lease, "next")])
+        self.group_stream.release_leases([LeaseRelease(lease, "next")])
         return True
 
     def _assign_next(self, name: str) -> list[bytes]:

@@ -76,7 +76,7 @@ class DelegationLoop:
         now_ms = self._iteration_ms = self._clock.monotonic_ms()
         if now_ms - self._renewed_ms >= self._renew_interval_ms:
             self._renewed_ms = now_ms
-            self._delegator.group_stream.look()
+            self._delegator.group_stream.refresh()
             self._metrics.set(m.PAUSED, float(self._delegator.group_stream.paused), handler=self._settings.label)
             self._renew_leases()
         if now_ms - self._claimed_ms >= self._claim_interval_ms:
@@ -90,7 +90,7 @@ class DelegationLoop:
     # Leases
 
     def _renew_leases(self) -> None:
-        result = self._delegator.group_stream.renew_leases()
+        result = self._delegator.group_stream.renew_consumer_leases()
         for name in {lost.holder for lost in result.revoked if lost.cause == "stuck"}:
             self._registry.set_state(name, "stuck")
             logger.warning(
@@ -125,7 +125,9 @@ class DelegationLoop:
     # New messages
 
     def _enqueue_new(self) -> None:
-        enqueued = self._delegator.group_stream.route(count=_ENQUEUED_AT_ONCE, most_pending=self._settings.max_queued)
+        enqueued = self._delegator.group_stream.enqueue_new(
+            count=_ENQUEUED_AT_ONCE, most_pending=self._settings.max_queued
+        )
         self._metrics.count(m.READ, enqueued, handler=self._settings.label)
 
     def _assign_ready(self) -> None:
@@ -156,12 +158,12 @@ class DelegationLoop:
         """Wait for a new message, between the minimum interval and the time of a blocking read."""
         stopping.wait(max(0.0, self._iteration_ms + _MIN_INTERVAL_MS - self._clock.monotonic_ms()) / 1000)
         stream = self._delegator.group_stream
-        if stream.paused or stream.pending >= self._settings.max_queued:
+        if stream.paused or stream.pending_count >= self._settings.max_queued:
             stopping.wait(_PAUSE_S)
             return
         try:
             self._blocking_client.execute(
-                "XREAD", "COUNT", 1, "BLOCK", _BLOCK_MS, "STREAMS", stream.stream, stream.routed
+                "XREAD", "COUNT", 1, "BLOCK", _BLOCK_MS, "STREAMS", stream.stream, stream.enqueued_id
             )
         except (Unavailable, GroupMissing):
             stopping.wait(_PAUSE_S)
@@ -169,7 +171,7 @@ class DelegationLoop:
     def _report_metrics(self, extended: int) -> None:
         label = self._settings.label
         self._metrics.set(m.IN_FLIGHT, extended, handler=label)
-        self._metrics.set(m.QUEUED, max(0, self._delegator.group_stream.pending - extended), handler=label)
+        self._metrics.set(m.QUEUED, max(0, self._delegator.group_stream.pending_count - extended), handler=label)
         states: Counter[str] = Counter(found.state for found in self._registry.all().values())
         for state in _STATES:
             self._metrics.set(m.CONSUMERS, states[state], handler=label, state=state)

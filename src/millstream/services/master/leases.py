@@ -55,7 +55,7 @@ class GroupStream(KeyedStream):
 
     def __init__(self, client: Client, settings: MasterSettings) -> None:
         super().__init__(
-            client, settings.ticket_stream, line_of=queue_namer(settings), app=MASTER, handler=settings.group,
+            client, settings.ticket_stream, queue_of=queue_namer(settings), app=MASTER, handler=settings.group,
             consumer=settings.master,
         )  # fmt: skip
         self._settings = settings
@@ -63,14 +63,16 @@ class GroupStream(KeyedStream):
 
     def queue_of(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         """The name of an entry's key queue; b"" if the entry was redriven for another handler."""
-        return self._line_of(entry_id, pairs)
+        return self._queue_of(entry_id, pairs)
 
-    def renew_leases(self) -> RenewResult:
+    def renew_consumer_leases(self) -> RenewResult:
         """Renew the leases of live consumers within the delegation time, revoke all others, and detect XACKs."""
         retry = self._settings.retry
         most_lost = 0 if retry.then == "block" else retry.attempts
         args = (self._settings.lease_ms, self._settings.delegation_ms, most_lost, CONSUMERS_CRASHED)
-        extended, done, *lost = self._as_member(lambda: self._script(RENEW_LEASES, (self.token, self.group, *args)))
+        extended, done, *lost = self._with_rejoin(
+            lambda: self._run_script(RENEW_LEASES, (self.token, self.group, *args))
+        )
         return RenewResult(
             int(extended),
             done,
@@ -79,12 +81,12 @@ class GroupStream(KeyedStream):
 
     def finish_command(self, messages: Sequence[FinishedMessage]) -> Command:
         """The command that finishes messages held by their consumers, for a pipeline."""
-        return self._ledger.command(FINISH, self.stream, self._finish_args(messages))
+        return self._store.script_command(FINISH, self.stream, self._finish_args(messages))
 
     def parse_finish(self, messages: Sequence[FinishedMessage], reply: Reply) -> tuple[int, list[bool]]:
         """Parse its reply: the number of ready key queues, and for each message whether it was held and is done now."""
         if isinstance(reply, RedisError):
-            reply = self._as_member(lambda: self._script(FINISH, self._finish_args(messages)))
+            reply = self._with_rejoin(lambda: self._run_script(FINISH, self._finish_args(messages)))
         ready, *done = reply
         return int(ready), list(map(bool, done))
 
@@ -94,7 +96,7 @@ class GroupStream(KeyedStream):
     def ack_unleased(self, consumer: str, entry_id: bytes, queue: bytes) -> tuple[AckOutcome, str]:
         """Acknowledge an entry without a lease; return its outcome, and the consumer that has it or has done it."""
         args = (self.token, self.group, consumer, entry_id, queue)
-        outcome, other = self._as_member(lambda: self._script(END_LEASE, args))
+        outcome, other = self._with_rejoin(lambda: self._run_script(END_LEASE, args))
         return outcome.decode(), from_wire(other)
 
     def claim_idle_messages(self, now_ms: float) -> list[bytes]:
@@ -104,7 +106,7 @@ class GroupStream(KeyedStream):
         consumers reset that whenever they read their messages again, by this master's own observation. `now_ms` is the
         time of the master's clock. Return their ids.
         """
-        return self._as_member(lambda: self._claim_idle_messages(now_ms))
+        return self._with_rejoin(lambda: self._claim_idle_messages(now_ms))
 
     def _claim_idle_messages(self, now_ms: float) -> list[bytes]:
         seen: dict[tuple[bytes, str], float] = {}
@@ -112,7 +114,7 @@ class GroupStream(KeyedStream):
         for consumer in self._group.consumers():
             if consumer.name == WAITING or not consumer.pending:
                 continue
-            for entry in islice(self._group.pending.walk(consumer=consumer.name), _MOST_WATCHED):
+            for entry in islice(self._group.pending.iter_entries(consumer=consumer.name), _MOST_WATCHED):
                 since_ms = seen[entry.id, consumer.name] = self._first_seen_ms.get((entry.id, consumer.name), now_ms)
                 if max(entry.idle_ms, now_ms - since_ms) >= self._settings.claim_idle_ms:
                     overdue.append(entry.id)
@@ -129,7 +131,7 @@ class GroupStream(KeyedStream):
         if trimmed:
             self._group.ack(trimmed)
             self._report_trimmed(trimmed)
-        return list(self._script(REQUEUE_PENDING, (self.token, self.group, *args))) if args else []
+        return list(self._run_script(REQUEUE_PENDING, (self.token, self.group, *args))) if args else []
 
 
 class ConsumerStream(KeyedStream):
@@ -139,7 +141,7 @@ class ConsumerStream(KeyedStream):
         super().__init__(
             client,
             settings.ticket_stream,
-            line_of=queue_namer(settings),
+            queue_of=queue_namer(settings),
             app=MASTER,
             handler=settings.group,
             consumer=name,
@@ -154,14 +156,14 @@ class ConsumerStream(KeyedStream):
 
     def assign_command(self, count: int, most: int) -> Command:
         """The command that leases up to `count` ready key queues to the consumer, which may hold `most` in total."""
-        args = self._taking(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
-        return self._ledger.command(LEASE_KEYS, self.stream, (*args, most))
+        args = self._lease_args(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
+        return self._store.script_command(LEASE_KEYS, self.stream, (*args, most))
 
     def parse_assign(self, reply: Reply, count: int, most: int) -> list[KeyLease]:
         """Parse its reply: the leases that the consumer got."""
         if isinstance(reply, RedisError):
-            return self._as_member(lambda: self._take(count, count, 1, self._lease_ms, 0.0, False, most)).leases
-        return self.taken(reply, 0.0).leases
+            return self._with_rejoin(lambda: self._lease_keys(count, count, 1, self._lease_ms, 0.0, False, most)).leases
+        return self.parse_lease_keys(reply, 0.0).leases
 
 
 class QueueNamer:

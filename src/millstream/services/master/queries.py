@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import KeyQueue, look_at, names_of
+from millstream.delivery.key_queues import KeyQueue, queue_names, read_queues
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.services.master.delegation import holder_of
 from millstream.services.master.registry import Registry
@@ -43,12 +43,12 @@ class Queries:
         page: list[KeyQueue] = []
         while at < last and len(page) < limit:
             some = names[at : min(at + max(limit - len(page), _READ_AT_ONCE), last)]
-            page += [queue for queue in look_at(self._client, self._keys, some) if queue.length or queue.worker]
+            page += [queue for queue in read_queues(self._client, self._keys, some) if queue.length or queue.worker]
             at += len(some)
         if len(page) > limit:
             page = page[:limit]
             at = bisect_right(names, page[-1].name)
-        ids = self._client.pipeline([("LRANGE", self._keys.line(queue.name), 0, _MOST_IDS - 1) for queue in page])
+        ids = self._client.pipeline([("LRANGE", self._keys.queue(queue.name), 0, _MOST_IDS - 1) for queue in page])
         return TicketPage(
             tickets=[_ticket(queue, raise_if_error(some)) for queue, some in zip(page, ids, strict=True)],
             cursor=names[at - 1].hex() if at < len(names) else None,
@@ -58,7 +58,7 @@ class Queries:
         """The names of all key queues: those at the listing's start, if this master still has them in memory."""
         now_ms = self._clock.monotonic_ms()
         if anew or now_ms - self._listing_ms > _LISTING_MS:
-            self._listing, self._listing_ms = names_of(self._client, self._keys), now_ms
+            self._listing, self._listing_ms = queue_names(self._client, self._keys), now_ms
         return self._listing
 
     def consumers(self, cursor: str | None, limit: int) -> ConsumerPage:
@@ -73,7 +73,7 @@ class Queries:
             if (name := holder_of(token)) in queues:
                 queues[name].append(queue)
         held = [queue for some in queues.values() for queue in some]
-        firsts = self._client.pipeline([("LINDEX", self._keys.line(queue), 0) for queue in held])
+        firsts = self._client.pipeline([("LINDEX", self._keys.queue(queue), 0) for queue in held])
         heads = dict(zip(held, map(raise_if_error, firsts), strict=True))
         consumers = []
         for name in page:
@@ -93,7 +93,7 @@ def _ticket(queue: KeyQueue, ids: list[bytes]) -> Ticket:
     return Ticket(
         ticket_id=None if queue.key is None else _text(queue.key), consumer_name=queue.worker, state=queue.state,
         why=queue.why, messages=queue.length, message_ids=[_text(one) for one in ids], since_ms=queue.since_ms,
-        failed=queue.failed,
+        failed=queue.failed_attempts,
     )  # fmt: skip
 
 

@@ -80,8 +80,8 @@ class BatchTask(PartitionTask):
         assert not isinstance(outcome, (RetryLater, Parked))
         ((lead, message), *rest) = some
         self._add_outcome(lead, message, outcome)
-        lead.effects.others = [other.id for _, other in rest]
-        lead.effects.messages += len(rest)
+        lead.effects.other_ids = [other.id for _, other in rest]
+        lead.effects.message_count += len(rest)
         lead.others = [run for run, _ in rest]
         for run in lead.others:
             run.covered.append(run.entries.popleft())

@@ -99,14 +99,18 @@ class DeferredJobs:
         """Whether no deferred key will make progress by itself: each is parked, paused, or retried without end."""
         is_bounded = self._job.handler.retry.then != "block"
         found = self._without_paused(self._refresh(refresh_all=True))
-        return not any(ready.lines or ready.moving or (is_bounded and ready.wait_ms is not None) for _, ready in found)
+        return not any(
+            ready.queues or ready.awaiting or (is_bounded and ready.wait_ms is not None) for _, ready in found
+        )
 
     def wait_for_capacity(self) -> None:
         """Wait until few enough entries are deferred for another batch. Raises Unfinished once `give_up()` is true."""
         is_logged = False
         # While keys migrate, the entries that their deferred keys wait for are in later batches.
         while full := [
-            stream for stream, ready in self._refresh() if ready.entries >= MAX_DEFERRED_ENTRIES and not ready.moving
+            stream
+            for stream, ready in self._refresh()
+            if ready.entry_count >= MAX_DEFERRED_ENTRIES and not ready.awaiting
         ]:
             if not is_logged:
                 is_logged = True
@@ -136,14 +140,17 @@ class DeferredJobs:
         with self._lock:
             for stream, ready in found.items():
                 self._snapshots[stream] = _Snapshot(refreshed[stream], ready, now_ms)
-                if not ready.any and self._notified[stream] in (0, refreshed[stream]):  # 0: another thread removed it
+                if not ready.has_queues and self._notified[stream] in (
+                    0,
+                    refreshed[stream],
+                ):  # 0: another thread removed it
                     del self._notified[stream], self._snapshots[stream]
             return [(stream, self._snapshots[stream].runnable) for stream, _ in notified if stream in self._snapshots]
 
     def _without_paused(self, found: Sequence[tuple[str, RunnableKeys]]) -> list[tuple[str, RunnableKeys]]:
         """Leave out the streams on which the handler is paused."""
-        some = [stream for stream, ready in found if ready.any]
-        read = partial(self._commit_store.paused, some)
+        some = [stream for stream, ready in found if ready.has_queues]
+        read = partial(self._commit_store.paused_streams, some)
         paused = (
             self._client.retry_while_unavailable(read, what=self._job.handler.label, give_up=self._give_up)
             if some
@@ -156,8 +163,8 @@ class DeferredJobs:
         if (
             seen is None
             or seen.notified != times
-            or seen.runnable.lines
-            or seen.runnable.entries >= MAX_DEFERRED_ENTRIES
+            or seen.runnable.queues
+            or seen.runnable.entry_count >= MAX_DEFERRED_ENTRIES
         ):
             return True
         return seen.runnable.wait_ms is not None and now_ms >= seen.at_ms + seen.runnable.wait_ms
@@ -182,5 +189,5 @@ class DeferredJobs:
 
 def _round_robin(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:
     """The runnable key queues of all streams, round robin, so that one stream cannot starve the others."""
-    rows = zip_longest(*([(stream, line) for line in ready.lines] for stream, ready in found))
+    rows = zip_longest(*([(stream, line) for line in ready.queues] for stream, ready in found))
     return [one for row in rows for one in row if one is not None]

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from millstream.handlers.handler import Handler
-from millstream.partitions.key_migration import KeyMigration, send_on
+from millstream.partitions.key_migration import KeyMigration, forward_entry
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -15,7 +15,7 @@ _MIN_WAIT_S, _MAX_WAIT_S = 0.05, 0.5
 
 def partition_maps_of(client: Client, handler: Handler) -> list[PartitionMap]:
     """Return the partition map of each of the handler's bases, creating missing ones. Raises RedisError."""
-    return [Partitions(client, base).made(handler.partitions or 1) for base in handler.streams]
+    return [Partitions(client, base).create(handler.partitions or 1) for base in handler.streams]
 
 
 class PartitionMigration:
@@ -37,13 +37,13 @@ class PartitionMigration:
     def await_keys(self, stream: str, queues: Sequence[bytes]) -> None:
         """Defer those of the key queues `queues` whose keys may still have entries in an older partition."""
         migration, partition = self._migrations[stream]
-        migration.expect(partition, queues)
+        migration.await_keys(partition, queues)
 
     def forward(self, stream: str, key: bytes, entry_id: str, pairs: Sequence[bytes]) -> bool:
         """Forward a redriven entry to its key's current partition; False if that is `stream`."""
         migration, _ = self._migrations[stream]
         keys = HandlerKeys(self._handler.app, self._handler.name, stream)
-        return send_on(self._client, migration.layout.base, keys, key, entry_id.encode(), pairs)
+        return forward_entry(self._client, migration.partition_map.base, keys, key, entry_id.encode(), pairs)
 
 
 def keep_migrating(
@@ -58,8 +58,8 @@ def keep_migrating(
             migration = migrations.setdefault(
                 partition_map.base, KeyMigration(client, partition_map, app=handler.app, handler=handler.name)
             )
-            migration.layout = partition_map
+            migration.partition_map = partition_map
             partitions = range(partition_map.count)
-            if partition_map.generation > 1 and migration.bring_in(partitions) + migration.settle(partitions):
+            if partition_map.generation > 1 and migration.import_keys(partitions) + migration.drain(partitions):
                 on_runnable(partition_map.streams)
                 wait_s = _MIN_WAIT_S

@@ -72,7 +72,9 @@ class Engine:
         for row in rows:
             last = EntryId.parse(row["last_id"])
             ends[row["stream"]] = max(last, ends.get(row["stream"], last))
-        self._client.retry_while_unavailable(lambda: self._commit_store.advance(ends), what=self._job.handler.label)
+        self._client.retry_while_unavailable(
+            lambda: self._commit_store.advance_committed(ends), what=self._job.handler.label
+        )
 
 
 class _KeyColumn:

@@ -42,7 +42,7 @@ class RateLimit:
         async with self._locks[stream]:
             if self._reserved[stream] < count:
                 reserved = max(count, min(reservation_size(self._rate), self._expected[stream]))
-                reserve = partial(self._commit_store.reserve, stream, self._rate, reserved)
+                reserve = partial(self._commit_store.reserve_rate, stream, self._rate, reserved)
                 wait_ms = self._call(reserve)
                 self._reserved[stream] += reserved
                 await self._sleep(wait_ms)

@@ -18,15 +18,15 @@ import msgspec
 import pyarrow as pa
 
 from millstream.delivery.commit_store import (
-    ENTRY_MARK,
-    FAILED,
-    IN_LINE,
-    KEY_MARK,
+    ENTRY_PREFIX,
+    FAILED_SUFFIX,
+    FROM_QUEUE,
+    KEY_PREFIX,
     CommitStore,
     CommittedPosition,
     Effects,
 )
-from millstream.delivery.deferral import Deferral, DeferredKey, How, defer, deferred_keys, read_queue
+from millstream.delivery.deferral import DeferMode, Deferral, DeferredKey, defer, deferred_keys, read_queue
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import (
     DeadLettered,
@@ -93,7 +93,7 @@ class Entry:
 class DeferReason(NamedTuple):
     """Why the rest of a run is deferred; the default: its key already has deferred messages. See `Deferral`."""
 
-    mode: How = "join"
+    mode: DeferMode = "join"
     detail: Arg = ""
     failed_attempts: int | None = None
 
@@ -139,7 +139,7 @@ class KeyRun:
         self.entries = deque(
             Entry(EntryId.parse(one), _DELETED if pairs is None else _pack(pairs)) for one, pairs in queue.entries
         )
-        self.attempt = queue.failed + 1
+        self.attempt = queue.failed_attempts + 1
         self._reset(queue.state, b"")
 
     def _reset(self, state: bytes, key_offset: bytes) -> None:
@@ -152,7 +152,7 @@ class KeyRun:
         ids = [str(entry.id) for entry in self.entries]
         how, detail, failed = self.defer_reason
         return Deferral(
-            line=self.offset_field, expected=self.effects.expected, how=how, detail=detail, failed=failed,
+            queue=self.offset_field, expected_offset=self.effects.expected_offset, mode=how, detail=detail, failed_attempts=failed,
             ids=ids[:1] if self.from_queue else ids,
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ class KeyRun:
     def _reset_effects(self, key_offset: bytes) -> None:
         self.covered = []
         self.others = []
-        self.effects = Effects(self.offset_field, IN_LINE if self.from_queue else key_offset, self.key or b"")
+        self.effects = Effects(self.offset_field, FROM_QUEUE if self.from_queue else key_offset, self.key or b"")
 
 
 def _check_finished(runs: Iterable[KeyRun]) -> None:
@@ -294,7 +294,11 @@ class PartitionTask:
                 self._defer_later(run, DeferReason("park", f"{outcome.reason}: {outcome.error}", message.attempt))
                 return
             self._add_outcome(run, message, outcome)
-            if self._isolated_left > 0 or run.effects.messages >= COMMIT_MESSAGES or self._staged_bytes >= COMMIT_BYTES:
+            if (
+                self._isolated_left > 0
+                or run.effects.message_count >= COMMIT_MESSAGES
+                or self._staged_bytes >= COMMIT_BYTES
+            ):
                 self._isolated_left = max(0, self._isolated_left - 1)
                 self._stage_commit(run)
                 self._flush()
@@ -367,7 +371,7 @@ class PartitionTask:
             if key is not None and (stream, key) == last:
                 runs[-1].entries.append(entry)
             else:
-                offset_field = KEY_MARK + key if key is not None else ENTRY_MARK + str(entry.id).encode()
+                offset_field = KEY_PREFIX + key if key is not None else ENTRY_PREFIX + str(entry.id).encode()
                 runs.append(KeyRun(stream, key, offset_field, deque((entry,))))
                 last = (stream, key)
             metrics = self._metrics_of(stream, entry.id)
@@ -378,7 +382,7 @@ class PartitionTask:
 
     def _run_of_queue(self, stream: str, line: bytes) -> KeyRun:
         self._metrics_of(stream, ZERO_ID)
-        return KeyRun(stream, line[1:] if line.startswith(KEY_MARK) else None, line, deque(), from_queue=True)
+        return KeyRun(stream, line[1:] if line.startswith(KEY_PREFIX) else None, line, deque(), from_queue=True)
 
     def _metrics_of(self, stream: str, entry_id: EntryId) -> TaskMetrics:
         metrics = self._metrics.get(stream)
@@ -390,9 +394,9 @@ class PartitionTask:
         """Load the committed positions of `streams`; `again` after a refusal, as a batch may have ended meanwhile."""
         missing = sorted(streams if again else streams - self._positions.keys())
         if missing:
-            positions = self._retry_while_unavailable(lambda: self._commit_store.begin(missing))
+            positions = self._retry_while_unavailable(lambda: self._commit_store.begin_run(missing))
             self._positions |= positions
-            if any(position.struck for position in positions.values()):
+            if any(position.suspects for position in positions.values()):
                 self._isolated_left = ISOLATED_MESSAGES
 
     def _load_runs(self, runs: list[KeyRun]) -> None:
@@ -429,7 +433,7 @@ class PartitionTask:
         for run in runs:
             values = loaded[run.stream]
             state = values.get(b"s" + run.key, b"") if run.key is not None else b""
-            run.resume(values.get(run.offset_field, b""), state, self._positions[run.stream].frontier)
+            run.resume(values.get(run.offset_field, b""), state, self._positions[run.stream].committed_id)
         self._defer([run for run in runs if run.entries and (run.stream, run.offset_field) in deferred])
 
     def _deferred_queues(self, runs: Iterable[KeyRun]) -> set[tuple[str, bytes]]:
@@ -448,11 +452,13 @@ class PartitionTask:
         return deferred
 
     def _may_have_queues(self, stream: str) -> bool:
-        return self._positions[stream].lines or self._metrics[stream].aside > 0
+        return self._positions[stream].has_queues or self._metrics[stream].aside > 0
 
     def _drop_committed(self, runs: list[KeyRun]) -> None:
         """Drop entries that workers committed beyond the committed offset before this run took over from them."""
-        takeover_ids = {stream: position.floor for stream, position in self._positions.items() if position.floor}
+        takeover_ids = {
+            stream: position.takeover_offset for stream, position in self._positions.items() if position.takeover_offset
+        }
         affected = [
             run
             for run in runs
@@ -461,7 +467,7 @@ class PartitionTask:
         for stream in {run.stream for run in affected}:
             some = [run for run in affected if run.stream == stream]
             ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= takeover_ids[stream]]
-            incomplete = partial(self._commit_store.still_open, stream, ids)
+            incomplete = partial(self._commit_store.incomplete, stream, ids)
             committed = set(ids) - self._retry_while_unavailable(incomplete)
             for run in some:
                 run.entries = deque(entry for entry in run.entries if str(entry.id) not in committed)
@@ -479,7 +485,7 @@ class PartitionTask:
 
     async def _isolated_attempt(self, run: KeyRun, message: Message) -> Outcome:
         """Attempt a message in isolation: its crash count goes up first, and stays up if the process dies."""
-        count_crash = partial(self._commit_store.strike, message.stream, message.id)
+        count_crash = partial(self._commit_store.count_crash, message.stream, message.id)
         crashes = self._retry_while_unavailable(count_crash)
         if crashes >= max(1, self._handler.retry.attempts - 1):
             message.attempt = crashes + 1
@@ -505,13 +511,13 @@ class PartitionTask:
     def _add_outcome(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
         """Add a processed message's outcome to its run's effects."""
         effects = run.effects
-        effects.cover(message.id)
+        effects.add_message(message.id)
         if self._isolated_left > 0:
-            effects.end_strikes(message.id)
+            effects.clear_crash_counts(message.id)
         if run.from_queue and message.attempt > 1:
-            effects.end_strikes(message.id + FAILED)
+            effects.clear_crash_counts(message.id + FAILED_SUFFIX)
         if isinstance(outcome, DeadLettered):
-            effects.add_dead(dead_letter_of(self._handler, message, outcome).items())
+            effects.add_dead_letter(dead_letter_of(self._handler, message, outcome).items())
             self._staged_bytes += sum(map(len, message.pairs))
         else:
             effects.add_outputs(outcome.outputs)
@@ -524,11 +530,11 @@ class PartitionTask:
 
     def _stage_commit(self, run: KeyRun) -> None:
         """Add a run's effects to the commit buffer."""
-        if run.effects.messages:
+        if run.effects.message_count:
             if run.key is not None and run.state != run.committed_state:
                 run.effects.state = run.state
             self._staged.append(run)
-            self._staged_messages += run.effects.messages
+            self._staged_messages += run.effects.message_count
 
     def _flush_if_full(self) -> None:
         if self._staged_messages >= COMMIT_MESSAGES or self._staged_bytes >= COMMIT_BYTES:
@@ -553,8 +559,8 @@ class PartitionTask:
                 metrics.refused += 1
                 self._refused += (run, *run.others)
             else:
-                metrics.committed += run.effects.messages
-                metrics.dead += len(run.effects.dead)
+                metrics.committed += run.effects.message_count
+                metrics.dead += len(run.effects.dead_letters)
                 for other in run.others:
                     other.covered = []
                 run.on_committed()

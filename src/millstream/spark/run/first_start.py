@@ -38,19 +38,19 @@ def prepare_new(
     """
     commit_store = commit_store_of(client, handler)
     if start == "reprocess":
-        newer = commit_store.renewed(commit_store.new_token(streams))
-        newer.begin(streams)
-        newer.forget(streams)
+        newer = commit_store.with_token(commit_store.new_token(streams))
+        newer.begin_run(streams)
+        newer.drop_progress(streams)
     elif start == "resume":
-        for stream in commit_store.begun(streams):
-            committed_id = commit_store.frontiers([stream]).get(stream, "the middle of its first batch")
+        for stream in commit_store.begun_streams(streams):
+            committed_id = commit_store.committed_ids([stream]).get(stream, "the middle of its first batch")
             raise ConfigError(
                 f"{handler.label} has processed {stream!r} up to {committed_id}, but the checkpoint {checkpoint!r} is "
                 "new: use --from-frontier to continue there, --reprocess to delete its progress and start from the "
                 "beginning, or give the old --checkpoint"
             )
     if start_at == "latest":
-        known = commit_store.frontiers(streams)
+        known = commit_store.committed_ids(streams)
         _start_at_latest(client, commit_store, [stream for stream in streams if stream not in known])
 
 
@@ -60,6 +60,6 @@ def _start_at_latest(client: Client, commit_store: CommitStore, streams: Sequenc
     ends = {
         stream: EntryId.parse(tail[0][0]) for stream, tail in zip(streams, tails, strict=True) if raise_if_error(tail)
     }
-    newer = commit_store.renewed(commit_store.new_token(streams))
-    newer.begin(list(ends))
-    newer.advance(ends)
+    newer = commit_store.with_token(commit_store.new_token(streams))
+    newer.begin_run(list(ends))
+    newer.advance_committed(ends)

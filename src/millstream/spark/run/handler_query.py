@@ -123,7 +123,7 @@ class HandlerQuery(SupervisedQuery):
             **({"keyField": handler.key_field} if handler.key_field else {}),
         }
         job = Job(handler=handler, url=context.settings.url, token=token)
-        deferred = [stream for stream, position in positions.items() if position.lines]
+        deferred = [stream for stream, position in positions.items() if position.has_queues]
         self._deferred_jobs = DeferredJobs(
             job, context.spark, streams=deferred, give_up=context.ended.is_set, clock=context.clock
         )
@@ -136,7 +136,7 @@ class HandlerQuery(SupervisedQuery):
         streams = self.streams()
         token = self._commit_store.new_token(streams)
         # Before the query plans: the source sees of workers' commits only the committed offset that `begin` writes.
-        return token, self._commit_store.renewed(token).begin(streams)
+        return token, self._commit_store.with_token(token).begin_run(streams)
 
     def _on_batch(self, batch: BatchTotals) -> None:
         self.failures = 0

@@ -6,7 +6,7 @@ from threading import Event
 
 from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import held_name, run_name
+from millstream.redis_client.key_names import run_name, worker_name_key
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ _TTL_MS, _INTERVAL_S = 30_000, 10.0
 
 def announce_run(client: Client, app: str, names: Iterable[str]) -> None:
     """Set the liveness keys of these handlers and stages for half a minute. Raises RedisError."""
-    for reply in client.pipeline([("SET", held_name(app, run_name(one)), 1, "PX", _TTL_MS) for one in names]):
+    for reply in client.pipeline([("SET", worker_name_key(app, run_name(one)), 1, "PX", _TTL_MS) for one in names]):
         raise_if_error(reply)
 
 

@@ -145,7 +145,7 @@ class Supervisor:
         """Move due delayed messages to their streams, until the run ends."""
         with Client(self._settings.url) as client:
             try:
-                DelayedMessages(client).keep_moving(
+                DelayedMessages(client).move_until_stopped(
                     lambda: sorted({name for supervised in self._supervised for name in supervised.streams()}),
                     self._ended,
                 )

@@ -35,7 +35,7 @@ class CommittedOffsets:
 
     def committed_ids(self, streams: Sequence[str]) -> dict[str, EntryId]:
         """The committed id of each stream that has one."""
-        return self._commit_store.frontiers(streams) if self._commit_store is not None and streams else {}
+        return self._commit_store.committed_ids(streams) if self._commit_store is not None and streams else {}
 
     def paused(self, streams: Sequence[str]) -> set[str]:
         """Those of `streams` on which the handler is paused, as of a second ago at most; longer if the call is slow."""
@@ -45,7 +45,7 @@ class CommittedOffsets:
         if began_ms >= self._paused_due_ms:
             self._paused, self._paused_due_ms = {}, began_ms + _CHECK_INTERVAL_MS
         if new := [stream for stream in streams if stream not in self._paused]:
-            found = self._commit_store.paused(new)
+            found = self._commit_store.paused_streams(new)
             self._paused |= {stream: stream in found for stream in new}
             self._paused_due_ms += (self._clock.monotonic_ms() - began_ms) * _PAUSED_WAIT_FACTOR
         return {stream for stream in streams if self._paused[stream]}

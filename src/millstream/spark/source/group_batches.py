@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from millstream.errors import CommandFailed, GroupMissing, StaleOwner
 from millstream.redis_client.client import Client, Command, Reply, Script, raise_if_error
-from millstream.redis_client.key_names import TakenKeys, from_wire, to_wire
+from millstream.redis_client.key_names import GroupBatchKeys, from_wire, to_wire
 
 _CLAIM_IDLE_BATCH = Script("groups/claim_idle_batch")
 _FILL_BATCH = Script("groups/fill_batch")
@@ -78,9 +78,9 @@ class Batches:
         self._portion = re.compile(f"{re.escape(consumer)}:[0-9]+")
         self._epoch = ""
 
-    def keys(self, stream: str) -> TakenKeys:
+    def keys(self, stream: str) -> GroupBatchKeys:
         """The keys of the batches of `stream`."""
-        return TakenKeys(stream, self._group, self._consumer)
+        return GroupBatchKeys(stream, self._group, self._consumer)
 
     @property
     def epoch(self) -> str:

@@ -139,7 +139,7 @@ class PartitionSubscription(_ListedInRedis):
 
     def _fetch_names(self) -> list[str]:
         return [
-            stream for base in self._partitioned_streams for stream in Partitions(self._client, base).found().streams
+            stream for base in self._partitioned_streams for stream in Partitions(self._client, base).require().streams
         ]
 
 

@@ -92,7 +92,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
     def _read_some(self, streams: Sequence[ReliableStream], count: int) -> tuple[dict[str, int], int]:
         """Read these streams in one round trip; return the counts of those that had entries, and the bytes in total."""
         options = {"count": count, "most_bytes": self._in_flight.free_bytes // len(streams)}
-        replies = self._client.pipeline([one.to_receive(**options) for one in streams])
+        replies = self._client.pipeline([one.fetch_command(**options) for one in streams])
         found: dict[str, int] = {}
         failed: list[ReliableStream] = []
         size = 0
@@ -101,9 +101,9 @@ class EntryFetcher(Fetcher[ReliableStream]):
                 failed.append(stream)
             elif reply:
                 found[stream.stream] = len(reply)
-                size += self._add_in_flight(stream, len(reply), stream.received(reply))
+                size += self._add_in_flight(stream, len(reply), stream.parse_fetch(reply))
         for stream in failed:  # last: the entries of the other replies are in flight, whatever happens here
-            if deliveries := stream.receive(**options):
+            if deliveries := stream.fetch_within(**options):
                 found[stream.stream] = len(deliveries)
                 size += self._add_in_flight(stream, len(deliveries), deliveries)
         return found, size
@@ -125,5 +125,5 @@ class EntryFetcher(Fetcher[ReliableStream]):
         for batch in self._blocking_consumer.read_new(count=plan.count, block_ms=math.ceil(block_ms)):
             stream = self._streams[batch.stream]
             found[batch.stream] = len(batch)
-            self._add_in_flight(stream, len(batch), stream.delivered([batch]))
+            self._add_in_flight(stream, len(batch), stream.to_deliveries([batch]))
         return found

@@ -58,7 +58,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
     def _lease_options(self, lines: int, count: int, streams: int = 1) -> dict[str, Any]:
         """Return the options of a lease of `lines` keys. One stream alone may give an entry larger than the room."""
         return {
-            "lines": lines, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
+            "queues": lines, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
             "lease_ms": self._policy.claim_ms, "with_state": self._with_state,
             "most_bytes": self._in_flight.free_bytes // streams, "one_at_least": streams == 1 and self._in_flight.is_empty,
         }  # fmt: skip
@@ -68,21 +68,21 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         trusted: list[KeyLease] = []
         suspects: list[Delivery] = []
         for lease in leased.leases:
-            first = lease.waiting[0]
+            first = lease.queued[0]
             # Entries that were leased before, and have failed since, were counted then.
             if first.attempt == first.deliveries == 1:
                 new += len(lease.entries)
             if first.deliveries <= self._isolated_after:
                 trusted.append(lease)
             else:
-                suspects.append(lease.waiting.popleft())
+                suspects.append(lease.queued.popleft())
         self._rate_limiter.consume(stream.stream, new)
         self._in_flight.add_leases(trusted, self._clock.monotonic_ms())
         for suspect in suspects:
             self._in_flight.add_unbuffered(suspect)
             self._on_suspect(suspect)
         self._loop_metrics.on_polled(new)
-        self._loop_metrics.count_claimed(leased.reaped)
+        self._loop_metrics.count_claimed(leased.expired_count)
         return len(leased.leases)
 
 
@@ -115,9 +115,9 @@ class KeyFetcher(LeaseFetcher):
 
     def _lease_from(self, stream: KeyedStream, lines: int, count: int) -> int:
         now_ms = self._clock.monotonic_ms()
-        leased = stream.take(now_ms=now_ms, **self._lease_options(lines, count))
-        self._in_flight.oversized_bytes = leased.unfit
-        if not (leased.leases or leased.unfit):
+        leased = stream.lease_keys(now_ms=now_ms, **self._lease_options(lines, count))
+        self._in_flight.oversized_bytes = leased.unfit_bytes
+        if not (leased.leases or leased.unfit_bytes):
             # Leases of other workers may expire meanwhile, too. The more streams there are, the less often each is
             # polled.
             sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
@@ -139,7 +139,7 @@ class KeyFetcher(LeaseFetcher):
             stopping.wait(min(wait_ms / 1000, _IDLE_S))
             self._due_ms.clear()
             return
-        wake_keys = {to_wire(self._keys_of(name).wake): name for name in names}
+        wake_keys = {to_wire(self._keys_of(name).notify): name for name in names}
         found = self._client.execute("BLPOP", *wake_keys, math.ceil(wait_ms) / 1000)
         if found:
             self._due_ms.pop(wake_keys[found[0]], None)
@@ -238,14 +238,14 @@ class KeyRouter:
 
     def _route(self, stream: KeyedStream) -> bool:
         """Route new entries of a stream; return whether there may be more."""
-        before = stream.routed
+        before = stream.enqueued_id
         count = 0
         with exclude_on_error(stream):
-            count = stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
+            count = stream.enqueue_new(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
         if stream.leaving:
             self.streams.pop(stream.stream, None)
         # Without new entries a changed position means that Redis lost writes, or that a reply was lost.
-        has_more = count > 0 or stream.routed != before
+        has_more = count > 0 or stream.enqueued_id != before
         if has_more:
             self._notify(stream)
         return has_more
@@ -293,7 +293,7 @@ class KeyRouter:
         """Warn where the key queues are full, which pauses routing, and where they are nearly full."""
         most = self._policy.look_ahead
         for stream in mine:
-            name, share = stream.stream, stream.pending / most
+            name, share = stream.stream, stream.pending_count / most
             if share < _NEARLY_FULL:
                 self._fill_shares.pop(name, None)
                 self._full.discard(name)
@@ -302,7 +302,7 @@ class KeyRouter:
                 logger.warning(
                     "key queues of %s are nearly full: they hold %d entries of at most %d; full queues block all other "
                     "keys. Run `millstream keys` to see which keys fill them, and unblock those, or raise --look-ahead",
-                    name, stream.pending, most,
+                    name, stream.pending_count, most,
                 )  # fmt: skip
             self._fill_shares[name] = share
             if share < 1:
@@ -311,7 +311,7 @@ class KeyRouter:
                 self._full.add(name)
                 logger.warning(
                     "key queues of %s are full: they hold %d entries; routing is paused until there are fewer",
-                    name, stream.pending,
+                    name, stream.pending_count,
                 )  # fmt: skip
         self._on_filled(max(self._fill_shares.values(), default=0.0))
 
@@ -324,7 +324,7 @@ class KeyRouter:
 
     def _poll(self, mine: Sequence[KeyedStream], *block: Arg) -> None:
         """Find out which streams have new entries."""
-        after = [one.routed for one in mine]
+        after = [one.enqueued_id for one in mine]
         names = [one.stream for one in mine]
         found = self._client.execute("XREAD", "COUNT", 1, *block, "STREAMS", *names, *after) if mine else ()
         self._with_new |= {from_wire(name) for name, _ in found or ()}

@@ -61,7 +61,7 @@ class OwnedKeyFetcher(LeaseFetcher):
         for name in due:
             stream = self._streams.get(name)
             if stream is not None and not stream.leaving:
-                room_bytes -= stream.sizes.about
+                room_bytes -= stream.entry_sizes.average
                 if room_bytes >= 0 or not streams:
                     streams.append(stream)
                 else:
@@ -78,25 +78,27 @@ class OwnedKeyFetcher(LeaseFetcher):
         """Lease the ready key of each stream in one round trip; return how many were leased."""
         now_ms = self._clock.monotonic_ms()
         options = self._lease_options(self._keys_each, count, len(streams))
-        replies = self._client.pipeline([one.to_take(**options) for one in streams])
+        replies = self._client.pipeline([one.lease_keys_command(**options) for one in streams])
         failed: list[KeyedStream] = []
         leased = self._in_flight.oversized_bytes = 0
         for stream, reply in zip(streams, replies, strict=True):
             if isinstance(reply, Exception):
                 failed.append(stream)
             else:
-                leased += self._on_leased(stream, stream.taken(reply, now_ms + self._policy.claim_ms), now_ms)
+                leased += self._on_leased(
+                    stream, stream.parse_lease_keys(reply, now_ms + self._policy.claim_ms), now_ms
+                )
         if len(streams) > 1:
             self._in_flight.oversized_bytes = 0  # an entry that did not fit beside others may fit alone
         for stream in failed:  # last: the leases of the other replies are in flight, whatever happens here
             with exclude_on_error(stream):
-                leased += self._on_leased(stream, stream.take(now_ms=now_ms, **options), now_ms)
+                leased += self._on_leased(stream, stream.lease_keys(now_ms=now_ms, **options), now_ms)
         return leased
 
     def _on_leased(self, stream: KeyedStream, leased: LeaseResult, now_ms: float) -> int:
         """Add leased keys to flight; return how many there are."""
-        if leased.unfit:
-            self._in_flight.oversized_bytes = leased.unfit
+        if leased.unfit_bytes:
+            self._in_flight.oversized_bytes = leased.unfit_bytes
             self._with_oversized.append(stream.stream)
             return self._add_in_flight(stream, leased)
         wait_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))

@@ -134,7 +134,7 @@ class OwnedKeyRouter(KeyRouter):
         size = 0
         for name in islice(self._to_route, _AT_ONCE):
             if (stream := self.streams.get(name)) is not None:
-                size += READ_BYTES // stream.affordable
+                size += READ_BYTES // stream.max_read_count
             if names and size > READ_BYTES:
                 break
             names.append(name)
@@ -153,17 +153,17 @@ class OwnedKeyRouter(KeyRouter):
     def _route_pipelined(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
         """Route new entries in two round trips; return which streams may have more, and why others were delayed."""
         found, one_by_one, more = self._read_pipelined(streams)
-        before = [(one.routed, one.pending) for one in found]
+        before = [(one.enqueued_id, one.pending_count) for one in found]
         look_ahead = self._policy.look_ahead
         replies = self._client.pipeline(
-            [one.to_enlist(entries, most_pending=look_ahead) for one, entries in found.items()]
+            [one.enqueue_command(entries, most_pending=look_ahead) for one, entries in found.items()]
         )
         for (stream, entries), reply, (routed, pending) in zip(found.items(), replies, before, strict=True):
             if isinstance(reply, Exception):
                 one_by_one.append(stream)
                 continue
-            enqueued_count = stream.enlisted(reply)
-            is_moved = stream.routed != routed
+            enqueued_count = stream.apply_enqueue(reply)
+            is_moved = stream.enqueued_id != routed
             # Without new entries a changed position means that Redis lost writes, or that a reply was lost.
             if enqueued_count or is_moved:
                 self._notify(stream)
@@ -171,7 +171,7 @@ class OwnedKeyRouter(KeyRouter):
                 more.append(stream.stream)
             if stream.stream in self._invalidated:
                 is_false = not (
-                    enqueued_count or is_moved or pending or stream.pending
+                    enqueued_count or is_moved or pending or stream.pending_count
                 )  # commits invalidate the key, too
                 self._false_count, self._true_count = self._false_count + is_false, self._true_count + (not is_false)
         others, unavailable = self._route_one_by_one(one_by_one)
@@ -182,9 +182,9 @@ class OwnedKeyRouter(KeyRouter):
     ) -> tuple[dict[KeyedStream, Sequence[Any]], list[KeyedStream], list[str]]:
         """Read new entries in one round trip; return them, the streams to read alone, and those that may have more."""
         look_ahead, share = self._policy.look_ahead, READ_BYTES // len(streams)
-        counts = [min(_ROUTED_AT_ONCE, one.affordable) // len(streams) or 1 for one in streams]
+        counts = [min(_ROUTED_AT_ONCE, one.max_read_count) // len(streams) or 1 for one in streams]
         reads = [
-            one.to_read(count=count, most_bytes=share, one_at_least=len(streams) == 1, most_pending=look_ahead)
+            one.read_command(count=count, most_bytes=share, one_at_least=len(streams) == 1, most_pending=look_ahead)
             for one, count in zip(streams, counts, strict=True)
         ]
         # Reading a key makes Redis report its next change.
@@ -193,7 +193,7 @@ class OwnedKeyRouter(KeyRouter):
             replies = dict(self._tracker.read(asked))
         except Unavailable:
             for stream in streams:
-                stream.note_failed_read()
+                stream.on_failed_read()
             raise
         found: dict[KeyedStream, Sequence[Any]] = {}
         one_by_one: list[KeyedStream] = []
@@ -205,7 +205,7 @@ class OwnedKeyRouter(KeyRouter):
                 if isinstance(reply, ScriptMissing):  # the script did not run, so its key is not tracked
                     more.append(stream.stream)
                 continue
-            entries, unfit = stream.found(reply)
+            entries, unfit = stream.parse_read(reply)
             if unfit and not entries:
                 one_by_one.append(stream)
             else:

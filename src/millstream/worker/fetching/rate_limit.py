@@ -40,7 +40,7 @@ class RateLimiter:
         for stream in streams:
             if not self._reserved[stream.stream]:
                 count = reservation_size(self._rate)
-                wait_ms = stream.reserve(self._rate, count)
+                wait_ms = stream.reserve_rate(self._rate, count)
                 self._due_ms[stream.stream] = self._clock.monotonic_ms() + wait_ms
                 self._reserved[stream.stream] = count
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}

@@ -8,7 +8,7 @@ from typing import Any
 
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, from_wire, held_name, to_wire
+from millstream.redis_client.key_names import HandlerKeys, from_wire, to_wire, worker_name_key
 from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
 from millstream.worker.fetching.timers import DelayQueue
 
@@ -26,7 +26,7 @@ class ReadyHints:
     """
 
     def __init__(self, client: Client, app: str, handler: str) -> None:
-        self.key = held_name(app, f"hints:{handler}")
+        self.key = worker_name_key(app, f"hints:{handler}")
         self._client = client
         self._names: dict[bytes, None] = {}
 
@@ -84,15 +84,17 @@ class SharedKeyFetcher(OwnedKeyFetcher):
         if leased.leases or leased.wait_ms is not None:
             # Leases of other workers may expire meanwhile, too.
             sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._active))
-            self._active[name] = self._keys_of(name).wake
+            self._active[name] = self._keys_of(name).notify
             self._delay_queue.put(name, now_ms + min(sweep_ms, inf if leased.wait_ms is None else leased.wait_ms))
         else:
             self._active.pop(name, None)
             self._idle.put(name, now_ms + self._idle_poll_ms)
-        if leased.unfit:
-            self._in_flight.oversized_bytes = leased.unfit
+        if leased.unfit_bytes:
+            self._in_flight.oversized_bytes = leased.unfit_bytes
             self._with_oversized.append(name)
-        if leased.unfit or len(leased.leases) >= self._keys_each:  # there may be more keys, also for other workers
+        if (
+            leased.unfit_bytes or len(leased.leases) >= self._keys_each
+        ):  # there may be more keys, also for other workers
             self._delay_queue.put(name, now_ms)
             self._hints.put(name)
         return self._add_in_flight(stream, leased)

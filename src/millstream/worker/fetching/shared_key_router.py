@@ -28,7 +28,7 @@ class SharedKeyRouter(OwnedKeyRouter):
         return name in self._owned_names
 
     def _notify(self, stream: KeyedStream) -> None:
-        if stream.readied:
+        if stream.newly_ready:
             self._hints.put(stream.stream)
 
     def _route_all(self, due: Sequence[KeyedStream]) -> None:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from millstream.errors import ConfigError, Unavailable
-from millstream.partitions.key_migration import KeyMigration, PartitionStream, send_on
+from millstream.partitions.key_migration import KeyMigration, PartitionStream, forward_entry
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -34,7 +34,7 @@ class ByPartition(ByKey):
         handler = self._context.handler
         found: list[str] = []
         for base in handler.streams:
-            self._on_partition_map(Partitions(scan_client, base).made(handler.partitions or 1))
+            self._on_partition_map(Partitions(scan_client, base).create(handler.partitions or 1))
             partition_map = self._partition_maps[base]
             self._positions.update(
                 {partition_map.stream(position): (base, position) for position in range(partition_map.count)}
@@ -56,7 +56,7 @@ class ByPartition(ByKey):
         ):
             migrations.setdefault(
                 partition_map.base, KeyMigration(client, partition_map, clock=clock, **self._owner)
-            ).layout = partition_map
+            ).partition_map = partition_map
 
     def join(self, name: str) -> None:
         """See Ordering. A handler that has started reads a new partition from its beginning, whatever its `start`."""
@@ -67,14 +67,14 @@ class ByPartition(ByKey):
         # Steps that may fail come first, before the stream is known. The first worker to join decides where it starts.
         working = self._make_joined(PartitionStream, name, start)
         routed = self._make_routed(PartitionStream, working)
-        routed.place, routed.moves, routed.send_on = position, self._router_migrations[base], self._forward
+        routed.partition, routed.migration, routed.forward = position, self._router_migrations[base], self._forward
         self._add_stream(working)
         self._router.add(routed)
 
     def _forward(self, stream: str, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
         """Publish a redriven entry, once, to the partition that now owns its key; False if the key has not moved."""
         base, _ = self._positions[stream]
-        return send_on(self._routing_client, base, self._keys_of(stream), key, entry_id, pairs)
+        return forward_entry(self._routing_client, base, self._keys_of(stream), key, entry_id, pairs)
 
     def background_loops(self) -> Mapping[str, BackgroundLoop]:
         """See Ordering."""
@@ -94,10 +94,10 @@ class ByPartition(ByKey):
     def _migrate_once(self) -> int:
         moved = 0
         for base, migration in self._key_migrations.copy().items():
-            if migration.layout.generation > 1:
+            if migration.partition_map.generation > 1:
                 routed = [self._positions[name] for name in self._router.owned]
                 own_positions = [position for its_base, position in routed if its_base == base]
-                moved += migration.bring_in(own_positions) + migration.settle(own_positions)
+                moved += migration.import_keys(own_positions) + migration.drain(own_positions)
         return moved
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated
 from millstream.balancer.protocol import announce_all, claim_service, record_stream_error
 from millstream.delivery.keyed_stream import KeyedStream
-from millstream.delivery.reliable_stream import leave_all
+from millstream.delivery.reliable_stream import remove_consumers
 from millstream.errors import (
     AccessDenied,
     CommandFailed,
@@ -82,7 +82,7 @@ class ByStream(ByKey):
     ) -> S:
         stream = super()._make_stream(kind, client, name, start)
         if self._has_many:
-            stream.leave_out = lambda error: self._stream_errors.put((name, error))
+            stream.on_stream_error = lambda error: self._stream_errors.put((name, error))
         return stream
 
     @property
@@ -270,7 +270,7 @@ class ByStream(ByKey):
         left = [name for name, since_ms in self._former_since_ms.items() if now_ms - since_ms > _SETTLE_MS]
         for name in left:
             del self._former_since_ms[name]
-        leave_all(self._context.client, [self.streams.pop(name) for name in left if name in self.streams])
+        remove_consumers(self._context.client, [self.streams.pop(name) for name in left if name in self.streams])
 
     def close(self) -> None:
         """See Ordering."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from millstream.clock import Clock
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, lease_of
-from millstream.delivery.reliable_stream import HANDED_BACK_MS, Delivery, ReliableStream
+from millstream.delivery.reliable_stream import NACK_IDLE_MS, Delivery, ReliableStream
 from millstream.errors import MillstreamError
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
@@ -133,10 +133,10 @@ class Unordered:
             c.client, name, app=handler.app, handler=handler.name, consumer=c.consumer, into=handler.into,
             into_maxlen=handler.into_maxlen, start=c.start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
-        stream.room_bytes = lambda: c.in_flight.free_bytes
+        stream.claim_room_bytes = lambda: c.in_flight.free_bytes
         stream.join()
-        stream.dismiss_silent()
-        stream.look()
+        stream.remove_idle_consumers()
+        stream.refresh()
         self.renewal.recover(stream)
         self.streams[name] = stream
 
@@ -152,7 +152,7 @@ class Unordered:
         for (stream, idle_ms), some in by_idle.items():
             try:
                 stream.end_isolation(some)
-                lost = stream.hand_back([one.id for one in some], idle_ms=idle_ms)
+                lost = stream.nack([one.id for one in some], idle_ms=idle_ms)
             except MillstreamError as error:
                 _warn_not_released(len(some), error)
             else:
@@ -162,7 +162,7 @@ class Unordered:
         """Return the idle time for a released entry: one that backs off becomes claimable about when its wait ends."""
         wait_ms = delivery.due_ms - self._context.clock.monotonic_ms()
         if wait_ms <= 0:
-            return HANDED_BACK_MS
+            return NACK_IDLE_MS
         claim_ms = self._context.policy.claim_ms
         step_ms = math.ceil(claim_ms / _BACK_OFF_STEPS)  # rounded, so that entries share calls
         return claim_ms - math.ceil(wait_ms / step_ms) * step_ms
@@ -242,14 +242,14 @@ class ByKey:
 
     def _make_joined(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
         stream = self._make_stream(kind, self._context.client, name, start)
-        stream.newest = self._max_takeover_epoch
+        stream.max_takeover_epoch = self._max_takeover_epoch
         stream.join()
         return stream
 
     def _make_routed(self, kind: Callable[..., S], working: KeyedStream) -> S:
         # The router blocks on its connection while it waits for entries, so nothing else may use that connection.
         stream = self._make_stream(kind, self._routing_client, working.stream, "earliest")
-        stream.join_as(working)
+        stream.join_like(working)
         return stream
 
     def _make_stream(
@@ -257,7 +257,7 @@ class ByKey:
     ) -> S:
         c, handler, queue_of = self._context, self._context.handler, self._context.steps.queue_of
         return kind(
-            client, name, line_of=lambda entry_id, pairs: queue_of(name, entry_id, pairs), app=handler.app,
+            client, name, queue_of=lambda entry_id, pairs: queue_of(name, entry_id, pairs), app=handler.app,
             handler=handler.name, consumer=c.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
             start=start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
@@ -273,8 +273,8 @@ class ByKey:
         self._router.add(self._make_routed(KeyedStream, working))
 
     def _add_stream(self, stream: KeyedStream) -> None:
-        stream.dismiss_silent()
-        stream.look()
+        stream.remove_idle_consumers()
+        stream.refresh()
         self.renewal.recover(stream)
         self.streams[stream.stream] = stream
         self._joined_streams.put(stream.stream)
@@ -292,14 +292,14 @@ class ByKey:
                 in_flight.remove_lease(lease)
                 releases[lease.stream].append(LeaseRelease(lease, "first"))
         for stream, some in releases.items():
-            count = sum(release.lease.given for release in some)
+            count = sum(release.lease.in_flight_count for release in some)
             try:
                 stream.end_isolation([one for release in some for one in release.lease.entries])
-                lost = stream.release(some)
+                lost = stream.release_leases(some)
             except MillstreamError as error:
                 _warn_not_released(count, error)
             else:
-                self._context.loop_metrics.count_released(count - sum(lease.given for lease in lost))
+                self._context.loop_metrics.count_released(count - sum(lease.in_flight_count for lease in lost))
 
     def close(self) -> None:
         """See Ordering."""

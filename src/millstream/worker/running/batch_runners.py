@@ -59,7 +59,7 @@ class _Batch:
     def add(self, delivery: Delivery, message: Message | None) -> None:
         """Add an entry that has started; without a message, it was redriven for another handler."""
         if message is None:
-            delivery.ran = True
+            delivery.finished = True
             self._finished.append(((delivery,), NO_EFFECTS))
         else:
             self._deliveries.append(delivery)
@@ -72,8 +72,8 @@ class _Batch:
         sharing: list[Delivery] = []
         for delivery, refusal in zip(self._deliveries, dead, strict=True):
             # An equal share of the time, so that the times of all messages add up to that of the handler.
-            delivery.took_ms = (self._clock.monotonic_ms() - delivery.since_ms) / len(dead)
-            delivery.ran = True
+            delivery.attempt_ms = (self._clock.monotonic_ms() - delivery.state_since_ms) / len(dead)
+            delivery.finished = True
             if refusal is None and isinstance(outcome, Done) and outcome.outputs:
                 sharing.append(delivery)
             else:
@@ -99,7 +99,7 @@ class ThreadBatchRunner(ThreadRunner):
             self._in_flight.gate.wait()
         for finished in self._run_batch(started):
             self._in_flight.completions.put(finished)
-        self._took_ms += sum([one.took_ms for one in started])
+        self._took_ms += sum([one.attempt_ms for one in started])
         self._finished += 1
         return True
 

@@ -114,7 +114,7 @@ class PoisonIsolation:
 
     def _run_or_give_up(self, delivery: Delivery) -> None:
         """Run a suspect, make it wait if another process crashed on it, or give it up if too many have."""
-        deaths, mark = delivery.stream.isolation(delivery)
+        deaths, mark = delivery.stream.isolation_state(delivery)
         end = self._incarnation.end_of(mark) if mark else ALIVE
         if end is None:
             self._delay(delivery, _RECHECK_S * 1000)
@@ -122,7 +122,7 @@ class PoisonIsolation:
             with self._process_isolation.lock:
                 self._run_isolated(delivery)
         elif deaths + 1 < crashes_allowed(self._handler.retry):
-            delivery.stream.note_deaths(delivery, deaths + 1)
+            delivery.stream.record_deaths(delivery, deaths + 1)
             wait_ms = self._handler.retry.delay_after(deaths + 1)
             logger.warning(
                 "message %s of %s crashed its process, which %s while no other message ran; retrying in %.1f s",
@@ -154,13 +154,13 @@ class PoisonIsolation:
 
     def _wait_for_others(self, all_in_flight: Sequence[InFlight]) -> bool:
         """Wait until nothing runs, as the suspect would be blamed for a crash now. False if the stop comes first."""
-        while any(one.running and not one.ran for in_flight in all_in_flight for one in in_flight.deliveries):
+        while any(one.running and not one.finished for in_flight in all_in_flight for one in in_flight.deliveries):
             if self._stopping.wait(_POLL_S):
                 return False
         return True
 
     def _run_marked(self, delivery: Delivery) -> None:
-        delivery.stream.isolate(delivery, self._incarnation.mark)
+        delivery.stream.begin_isolation(delivery, self._incarnation.mark)
         outcome = self._runner.run_isolated(delivery)
         with contextlib.suppress(Unavailable):  # a commit ends the isolation as well
             delivery.stream.end_isolation([delivery])

@@ -72,8 +72,8 @@ class _Start:
         return started
 
     def _finish(self, delivery: Delivery) -> None:
-        delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
-        delivery.ran = True
+        delivery.attempt_ms = self._clock.monotonic_ms() - delivery.state_since_ms
+        delivery.finished = True
 
 
 class LoadSample(NamedTuple):
@@ -182,7 +182,7 @@ class ThreadRunner(_Start):
         if not starts:
             return None
         outcome = self._run_message(delivery)
-        self._took_ms += delivery.took_ms
+        self._took_ms += delivery.attempt_ms
         return self._in_flight.complete(delivery, outcome)
 
     def _next_delivery(self) -> Delivery | None:

@@ -106,7 +106,7 @@ class ClaimRenewal:
         self._check_time_limits()
         if self._loop_metrics.has_backend and self._clock.monotonic_ms() >= self._measure_due_ms:
             self._measure_due_ms = self._clock.monotonic_ms() + _MEASURE_MS
-            self._loop_metrics.set_backlog([stream.waiting() for stream in self.streams if not stream.leaving])
+            self._loop_metrics.set_backlog([stream.backlog() for stream in self.streams if not stream.leaving])
         self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
         self._loop_metrics.on_reply()
         self._loop_metrics.set_paused(bool(self._streams) and all(stream.paused for stream in self.streams))
@@ -123,7 +123,7 @@ class ClaimRenewal:
     def _claim(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
         with self._claim_lock:
             in_flight = self._in_flight.entry_ids(stream.stream)
-            return self._add_in_flight(stream.read_pending(excluding=in_flight, idle_ms=idle_ms, own=own, count=count))
+            return self._add_in_flight(stream.claim_idle(excluding=in_flight, idle_ms=idle_ms, own=own, count=count))
 
     def _add_in_flight(self, claimed: Sequence[Delivery]) -> int:
         trusted_count = isolated_after(self._steps.handler.retry)
@@ -166,7 +166,7 @@ class ClaimRenewal:
         while some := list(islice(streams, _REFRESHED_AT_ONCE)):
             replies: Sequence[Reply]
             try:
-                replies = self._client.pipeline([one.to_look() for one in some])
+                replies = self._client.pipeline([one.refresh_command() for one in some])
             except Unavailable as error:  # perhaps only one server is unavailable
                 replies = [error] * len(some)
             yield from zip(some, replies, strict=True)
@@ -178,7 +178,7 @@ class ClaimRenewal:
                 self._renew(stream)
             return True
         was_paused = stream.paused
-        stream.looked(reply)
+        stream.apply_refresh(reply)
         if was_paused and not stream.paused:
             self.reread_pending.set()
         if renews:
@@ -195,7 +195,7 @@ class ClaimRenewal:
     def _claim_stuck(self, stream: ReliableStream) -> None:
         with self._claim_lock:
             now_ms = self._clock.monotonic_ms()
-            self._add_in_flight(stream.read_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms))
+            self._add_in_flight(stream.claim_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms))
 
     def _checkpoint(self, stream: ReliableStream) -> bool:
         checkpoint = stream.checkpoint()
@@ -221,9 +221,13 @@ class ClaimRenewal:
         return False
 
     def _renew(self, stream: ReliableStream) -> None:
-        in_flight = {one.id: one for one in self._in_flight.deliveries if one.stream is stream and not one.settling}
+        in_flight = {one.id: one for one in self._in_flight.deliveries if one.stream is stream and not one.committing}
         # Entries whose commit runs meanwhile are not pending any more either, and are not lost.
-        lost = [in_flight[entry_id] for entry_id in stream.extend(list(in_flight)) if not in_flight[entry_id].settling]
+        lost = [
+            in_flight[entry_id]
+            for entry_id in stream.renew_claims(list(in_flight))
+            if not in_flight[entry_id].committing
+        ]
         if lost:
             logger.warning(
                 "claims on %d messages of %s lost: another worker claimed them, or they were deleted; dropping them",
@@ -240,7 +244,7 @@ class ClaimRenewal:
         given_up: list[Delivery] = []
         try:
             for one in self._in_flight.deliveries:
-                if one.running and not one.ran and now_ms - one.since_ms > limit_ms + _GRACE_MS:
+                if one.running and not one.finished and now_ms - one.state_since_ms > limit_ms + _GRACE_MS:
                     self._give_up_run(one)
                     given_up.append(one)
         except Unavailable as error:
@@ -265,10 +269,10 @@ class ClaimRenewal:
                 if not stream.commit([effects]):
                     self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
             else:
-                stream.note_failures([delivery])
+                stream.record_failures([delivery])
                 self._loop_metrics.count_retried(1)
                 stream.end_isolation([delivery])
-                stream.hand_back([delivery.id])
+                stream.nack([delivery.id])
         self._in_flight.remove([delivery])
 
     def _warn(self, text: str, *args: object) -> None:

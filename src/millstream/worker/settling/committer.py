@@ -82,7 +82,7 @@ class Committer:
             else:
                 assert isinstance(outcome, RetryLater)  # entries without a key are never parked
                 failed[delivery.stream].append(delivery)
-                delivery.running, delivery.since_ms = False, now_ms
+                delivery.running, delivery.state_since_ms = False, now_ms
                 delivery.due_ms = now_ms + self._steps.retry(delivery, outcome)
                 heapq.heappush(self._retries, (delivery.due_ms, next(self._sequence), delivery))
         for stream, deliveries in failed.items():
@@ -94,7 +94,7 @@ class Committer:
 
     def _record_failures(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         try:
-            self._retry_while_unavailable(lambda: stream.note_failures(deliveries))
+            self._retry_while_unavailable(lambda: stream.record_failures(deliveries))
         except OutOfMemory as error:
             logger.warning("cannot record %d failed attempts: %s; only this worker counts them", len(deliveries), error)
 
@@ -120,7 +120,7 @@ class Committer:
             # Claims on entries of the later streams are renewed meanwhile: a commit may take long while a server is
             # down.
             for one in _deliveries(some):
-                one.settling = True
+                one.committing = True
             for portion in chunk_by_size(some, itemgetter(1)):
                 try:
                     self._commit_some(stream, portion)
@@ -130,12 +130,12 @@ class Committer:
     def _commit_some(self, stream: ReliableStream, some: Sequence[PendingCommit], *, allow_oom: bool = False) -> None:
         effects = [one for _, one in some]
         began_ms = self._clock.monotonic_ms()
-        call = stream.new_call()
+        call = stream.new_call_number()
         refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
-        dead = [reason for _, one in written if one.dead for reason in map(reason_of, one.dead)]
+        dead = [reason for _, one in written if one.dead_letters for reason in map(reason_of, one.dead_letters)]
         deliveries = _deliveries(some)
         self._loop_metrics.count_committed(_deliveries(written) if refused_ids else deliveries, dead, took_s)
         if refused:
@@ -152,14 +152,14 @@ class Committer:
     def _rerun_owned(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         """Run a refused batch again, without the entries of it that another worker has claimed."""
         try:
-            lost = self._retry_while_unavailable(lambda: stream.extend([one.id for one in deliveries]))
+            lost = self._retry_while_unavailable(lambda: stream.renew_claims([one.id for one in deliveries]))
         except OutOfMemory:
             return  # the entries stay pending: another worker claims them when they are idle
         self._run_again([one for one in deliveries if one.id not in lost], self._clock.monotonic_ms())
 
     def _run_again(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
         for one in deliveries:
-            one.running = one.ran = one.settling = False
+            one.running = one.finished = one.committing = False
         self._in_flight.add(deliveries, now_ms)
 
     def _retry_while_unavailable(self, operation: Callable[[], T]) -> T:
@@ -179,12 +179,12 @@ class Committer:
 
     def _postpone(self, stream: ReliableStream, some: Sequence[PendingCommit], error: OutOfMemory) -> None:
         """Commit plain acknowledgements, which free memory in the end; keep the rest pending, without an attempt."""
-        acknowledgements = [one for one in some if not (one[1].outputs or one[1].dead)]
+        acknowledgements = [one for one in some if not (one[1].outputs or one[1].dead_letters)]
         if acknowledgements:
             self._commit_some(stream, acknowledgements, allow_oom=True)
-        postponed = [one for one in some if one[1].outputs or one[1].dead]
+        postponed = [one for one in some if one[1].outputs or one[1].dead_letters]
         for one in _deliveries(postponed):
-            one.settling = False  # Redis may be out of memory for longer than a claim lasts
+            one.committing = False  # Redis may be out of memory for longer than a claim lasts
         self._postponed += postponed
         self._warn_postponed(len(postponed), stream, error)
 
@@ -205,7 +205,7 @@ class Committer:
 
     def _observe_run_times(self, finished: Sequence[FinishedRun]) -> None:
         if self._loop_metrics.has_backend:
-            self._loop_metrics.observe_run_times([one.took_ms for deliveries, _ in finished for one in deliveries])
+            self._loop_metrics.observe_run_times([one.attempt_ms for deliveries, _ in finished for one in deliveries])
 
 
 def _deliveries(commits: Sequence[PendingCommit]) -> list[Delivery]:

@@ -36,7 +36,7 @@ class _LeaseOutcome:
     @property
     def is_over(self) -> bool:
         """True if no further entry of the key is run under this lease."""
-        return self.lease.last is self.runs[-1][0]
+        return self.lease.last_run is self.runs[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class KeyCommitter(Committer):
         """Commit, retry, park or dead-letter each of these runs."""
         self._observe_run_times(finished)
         if finished:
-            self._in_flight.on_run_time(sum(deliveries[0].took_ms for deliveries, _ in finished) / len(finished))
+            self._in_flight.on_run_time(sum(deliveries[0].attempt_ms for deliveries, _ in finished) / len(finished))
         # Runs kept for want of memory come before later runs of the same key.
         runs, self._postponed_runs = self._postponed_runs, {}
         for (delivery,), outcome in finished:
             runs.setdefault(lease_of(delivery), []).append((delivery, outcome))
         by_stream: dict[KeyedStream, list[_LeaseOutcome]] = defaultdict(list)
         for lease, some in runs.items():
-            if lease.lost or not all(delivery in self._in_flight for delivery, _ in some):
+            if lease.expired or not all(delivery in self._in_flight for delivery, _ in some):
                 self._drop_lost(lease)
             else:
                 by_stream[lease.stream].append(self._make_outcome(lease, some))
@@ -83,12 +83,12 @@ class KeyCommitter(Committer):
     def _make_outcome(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
         outcome = _LeaseOutcome(lease, runs)
         done = [(delivery, result) for delivery, result in runs if isinstance(result, (Done, DeadLettered))]
-        lease.ending = outcome.is_over
+        lease.releasing = outcome.is_over
         if done:
             outcome.done = [delivery for delivery, _ in done]
             outcome.effects = self._steps.commit_key(lease, done)
             if outcome.is_over and len(done) == len(runs):
-                outcome.effects.left = lease.given - len(done)
+                outcome.effects.unfinished = lease.in_flight_count - len(done)
         last, result = runs[-1]
         if isinstance(result, RetryLater):
             outcome.release = LeaseRelease(lease, "later", self._steps.retry(last, result), last.attempt)
@@ -101,8 +101,8 @@ class KeyCommitter(Committer):
     ) -> dict[KeyedStream, _PipelinedReply]:
         """Commit as much as fits in one round trip. A commit without a good reply is sent again, stream by stream."""
         effects_of = {stream: _with_effects(outcomes) for stream, outcomes in by_stream.items()}
-        calls = {stream: stream.new_call() for stream in _first_round_trip(effects_of)}
-        commands = [stream.to_commit(_effects(effects_of[stream]), call) for stream, call in calls.items()]
+        calls = {stream: stream.new_call_number() for stream in _first_round_trip(effects_of)}
+        commands = [stream.commit_command(_effects(effects_of[stream]), call) for stream, call in calls.items()]
         began_ms = self._clock.monotonic_ms()
         replies: Sequence[Reply]
         try:
@@ -119,17 +119,17 @@ class KeyCommitter(Committer):
         self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
     ) -> None:
         kept = [one for some in _chunks(_with_effects(outcomes)) for one in self._commit_or_keep(stream, some, sent)]
-        outcomes = [one for one in outcomes if one not in kept and not one.lease.lost]
+        outcomes = [one for one in outcomes if one not in kept and not one.lease.expired]
         releases = [one.release for one in outcomes if one.release is not None]
         if releases:
-            self._loop_metrics.count_retried(sum(release.how == "later" for release in releases))
-            self._loop_metrics.count_parked(sum(release.how == "park" for release in releases))
-            for lease in self._retry_while_unavailable(lambda: stream.release(releases)):
+            self._loop_metrics.count_retried(sum(release.mode == "later" for release in releases))
+            self._loop_metrics.count_parked(sum(release.mode == "park" for release in releases))
+            for lease in self._retry_while_unavailable(lambda: stream.release_leases(releases)):
                 self._drop_lost(lease)
         over = [one for one in outcomes if one.is_over]
         for one in over:
             self._in_flight.remove_lease(one.lease)
-            one.lease.forget()
+            one.lease.clear()
         if over:
             self._on_lease_end(stream.stream)
 
@@ -141,12 +141,12 @@ class KeyCommitter(Committer):
             self._commit_outcomes(stream, outcomes, sent)
         except OutOfMemory as error:
             # Plain acknowledgements free memory in the end.
-            plain = [one for one in outcomes if one.effects and one.effects.is_acknowledgement]
+            plain = [one for one in outcomes if one.effects and one.effects.is_ack_only]
             self._commit_outcomes(stream, plain, None, allow_oom=True)
             kept = [one for one in outcomes if one not in plain]
             self._postponed_runs |= {one.lease: one.runs for one in kept}
             for one in kept:
-                one.lease.ending = False  # the lease has to be renewed meanwhile
+                one.lease.releasing = False  # the lease has to be renewed meanwhile
             self._warn_postponed(sum(len(one.runs) for one in kept), stream, error)
             return kept
         return []
@@ -165,10 +165,10 @@ class KeyCommitter(Committer):
         effects = _effects(outcomes)
         began_ms = self._clock.monotonic_ms()
         if sent is None or isinstance(sent.reply, Exception):
-            call = sent.call if sent else stream.new_call()
+            call = sent.call if sent else stream.new_call_number()
             refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
         else:
-            refused = stream.committed(effects, sent.reply)
+            refused = stream.parse_commit(effects, sent.reply)
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
         for one in refused:
             self._drop_lost(by_effects.pop(id(one)).lease)
@@ -176,17 +176,17 @@ class KeyCommitter(Committer):
         dead: list[str] = []
         for outcome in by_effects.values():
             assert outcome.effects is not None
-            outcome.lease.given -= len(outcome.done)
+            outcome.lease.in_flight_count -= len(outcome.done)
             if outcome.effects.state is not None:
                 outcome.lease.committed_state = outcome.effects.state
             done += outcome.done
-            dead += map(reason_of, outcome.effects.dead)
+            dead += map(reason_of, outcome.effects.dead_letters)
         self._in_flight.remove(done)
         self._loop_metrics.count_committed(done, dead, took_s)
 
     def _drop_lost(self, lease: KeyLease) -> None:
         """Drop a key whose lease another worker has taken, or an operator has ended by changing the key."""
-        lease.lost = True
+        lease.expired = True
         self._on_lease_end(lease.stream.stream)
         lost = self._in_flight.remove_lease(lease)
         if lost:

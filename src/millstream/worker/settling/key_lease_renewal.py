@@ -34,7 +34,7 @@ class KeyLeaseRenewal(ClaimRenewal):
         """Release the leases that this worker held before a restart, or was given in a reply that was lost."""
         assert isinstance(stream, KeyedStream)
         known = [lease for lease in self._in_flight.leases.copy() if lease.stream is stream]
-        earlier, unheard = stream.recover(known, self._policy.batch)
+        earlier, unheard = stream.recover_leases(known, self._policy.batch)
         self._loop_metrics.count_claimed(earlier + unheard)
 
     def run_once(self) -> None:
@@ -44,8 +44,10 @@ class KeyLeaseRenewal(ClaimRenewal):
             surplus[lease.stream].append(lease)
         for stream, some in surplus.items():
             with exclude_on_error(stream):
-                lost = stream.release([LeaseRelease(lease, "first") for lease in some])
-                self._loop_metrics.count_released(sum(one.given for one in some) - sum(one.given for one in lost))
+                lost = stream.release_leases([LeaseRelease(lease, "first") for lease in some])
+                self._loop_metrics.count_released(
+                    sum(one.in_flight_count for one in some) - sum(one.in_flight_count for one in lost)
+                )
         super().run_once()
 
     def run_watchdog(self, over: threading.Event) -> None:
@@ -58,7 +60,7 @@ class KeyLeaseRenewal(ClaimRenewal):
         margin_ms = max(_MIN_MARGIN_MS, _MARGIN_SHARE * self._policy.claim_ms)
         cancelled: list[Delivery] = []
         while not over.wait(_WATCH_S):
-            if any(not one.ran for one in cancelled):
+            if any(not one.finished for one in cancelled):
                 raise HandlerStuck(
                     f"{self._steps.handler.label} still runs on message {cancelled[0].id.decode()} of "
                     f"{cancelled[0].stream.stream} though its lease is about to expire; another worker may run it then"
@@ -68,7 +70,7 @@ class KeyLeaseRenewal(ClaimRenewal):
                 [
                     lease
                     for lease in self._in_flight.leases.copy()
-                    if (lease.lost or lease.until_ms < late_ms) and not lease.ending
+                    if (lease.expired or lease.expires_ms < late_ms) and not lease.releasing
                 ]
             )
 
@@ -76,10 +78,10 @@ class KeyLeaseRenewal(ClaimRenewal):
         """Drop leased keys; return their entries that are still running, whose runs it has tried to cancel."""
         dropped: list[Delivery] = []
         for lease in leases:
-            lease.lost = True
+            lease.expired = True
             dropped += self._in_flight.remove_lease(lease)
         self._loop_metrics.count_refused(len(dropped))
-        running = [one for one in dropped if one.running and not one.ran]
+        running = [one for one in dropped if one.running and not one.finished]
         for delivery in running:
             self._cancel_run(delivery)
         for stream, count in Counter(one.stream.stream for one in dropped).items():
@@ -103,13 +105,15 @@ class KeyLeaseRenewal(ClaimRenewal):
 
     def _renew(self, stream: ReliableStream) -> None:
         assert isinstance(stream, KeyedStream)
-        mine = [one for one in self._in_flight.leases.copy() if one.stream is stream and not (one.ending or one.lost)]
+        mine = [
+            one for one in self._in_flight.leases.copy() if one.stream is stream and not (one.releasing or one.expired)
+        ]
         if not mine:
             return
         now_ms = self._clock.monotonic_ms()
         lost: list[Delivery] = []
-        for lease in stream.extend_leases(mine, self._policy.claim_ms, now_ms):
-            if not lease.ending:
+        for lease in stream.renew_leases(mine, self._policy.claim_ms, now_ms):
+            if not lease.releasing:
                 lost += self._in_flight.remove_lease(lease)
         if lost:
             self._loop_metrics.count_refused(len(lost))
@@ -122,15 +126,17 @@ class KeyLeaseRenewal(ClaimRenewal):
         lease = lease_of(delivery)
         message = self._steps.decode(delivery)
         assert message is not None
-        lease.ending = True
+        lease.releasing = True
         outcome = timed_out(self._steps.handler, message)
         if isinstance(outcome, DeadLettered):
             if not lease.stream.commit([self._steps.commit_key(lease, [(delivery, outcome)])]):
                 self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
         elif isinstance(outcome, RetryLater):
-            lease.stream.note_failures([delivery])
+            lease.stream.record_failures([delivery])
             self._loop_metrics.count_retried(1)
             lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
-            lease.stream.release([LeaseRelease(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
+            lease.stream.release_leases(
+                [LeaseRelease(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)]
+            )
         self._in_flight.remove_lease(lease)
