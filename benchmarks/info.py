@@ -38,7 +38,7 @@ def _fill(client: Client, names: list[str]) -> None:
     client.execute("FLUSHALL")
     for entry in ("1-0", "2-0"):
         send_all(client, [("XADD", name, entry, "a", "b") for name in names])
-    send_all(client, [("HSET", HandlerKeys("a", "h", name).meta, "frontier", "1-0") for name in names])
+    send_all(client, [("HSET", HandlerKeys("a", "h", name).meta, "committed_id", "1-0") for name in names])
     send_all(client, [("XGROUP", "CREATE", name, "billing", "1-0") for name in names])
 
 

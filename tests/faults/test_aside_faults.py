@@ -97,7 +97,7 @@ def kill_at(driver: Driver, point: str) -> None:
 
 def frontiers(client: Client) -> list[bytes]:
     """How far the handlers are."""
-    return [client.execute("HGET", keys.meta, "frontier") for keys in (PARKING, BLOCKING)]
+    return [client.execute("HGET", keys.meta, "committed_id") for keys in (PARKING, BLOCKING)]
 
 
 def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(

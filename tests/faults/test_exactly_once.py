@@ -164,7 +164,7 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
                 wait_for_commits(client, goal, driver)
                 assassin.strike(number)
             eventually(
-                lambda: client.execute("HGET", KEYS.meta, "frontier") == last,
+                lambda: client.execute("HGET", KEYS.meta, "committed_id") == last,
                 f"the end of the stream; kills: {assassin.log}, seed {seed}",
                 log=driver.errors,
             )

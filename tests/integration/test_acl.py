@@ -229,7 +229,7 @@ def test_an_operator_of_some_streams_is_shown_those_alone(admin: Client) -> None
 def test_what_an_operator_has_no_right_to_see_is_left_out_and_that_is_said(admin: Client) -> None:
     add(admin, 3, "tickets")
     ReliableStream(admin, "tickets", app="shop", handler="pay", consumer="w").join()
-    admin.execute("HSET", HandlerKeys("shop", "pay", "tickets").meta, "frontier", "0-0")
+    admin.execute("HSET", HandlerKeys("shop", "pay", "tickets").meta, "committed_id", "0-0")
     url = login(admin, printed("operator", "--stream", "orders"))
     words = "not shown: 1 stream and 1 handler on a stream that this Redis user may not access\n"
     for more in ("", "shop"):  # with nothing that it may see, and with something

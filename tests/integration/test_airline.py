@@ -152,10 +152,10 @@ def test_progress_is_what_redis_says(client: Client) -> None:
     assert not read_progress(client).caught_up
     client.execute("XADD", KEYS.stream, "7-0", "row", "0")
     client.execute("XADD", KEYS.stream, "8-0", "row", "1")
-    client.execute("HSET", KEYS.meta, "committed", 1, "dead", 1, "frontier", "7-0")
+    client.execute("HSET", KEYS.meta, "committed", 1, "dead", 1, "committed_id", "7-0")
     standing = read_progress(client)
     assert (standing.published, standing.done, standing.dead, standing.caught_up) == (2, 1, 1, False)
-    client.execute("HSET", KEYS.meta, "frontier", "8-0")
+    client.execute("HSET", KEYS.meta, "committed_id", "8-0")
     assert read_progress(client).caught_up
 
 

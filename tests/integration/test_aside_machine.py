@@ -107,13 +107,13 @@ class Machine(TaskFixture):
             assert worker.commit([unit]) == []
             lease.queued.popleft()
             lease.in_flight_count -= 1
-        worker.release_leases([LeaseRelease(lease, "next")])
+        worker.release_leases([LeaseRelease(lease, "requeue")])
 
     # People
 
     def decide(self, *, settle: bool = False) -> None:
         """Park a key, have one go on, or skip what fails."""
-        if not self.on_spark and not self.client.execute("HGET", KEYS.meta, "engine"):
+        if not self.on_spark and not self.client.execute("HGET", KEYS.meta, "owner"):
             return
         for line in list_queues(self.client, KEYS):
             number = int((line.first_id or "0").partition("-")[0])

@@ -37,7 +37,7 @@ def fill(client: Client, stream: str, count: int, size: int = 1) -> None:
 
 def frontier(client: Client, entry_id: str, keys: HandlerKeys = KEYS) -> None:
     """Have the handler done up to an id."""
-    client.execute("HSET", keys.meta, "frontier", entry_id)
+    client.execute("HSET", keys.meta, "committed_id", entry_id)
 
 
 def handler(found: Inspection) -> HandlerReport:
@@ -138,7 +138,7 @@ def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> N
     )
     ledger.commit({"flights": [unit]})
     frontier(client, "3-0")
-    client.execute("HSET", HandlerKeys("other", "h", "elsewhere").meta, "frontier", "9-9")
+    client.execute("HSET", HandlerKeys("other", "h", "elsewhere").meta, "committed_id", "9-9")
     client.execute("HSET", "millstream:nonsense:meta", "frontier", "x")
     report, other = inspect(client).handlers
     assert (report.committed, report.written, report.dead, report.refused, report.dead_letters) == (2, 1, 1, 0, 1)
@@ -162,7 +162,7 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     for stream, count, done in (("a", 5, 5), ("b", 5, 2), ("c", 5, 0)):
         fill(client, stream, count)
         keys = HandlerKeys("shop", "bill", stream)
-        client.execute("HSET", keys.meta, "frontier", f"{done}-0", "keyed", 1, "committed", done)
+        client.execute("HSET", keys.meta, "committed_id", f"{done}-0", "keyed", 1, "committed", done)
     client.execute("HSET", keys.parked, "kA", "1 failed", "kB", "1 failed")
     client.execute("XGROUP", "CREATE", "c", keys.group, "0")
     client.execute("XCLAIM", "c", keys.group, "waiting", 0, "1-0", "2-0", "FORCE", "JUSTID")
@@ -175,7 +175,7 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     assert (found.pending, found.parked, found.dead_letters) == (2, 2, 1)
     assert (found.added, found.done) == (15, 7)
     assert before_ms <= 1 + (found.oldest_age_ms or 0) <= server_time_ms(client)
-    client.execute("HDEL", HandlerKeys("shop", "bill", "a").meta, "frontier")
+    client.execute("HDEL", HandlerKeys("shop", "bill", "a").meta, "committed_id")
     unsure = reader(inspect(client), "shop.bill")
     assert (unsure.lag, unsure.lag_exact, unsure.lag_min, unsure.lag_avg) == (8, False, 3, 4)
     shown = call("info", "shop", url=client.url).out
@@ -261,7 +261,7 @@ def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -
 def test_thousands_of_streams_take_a_few_round_trips(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     client.pipeline([("XADD", f"s{number}", "1-0", "a", "b") for number in range(2_000)])
     client.pipeline([("XADD", f"s{number}", "2-0", "a", "b") for number in range(2_000)])
-    client.pipeline([("HSET", HandlerKeys("a", "h", f"s{n}").meta, "frontier", "1-0") for n in range(2_000)])
+    client.pipeline([("HSET", HandlerKeys("a", "h", f"s{n}").meta, "committed_id", "1-0") for n in range(2_000)])
     client.pipeline([("XGROUP", "CREATE", f"s{n}", "billing", "1-0") for n in range(2_000)])
     client.pipeline([("XREADGROUP", "GROUP", "billing", "w", "STREAMS", f"s{n}", ">") for n in range(1_000)])
     trips, exchange = itertools.count(), Client._exchange

@@ -35,7 +35,9 @@ def stream(client: Client) -> KeyedStream:
     opened.enqueue_new(count=100, most_pending=1_000)
     taken = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
     _, b, c = taken.leases
-    opened.release_leases([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)])
+    opened.release_leases(
+        [LeaseRelease(b, "backoff", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)]
+    )
     return opened
 
 

@@ -129,8 +129,14 @@ def join(client: Client, stream: str = KEYS.stream) -> HandlerKeys:
 @pytest.mark.parametrize(
     "fields",
     [
-        *(("frontier", EVIL), ("frontier", "9" * 5_000), ("frontier", ""), ("committed", EVIL), ("dead", "9" * 5_000)),
-        *(("engine", EVIL), ("paused", EVIL), ("keyed", EVIL)),
+        *(
+            ("committed_id", EVIL),
+            ("committed_id", "9" * 5_000),
+            ("committed_id", ""),
+            ("committed", EVIL),
+            ("dead", "9" * 5_000),
+        ),
+        *(("owner", EVIL), ("paused", EVIL), ("keyed", EVIL)),
     ],
 )
 def test_a_forged_ledger_is_unreadable_and_the_other_handlers_are_shown(
@@ -143,7 +149,7 @@ def test_a_forged_ledger_is_unreadable_and_the_other_handlers_are_shown(
     reports = {one["stream"]: one for one in call("info", "--json", url=client.url).json()["handlers"]}
     assert reports[sound.stream]["problem"] is None
     assert reports[sound.stream]["lag"] == 1
-    if fields[0] in ("frontier", "committed", "dead"):
+    if fields[0] in ("committed_id", "committed", "dead"):
         assert reports[forged.stream]["problem"]
         assert "shop.bill on orders is unreadable" in shown.err
     for command in (("groups", "orders"), ("pause", "bill"), ("resume", "bill"), ("keys", "bill")):
@@ -180,7 +186,7 @@ def stream(client: Client) -> KeyedStream:
         client.execute("XADD", "orders", "*", "key", key)
     opened.enqueue_new(count=100, most_pending=1_000)
     _, b, c = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0).leases
-    opened.release_leases([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", f"failed: {EVIL}", 4)])
+    opened.release_leases([LeaseRelease(b, "backoff", 60_000, 1), LeaseRelease(c, "park", f"failed: {EVIL}", 4)])
     return opened
 
 

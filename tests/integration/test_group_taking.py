@@ -139,7 +139,7 @@ def test_a_batch_is_held_by_its_portions_and_acknowledged_when_the_next_is_plann
     info = Group(client, "s", GROUP).info()
     assert info is not None
     assert (info.lag, info.entries_read) == (0, 2_500)
-    assert client.execute("KEYS", "millstream:*taken*") == [b"millstream:{s}:s:taken:workers:spark:record"]
+    assert client.execute("KEYS", "millstream:*:batch:*") == [b"millstream:{s}:s:batch:workers:spark:record"]
 
 
 def test_ordinary_workers_of_the_group_get_what_the_query_does_not(client: Client, query: Callable[..., Query]) -> None:

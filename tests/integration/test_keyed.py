@@ -124,7 +124,7 @@ def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_waits_with
     assert (sorted(n for one in taken.leases for n in ids(one)), taken.unfit_bytes) == ([1, 3, 5], 100_009)
     assert (held(client), worker.check_invariants()) == ({"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}, [])
     assert [ids(one) for one in take(worker, most_bytes=2_100).leases] == [[2]]
-    worker.release_leases([LeaseRelease(one, "next") for one in taken.leases])
+    worker.release_leases([LeaseRelease(one, "requeue") for one in taken.leases])
     small = take(worker, most_bytes=10, one_at_least=False)
     assert (small.leases, small.unfit_bytes) == ([], 1_009)
     assert [ids(one) for one in take(worker, most_bytes=10).leases] == [[1]]
@@ -200,7 +200,7 @@ def test_lines_take_turns_however_long_they_are(client: Client) -> None:
         lease = take_one(worker, run=2)
         order.append((lease.queue.decode(), ids(lease)))
         assert commit(lease, len(lease.queued))
-        worker.release_leases([LeaseRelease(lease, "next")])
+        worker.release_leases([LeaseRelease(lease, "requeue")])
     assert order == [
         ("kA", [1, 2]), ("kB", [21, 22]), ("kC", [23, 24]), ("kA", [3, 4]), ("kA", [5, 6]), ("kA", [7, 8]), ("kA", [9, 10]),
     ]  # fmt: skip
@@ -213,7 +213,7 @@ def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_bit_b
     assert commit(lease, 2)
     assert (held(client), worker.check_invariants()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
     assert commit(lease)
-    worker.release_leases([LeaseRelease(lease, "next")])
+    worker.release_leases([LeaseRelease(lease, "requeue")])
     assert (held(client), worker.check_invariants()) == ({"waiting": [4, 5, 6]}, [])
     drain(worker)
     assert outputs(client) == expected("AAAAAB")
@@ -224,7 +224,7 @@ def test_a_line_is_leased_to_one_worker_at_a_time(client: Client) -> None:
     mine, theirs = take(first, queues=2).leases, take(second).leases
     assert [one.queue for one in mine + theirs] == [b"kA", b"kB", b"kC"]
     assert take(first).leases == []
-    first.release_leases([LeaseRelease(mine[0], "next")])
+    first.release_leases([LeaseRelease(mine[0], "requeue")])
     assert [one.queue for one in take(second).leases] == [b"kA"]
 
 
@@ -245,7 +245,7 @@ def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(clie
                     inside.add(lease.queue)
                     assert commit(lease, len(lease.queued))
                     inside.remove(lease.queue)
-                    worker.release_leases([LeaseRelease(lease, "next")])
+                    worker.release_leases([LeaseRelease(lease, "requeue")])
 
     threads = [threading.Thread(target=go_on, args=(f"w{n}",)) for n in range(3)]
     for thread in threads:
@@ -268,7 +268,7 @@ def test_a_lease_brings_the_state_that_was_committed_last(client: Client) -> Non
     unit = unit_of(lease)
     unit.state = b"\x01"
     assert (lease.state, worker.commit([unit])) == (b"", [])
-    worker.release_leases([LeaseRelease(lease, "next")])
+    worker.release_leases([LeaseRelease(lease, "requeue")])
     assert take_one(worker).state == b"\x01"
 
 
@@ -279,7 +279,7 @@ def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_fo
     (lease,) = take(worker, queues=1).leases
     assert client.execute("LLEN", KEYS.notify) == 1  # it left a line to the next
     client.execute("DEL", KEYS.notify)
-    worker.release_leases([LeaseRelease(lease, "next")])
+    worker.release_leases([LeaseRelease(lease, "requeue")])
     assert client.execute("LLEN", KEYS.notify) == 1
     for n in range(30):
         park(client, KEYS, b"kB", "x")
@@ -304,8 +304,8 @@ def second_life_of_a_lease(client: Client) -> tuple[KeyLease, KeyLease]:
     [
         lambda late: late.stream.commit([unit_of(late)]),
         lambda late: late.stream.renew_leases([late], 1, 0),
-        lambda late: late.stream.release_leases([LeaseRelease(late, "next")]),
-        lambda late: late.stream.release_leases([LeaseRelease(late, "later", 1, 9)]),
+        lambda late: late.stream.release_leases([LeaseRelease(late, "requeue")]),
+        lambda late: late.stream.release_leases([LeaseRelease(late, "backoff", 1, 9)]),
         lambda late: late.stream.release_leases([LeaseRelease(late, "park", "late")]),
     ],
     ids=["commit", "extend", "release", "back-off", "park"],
@@ -448,7 +448,7 @@ def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
     worker = routed(client, "ABCDEF")
     failing = take(worker, queues=3).leases
     assert [one.queue for one in failing] == [b"kA", b"kB", b"kC"]
-    worker.release_leases([LeaseRelease(one, "later", 0, 1) for one in failing])
+    worker.release_leases([LeaseRelease(one, "backoff", 0, 1) for one in failing])
     expire(client)
     assert [one.queue for one in take(worker, queues=3).leases] == [b"kD", b"kE", b"kF"]
     assert [one.queue for one in take(worker, queues=3).leases] == [b"kA", b"kB", b"kC"]
@@ -457,7 +457,7 @@ def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
 def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(client: Client) -> None:
     worker = routed(client, "AABB")
     a = take_one(worker)
-    worker.release_leases([LeaseRelease(a, "later", HOUR_MS, 1)])
+    worker.release_leases([LeaseRelease(a, "backoff", HOUR_MS, 1)])
     taken = take(worker)
     assert [one.queue for one in taken.leases] == [b"kB"]
     assert HOUR_MS / 2 < (taken.wait_ms or 0) <= HOUR_MS + 1
@@ -471,7 +471,7 @@ def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(cl
 
 def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_had_not(client: Client) -> None:
     worker = routed(client, "AB")
-    worker.release_leases([LeaseRelease(take_one(worker), "later", HOUR_MS, 1)])
+    worker.release_leases([LeaseRelease(take_one(worker), "backoff", HOUR_MS, 1)])
     take(worker)
     client.execute("HINCRBY", KEYS.meta, "clock", 5 * HOUR_MS)  # so it is as if all this had been five hours later
     for times in (KEYS.leases, KEYS.backoff):
@@ -489,7 +489,7 @@ def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_ha
 def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> None:
     worker = routed(client, "ABC")
     a = take_one(worker)
-    worker.release_leases([LeaseRelease(a, "first")])
+    worker.release_leases([LeaseRelease(a, "return")])
     assert [(one.queue, one.queued[0].attempt) for one in take(worker).leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
 
 
@@ -506,7 +506,7 @@ def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(clien
     assert (ids(again), again.queued[0].deliveries) == ([2], 3)
     assert (held(client), worker.check_invariants()) == ({"w1": [2], "waiting": [3, 4]}, [])
     assert commit(again)
-    worker.release_leases([LeaseRelease(again, "next")])
+    worker.release_leases([LeaseRelease(again, "requeue")])
     assert (ids(take_one(worker)), client.execute("EXISTS", KEYS.crashes)) == ([3, 4], 0)
 
 
@@ -517,7 +517,7 @@ def test_an_entry_that_a_worker_died_of_comes_alone_also_where_others_are_before
         lease = take_one(worker)
         assert ids(lease) == expected_ids
         assert commit(lease, len(expected_ids))
-        worker.release_leases([LeaseRelease(lease, "next")])
+        worker.release_leases([LeaseRelease(lease, "requeue")])
 
 
 def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(client: Client) -> None:
@@ -540,7 +540,7 @@ def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_
     expire(client)
     again = take_one(keyed(client, "w2"))
     assert ids(again) == [1]
-    again.stream.release_leases([LeaseRelease(again, "next", "", 1)])
+    again.stream.release_leases([LeaseRelease(again, "requeue", "", 1)])
     assert client.execute("HGETALL", KEYS.crashes) == [b"1-0l", b"1", b"1-0f", b"1"]
 
 
@@ -550,7 +550,7 @@ def test_the_mark_of_a_process_that_died_stays_when_its_line_is_given_back_unbeg
     expire(client)
     other = keyed(client, "w2")
     lease = take_one(other)
-    other.release_leases([LeaseRelease(lease, "first")])
+    other.release_leases([LeaseRelease(lease, "return")])
     assert other.isolation_state(take_one(other).queued[0]) == (0, "dead-0 w1")
 
 
@@ -591,7 +591,7 @@ def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -
     for fence in (None, 5, None, 10**15, 2**52):
         lease = take_one(worker, run=1)
         fences.append(lease.fence)
-        worker.release_leases([LeaseRelease(lease, "next")])
+        worker.release_leases([LeaseRelease(lease, "requeue")])
         if fence is None:
             client.execute("HDEL", KEYS.meta, "fence")
         else:

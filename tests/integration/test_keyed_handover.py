@@ -80,7 +80,7 @@ def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stoppe
         lambda worker, lease: take(worker),
         lambda worker, lease: worker.renew_leases([lease], 1, 0),
         lambda worker, lease: worker.commit([unit_of(lease)]),
-        lambda worker, lease: worker.release_leases([LeaseRelease(lease, "next")]),
+        lambda worker, lease: worker.release_leases([LeaseRelease(lease, "requeue")]),
         lambda worker, lease: worker.recover_leases([], 1),
     ],
     ids=["route", "take", "extend", "commit", "release", "recover"],

@@ -147,11 +147,11 @@ class KeyedMachine(RuleBasedStateMachine):
             assert lease.fence == self.newest[lease.queue]
 
     @precondition(is_with_workers)
-    @rule(which=ANY, how=st.sampled_from(["next", "first", "later", "park"]), failed=st.none() | FEW)
+    @rule(which=ANY, how=st.sampled_from(["requeue", "return", "backoff", "park"]), failed=st.none() | FEW)
     def release(self, which: int, how: Any, failed: int | None) -> None:
         lease = self.a_lease(which)
         if lease is not None:
-            lease.stream.release_leases([LeaseRelease(lease, how, HOUR_MS if how == "later" else "why", failed)])
+            lease.stream.release_leases([LeaseRelease(lease, how, HOUR_MS if how == "backoff" else "why", failed)])
 
     # What befalls them
 

@@ -36,7 +36,7 @@ def test_an_idle_handler_keeps_nothing_however_many_keys_it_has_seen(client: Cli
     failing = keyed(client, "w2")
     failing.enqueue_new(count=10_000, most_pending=MANY)
     for n, lease in enumerate(take(failing, queues=1_500).leases):
-        failing.release_leases([LeaseRelease(lease, ("later", "next", "first")[n % 3], 1, 1)])
+        failing.release_leases([LeaseRelease(lease, ("backoff", "requeue", "return")[n % 3], 1, 1)])
     take(failing, queues=700)
     expire(client)
     drain(worker)
@@ -81,7 +81,7 @@ def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Cl
         with pytest.raises(OutOfMemory):
             commit(a)
         assert worker.renew_leases([a, b], HOUR_MS, 0) == []
-        assert worker.release_leases([LeaseRelease(b, "later", 1, 1)]) == []
+        assert worker.release_leases([LeaseRelease(b, "backoff", 1, 1)]) == []
         assert worker.recover_leases([a], run=10) == (0, 0)
         assert worker.commit([worker.key_effects_of(a, list(a.queued)[:1])], allow_oom=True) == []
     finally:

@@ -82,10 +82,10 @@ def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once
     interfere(client, deed)
     others = take(second).leases
     assert b"kA" not in [one.queue for one in others]
-    second.release_leases([LeaseRelease(one, "next") for one in others])
+    second.release_leases([LeaseRelease(one, "requeue") for one in others])
     assert first.renew_leases([lease], HOUR_MS, 0) == []
     assert commit(lease, 2)
-    first.release_leases([LeaseRelease(lease, "next")])
+    first.release_leases([LeaseRelease(lease, "requeue")])
     drain(second, most_pending=LOOK_AHEAD)
     assert outputs(client) == left_after(client)
     assert client.execute("EXISTS", KEYS.owners, KEYS.leases, KEYS.ready, KEYS.crashes) == 0
@@ -128,7 +128,7 @@ def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_co
 @pytest.mark.parametrize(
     "step",
     [
-        lambda worker, lease: worker.release_leases([LeaseRelease(lease, "next")]),
+        lambda worker, lease: worker.release_leases([LeaseRelease(lease, "requeue")]),
         lambda worker, lease: worker.recover_leases([], run=10),
         lambda worker, lease: skip(worker._client, KEYS, lease.queue, error="x"),
         lambda worker, lease: take(worker),
@@ -165,7 +165,7 @@ def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(cli
         pass
     leases = take(worker, run=1).leases
     worker.release_leases(
-        [LeaseRelease(one, "park", "x") if one.queue == b"kA" else LeaseRelease(one, "next") for one in leases]
+        [LeaseRelease(one, "park", "x") if one.queue == b"kA" else LeaseRelease(one, "requeue") for one in leases]
     )
     drain(worker)
     interfere(client, deed)
@@ -225,7 +225,7 @@ def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
     publish(client, "AAB")
     worker = keyed(client)
     worker.enqueue_new(count=10, most_pending=100)
-    worker.release_leases([LeaseRelease(take_one(worker), "next", "", 3)])
+    worker.release_leases([LeaseRelease(take_one(worker), "requeue", "", 3)])
     client.execute("XDEL", "in", "1-0")
     lease = next(one for one in take(worker).leases if one.queue == b"kA")
     assert (lease.queued[0].id, lease.queued[0].attempt) == (b"2-0", 1)

@@ -42,12 +42,12 @@ def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> Non
     worker = routed(client, "AA")
     leases = [] if how == "ready" else take(worker).leases
     if how == "backing off":
-        worker.release_leases([LeaseRelease(leases[0], "later", 1)])
+        worker.release_leases([LeaseRelease(leases[0], "backoff", 1)])
     assert (park(client, KEYS, b"kA", "wait"), park(client, KEYS, b"kA", "more")) == (True, False)
     assert worker.check_invariants() == []
     if how == "leased":
         assert commit(leases[0])
-        worker.release_leases([LeaseRelease(leases[0], "later", 1)])
+        worker.release_leases([LeaseRelease(leases[0], "backoff", 1)])
         assert worker.check_invariants() == []
     expire(client)
     assert (take(worker).leases, worker.check_invariants()) == ([], [])
@@ -84,7 +84,7 @@ def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_a
 def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
     worker = routed(client, "AAABB")
     a, b = take(worker).leases
-    worker.release_leases([LeaseRelease(a, "park", "why", 3), LeaseRelease(b, "later", HOUR_MS, 2)])
+    worker.release_leases([LeaseRelease(a, "park", "why", 3), LeaseRelease(b, "backoff", HOUR_MS, 2)])
     for line in (b"kA", b"kB"):
         assert skip(client, KEYS, line, error="x") is not None
     assert (worker.check_invariants(), client.execute("EXISTS", KEYS.crashes)) == ([], 0)
@@ -127,7 +127,7 @@ def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     worker = routed(client, "AAABBCCDDE")
     leases = {one.queue: one for one in take(worker, queues=4).leases}
     worker.release_leases(
-        [LeaseRelease(leases[b"kB"], "later", HOUR_MS, 1), LeaseRelease(leases[b"kC"], "park", "bad é", 2)]
+        [LeaseRelease(leases[b"kB"], "backoff", HOUR_MS, 1), LeaseRelease(leases[b"kC"], "park", "bad é", 2)]
     )
     expire(client, b"kD")
     park(client, KEYS, b"kA", "soon")

@@ -65,7 +65,8 @@ def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_
     assert holders(client) == {second: "waiting"}
     # The master has died there.
     eventually(
-        lambda: desk.group_stream.renew_consumer_leases() and holders(client) == {second: "c1"}, "another one to go on with it"
+        lambda: desk.group_stream.renew_consumer_leases() and holders(client) == {second: "c1"},
+        "another one to go on with it",
     )
     assert acknowledge(client, desk, "c1", second) == (True, [])
     desk.group_stream.renew_consumer_leases()
@@ -121,7 +122,9 @@ def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
     join(desk, registry, "c1")
     before = desk.leases_of("c1")[0]
     registry.register("c1", health_url=None, max_tickets=1, instance="", silent_ms=1_000)
-    assert [(lost.id.decode(), lost.cause) for lost in desk.group_stream.renew_consumer_leases().revoked] == [(only, "gone")]
+    assert [(lost.id.decode(), lost.cause) for lost in desk.group_stream.renew_consumer_leases().revoked] == [
+        (only, "gone")
+    ]
     with pytest.raises(Refused, match="does not have"):
         acknowledge(client, desk, "c1", only)
     assert desk.group_stream.commit([desk.group_stream.key_effects_of(before, list(before.queued))])

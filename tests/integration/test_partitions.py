@@ -150,7 +150,7 @@ def test_a_producer_that_knows_nothing_of_partitions_is_refused(client: Client, 
 def test_what_was_redriven_is_not_sent_on_to_a_partition_that_a_newer_generation_has_sealed(client: Client) -> None:
     client.execute("HSET", "partition", "generation", 3)
     names, entry = ("stream", "partition", "sent"), (60_000, "k", "a")
-    with pytest.raises(CommandFailed, match="SEALED 3"):
+    with pytest.raises(CommandFailed, match="CLOSED 3"):
         client.script(FORWARD_ENTRY, names, (2, *entry))
     assert client.execute("EXISTS", "stream", "sent") == 0
     added = [client.script(FORWARD_ENTRY, names, (3, *entry)) for _ in range(2)]
@@ -232,7 +232,7 @@ def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
     _, worker, key, old, new = grown(client, sent)
     layout, line = worker.moves.partition_map, b"k" + key.encode()
     assert worker.route(new) == 2
-    assert waiting_in(client, layout, new) == {line: b"moving from " + layout.stream(old).encode()}
+    assert waiting_in(client, layout, new) == {line: b"migrating from " + layout.stream(old).encode()}
     worker.move()
     assert worker.take(new) == []  # nothing of the old one is routed
     worker.route(old)
@@ -266,7 +266,7 @@ def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_tog
     assert len(entries) == 2
     stream.apply_enqueue(client.execute(*stream.enqueue_command(entries, most_pending=MANY)))
     line = b"k" + key.encode()
-    assert waiting_in(client, layout, new) == {line: b"moving from " + layout.stream(old).encode()}
+    assert waiting_in(client, layout, new) == {line: b"migrating from " + layout.stream(old).encode()}
     assert worker.take(new) == []
 
 
@@ -286,7 +286,7 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     assert done[key] == [1]
     keys = keys_of(layout, new)
     (line,) = list_queues(client, keys)
-    assert line.parked_reason == f"moving from {layout.stream(old)}"
+    assert line.parked_reason == f"migrating from {layout.stream(old)}"
     with pytest.raises(ConfigError, match="goes on"):
         unpark(client, keys, line.name)
     assert unpark(client, keys_of(layout, old), line.name)
@@ -445,7 +445,7 @@ def test_a_state_goes_through_each_partition_in_which_its_key_has_been(
     worker.moves.import_keys([third])
     assert worker.take(third) == []
     waiting = waiting_in(client, worker.moves.partition_map, second)
-    assert waiting == {b"k" + key.encode(): b"moving from {orders.%d}" % first}
+    assert waiting == {b"k" + key.encode(): b"migrating from {orders.%d}" % first}
     worker.work()
     publisher.publish(sent, key)
     worker.work()

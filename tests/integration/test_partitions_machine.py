@@ -78,13 +78,13 @@ class Machine(RuleBasedStateMachine):
         self.leases += self.workers[who].take(place, run=run)
 
     @precondition(lambda self: self.leases)
-    @rule(number=st.integers(0, 7), how=st.sampled_from(["finish", "finish", "first", "later"]))
+    @rule(number=st.integers(0, 7), how=st.sampled_from(["finish", "finish", "return", "backoff"]))
     def end(self, number: int, how: str) -> None:
         lease = self.leases.pop(number % len(self.leases))
         if how == "finish":
             self.workers[0].finish(lease)
         else:
-            lease.stream.release_leases([LeaseRelease(lease, how, 1 if how == "later" else "")])  # type: ignore[arg-type]
+            lease.stream.release_leases([LeaseRelease(lease, how, 1 if how == "backoff" else "")])  # type: ignore[arg-type]
 
     @rule(who=TWO, clears=st.booleans())
     def move(self, who: int, clears: bool) -> None:

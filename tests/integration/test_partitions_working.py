@@ -166,7 +166,7 @@ def test_a_handler_that_begins_at_the_end_gets_all_of_the_partitions_that_come_l
         producer.publish_many({"k": key, "n": 1} for key in KEYS)
         first = HandlerKeys("app", "handle", Partitions(client, BASE).require().stream(0))
         with working(client, handler, "w1", policy=QUICK, start="latest"):
-            eventually(lambda: client.execute("HEXISTS", first.meta, "frontier") == 1)
+            eventually(lambda: client.execute("HEXISTS", first.meta, "committed_id") == 1)
         Partitions(client, BASE).grow(6)
         producer.publish_many({"k": key, "n": 2} for key in KEYS)
         with working(client, handler, "w1", policy=QUICK, start="latest"):

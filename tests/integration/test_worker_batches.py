@@ -286,7 +286,7 @@ def test_repeating_the_commit_of_a_batch_whose_reply_was_lost_writes_nothing(cli
     assert not commit(mine, batch)
     assert (outputs(client), pending(client)) == ([5], 0)
     assert client.execute("HGET", KEYS.meta, "committed") == b"5"
-    assert client.execute("HGET", KEYS.meta, "top") == batch[0].id
+    assert client.execute("HGET", KEYS.meta, "max_offset") == batch[0].id
 
 
 def test_a_batch_with_entries_below_the_frontier_is_committed_and_they_are_open_no_more(client: Client) -> None:

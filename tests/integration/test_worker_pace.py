@@ -203,7 +203,7 @@ def test_a_paused_worker_finishes_what_it_has_and_adopts_nothing(
 def ran(client: Client, app: str, handler: str, *streams: str) -> None:
     for stream in streams:
         client.execute("XADD", stream, "*", "n", "1")
-        client.execute("HSET", HandlerKeys(app, handler, stream).meta, "frontier", "0-0", "engine", "workers")
+        client.execute("HSET", HandlerKeys(app, handler, stream).meta, "committed_id", "0-0", "owner", "workers")
 
 
 def paused(client: Client, app: str, handler: str, *streams: str) -> list[bool]:

@@ -195,7 +195,7 @@ def test_info_counts_the_workers_that_are_alive_and_not_all_that_ever_had_the_st
 def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: Client) -> None:
     keys = HandlerKeys("app", "handle", "in")
     client.execute("XGROUP", "CREATE", "in", keys.group, "0", "MKSTREAM")
-    client.execute("HSET", keys.meta, "engine", "workers", "frontier", "0-0")
+    client.execute("HSET", keys.meta, "owner", "workers", "committed_id", "0-0")
     for name in ("quiet", "held", "heard"):
         client.execute("XGROUP", "CREATECONSUMER", "in", keys.group, name)
     client.execute("SET", "millstream:worker:app:held", "token")
@@ -435,7 +435,7 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
         spark = spark.with_token(spark.new_token(names))
         spark.begin_run(names)  # the first to notice releases its streams, and the other gets them
     spark.begin_run(names)
-    assert [client.execute("HGET", HandlerKeys("app", "handle", name).meta, "engine") for name in names] == [None] * 4
+    assert [client.execute("HGET", HandlerKeys("app", "handle", name).meta, "owner") for name in names] == [None] * 4
     with working(client, handler, "w3"):  # one started after the run on Spark may take over
         fill(client, 4, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 8)

@@ -131,7 +131,7 @@ def test_a_start_at_the_latest_entry_is_kept_from_the_first_moment_on(pipelines:
     runner = pipelines.supervisor(app, start_at="latest", once=True)
     runner.stop()
     runner.run()  # ends before its first batch
-    assert pipelines.meta("app", "count", "in")["frontier"] == old[-1]
+    assert pipelines.meta("app", "count", "in")["committed_id"] == old[-1]
     pipelines.add("in", *steps(10, start=10))
     pipelines.once(app, start_at="latest")
     assert sorted(int(fields["n"]) for _, fields in pipelines.entries("out")) == list(range(10, 20))
@@ -183,7 +183,7 @@ def test_commits_that_redis_has_forgotten_are_made_again(pipelines: Pipelines) -
     pipelines.once(app)
     keys = HandlerKeys("app", "count", "in")
     # As after the loss of the last second: state, outputs and frontier are those of the tenth message.
-    pipelines.client.execute("HSET", keys.meta, "frontier", ids[9])
+    pipelines.client.execute("HSET", keys.meta, "committed_id", ids[9])
     pipelines.client.execute("HSET", keys.state, "k0", b"\x81\xa5count\x0a")
     outputs = pipelines.client.execute("XRANGE", "out", "-", "+")
     pipelines.client.execute("XDEL", "out", *(entry_id for entry_id, _ in outputs[10:]))
@@ -211,7 +211,7 @@ def test_progress_shows_in_a_group_that_any_redis_tool_can_read(pipelines: Pipel
     (group,) = pipelines.client.execute("XINFO", "GROUPS", "in")
     shown = dict(zip(group[::2], group[1::2], strict=True))
     assert shown[b"name"] == b"millstream:app.count"
-    assert shown[b"last-delivered-id"].decode() == pipelines.meta("app", "count", "in")["frontier"]
+    assert shown[b"last-delivered-id"].decode() == pipelines.meta("app", "count", "in")["committed_id"]
     assert (shown[b"lag"], shown[b"pending"]) == (0, 0)
 
 

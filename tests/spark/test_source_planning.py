@@ -408,7 +408,7 @@ def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
 
 def frontier_planner(client: Client, frontier: str | None) -> BatchPlanner:
     if frontier is not None:
-        client.execute("HSET", HandlerKeys("app", "h", "s").meta, "frontier", frontier)
+        client.execute("HSET", HandlerKeys("app", "h", "s").meta, "committed_id", frontier)
         assert CommitStore(client, app="app", handler="h").committed_ids(["s"]) == {"s": EntryId.parse(frontier)}
     names = {"frontierApp": "app", "frontierHandler": "h"}
     return planner(client, layout="packed", startingOffsets="frontier", **names)
@@ -475,7 +475,7 @@ def test_a_query_may_begin_at_the_frontier_or_where_there_is_none_at_the_earlies
 
 def commits(client: Client, *, frontier: int, group: Position | None) -> None:
     """Say that the handler has committed up to `frontier`, and stands in its group at `group`."""
-    client.execute("HSET", HandlerKeys("app", "h", "s").meta, "frontier", f"{frontier}-0")
+    client.execute("HSET", HandlerKeys("app", "h", "s").meta, "committed_id", f"{frontier}-0")
     if group is not None:
         known = () if group.entries_added is None else ("ENTRIESREAD", group.entries_added)
         client.execute("XGROUP", "CREATE", "s", GROUP, str(group.id), *known)

@@ -121,7 +121,7 @@ def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
         leases = take(worker).leases
         for lease in leases:
             assert commit(lease, len(lease.queued))
-        worker.release_leases([LeaseRelease(one, "next") for one in leases])
+        worker.release_leases([LeaseRelease(one, "requeue") for one in leases])
         idle = 0 if routed or leases else idle + 1
 
 

@@ -115,7 +115,7 @@ class Worker:
         unit.state = b"" if before % 3 == 0 else str(before).encode()
         assert lease.stream.commit([unit]) == []
         lease.in_flight_count = 0
-        lease.stream.release_leases([LeaseRelease(lease, "next")])
+        lease.stream.release_leases([LeaseRelease(lease, "requeue")])
 
     def work(self, *, until_idle: int = 6) -> None:
         """Work until nothing is left to do."""

@@ -226,7 +226,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="client|reply hget hincrby hmget llen lrange time unlink xgroup|create xinfo|groups xinfo|stream xpending xrange "
         "xreadgroup",
         writes=False,
-        stream_keys=("taken:*",),
+        stream_keys=("batch:*",),
     ),
     RoleName.SINK: Role(
         scripts=(
@@ -250,7 +250,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="get hget ping wait zcard zrange",
         writes=False,
         scans="never",
-        stream_keys=(*_DELAYED, *_PARTITION_MAP, "producer:*", "once:*"),
+        stream_keys=(*_DELAYED, *_PARTITION_MAP, "producer:*", "dedupe:*"),
     ),
     RoleName.LEASES: Role(
         scripts=("leases/heartbeat", "leases/claim_stream", "leases/end_leases", "leases/leave_service"),

@@ -83,7 +83,7 @@ def handler_of(stream: str, group: str) -> HandlerKeys | None:
 
 def engine_of(client: Client, keys: HandlerKeys | None) -> Engine | None:
     """The engine that runs a handler, or ran it last. Raises RedisError."""
-    return None if keys is None else _engine(client.execute("HGET", to_wire(keys.meta), "engine"))
+    return None if keys is None else _engine(client.execute("HGET", to_wire(keys.meta), "owner"))
 
 
 def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] | None:
@@ -239,7 +239,7 @@ class _Meta:
 
 
 def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDenied]) -> dict[HandlerKeys, _Meta]:
-    fields = ("engine", "keyed", "frontier", "paused", *_COUNTERS)
+    fields = ("owner", "keyed", "committed_id", "paused", *_COUNTERS)
     values = send_all(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
     visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
     dead_letters = send_all(client, [("XLEN", to_wire(keys.dead_letters)) for keys in visible])

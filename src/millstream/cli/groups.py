@@ -179,7 +179,7 @@ def destroy(
     with Client(url) as client:
         found = _found(client, stream, group)
         if keys := handler_of(stream, group):
-            if not client.execute("HEXISTS", to_wire(keys.meta), "frontier"):
+            if not client.execute("HEXISTS", to_wire(keys.meta), "committed_id"):
                 _refuse_handlers(stream, group, _NOT_DESTROYED)
             print_message(
                 f"{keys.app}.{keys.handler} will continue after its committed id: "

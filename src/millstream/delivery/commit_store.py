@@ -44,7 +44,7 @@ ENTRY_PREFIX = b"i"
 """Prefix of the offset field, and of the queue name, of an entry without a key: its id follows."""
 FAILED_SUFFIX = "f"
 """Suffix of the crash-count field for failed attempts; the field without one counts runs that may have died."""
-FROM_QUEUE = b"line"
+FROM_QUEUE = b"queue"
 """Takes the place of the expected key offset for entries that Spark runs from a key queue, where they were deferred."""
 EXPIRED_SUFFIX = "l"
 """Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
@@ -283,7 +283,7 @@ class CommitStore:
 
     def committed_ids(self, streams: Sequence[str]) -> dict[str, EntryId]:
         """Return the committed id of each stream that has one. Writes nothing."""
-        replies = self._client.pipeline([("HGET", self.keys(stream).meta, "frontier") for stream in streams])
+        replies = self._client.pipeline([("HGET", self.keys(stream).meta, "committed_id") for stream in streams])
         found = zip(streams, replies, strict=True)
         return {stream: EntryId.parse(value) for stream, value in found if raise_if_error(value)}
 
@@ -421,7 +421,7 @@ class CommitStore:
 
     def is_owned_by_workers(self, stream: str, kind: WorkerKind = "workers") -> bool:
         """Return whether workers of that kind own `stream`, under any token."""
-        return bool(self._client.execute("HGET", self.keys(stream).meta, "engine") == kind.encode())
+        return bool(self._client.execute("HGET", self.keys(stream).meta, "owner") == kind.encode())
 
     def set_paused(self, streams: Sequence[str], *, paused: bool) -> None:
         """Stop workers from reading new entries of `streams`, or let them go on. They finish the entries in flight."""

@@ -18,7 +18,7 @@ DEFER = Script("keys/defer")
 DEFERRED_KEYS = Script("keys/deferred_keys")
 RUNNABLE_KEYS = Script("keys/runnable_keys")
 
-DeferMode = Literal["join", "later", "park"]
+DeferMode = Literal["append", "backoff", "park"]
 """Why messages are deferred: behind others of their key; until the next attempt on the first; until an operator
 acts.
 """
@@ -33,14 +33,14 @@ class Deferral:
 
     * `queue`, `expected_offset`: the field of their key offset, and its value as it was loaded, or IN_LINE for entries that
       were run from their key queue
-    * `mode`; `detail`: milliseconds for "later", the reason for "park"
+    * `mode`; `detail`: milliseconds for "backoff", the reason for "park"
     * `failed_attempts`: how many attempts on the first have failed, None if that is not known
     * `ids`: all messages of the key in the batch, from the first deferred one on
     """
 
     queue: bytes
     expected_offset: bytes
-    mode: DeferMode = "join"
+    mode: DeferMode = "append"
     detail: Arg = ""
     failed_attempts: int | None = None
     ids: Sequence[str]
@@ -99,7 +99,7 @@ def _chunks(deferrals: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Defe
                 call, size = [], 0
             before = deferral.ids[at - 1].encode() if at else b""
             part = (
-                replace(deferral, ids=ids, expected_offset=before, mode="join", detail="")
+                replace(deferral, ids=ids, expected_offset=before, mode="append", detail="")
                 if at
                 else replace(deferral, ids=ids)
             )

@@ -128,7 +128,7 @@ class _Snapshot:
             [
                 ("TIME",), ("HGETALL", keys.owners), ("ZRANGE", keys.leases, 0, -1, "WITHSCORES"),
                 ("ZRANGE", keys.backoff, 0, most - 1, "WITHSCORES"), ("HGETALL", keys.parked),
-                ("LRANGE", keys.ready, 0, most - 1), ("HGET", keys.meta, "engine"),
+                ("LRANGE", keys.ready, 0, most - 1), ("HGET", keys.meta, "owner"),
             ],
         )  # fmt: skip
         return cls(
@@ -144,7 +144,7 @@ class _Snapshot:
         (seconds, micros), engine, owners, parked, leases, backoff = call_all(
             client,
             [
-                ("TIME",), ("HGET", keys.meta, "engine"), ("HMGET", keys.owners, *names), ("HMGET", keys.parked, *names),
+                ("TIME",), ("HGET", keys.meta, "owner"), ("HMGET", keys.owners, *names), ("HMGET", keys.parked, *names),
                 ("ZMSCORE", keys.leases, *names), ("ZMSCORE", keys.backoff, *names),
             ],
         )  # fmt: skip
@@ -208,7 +208,7 @@ def queue_usage(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
     known.
     """
     known, pending = send_all(
-        client, [("HMGET", keys.meta, "engine", "look_ahead"), ("XPENDING", keys.stream, keys.group)]
+        client, [("HMGET", keys.meta, "owner", "look_ahead"), ("XPENDING", keys.stream, keys.group)]
     )
     if isinstance(pending, GroupMissing):
         return None
@@ -261,7 +261,7 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
                 f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so its keys cannot be "
                 "parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
             ) from error
-        if error.code == "MOVING":
+        if error.code == "MIGRATING":
             raise ConfigError(
                 f"the key migrates to {keys.stream} and goes on by itself when its messages in the earlier partition are "
                 "done: wait for that"
@@ -301,7 +301,7 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     leases = set(client.execute("ZRANGE", keys.leases, 0, -1))
     backoff = set(client.execute("ZRANGE", keys.backoff, 0, -1))
     parked = set(client.execute("HKEYS", keys.parked))
-    prefix, suffix = len(keys.queue(b"")) - len(b":line"), len(b":line")
+    prefix, suffix = len(keys.queue(b"")) - len(b":queue"), len(b":queue")
     queues: dict[bytes, list[bytes]] = {}
     cursor = b"0"
     while True:

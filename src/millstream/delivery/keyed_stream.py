@@ -40,7 +40,7 @@ _OVERHEAD_BYTES, _SAMPLE = 100, 16
 READ_BYTES = 4 * 2**20
 """About how many bytes are read at once, from one stream or from many together."""
 
-ReleaseMode = Literal["next", "first", "later", "park"]
+ReleaseMode = Literal["requeue", "return", "backoff", "park"]
 """What a key queue does when its lease ends: requeued; returned untouched; backing off; parked until an operator
 acts.
 """
@@ -61,7 +61,7 @@ def lease_of(delivery: Delivery) -> KeyLease:
 
 
 class LeaseRelease(NamedTuple):
-    """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed_attempts`: attempts on its first
+    """How a lease ends. `detail`: milliseconds for "backoff", the reason for "park". `failed_attempts`: attempts on its first
     entry.
     """
 

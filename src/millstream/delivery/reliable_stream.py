@@ -232,7 +232,7 @@ class ReliableStream:
         # If Redis loses all progress later, "latest" would skip the entries added since.
         self._start = "0"
         if lost:
-            at = self._client.execute("HGET", self._store.keys(self.stream).meta, "frontier") or b"0-0"
+            at = self._client.execute("HGET", self._store.keys(self.stream).meta, "committed_id") or b"0-0"
             logger.warning(
                 "consumer group %s of stream %s was lost; recreated at %s. Entries with ids up to that are treated as "
                 "processed, even if the stream was recreated",

@@ -31,7 +31,7 @@ def read_progress(client: Client) -> RunProgress:
         [
             ("XLEN", KEYS.stream),
             ("XREVRANGE", KEYS.stream, "+", "-", "COUNT", 1),
-            ("HMGET", KEYS.meta, "committed", "dead", "frontier"),
+            ("HMGET", KEYS.meta, "committed", "dead", "committed_id"),
         ]
     )
     published, last, (done, dead, committed_id) = (raise_if_error(reply) for reply in replies)

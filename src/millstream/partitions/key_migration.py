@@ -190,7 +190,7 @@ class KeyMigration:
         if scan.cursor == _START:
             del self._scans[past_owner]
             if not scan.found_any:
-                self._client.execute("HSET", self.keys_of(place).meta, "settled", left)
+                self._client.execute("HSET", self.keys_of(place).meta, "drained", left)
                 self._drained[place] = left
         return True
 
@@ -273,7 +273,7 @@ class KeyMigration:
         if now_ms - self._refreshed_ms < _REFRESH_EVERY_MS:
             return
         places = [place for place in range(self.partition_map.count) if self._undrained_since(place) is not None]
-        known = self._pipeline([("HGET", self.keys_of(place).meta, "settled") for place in places])
+        known = self._pipeline([("HGET", self.keys_of(place).meta, "drained") for place in places])
         self._drained.update({place: int(text) for place, text in zip(places, known, strict=True) if text})
         self._refreshed_ms = now_ms
 
@@ -307,7 +307,7 @@ def forward_entry(
     try:
         client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _FORWARDED_MS, *pairs))
     except CommandFailed as error:
-        if error.code != "SEALED":
+        if error.code != "CLOSED":
             raise
         raise Unavailable(f"{owner} was closed by a growth meanwhile; trying again") from error
     return True

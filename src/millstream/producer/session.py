@@ -177,7 +177,7 @@ class ProducerSession:
                 PUBLISH, keys, args, replicas=terms.replicas, timeout_ms=terms.timeout_ms
             )
         except CommandFailed as error:
-            if error.code == "SEALED":
+            if error.code == "CLOSED":
                 raise Sealed(f"{self._stream} is closed to this producer: the partitions have grown") from error
             if error.code == "PARTITIONED":
                 raise ConfigError(

@@ -121,7 +121,7 @@ def from_wire(name: bytes) -> str:
 class HandlerKeys:
     """The Redis keys of one handler on one stream, all in the stream's hash slot. Raises ConfigError: `check_stream`.
 
-    * `meta`: hash with the committed id (`frontier`), the `epoch` of the newest run and counters
+    * `meta`: hash with the committed id (`committed_id`), the `epoch` of the newest run and counters
     * `offsets`: hash key or entry -> its offset: id of the last entry committed in the batch in flight
     * `state`: hash key -> the key's state (msgpack)
     * `incomplete`: hash entry id -> its worker, for the incomplete entries below the committed id
@@ -155,12 +155,12 @@ class HandlerKeys:
     @property
     def offsets(self) -> str:
         """Hash: last committed id of each key in the batch in flight."""
-        return f"{self.base}:marks"
+        return f"{self.base}:offsets"
 
     @property
     def incomplete(self) -> str:
         """Hash: incomplete entries, below the committed id."""
-        return f"{self.base}:open"
+        return f"{self.base}:incomplete"
 
     @property
     def state(self) -> str:
@@ -170,7 +170,7 @@ class HandlerKeys:
     @property
     def crashes(self) -> str:
         """Hash: crash counts, how often an entry was started without coming to an end."""
-        return f"{self.base}:strikes"
+        return f"{self.base}:crashes"
 
     @property
     def dead_letters(self) -> str:
@@ -205,7 +205,7 @@ class HandlerKeys:
     @property
     def notify(self) -> str:
         """List: has an element when an idle worker should fetch."""
-        return f"{self.base}:wake"
+        return f"{self.base}:notify"
 
     @property
     def router(self) -> str:
@@ -215,22 +215,22 @@ class HandlerKeys:
     @property
     def awaiting(self) -> str:
         """Hash: key queues that wait until their key has left an older partition."""
-        return f"{self.base}:moving"
+        return f"{self.base}:awaiting"
 
     @property
     def imported(self) -> str:
         """Hash: keys whose state was imported from an older partition, where it may still be."""
-        return f"{self.base}:moved"
+        return f"{self.base}:imported"
 
     def queue(self, name: bytes) -> bytes:
         """List: ids of the entries of a key queue in stream order; `name` is b"k" and the key, or b"i" and an
         entry id.
         """
-        return to_wire(self.base) + b":" + name + b":line"
+        return to_wire(self.base) + b":" + name + b":queue"
 
     def forwarded(self, stream: str, entry_id: bytes) -> str:
         """String: id under which an entry of an older partition was forwarded to this one."""
-        return f"{self.base}:sent:{stream}:{entry_id.decode()}"
+        return f"{self.base}:forwarded:{stream}:{entry_id.decode()}"
 
     @property
     def group(self) -> str:
@@ -304,7 +304,7 @@ class StreamKeys:
     def dedupe(self, dedupe_id: bytes) -> str:
         """String: id of the first entry that was published under the caller's own `dedupe_id`."""
         # Hashed: it may be long, contain a colon, or be private.
-        return f"{self.base}:once:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
+        return f"{self.base}:dedupe:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ class GroupBatchKeys:
     @property
     def base(self) -> str:
         """The common prefix of the keys. No two share one: only the group's name may hold a colon."""
-        return f"{StreamKeys(self.stream).base}:taken:{self.group}:{self.consumer}"
+        return f"{StreamKeys(self.stream).base}:batch:{self.group}:{self.consumer}"
 
     @property
     def record(self) -> str:

@@ -86,7 +86,7 @@ def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
     ledger = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
     ledger = ledger.with_token(ledger.new_token([keys.stream]))
     ledger.begin_run([keys.stream])
-    asides = [Deferral(queue=line, expected_offset=b"", mode="later", detail=0, failed_attempts=1, ids=some)
+    asides = [Deferral(queue=line, expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=some)
               for line, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
     assert defer(ledger, keys.stream, asides) == []
     assert deferred_keys(ledger, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
@@ -128,7 +128,7 @@ def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
     assert moves.forward(old.stream(old.partition_of(key.encode())), key.encode(), "1-0", pairs)
     for stream in old.streams:
         last = admin.execute("XREVRANGE", stream, "+", "-", "COUNT", 1)
-        admin.execute("HSET", HandlerKeys(app, handler, stream).meta, "frontier", last[0][0] if last else "0-0")
+        admin.execute("HSET", HandlerKeys(app, handler, stream).meta, "committed_id", last[0][0] if last else "0-0")
         admin.execute("HSET", HandlerKeys(app, handler, stream).state, key, b"\x80")
     over = threading.Event()
     keep_migrating(client, compiled, over, lambda streams: over.set())

@@ -93,7 +93,7 @@ def work(url: str, admin: Client) -> None:
         stream.join()  # recreates the group, with the incomplete entries
         admin.execute("XDEL", "orders", found[4].id)
         assert [one.id for one in stream.claim_idle()] == [found[5].id, found[6].id]
-        admin.execute("HDEL", KEYS.meta, "engine")
+        admin.execute("HDEL", KEYS.meta, "owner")
         taken_over = reliable(client)
         taken_over.join()  # from Spark, which has committed one entry beyond its committed id
         beyond = add(admin, 1)[0]
@@ -136,7 +136,9 @@ def work_by_keys(client: Client, admin: Client) -> None:
     unit.clear_crash_counts("0-1")
     unit.unfinished = len(leases[0].queued) - 1
     assert stream.commit([unit], call=stream.new_call_number()) == []
-    assert stream.release_leases([LeaseRelease(leases[1], "later", 60_000, 1), LeaseRelease(leases[2], "first")]) == []
+    assert (
+        stream.release_leases([LeaseRelease(leases[1], "backoff", 60_000, 1), LeaseRelease(leases[2], "return")]) == []
+    )
     again = keyed(client)
     again.join()
     assert again.recover_leases([], run=10)[0] == 1

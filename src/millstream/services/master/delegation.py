@@ -132,7 +132,7 @@ class Delegator:
         policy = self._settings.retry
         attempts = lease.queued[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
-            outcome, result = "retry", LeaseRelease(lease, "later", round(policy.delay_after(attempts)), attempts)
+            outcome, result = "retry", LeaseRelease(lease, "backoff", round(policy.delay_after(attempts)), attempts)
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
             letter = self.dead_letter(lease.queued[0], "failed" if retry else "rejected", error)
@@ -153,7 +153,7 @@ class Delegator:
             leases = [lease] if lease else []
         else:
             leases = self.leases_of(name)
-        refused = self.group_stream.release_leases([LeaseRelease(lease, "first") for lease in leases])
+        refused = self.group_stream.release_leases([LeaseRelease(lease, "return") for lease in leases])
         return len(leases) - len(refused)
 
     # Queries
@@ -218,7 +218,7 @@ class Delegator:
         if self.group_stream.commit([effects]):
             return False
         self._metrics.count(m.DEAD_LETTERED, handler=self._settings.label, reason=letter.reason)
-        self.group_stream.release_leases([LeaseRelease(lease, "next")])
+        self.group_stream.release_leases([LeaseRelease(lease, "requeue")])
         return True
 
     def _assign_next(self, name: str) -> list[bytes]:

@@ -67,7 +67,7 @@ class BatchTask(PartitionTask):
             self._metrics[stream].retries += len(failed)
             if self._must_defer(failed[0], outcome):
                 for run in failed:
-                    self._defer_later(run, DeferReason("later", round(outcome.delay_ms), run.attempt))
+                    self._defer_later(run, DeferReason("backoff", round(outcome.delay_ms), run.attempt))
                 return
             self._flush()
             group.create_task(self._run_batches(remaining, group))  # other batches go on while these back off

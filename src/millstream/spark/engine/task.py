@@ -93,7 +93,7 @@ class Entry:
 class DeferReason(NamedTuple):
     """Why the rest of a run is deferred; the default: its key already has deferred messages. See `Deferral`."""
 
-    mode: DeferMode = "join"
+    mode: DeferMode = "append"
     detail: Arg = ""
     failed_attempts: int | None = None
 
@@ -280,7 +280,7 @@ class PartitionTask:
             if isinstance(outcome, RetryLater):
                 self._metrics[run.stream].retries += 1
                 if self._must_defer(run, outcome):
-                    self._defer_later(run, DeferReason("later", round(outcome.delay_ms), message.attempt))
+                    self._defer_later(run, DeferReason("backoff", round(outcome.delay_ms), message.attempt))
                     return
                 self._stage_commit(run)
                 self._flush()

@@ -62,7 +62,9 @@ class ByPartition(ByKey):
         """See Ordering. A handler that has started reads a new partition from its beginning, whatever its `start`."""
         base, position = self._positions[name]
         c = self._context
-        has_started = c.client.execute("HEXISTS", self._keys_of(self._partition_maps[base].stream(0)).meta, "frontier")
+        has_started = c.client.execute(
+            "HEXISTS", self._keys_of(self._partition_maps[base].stream(0)).meta, "committed_id"
+        )
         start = "earliest" if has_started else c.start
         # Steps that may fail come first, before the stream is known. The first worker to join decides where it starts.
         working = self._make_joined(PartitionStream, name, start)

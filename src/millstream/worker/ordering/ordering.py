@@ -290,7 +290,7 @@ class ByKey:
         for lease in dict.fromkeys(map(lease_of, deliveries)):
             if not any(one in in_flight for one in lease.entries):
                 in_flight.remove_lease(lease)
-                releases[lease.stream].append(LeaseRelease(lease, "first"))
+                releases[lease.stream].append(LeaseRelease(lease, "return"))
         for stream, some in releases.items():
             count = sum(release.lease.in_flight_count for release in some)
             try:

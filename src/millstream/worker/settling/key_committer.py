@@ -91,7 +91,7 @@ class KeyCommitter(Committer):
                 outcome.effects.unfinished = lease.in_flight_count - len(done)
         last, result = runs[-1]
         if isinstance(result, RetryLater):
-            outcome.release = LeaseRelease(lease, "later", self._steps.retry(last, result), last.attempt)
+            outcome.release = LeaseRelease(lease, "backoff", self._steps.retry(last, result), last.attempt)
         elif isinstance(result, Parked):
             outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt)
         return outcome
@@ -122,7 +122,7 @@ class KeyCommitter(Committer):
         outcomes = [one for one in outcomes if one not in kept and not one.lease.expired]
         releases = [one.release for one in outcomes if one.release is not None]
         if releases:
-            self._loop_metrics.count_retried(sum(release.mode == "later" for release in releases))
+            self._loop_metrics.count_retried(sum(release.mode == "backoff" for release in releases))
             self._loop_metrics.count_parked(sum(release.mode == "park" for release in releases))
             for lease in self._retry_while_unavailable(lambda: stream.release_leases(releases)):
                 self._drop_lost(lease)

@@ -44,7 +44,7 @@ class KeyLeaseRenewal(ClaimRenewal):
             surplus[lease.stream].append(lease)
         for stream, some in surplus.items():
             with exclude_on_error(stream):
-                lost = stream.release_leases([LeaseRelease(lease, "first") for lease in some])
+                lost = stream.release_leases([LeaseRelease(lease, "return") for lease in some])
                 self._loop_metrics.count_released(
                     sum(one.in_flight_count for one in some) - sum(one.in_flight_count for one in lost)
                 )

@@ -13,19 +13,19 @@
 -- include ids
 -- include key_queues
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'floor')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'max_offset', 'takeover_offset')
 local refusal = stale(ARGV[1], found[1])
 if refusal then return refusal end
 if found[2] and not less(found[2], ARGV[2]) then
   return 0
 end
-redis.call('HSET', KEYS[1], 'frontier', ARGV[2])
+redis.call('HSET', KEYS[1], 'committed_id', ARGV[2])
 if not (found[3] and less(ARGV[2], found[3])) then
   redis.call('UNLINK', KEYS[2])
-  if not some_lines() then redis.call('UNLINK', KEYS[3]) end
+  if not has_queues() then redis.call('UNLINK', KEYS[3]) end
 end
 if found[4] and not less(ARGV[2], found[4]) then
-  redis.call('HDEL', KEYS[1], 'floor')
+  redis.call('HDEL', KEYS[1], 'takeover_offset')
   redis.call('UNLINK', KEYS[4])
 end
 return 1

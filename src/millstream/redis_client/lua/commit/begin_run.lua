@@ -19,14 +19,14 @@
 -- include group_state
 -- include engine_takeover
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'engine', 'floor')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner', 'takeover_offset')
 local epoch, committed_id, owner, takeover_offset = found[1], found[2], found[3], found[4]
 local function may_use_queues()
   return may('XACK', KEYS[7], ARGV[2], '0-0') or may('LTRIM', READY, '0', '-1') or may('LREM', READY, 1, '')
     or may('ZADD', BACKOFF, 'none', '')
 end
 
-local refusal = stale(ARGV[1], epoch) or may_commit() or may_use_queues() or (ARGV[3] == '' and needs_keys(owner))
+local refusal = stale(ARGV[1], epoch) or may_commit() or may_use_queues() or (ARGV[3] == '' and refuse_keyless(owner))
 if refusal then return refusal end
 if epoch ~= ARGV[1] then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1])
@@ -34,7 +34,7 @@ if epoch ~= ARGV[1] then
 end
 if owner then
   committed_id = take_over(ARGV[2], owner, committed_id, ARGV[3] ~= '')
-  takeover_offset = redis.call('HGET', KEYS[1], 'floor')
+  takeover_offset = redis.call('HGET', KEYS[1], 'takeover_offset')
 end
 
 -- The other fields count failed attempts and expired leases; 0 is the count of an entry that was survived.
@@ -42,4 +42,4 @@ local suspects = 0
 for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
   if string.find(field, '%d$') and redis.call('HGET', KEYS[4], field) ~= '0' then suspects = suspects + 1 end
 end
-return {committed_id or '', suspects, takeover_offset or '', some_lines() and 1 or 0}
+return {committed_id or '', suspects, takeover_offset or '', has_queues() and 1 or 0}

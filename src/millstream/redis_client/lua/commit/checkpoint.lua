@@ -18,7 +18,7 @@ local CHUNK = 1000
 local PAUSE_MS = 0.1
 
 local name = ARGV[2]
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'noted_at', 'engine')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'max_offset', 'checkpoint_at', 'owner')
 local refusal = stale(ARGV[1], found[1])
 if refusal then return refusal end
 if found[5] == 'keyed' then return 1 end -- `route` stores it; entries that are incomplete here are not enqueued yet
@@ -38,7 +38,7 @@ if found[2] and less(committed_id, found[2]) then committed_id = found[2] end
 local incomplete, from = {}, '-'
 repeat
   local page = redis.call('XPENDING', KEYS[7], name, from, '+', CHUNK)
-  local done = find_done(page, found[2])
+  local done = find_committed(page, found[2])
   for _, item in ipairs(page) do
     if done[item[1]] then
       redis.call('XACK', KEYS[7], name, item[1])
@@ -53,6 +53,6 @@ redis.call('DEL', KEYS[6])
 for i = 1, #incomplete, CHUNK do
   redis.call('HSET', KEYS[6], unpack(incomplete, i, math.min(i + CHUNK - 1, #incomplete)))
 end
-redis.call('HSET', KEYS[1], 'frontier', committed_id, 'noted_at', string.format('%.0f', now))
+redis.call('HSET', KEYS[1], 'committed_id', committed_id, 'checkpoint_at', string.format('%.0f', now))
 if not (found[3] and less(committed_id, found[3])) then redis.call('UNLINK', KEYS[2]) end
 return 1

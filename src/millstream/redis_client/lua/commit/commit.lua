@@ -10,7 +10,7 @@
 --       then any number of units, one per run of messages of one key (or one unkeyed message, or a batch of them):
 --         offset field, expected offset ('' = none), first id, last id, number of messages
 --           (for a worker's key: the name of its queue and the lease's token; on Spark, for entries that were run from
---           a key queue: its name and 'line')
+--           a key queue: its name and 'queue')
 --         number of other ids, the ids: the rest of a worker's batch, all of which must be uncommitted and held by the
 --           worker as well; or the entries before the last id in a key queue
 --         '' or, if the lease ends with it, how many entries of the queue are given out and not committed
@@ -54,7 +54,7 @@ end
 
 local token, group, consumer = ARGV[1], ARGV[2], ARGV[3]
 local is_worker = consumer ~= ''
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'engine')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'max_offset', 'owner')
 local committed_id, max_offset = meta[2], meta[3]
 local refusal = stale(token, meta[1])
 if refusal then return refusal end
@@ -133,7 +133,7 @@ local any_parked
 
 -- Whether these are the first entries of a key queue; and whether others come after them.
 local function is_head(name, others_at, others, last)
-  local ids = redis.call('LRANGE', line_of(name), '0', others + 1)
+  local ids = redis.call('LRANGE', queue_of(name), '0', others + 1)
   for i = 1, others do
     if ids[i] ~= ARGV[others_at + i] then return false end
   end
@@ -141,7 +141,7 @@ local function is_head(name, others_at, others, last)
 end
 
 local function release_lease(name, unfinished, has_more)
-  let_go(group, name, tonumber(unfinished))
+  unassign_pending(group, name, tonumber(unfinished))
   released[#released + 1], is_released[name] = name, true
   if any_parked == nil then any_parked = redis.call('EXISTS', PARKED) == 1 end
   if has_more and not (any_parked and redis.call('HEXISTS', PARKED, name) == 1) then requeued[#requeued + 1] = name end
@@ -149,16 +149,16 @@ end
 
 local function dequeue(name, others_at, others, last, unfinished, has_more)
   try('XACK', KEYS[7], group, last, unpack(ARGV, others_at + 1, others_at + others))
-  try('LTRIM', line_of(name), others + 1, '-1')
+  try('LTRIM', queue_of(name), others + 1, '-1')
   if unfinished ~= '' and not failure then release_lease(name, unfinished, has_more) end
-  if not is_worker and not failure then drop_empty(name) end
+  if not is_worker and not failure then drop_if_empty(name) end
 end
 
 -- Leases that end are released together: one command per queue would cost more than the rest of a short lease.
 local function release_leases()
   end_leases(released)
-  for i = 1, #requeued, PASSED_AT_ONCE do
-    redis.call('RPUSH', READY, unpack(requeued, i, math.min(i + PASSED_AT_ONCE - 1, #requeued)))
+  for i = 1, #requeued, MAX_UNPACK do
+    redis.call('RPUSH', READY, unpack(requeued, i, math.min(i + MAX_UNPACK - 1, #requeued)))
   end
 end
 
@@ -204,7 +204,7 @@ local function commit_bare(from, to)
 end
 
 -- On Spark there are few key queues, if any.
-local any_deferred = not is_worker and some_lines()
+local any_deferred = not is_worker and has_queues()
 
 local bare = tonumber(ARGV[5])
 for from = 6, 5 + bare, 1000 do commit_bare(from, math.min(from + 999, 5 + bare)) end
@@ -227,17 +227,17 @@ while at < #ARGV and not failure do
   local others_at = at
   at = at + others
   local unfinished = next_arg()
-  local from_queue = keyed or (is_worker and expected ~= '') or expected == 'line'
+  local from_queue = keyed or (is_worker and expected ~= '') or expected == 'queue'
   local accepted, has_more
   if from_queue then
     if is_worker then
-      accepted = not is_released[offset_field] and holds(offset_field, expected)
+      accepted = not is_released[offset_field] and holds_lease(offset_field, expected)
     else
       accepted = redis.call('HEXISTS', PARKED, offset_field) == 0
     end
     if accepted then accepted, has_more = is_head(offset_field, others_at, others, last) end
   else
-    accepted = not (any_deferred and is_aside(offset_field))
+    accepted = not (any_deferred and is_deferred(offset_field))
     accepted = accepted and may_write(offset_field, expected, first, last, others_at, others)
   end
   if not accepted then refused[#refused + 1] = unit end
@@ -278,13 +278,13 @@ while at < #ARGV and not failure do
 end
 
 if committed > 0 then
-  if max_offset then redis.call('HSET', KEYS[1], 'top', max_offset) end
+  if max_offset then redis.call('HSET', KEYS[1], 'max_offset', max_offset) end
   redis.call('HINCRBY', KEYS[1], 'committed', committed)
 end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
 release_leases()
-wake(#requeued)
+notify_idle(#requeued)
 if replay and not failure then redis.call('SET', replay, ARGV[4] .. ' ' .. table.concat(refused, ' '), 'EX', 3600) end
 return failure or refused

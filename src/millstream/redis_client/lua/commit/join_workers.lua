@@ -23,21 +23,21 @@
 -- Entries up to the takeover offset are committed unless they are incomplete: workers that share entries begin there,
 -- with the incomplete ones pending.
 local function raise_to_takeover_offset(committed_id)
-  local takeover_offset = redis.call('HGET', KEYS[1], 'floor')
+  local takeover_offset = redis.call('HGET', KEYS[1], 'takeover_offset')
   if not takeover_offset then return committed_id end
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
     local done = (committed_id and not less(committed_id, id)) or redis.call('HEXISTS', KEYS[2], 'i' .. id) == 1
     if done then redis.call('HDEL', KEYS[6], id) end
   end
-  redis.call('HSET', KEYS[1], 'frontier', takeover_offset)
-  redis.call('HDEL', KEYS[1], 'floor')
+  redis.call('HSET', KEYS[1], 'committed_id', takeover_offset)
+  redis.call('HDEL', KEYS[1], 'takeover_offset')
   return takeover_offset
 end
 
 -- Entries that Spark has deferred for a handler without a key become incomplete: workers claim or read them.
 local function make_deferred_incomplete(committed_id)
-  for _, queue in ipairs(all_lines()) do
-    for _, id in ipairs(redis.call('LRANGE', line_of(queue), 0, -1)) do
+  for _, queue in ipairs(all_queues()) do
+    for _, id in ipairs(redis.call('LRANGE', queue_of(queue), 0, -1)) do
       redis.call('HDEL', KEYS[2], queue)
       if committed_id and not less(committed_id, id) then
         redis.call('HSET', KEYS[6], id, WAITING)
@@ -46,14 +46,14 @@ local function make_deferred_incomplete(committed_id)
       end
     end
   end
-  forget_lines()
+  drop_queues()
 end
 
 local name, start, kind = ARGV[1], ARGV[2], ARGV[3]
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'engine')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner')
 local epoch, committed_id, owner = found[1], found[2], found[3]
 local refusal = may_commit() or may('XACK', KEYS[7], name, '0-0')
-if kind ~= 'keyed' and (owner == 'keyed' or not owner) then refusal = refusal or needs_keys(owner) end
+if kind ~= 'keyed' and (owner == 'keyed' or not owner) then refusal = refusal or refuse_keyless(owner) end
 if owner ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
 if refusal then return refusal end
 
@@ -86,11 +86,11 @@ if owner ~= kind then
   elseif not group then
     redis.call('XGROUP', 'CREATE', KEYS[7], name, committed_id or start, 'MKSTREAM')
   end
-  if not committed_id then redis.call('HSET', KEYS[1], 'frontier', find_group(name)['last-delivered-id']) end
-  if kind == 'workers' then claim_open(name) else hold_lines(name) end
-  redis.call('HSET', KEYS[1], 'engine', kind, 'epoch', epoch)
+  if not committed_id then redis.call('HSET', KEYS[1], 'committed_id', find_group(name)['last-delivered-id']) end
+  if kind == 'workers' then claim_incomplete(name) else unassign_all_queued(name) end
+  redis.call('HSET', KEYS[1], 'owner', kind, 'epoch', epoch)
 elseif not group then
-  remake_group(name, committed_id, owner)
+  recreate_group(name, committed_id, owner)
   lost = 1
 end
 return {epoch, lost}

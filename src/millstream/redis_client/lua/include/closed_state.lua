@@ -2,8 +2,8 @@
 --
 -- Whether all entries up to `seal` are committed or in a key queue, where workers with a key own the stream, or a Spark
 -- run has begun. Entries that were deleted before they were enqueued need no enqueueing.
-local function routed_to(seal)
-  local found = redis.call('HMGET', KEYS[1], 'engine', 'frontier', 'keyed')
+local function is_enqueued_to(seal)
+  local found = redis.call('HMGET', KEYS[1], 'owner', 'committed_id', 'keyed')
   local committed_id = found[2]
   if not found[1] and found[3] then
     committed_id = committed_id or '0-0'

@@ -4,7 +4,7 @@
 -- the message does not: between MOST_DONE and twice as many.
 local DONE, DONE_BEFORE, MOST_DONE = BASE .. 'done', BASE .. 'done-before', 20000
 
-local function note_done(id, consumer)
+local function store_completion(id, consumer)
   redis.call('HSET', DONE, id, consumer)
   if redis.call('HLEN', DONE) >= MOST_DONE then
     redis.call('UNLINK', DONE_BEFORE)
@@ -13,16 +13,16 @@ local function note_done(id, consumer)
 end
 
 -- The consumer that completed a message, if it is among the last.
-local function done_by(id)
+local function completed_by(id)
   return redis.call('HGET', DONE, id) or redis.call('HGET', DONE_BEFORE, id)
 end
 
 -- Remove the first message of a key queue, which its consumer has completed. True if the next one can be leased now.
 local function complete(group, name, id, consumer)
-  redis.call('LPOP', line_of(name))
-  forget_strikes(id)
+  redis.call('LPOP', queue_of(name))
+  clear_crash_counts(id)
   end_lease(group, name, 0)
   redis.call('HINCRBY', KEYS[1], 'committed', 1)
-  note_done(id, consumer)
-  return line_up(name)
+  store_completion(id, consumer)
+  return make_ready(name)
 end

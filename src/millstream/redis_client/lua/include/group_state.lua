@@ -1,5 +1,5 @@
 -- The consumer group of a handler on workers. KEYS as in commit.lua; needs key_queues.
-local function pairs_of(items)
+local function to_map(items)
   local found = {}
   for i = 1, #items, 2 do found[items[i]] = items[i + 1] end
   return found
@@ -8,14 +8,14 @@ end
 local function find_group(name)
   if redis.call('EXISTS', KEYS[7]) == 0 then return nil end
   for _, items in ipairs(redis.call('XINFO', 'GROUPS', KEYS[7])) do
-    local group = pairs_of(items)
+    local group = to_map(items)
     if group['name'] == name then return group end
   end
 end
 
 -- Which entries of a page of the pending list are committed, by the rule of commit.lua. Such an entry was read once
 -- more: by a worker that died before it saw the offset, or because a late Spark run had set the group back.
-local function find_done(page, committed_id)
+local function find_committed(page, committed_id)
   local names, done = {}, {}
   for i, item in ipairs(page) do names[i] = 'i' .. item[1] end
   local offsets = #page > 0 and redis.call('HMGET', KEYS[2], unpack(names))
@@ -29,12 +29,12 @@ end
 -- Delete the consumers, and with them their pending entries.
 local function delete_consumers(name)
   for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], name)) do
-    redis.call('XGROUP', 'DELCONSUMER', KEYS[7], name, pairs_of(items)['name'])
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[7], name, to_map(items)['name'])
   end
 end
 
 -- Make the incomplete entries pending, for workers to claim.
-local function claim_open(name)
+local function claim_incomplete(name)
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
     redis.call('XCLAIM', KEYS[7], name, 'recovered', 0, id, 'IDLE', 86400000, 'FORCE', 'JUSTID')
   end
@@ -42,22 +42,22 @@ end
 
 -- Recreate a lost group at the committed id, with the entries before it that are still incomplete or queued. Incomplete
 -- entries that workers with a key have not enqueued yet are not pending: they would use the room of the key queues.
-local function remake_group(name, committed_id, owner)
+local function recreate_group(name, committed_id, owner)
   redis.call('XGROUP', 'CREATE', KEYS[7], name, committed_id or '0', 'MKSTREAM')
-  if owner == 'keyed' then hold_lines(name) else claim_open(name) end
+  if owner == 'keyed' then unassign_all_queued(name) else claim_incomplete(name) end
 end
 
 -- On Spark no consumer reads through the group. If an operator has destroyed it, the driver shows it again as soon as
 -- the committed id moves, but knows nothing of key queues: their entries have to be pending, or they would be trimmed.
 -- Returns how many were pending.
-local function keep_lines_pending(name, committed_id)
+local function keep_queued_pending(name, committed_id)
   local group = find_group(name)
   if not group then
-    remake_group(name, committed_id, 'keyed')
+    recreate_group(name, committed_id, 'keyed')
   elseif group['pending'] > 0 then
     return group['pending']
-  elseif some_lines() then
-    hold_lines(name)
+  elseif has_queues() then
+    unassign_all_queued(name)
   end
   return 0
 end

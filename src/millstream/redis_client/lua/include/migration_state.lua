@@ -1,12 +1,12 @@
 -- Keys that migrate from one partition to another. KEYS as in commit.lua; needs key_queues.
 --
--- A queue whose key may not have left its earlier partition waits: `parked` has the reason, and `moving` has the same
+-- A queue whose key may not have left its earlier partition waits: `parked` has the reason, and `awaiting` has the same
 -- text, after a number that no other wait has. An operator who parks such a queue overwrites the text in `parked`, not
--- that in `moving`; so both have to let the queue go.
-local MOVING, MOVED = BASE .. 'moving', BASE .. 'moved'
+-- that in `awaiting`; so both have to let the queue go.
+local AWAITING, IMPORTED = BASE .. 'awaiting', BASE .. 'imported'
 
 -- The text in `parked` of a queue that only its migration keeps waiting; nil if it does not migrate.
-local function moving_text(name)
-  local found = redis.call('HGET', MOVING, name)
+local function awaiting_text(name)
+  local found = redis.call('HGET', AWAITING, name)
   return found and string.match(found, '^%d+ (.*)$')
 end

@@ -3,11 +3,11 @@
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers, then for each key queue:
---         name, its expected offset ('' = none), or 'line' if its first entry was run from it
---         'join' (behind others of its key), 'later' (until its next attempt) or 'park' (until an operator acts)
---         milliseconds from now, for 'later'; the reason, for 'park'; else ''
+--         name, its expected offset ('' = none), or 'queue' if its first entry was run from it
+--         'append' (behind others of its key), 'backoff' (until its next attempt) or 'park' (until an operator acts)
+--         milliseconds from now, for 'backoff'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, or ''
---         number of ids, the ids: all entries of the key in the batch from the first deferred one on ('line': the first)
+--         number of ids, the ids: all entries of the key in the batch from the first deferred one on ('queue': the first)
 -- REPLY list of the numbers (1 = first) of those that were refused, of which nothing was changed: their offset has
 --       moved on, the key waits by now, or does not wait any more
 -- ERROR STALE when a newer run has taken over
@@ -21,26 +21,26 @@
 -- include group_state
 
 local group = ARGV[2]
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'max_offset')
 local committed_id, max_offset = meta[2], meta[3]
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 local is_there = redis.call('EXISTS', KEYS[7]) == 1 -- a deleted stream is not recreated
-if is_there then keep_lines_pending(group, committed_id) end -- before entries are added
+if is_there then keep_queued_pending(group, committed_id) end -- before entries are added
 
 local now = now_ms()
 
--- Whether the entries may be appended to a queue: they are in none yet, and others wait there only for 'join'.
+-- Whether the entries may be appended to a queue: they are in none yet, and others wait there only for 'append'.
 local function may_append(name, expected, how, first)
   if (redis.call('HGET', KEYS[2], name) or '') ~= expected then return false end
   if committed_id and not less(committed_id, first) then return false end
-  return is_aside(name) == (how == 'join')
+  return is_deferred(name) == (how == 'append')
 end
 
 local function add(name, ids)
-  if is_there then hold_by(group, WAITING, ids) end -- first, as it may be refused and the others cannot be repeated
-  for i = 1, #ids, PASSED_AT_ONCE do
-    redis.call('RPUSH', line_of(name), unpack(ids, i, math.min(i + PASSED_AT_ONCE - 1, #ids)))
+  if is_there then assign_pending(group, WAITING, ids) end -- first, as it may be refused and the others cannot be repeated
+  for i = 1, #ids, MAX_UNPACK do
+    redis.call('RPUSH', queue_of(name), unpack(ids, i, math.min(i + MAX_UNPACK - 1, #ids)))
   end
   redis.call('HSET', KEYS[2], name, ids[#ids])
   if not max_offset or less(max_offset, ids[#ids]) then max_offset = ids[#ids] end
@@ -65,8 +65,8 @@ while at <= #ARGV do
   local ids = {unpack(ARGV, at + 6, at + 5 + count)}
   at = at + 6 + count
   local accepted
-  if expected == 'line' then
-    accepted = redis.call('LINDEX', line_of(name), 0) == ids[1]
+  if expected == 'queue' then
+    accepted = redis.call('LINDEX', queue_of(name), 0) == ids[1]
     if accepted then redis.call('LREM', READY, 1, name) end
   else
     accepted = may_append(name, expected, how, ids[1])
@@ -74,9 +74,9 @@ while at <= #ARGV do
   end
   if not accepted then
     refused[#refused + 1] = number
-  elseif how ~= 'join' then
+  elseif how ~= 'append' then
     back_off_or_park(name, how, detail, ids[1], failed)
   end
 end
-if max_offset then redis.call('HSET', KEYS[1], 'top', max_offset) end
+if max_offset then redis.call('HSET', KEYS[1], 'max_offset', max_offset) end
 return refused

@@ -10,5 +10,5 @@
 -- include key_queues
 
 local found = {}
-for i = 1, #ARGV do found[i] = is_aside(ARGV[i]) and 1 or 0 end
+for i = 1, #ARGV do found[i] = is_deferred(ARGV[i]) and 1 or 0 end
 return found

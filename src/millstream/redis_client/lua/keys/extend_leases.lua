@@ -21,7 +21,7 @@ local until_ms = now + tonumber(ARGV[2])
 if not meta[2] or tonumber(meta[2]) < now then redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', now)) end
 local lost = {}
 for i = 3, #ARGV, 2 do
-  if holds(ARGV[i], ARGV[i + 1]) then
+  if holds_lease(ARGV[i], ARGV[i + 1]) then
     redis.call('ZADD', LEASES, 'XX', until_ms, ARGV[i])
   else
     lost[#lost + 1] = ARGV[i]

@@ -54,15 +54,15 @@ end
 local expired = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for i = #expired, 1, -1 do
   local name = expired[i]
-  local head = redis.call('LINDEX', line_of(name), 0)
+  local head = redis.call('LINDEX', queue_of(name), 0)
   if head then redis.call('HINCRBY', KEYS[4], head .. 'l', 1) end
   end_lease(group, name, longest)
-  line_up(name, true)
+  make_ready(name, true)
 end
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for _, name in ipairs(due) do
   redis.call('ZREM', BACKOFF, name)
-  line_up(name) -- behind the others: keys that fail all the time must not starve them
+  make_ready(name) -- behind the others: keys that fail all the time must not starve them
 end
 
 if ARGV[13] then
@@ -81,8 +81,8 @@ local function drop_missing(name, ids, entries)
   for _, entry in ipairs(entries) do there[entry[1]] = true end
   for _, id in ipairs(ids) do
     if not there[id] then
-      redis.call('LREM', line_of(name), 1, id)
-      forget_strikes(id)
+      redis.call('LREM', queue_of(name), 1, id)
+      clear_crash_counts(id)
       gone[#gone + 1] = id
     end
   end
@@ -98,7 +98,7 @@ end
 
 -- The first entries of a queue that are given out together: an entry that failed, or whose lease expired, comes alone.
 local function run_of(name, most)
-  local ids = redis.call('LRANGE', line_of(name), '0', most - 1)
+  local ids = redis.call('LRANGE', queue_of(name), '0', most - 1)
   for i = 1, any_counts and #ids or 0 do
     local count_of = crash_counts_of(ids[i])
     if count_of[1] or count_of[2] or count_of[3] then return {unpack(ids, 1, math.max(1, i - 1))} end
@@ -132,7 +132,7 @@ local function fitting(entries)
       unfit = size
       local rest = {}
       for j = i, #entries do rest[#rest + 1] = entries[j][1] end
-      hold_by(group, WAITING, rest)
+      assign_pending(group, WAITING, rest)
       return {unpack(entries, 1, i - 1)}
     end
     bytes = bytes + size
@@ -185,15 +185,15 @@ while #leased < most_queues and count < most_entries and #gone < MOST_GONE and u
     if #gone < MOST_GONE and unfit == 0 then lease_queue(name) end
   end
 end
-for i = 1, #leased, PASSED_AT_ONCE do store_leases(i, math.min(i + PASSED_AT_ONCE - 1, #leased)) end
+for i = 1, #leased, MAX_UNPACK do store_leases(i, math.min(i + MAX_UNPACK - 1, #leased)) end
 if used > 0 then redis.call('LTRIM', READY, used, -1) end
 if #leased > 0 then
   redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence), 'clock', string.format('%.0f', ms))
 end
 if redis.call('LLEN', READY) == 0 then
-  redis.call('UNLINK', WAKE) -- no worker needs to fetch
+  redis.call('UNLINK', NOTIFY) -- no worker needs to fetch
 elseif #leased >= most_queues or count >= most_entries or unfit > 0 then
-  wake(1)
+  notify_idle(1)
 end
 
 local wait_ms = -1

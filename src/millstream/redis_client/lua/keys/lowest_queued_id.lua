@@ -25,8 +25,8 @@ local due = tonumber(redis.call('HGET', KEYS[1], 'trim_at') or 0)
 if now < due and due - now <= most * PAUSE_MS then return false end
 redis.call('HSET', KEYS[1], 'trim_at', string.format('%.0f', now + count * PAUSE_MS))
 local lowest = ''
-for _, name in ipairs(all_lines()) do
-  local first = redis.call('LINDEX', line_of(name), 0)
+for _, name in ipairs(all_queues()) do
+  local first = redis.call('LINDEX', queue_of(name), 0)
   if first and (lowest == '' or less(first, lowest)) then lowest = first end
 end
 return lowest

@@ -8,4 +8,4 @@
 
 -- include key_queues
 
-return all_lines()
+return all_queues()

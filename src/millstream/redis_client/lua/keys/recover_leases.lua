@@ -32,12 +32,12 @@ for i = 1, #owners, 2 do
       unknown = unknown + 1
     else
       earlier = earlier + 1
-      local head = redis.call('LINDEX', line_of(name), 0)
+      local head = redis.call('LINDEX', queue_of(name), 0)
       if head then redis.call('HINCRBY', KEYS[4], head .. 'l', 1) end
     end
     end_lease(group, name, tonumber(ARGV[5]))
-    line_up(name, true)
+    make_ready(name, true)
   end
 end
-wake(earlier + unknown)
+notify_idle(earlier + unknown)
 return {earlier, unknown}

@@ -4,8 +4,8 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group, then for each queue:
 --         name, lease token, number of its entries that the worker was given and has not committed
---         'next' (requeued), 'first' (not begun: requeued before the others), 'later' (backing off) or 'park'
---         milliseconds from now, for 'later'; the reason, for 'park'; else ''
+--         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off) or 'park'
+--         milliseconds from now, for 'backoff'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, '' if it was not attempted
 -- REPLY names of the queues that the token did not hold any more, of which nothing was changed
 -- ERROR STALE when a newer run has taken over
@@ -26,22 +26,22 @@ local refused, ready = {}, 0
 local now = now_ms()
 for i = 3, #ARGV, 6 do
   local name, token, claimed, how, detail, failed = unpack(ARGV, i, i + 5)
-  if holds(name, token) then
+  if holds_lease(name, token) then
     end_lease(group, name, tonumber(claimed))
-    local head = redis.call('LINDEX', line_of(name), 0)
+    local head = redis.call('LINDEX', queue_of(name), 0)
     if head then
       if failed ~= '' then
         redis.call('HSET', KEYS[4], head .. 'f', failed)
       end
       -- The process survived the run. If the entry was not begun, the marker is of another run, which may have died of
       -- it.
-      if how ~= 'first' then redis.call('HDEL', KEYS[4], head .. 'a') end
+      if how ~= 'return' then redis.call('HDEL', KEYS[4], head .. 'a') end
       if how == 'park' then
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
-      elseif how == 'later' and redis.call('HEXISTS', PARKED, name) == 0 then
+      elseif how == 'backoff' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
         ready = ready + 1 -- soon: notify a worker, which learns when
-      elseif line_up(name, how == 'first') then
+      elseif make_ready(name, how == 'return') then
         ready = ready + 1
       end
     end
@@ -49,5 +49,5 @@ for i = 3, #ARGV, 6 do
     refused[#refused + 1] = name
   end
 end
-wake(ready)
+notify_idle(ready)
 return refused

@@ -16,7 +16,7 @@
 local PAGE = 200
 
 local group = ARGV[2]
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 
@@ -35,7 +35,7 @@ end
 local enqueued, ready = {}, 0
 for i = 3, #ARGV, 2 do
   local id, name = ARGV[i], ARGV[i + 1]
-  local queue = line_of(name)
+  local queue = queue_of(name)
   local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
   if found.err then return named(found, 'XPENDING', KEYS[7]) end
   local is_new = meta[2] and less(meta[2], id)
@@ -44,12 +44,12 @@ for i = 3, #ARGV, 2 do
     local place = newer_than(id, queue, leased and 1 or 0)
     if place then
       redis.call('LINSERT', queue, 'BEFORE', place, id)
-    elseif redis.call('RPUSH', queue, id) == 1 and not leased and line_up(name) then
+    elseif redis.call('RPUSH', queue, id) == 1 and not leased and make_ready(name) then
       ready = ready + 1
     end
-    hold_by(group, WAITING, {id})
+    assign_pending(group, WAITING, {id})
     enqueued[#enqueued + 1] = id
   end
 end
-wake(ready)
+notify_idle(ready)
 return enqueued

@@ -19,7 +19,7 @@
 -- include group_state
 
 local group_name, read_after, most = ARGV[2], ARGV[3], tonumber(ARGV[4])
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'top', 'frontier', 'floor')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'max_offset', 'committed_id', 'takeover_offset')
 local refusal = stale(ARGV[1], found[1])
 if refusal then return refusal end
 local group = find_group(group_name)
@@ -28,7 +28,7 @@ local last, takeover_offset, pending = found[3], found[4], group['pending']
 if last ~= read_after then return {0, 0, pending, last} end
 -- If nothing can run, only the entries of parked queues may use up the room.
 if pending >= most and redis.call('EXISTS', READY, OWNERS, BACKOFF) == 0 then
-  pending = math.min(pending, count_parked())
+  pending = math.min(pending, count_parked_entries())
 end
 
 local has_offsets = redis.call('EXISTS', KEYS[2]) == 1
@@ -59,26 +59,26 @@ if processed == 0 then return {0, 0, pending, last} end
 local ready = 0
 for _, name in ipairs(order) do
   local some, length = queues[name], 0
-  for i = 1, #some, PASSED_AT_ONCE do
-    length = redis.call('RPUSH', line_of(name), unpack(some, i, math.min(i + PASSED_AT_ONCE - 1, #some)))
+  for i = 1, #some, MAX_UNPACK do
+    length = redis.call('RPUSH', queue_of(name), unpack(some, i, math.min(i + MAX_UNPACK - 1, #some)))
   end
-  if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and line_up(name) then ready = ready + 1 end
+  if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and make_ready(name) then ready = ready + 1 end
 end
-hold_by(group_name, WAITING, ids)
+assign_pending(group_name, WAITING, ids)
 local read = group['entries-read']
 if read then
   redis.call('XGROUP', 'SETID', KEYS[7], group_name, last, 'ENTRIESREAD', read + processed)
 else
   redis.call('XGROUP', 'SETID', KEYS[7], group_name, last)
 end
-redis.call('HSET', KEYS[1], 'frontier', last, 'look_ahead', ARGV[4])
+redis.call('HSET', KEYS[1], 'committed_id', last, 'look_ahead', ARGV[4])
 if takeover_offset and not less(last, takeover_offset) then
   redis.call('UNLINK', KEYS[6])
-  redis.call('HDEL', KEYS[1], 'floor')
+  redis.call('HDEL', KEYS[1], 'takeover_offset')
 end
 if has_offsets and not (found[2] and less(last, found[2])) then
   redis.call('UNLINK', KEYS[2])
-  redis.call('HDEL', KEYS[1], 'top')
+  redis.call('HDEL', KEYS[1], 'max_offset')
 end
-wake(ready)
+notify_idle(ready)
 return {processed, ready, pending + #ids, last}

@@ -16,18 +16,18 @@
 -- include group_state
 -- include migration_state
 
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 
 local now, most = now_ms(), tonumber(ARGV[3])
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', now, 'LIMIT', 0, most)
 for _, name in ipairs(due) do
-  line_up(name) -- behind the others: keys that fail all the time must not starve them
+  make_ready(name) -- behind the others: keys that fail all the time must not starve them
   redis.call('ZREM', BACKOFF, name)
 end
 local first = redis.call('ZRANGE', BACKOFF, 0, 0, 'WITHSCORES')[2]
 local wait_ms = first and math.max(0, tonumber(first) - now + 1) or -1
-local some, entries = some_lines(), 0
-if some and redis.call('EXISTS', KEYS[7]) == 1 then entries = keep_lines_pending(ARGV[2], meta[2]) end
-return {some and 1 or 0, entries, redis.call('HLEN', MOVING), wait_ms, unpack(redis.call('LRANGE', READY, 0, most - 1))}
+local some, entries = has_queues(), 0
+if some and redis.call('EXISTS', KEYS[7]) == 1 then entries = keep_queued_pending(ARGV[2], meta[2]) end
+return {some and 1 or 0, entries, redis.call('HLEN', AWAITING), wait_ms, unpack(redis.call('LRANGE', READY, 0, most - 1))}

@@ -20,37 +20,37 @@
 -- include completed
 
 local group, consumer, id, name = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
 if found.err then return found end
 local holder = found[1] and found[1][2]
-if holder and (holder ~= consumer or name == '' or redis.call('LPOS', line_of(name), id)) then
+if holder and (holder ~= consumer or name == '' or redis.call('LPOS', queue_of(name), id)) then
   return {'pending', holder ~= WAITING and holder or ''}
 elseif holder then
   redis.call('XACK', KEYS[7], group, id)
-  note_done(id, consumer)
+  store_completion(id, consumer)
   return {'acked-unassigned', consumer}
 end
 
-local first = redis.call('LINDEX', line_of(name), 0) == id
-if redis.call('LREM', line_of(name), 1, id) == 1 then
-  forget_strikes(id)
+local first = redis.call('LINDEX', queue_of(name), 0) == id
+if redis.call('LREM', queue_of(name), 1, id) == 1 then
+  clear_crash_counts(id)
   redis.call('HINCRBY', KEYS[1], 'committed', 1)
-  note_done(id, consumer)
+  store_completion(id, consumer)
   local leased = redis.call('HEXISTS', OWNERS, name) == 1
   if leased and first then
     end_lease(group, name, 0)
-    if line_up(name) then wake(1) end
-  elseif redis.call('EXISTS', line_of(name)) == 0 then
+    if make_ready(name) then notify_idle(1) end
+  elseif redis.call('EXISTS', queue_of(name)) == 0 then
     redis.call('LREM', READY, 0, name)
     redis.call('ZREM', BACKOFF, name)
   end
   return {'acked', consumer}
 end
 
-local by = done_by(id)
+local by = completed_by(id)
 if by then return {'done', by} end
 if #redis.call('XRANGE', KEYS[7], id, id) == 0 then return {'unknown', ''} end
 return {meta[2] and not less(meta[2], id) and 'ended' or 'new', ''}

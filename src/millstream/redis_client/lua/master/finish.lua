@@ -22,7 +22,7 @@ local reply, ready = {0}, 0
 for i = 3, #ARGV, 3 do
   local consumer, id, name = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local holder = string.match(redis.call('HGET', OWNERS, name) or '', '^%d+ %S+ (.*)$')
-  if holder == consumer and redis.call('LINDEX', line_of(name), 0) == id then
+  if holder == consumer and redis.call('LINDEX', queue_of(name), 0) == id then
     redis.call('XACK', KEYS[7], group, id)
     if complete(group, name, id, consumer) then ready = ready + 1 end
     reply[#reply + 1] = 1
@@ -30,6 +30,6 @@ for i = 3, #ARGV, 3 do
     reply[#reply + 1] = 0
   end
 end
-wake(ready)
+notify_idle(ready)
 reply[1] = redis.call('LLEN', READY)
 return reply

@@ -33,16 +33,16 @@ local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
 if probe.err then return probe end
 
 local incarnations, exists = {}, {}
-for name, text in pairs(pairs_of(redis.call('HGETALL', BASE .. 'consumers'))) do
+for name, text in pairs(to_map(redis.call('HGETALL', BASE .. 'consumers'))) do
   incarnations[name] = cjson.decode(text)['incarnation']
 end
-for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], group)) do exists[pairs_of(items)['name']] = true end
+for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], group)) do exists[to_map(items)['name']] = true end
 
 local now = redis.call('TIME')
 local now_us = now[1] * 1000000 + now[2]
 local ms = math.floor(now_us / 1000)
 local until_ms = ms + lease_ms
-local strays, remaining = pairs_of(redis.call('HGETALL', STRAYS)), {}
+local strays, remaining = to_map(redis.call('HGETALL', STRAYS)), {}
 local extended, done, revoked, ready = 0, {}, {}, 0
 
 local function acknowledge(name, id, holder)
@@ -55,7 +55,7 @@ local function revoke(name, id, holder, why)
   end_lease(group, name, 1)
   if max_lost > 0 and lost >= max_lost then
     redis.call('HSETNX', PARKED, name, ms .. ' ' .. reason)
-  elseif line_up(name, true) then
+  elseif make_ready(name, true) then
     ready = ready + 1
   end
   revoked[#revoked + 1] = {name, id, holder, why}
@@ -66,13 +66,13 @@ local function claim_for(holder, token, id, is_unassigned)
   if is_unassigned and ms - since < STRAY_MS then
     remaining[token] = since
   else
-    hold_by(group, holder, {id})
+    assign_pending(group, holder, {id})
   end
 end
 
-for name, token in pairs(pairs_of(redis.call('HGETALL', OWNERS))) do
+for name, token in pairs(to_map(redis.call('HGETALL', OWNERS))) do
   local fence, incarnation, holder = string.match(token, '^(%d+) (%S+) (.*)$')
-  local head = redis.call('LINDEX', line_of(name), 0)
+  local head = redis.call('LINDEX', queue_of(name), 0)
   local item = head and redis.call('XPENDING', KEYS[7], group, head, head, 1)[1]
   if not head then
     end_lease(group, name, 0)
@@ -90,5 +90,5 @@ for name, token in pairs(pairs_of(redis.call('HGETALL', OWNERS))) do
 end
 if next(strays) then redis.call('UNLINK', STRAYS) end
 for stray, since in pairs(remaining) do redis.call('HSET', STRAYS, stray, since) end
-wake(ready)
+notify_idle(ready)
 return {extended, done, unpack(revoked)}

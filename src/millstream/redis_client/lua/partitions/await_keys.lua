@@ -14,10 +14,10 @@
 local count = 0
 for i = 1, #ARGV, 2 do
   local name = ARGV[i]
-  local is_waiting = redis.call('HEXISTS', MOVING, name) == 1 and redis.call('HEXISTS', PARKED, name) == 1
-  if not is_waiting and redis.call('EXISTS', line_of(name)) == 0 then
-    local text = now_ms() .. ' moving from ' .. ARGV[i + 1]
-    redis.call('HSET', MOVING, name, redis.call('HINCRBY', KEYS[1], 'moves', 1) .. ' ' .. text)
+  local is_waiting = redis.call('HEXISTS', AWAITING, name) == 1 and redis.call('HEXISTS', PARKED, name) == 1
+  if not is_waiting and redis.call('EXISTS', queue_of(name)) == 0 then
+    local text = now_ms() .. ' migrating from ' .. ARGV[i + 1]
+    redis.call('HSET', AWAITING, name, redis.call('HINCRBY', KEYS[1], 'moves', 1) .. ' ' .. text)
     redis.call('HSETNX', PARKED, name, text)
     count = count + 1
   end

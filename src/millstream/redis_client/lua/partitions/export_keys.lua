@@ -13,11 +13,11 @@
 -- include key_queues
 -- include closed_state
 
-if not routed_to(ARGV[1]) then return {} end
+if not is_enqueued_to(ARGV[1]) then return {} end
 local reply = {tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)}
 for i = 2, #ARGV do
   local name = ARGV[i]
-  local stays = redis.call('EXISTS', line_of(name)) == 1 or redis.call('HEXISTS', PARKED, name) == 1
+  local stays = redis.call('EXISTS', queue_of(name)) == 1 or redis.call('HEXISTS', PARKED, name) == 1
   reply[i] = stays and 0 or redis.call('HGET', KEYS[3], string.sub(name, 2)) or 1
 end
 return reply

@@ -2,12 +2,12 @@
 -- Let key queues go on whose keys have left their earlier partition, and store the states of these keys.
 --
 -- KEYS  as in commit.lua, of the new partition
--- ARGV  1 the fence of the earlier partition   2.. of each queue: name, its text in `moving` before the earlier
+-- ARGV  1 the fence of the earlier partition   2.. of each queue: name, its text in `awaiting` before the earlier
 --       partition was asked, the state ('' = none)
 -- REPLY number of queues that wait no more
 --
--- INVARIANT  A state is stored once, before any entry of its key runs here: `moving` had the same text before the state
---   was read as it has now, and no text occurs twice. Until `moved` is cleared, which comes after the state is gone
+-- INVARIANT  A state is stored once, before any entry of its key runs here: `awaiting` had the same text before the state
+--   was read as it has now, and no text occurs twice. Until `imported` is cleared, which comes after the state is gone
 --   from the earlier partition, no state is imported from there again. Lease tokens go on growing.
 
 -- include key_queues
@@ -16,16 +16,16 @@
 local ended, ready = 0, 0
 for i = 2, #ARGV, 3 do
   local name, seen, state = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  if redis.call('HGET', MOVING, name) == seen then
+  if redis.call('HGET', AWAITING, name) == seen then
     local key = string.sub(name, 2)
-    if state ~= '' and redis.call('HSETNX', MOVED, key, 1) == 1 then redis.call('HSET', KEYS[3], key, state) end
-    if redis.call('HGET', PARKED, name) == moving_text(name) then redis.call('HDEL', PARKED, name) end
-    redis.call('HDEL', MOVING, name)
+    if state ~= '' and redis.call('HSETNX', IMPORTED, key, 1) == 1 then redis.call('HSET', KEYS[3], key, state) end
+    if redis.call('HGET', PARKED, name) == awaiting_text(name) then redis.call('HDEL', PARKED, name) end
+    redis.call('HDEL', AWAITING, name)
     ended = ended + 1
-    if redis.call('HEXISTS', OWNERS, name) == 0 and line_up(name) then ready = ready + 1 end
+    if redis.call('HEXISTS', OWNERS, name) == 0 and make_ready(name) then ready = ready + 1 end
   end
 end
 local fence = tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)
 if tonumber(ARGV[1]) > fence then redis.call('HSET', KEYS[1], 'fence', ARGV[1]) end
-wake(ready)
+notify_idle(ready)
 return ended

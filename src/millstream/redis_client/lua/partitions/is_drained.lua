@@ -12,15 +12,15 @@
 -- include closed_state
 
 local seal = ARGV[1]
-if not routed_to(seal) then return 0 end
+if not is_enqueued_to(seal) then return 0 end
 -- The usual case, at little cost; the pending entries are not always the queued ones.
 local pending = redis.pcall('XPENDING', KEYS[7], ARGV[2], '-', seal, 1)
 if pending.err or #pending > 0 then return 0 end
-for _, name in ipairs(all_lines()) do
-  local first = redis.call('LINDEX', line_of(name), 0)
+for _, name in ipairs(all_queues()) do
+  local first = redis.call('LINDEX', queue_of(name), 0)
   if first and not less(seal, first) then return 0 end
 end
 for _, name in ipairs(redis.call('HKEYS', PARKED)) do
-  if redis.call('EXISTS', line_of(name)) == 0 then return 0 end
+  if redis.call('EXISTS', queue_of(name)) == 0 then return 0 end
 end
 return 1

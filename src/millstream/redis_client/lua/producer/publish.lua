@@ -12,7 +12,7 @@
 --         number of fields, number of entries, the names, then the values of each entry in the names' order
 -- REPLY the ids of the entries or delayed messages, separated by spaces; '' if a later batch has been written
 -- ERROR FULL and the number of entries: the stream has no room for the batch, nothing is written
---       SEALED and a generation: the partition was closed for one that the producer does not know, nothing is written
+--       CLOSED and a generation: the partition was closed for one that the producer does not know, nothing is written
 --       PARTITIONED: the stream is a partition, and the producer does not know
 --
 -- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may be
@@ -60,7 +60,7 @@ end
 
 local needed = call('HGET', PARTITION, 'generation')
 if needed and generation == '' then return redis.error_reply('PARTITIONED ' .. stream) end
-if needed and tonumber(needed) > tonumber(generation) then return redis.error_reply('SEALED ' .. needed) end
+if needed and tonumber(needed) > tonumber(generation) then return redis.error_reply('CLOSED ' .. needed) end
 
 local new, seen = entries, {}
 for i = FIXED_KEYS + 1, #KEYS do
