@@ -11,7 +11,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
+from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import ConfigError, PipelineFailed, StaleOwner
 from millstream.model import EntryId

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from millstream import App, Message
-from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
+from millstream.delivery.effects import Effects
 from millstream.handlers.dead_letter import DeadLetter
-from millstream.redis_client.client import Arg, Client
+from millstream.redis_client.client import Client
+from millstream.redis_client.resp import Arg
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, publish, run_cases, verify
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]

@@ -9,9 +9,10 @@ import psutil
 import pytest
 
 from millstream.delivery.reliable_stream import READ_ENTRIES
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy, Side
 from millstream.testing.topologies import sentinel_trio
 from tests.support.waiting import eventually, slowness

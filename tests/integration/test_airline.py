@@ -22,7 +22,7 @@ from millstream.demo.show import DemoSettings
 from millstream.demo.surroundings import clean, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed, WrongType
 from millstream.handlers.attempt import DeadLettered, check_key, dead_letter_of
-from millstream.handlers.decoding import encode_output
+from millstream.handlers.encoding import encode_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
 from millstream.redis_client.client import Client

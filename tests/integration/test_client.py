@@ -19,12 +19,13 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.error_translation import translate
 from millstream.redis_client.eviction import warn_if_evicting
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.redaction import redact_url
+from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import tls_server
 from tests.support.clocks import HandClock

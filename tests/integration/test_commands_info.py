@@ -10,7 +10,8 @@ import pytest
 from millstream.admin.consumption_summary import ReaderReport, summarize_readers
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection
-from millstream.delivery.commit_store import CommitStore, Effects
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.effects import Effects
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, stage_group, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms

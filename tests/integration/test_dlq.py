@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.delivery.commit_store import CommitStore, Effects
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
+from millstream.delivery.effects import Effects
 from millstream.errors import AccessDenied, ConfigError, OutOfMemory
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, raise_if_error

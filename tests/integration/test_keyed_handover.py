@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from millstream.delivery.commit_store import Effects
+from millstream.delivery.effects import Effects
 from millstream.delivery.key_queues import park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millstream.delivery.commit_store import Effects
+from millstream.delivery.effects import Effects
 from millstream.delivery.key_queues import park, skip, unpark
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.errors import ConfigError, GroupMissing

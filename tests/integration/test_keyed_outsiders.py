@@ -9,8 +9,9 @@ from millstream.delivery.key_queues import skip, unpark
 from millstream.delivery.keyed_stream import LOWEST_QUEUED_ID, KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import GroupMissing
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
+from millstream.redis_client.scripts import Script
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,

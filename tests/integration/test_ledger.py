@@ -8,13 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore
+from millstream.delivery.effects import Effects
 from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwner, WrongType
 from millstream.model import EntryId
-from millstream.redis_client.client import Client, Command, Reply
+from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.resp import ReplySize
+from millstream.redis_client.resp import Command, Reply, ReplySize
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]

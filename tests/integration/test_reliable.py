@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, CommittedPosition, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, CommittedPosition
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
+from millstream.delivery.effects import Effects
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner

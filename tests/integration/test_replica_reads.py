@@ -12,8 +12,9 @@ import pytest
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.errors import DataLoss, ServerError, Unavailable
 from millstream.model import ZERO_ID, EntryId
-from millstream.redis_client.client import Client, Command
+from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.resp import Command
 from millstream.spark.source import replica_reads as replicas_module
 from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.group_partition_reader import GroupPartition, GroupPartitionReader

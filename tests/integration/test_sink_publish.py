@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 import pytest
 
 from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.scripts import Script
 from millstream.spark.sink import Stage, StagedTask, WriteOptions, begin, raw, token_of
 from millstream.spark.sink import publication as publication_module
 from millstream.testing.topologies import cluster

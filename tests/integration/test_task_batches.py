@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, Effects
+from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
+from millstream.delivery.effects import Effects
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD

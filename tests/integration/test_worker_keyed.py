@@ -15,7 +15,8 @@ from millstream.delivery.key_queues import check_invariants, list_queues, unpark
 from millstream.errors import HandlerStuck
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
+from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually

@@ -13,7 +13,8 @@ import pytest
 
 from millstream import Message, Reject, Retry
 from millstream.clock import SYSTEM_CLOCK
-from millstream.delivery.commit_store import CommitStore, Effects
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, Unfinished
 from millstream.handlers.attempt import NO_EFFECTS

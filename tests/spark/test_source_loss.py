@@ -6,11 +6,11 @@ from pyspark.errors import StreamingQueryException
 from millstream.errors import DataLoss
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from millstream.spark.source.data_loss import LossPolicy
+from millstream.spark.source.data_loss import LossPolicy, detect_loss
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.offsets import Position
 from millstream.spark.source.partition_reader import PartitionReader
-from millstream.spark.source.stream_info import StreamInfo, detect_loss, fetch
+from millstream.spark.source.stream_info import StreamInfo, fetch
 from tests.support.sources import Bench, Streams
 
 pytestmark = [pytest.mark.spark]

@@ -8,8 +8,8 @@ import pytest
 
 from millstream.errors import ConfigError, Unavailable
 from millstream.model import ZERO_ID, EntryId
-from millstream.redis_client.client import Client, Command, Reply
-from millstream.redis_client.resp import ReplySize
+from millstream.redis_client.client import Client
+from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from millstream.delivery.commit_store import CommitStore, Effects
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.effects import Effects
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, LeaseResult, queue_of_key
 from millstream.model import EntryId
 from millstream.redis_client.client import Client

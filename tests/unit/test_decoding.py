@@ -21,8 +21,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millstream.errors import ConfigError, DecodeError
-from millstream.handlers import decoding
-from millstream.handlers.decoding import compile_decoder, encode_output, wire_types
+from millstream.handlers import decoding, encoding
+from millstream.handlers.decoding import compile_decoder, wire_types
+from millstream.handlers.encoding import encode_output
 from tests.support.models import Address, Colour, Customer, Level, Point, Price, pairs
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
@@ -340,7 +341,7 @@ def test_a_refused_value_is_shown_short_and_without_control_characters(raw: byte
         one(int)(raw)
     message = str(caught.value)
     assert message.isprintable()
-    assert len(message) < 40 + decoding.SHOWN_CHARS
+    assert len(message) < 40 + encoding.SHOWN_CHARS
 
 
 def test_what_a_models_own_code_raises_is_a_decode_error() -> None:

@@ -19,6 +19,7 @@ from millstream.worker import HandlerSteps, WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
 from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.running.async_runner import AsyncRunner
 from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
 from millstream.worker.running.poison_isolation import (
     PoisonIsolation,
@@ -26,7 +27,8 @@ from millstream.worker.running.poison_isolation import (
     crashes_allowed,
     isolated_after,
 )
-from millstream.worker.running.runner import AsyncRunner, LoadSample, Runner, ThreadRunner
+from millstream.worker.running.runner import Runner
+from millstream.worker.running.thread_runner import LoadSample, ThreadRunner
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import OutputError
-from millstream.handlers.decoding import compile_decoder, encode_output
+from millstream.handlers.decoding import compile_decoder
+from millstream.handlers.encoding import encode_output
 from tests.support.models import Address, Colour, Customer, Level, Point, Price, pairs
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]

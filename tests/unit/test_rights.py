@@ -9,8 +9,8 @@ import pytest
 
 from millstream.admin.acl import ROLES, SCRIPTS, RoleName, acl_rule
 from millstream.errors import ConfigError
-from millstream.redis_client.client import Script
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, StreamKeys
+from millstream.redis_client.scripts import Script
 
 pytestmark = [pytest.mark.cli]
 

@@ -8,10 +8,9 @@ import pytest
 from millstream.errors import ConfigError, DataLoss
 from millstream.model import EntryId
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
-from millstream.spark.source.data_loss import LossPolicy
+from millstream.spark.source.data_loss import Loss, LossPolicy
 from millstream.spark.source.offsets import Position
 from millstream.spark.source.provider import RedisStreamsSource
-from millstream.spark.source.stream_info import Loss
 
 pytestmark = [pytest.mark.spark]
 

@@ -8,9 +8,10 @@ from millstream.admin.liveness import StreamGroup, find_consumers, find_runs
 from millstream.admin.reports import GroupReport, StreamReport
 from millstream.clock import Clock
 from millstream.errors import ConfigError, RedisError
-from millstream.redis_client.client import Client, Command
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import GroupBatchKeys, HandlerKeys, run_name, stage_of, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
+from millstream.redis_client.resp import Command
 
 
 def has_stage_group(app: str, stream: StreamReport) -> bool:

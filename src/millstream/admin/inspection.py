@@ -12,9 +12,10 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.handlers.attempt import parse_state
 from millstream.model import EntryId
-from millstream.redis_client.client import Arg, Client, Reply, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
+from millstream.redis_client.resp import Arg, Reply
 
 _SCAN_PAGE = 1_000
 _COUNTERS = ("committed", "written", "dead", "refused")

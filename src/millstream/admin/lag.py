@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from millstream.admin.reports import StreamReport
 from millstream.clock import Clock
 from millstream.model import EntryId
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
+from millstream.redis_client.scripts import Script
 
 _COUNT_ENTRIES = Script("groups/count_entries")
 _COUNT_CHUNK = 1_000

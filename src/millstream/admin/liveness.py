@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from millstream.balancer.protocol import service_of
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, run_name, to_wire, worker_name_key
 from millstream.redis_client.pipelining import send_all
+from millstream.redis_client.resp import Command, Reply
 
 _LIVE_MS = 60_000.0
 

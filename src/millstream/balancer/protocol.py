@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from millstream.balancer.notifications import Lease
 from millstream.errors import AccessDenied, AlreadyOwned, ConfigError, LeaseLost, NameHeld, StreamNotFound
-from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import ServiceKeys, check_stream, from_wire, to_wire
+from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.scripts import Script
 
 HEARTBEAT = Script("leases/heartbeat")
 CLAIM_STREAM = Script("leases/claim_stream")

@@ -10,7 +10,7 @@ from millstream.app import load_function
 from millstream.cli.config_file import Config, require_modules
 from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
 from millstream.cli.terminal import print_json, print_message
-from millstream.redis_client.client import parse_route
+from millstream.redis_client.deployments import parse_route
 
 Target = Annotated[str, typer.Argument(help="module:function or path/to/file.py:function", metavar="FUNCTION")]
 Stream = Annotated[str, typer.Option("--ticket-stream", envvar="ticket_stream", help="The stream of messages.")]

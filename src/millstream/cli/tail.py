@@ -15,9 +15,10 @@ from millstream.cli.options import DEFAULT_URL, Url, parse_start
 from millstream.cli.terminal import pluralize, print_json, print_line, print_message, truncate
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId, Message
-from millstream.redis_client.client import Client, Reply, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.escaping import escape, json_fields
 from millstream.redis_client.key_names import is_pattern
+from millstream.redis_client.resp import Reply
 from millstream.router import END, Gap, Item, Router
 from millstream.router.stream_events import Reason
 

@@ -12,8 +12,10 @@ from typing import NamedTuple, get_args
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, RedisError, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import ZERO_ID, EntryId
-from millstream.redis_client.client import Arg, Client, Command, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
+from millstream.redis_client.resp import Arg, Command
+from millstream.redis_client.scripts import Script
 
 UNREADABLE = "unreadable"
 """The reason shown for an entry of a dead-letter stream that is no dead letter."""

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from millstream.delivery.commit_store import FAILED_SUFFIX, CommitStore
-from millstream.redis_client.client import Arg, Client, Script
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.effects import FAILED_SUFFIX
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.resp import Arg
+from millstream.redis_client.scripts import Script
 
 DEFER = Script("keys/defer")
 DEFERRED_KEYS = Script("keys/deferred_keys")

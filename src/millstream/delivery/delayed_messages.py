@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from millstream.errors import Unavailable, WrongType
-from millstream.redis_client.client import Client, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import StreamKeys, from_wire, to_wire
+from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
 

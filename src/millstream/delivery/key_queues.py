@@ -8,9 +8,11 @@ from typing import Literal
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
-from millstream.redis_client.client import Arg, Client, Reply, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.redis_client.pipelining import call_all, send_all
+from millstream.redis_client.resp import Arg, Reply
+from millstream.redis_client.scripts import Script
 
 PARK_UNPARK_SKIP = Script("keys/park_unpark_skip")
 QUEUED_KEYS = Script("keys/queued_keys")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Effects, WorkerKind
+from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
+from millstream.delivery.effects import Effects
 from millstream.delivery.key_queues import WAITING, check_invariants
 from millstream.delivery.reliable_stream import (
     NO_LIMIT,
@@ -21,7 +22,9 @@ from millstream.delivery.reliable_stream import (
     crash_counts_of,
 )
 from millstream.errors import Unavailable
-from millstream.redis_client.client import Arg, Client, Command, Reply, Script
+from millstream.redis_client.client import Client
+from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.scripts import Script
 
 READ_RANGE = Script("commit/read_range")
 ROUTE = Script("keys/route")

@@ -15,23 +15,16 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
-from millstream.delivery.commit_store import (
-    ENTRY_PREFIX,
-    EXPIRED_SUFFIX,
-    FAILED_SUFFIX,
-    ISOLATED_SUFFIX,
-    KEY_PREFIX,
-    Checkpoint,
-    CommitStore,
-    Effects,
-    WorkerKind,
-)
+from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
+from millstream.delivery.effects import EXPIRED_SUFFIX, FAILED_SUFFIX, ISOLATED_SUFFIX, Effects
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.handlers.dead_letter import DeadLetter, Reason
-from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, worker_name_key
+from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from millstream.errors import ConfigError
 from millstream.groups.entries import BEGINNING, Batch, Id, check_position, execute_on, recovered_batch, wire_id
-from millstream.redis_client.client import Arg, Client
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
+from millstream.redis_client.resp import Arg
 
 
 class Consumer:

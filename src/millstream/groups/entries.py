@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
-from millstream.redis_client.client import Arg, Client, Reply
+from millstream.redis_client.client import Client
+from millstream.redis_client.resp import Arg, Reply
 
 Id = bytes | str | EntryId
 """An entry id or a position in a stream, as Redis, text or `EntryId` has it."""

@@ -7,8 +7,10 @@ from functools import cached_property
 from millstream.errors import CommandFailed, ConfigError
 from millstream.groups.entries import BEGINNING, Id, execute_on, to_mapping, wire_id
 from millstream.groups.pending import PendingList
-from millstream.redis_client.client import Arg, Client, Reply, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, to_wire
+from millstream.redis_client.resp import Arg, Reply
+from millstream.redis_client.scripts import Script
 
 _DELETE_CONSUMER = Script("groups/delete_consumer")
 _REASSIGNED_AT_ONCE = 500

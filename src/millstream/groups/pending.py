@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from millstream.errors import ConfigError
 from millstream.groups.entries import Batch, Id, execute_on, wire_id
-from millstream.redis_client.client import Arg, Client, Command, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
+from millstream.redis_client.resp import Arg, Command
 
 _FIRST = b"0-0"
 _ASKED_AT_ONCE = 1_000

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from millstream.errors import ConfigError
 from millstream.groups.entries import Delivered, execute_on, to_mapping
-from millstream.redis_client.client import Client, Reply
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, to_wire
+from millstream.redis_client.resp import Reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

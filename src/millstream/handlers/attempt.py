@@ -15,7 +15,7 @@ import msgspec
 
 from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
 from millstream.handlers.dead_letter import DeadLetter, Reason
-from millstream.handlers.decoding import encode_output
+from millstream.handlers.encoding import encode_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
 

@@ -8,8 +8,8 @@ import msgspec
 
 from millstream.errors import ConfigError
 from millstream.model import EntryId
-from millstream.redis_client.client import Arg
 from millstream.redis_client.redaction import redact_text
+from millstream.redis_client.resp import Arg
 
 Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed", "skipped"]
 """Why a message was dead-lettered.

@@ -18,8 +18,10 @@ from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import CommandFailed, Unavailable
 from millstream.partitions.partition_map import PartitionMap, PastOwner, moved_away
 from millstream.partitions.partitions import Partitions
-from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, StreamKeys, to_wire
+from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
 

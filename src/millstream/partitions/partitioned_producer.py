@@ -7,7 +7,7 @@ from itertools import count
 from typing import NamedTuple, TypeVar
 
 from millstream.errors import NotReplicated, OutputError, Sealed
-from millstream.handlers.decoding import encode_output
+from millstream.handlers.encoding import encode_output
 from millstream.handlers.handler import check_partition_count
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.partitions.partition_map import PartitionMap

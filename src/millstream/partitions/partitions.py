@@ -12,8 +12,9 @@ from collections.abc import Callable
 from millstream.errors import ConfigError
 from millstream.handlers.handler import check_partition_count
 from millstream.partitions.partition_map import PartitionMap, check_growth
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys, check_base, to_wire
+from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
 

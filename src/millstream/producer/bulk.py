@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, OutputError
-from millstream.handlers.decoding import encode_output
+from millstream.handlers.encoding import encode_output
 from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, ProducerSession, PublishOptions, new_token
 from millstream.redis_client.client import Client
 

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Self, TypeVar
 
 from millstream.errors import ConfigError, NotReplicated, RedisError, Sealed
-from millstream.handlers.decoding import encode_output
+from millstream.handlers.encoding import encode_output
 from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.observability.tracing import tracing

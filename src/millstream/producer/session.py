@@ -20,8 +20,10 @@ from millstream.errors import (
     StreamFull,
     Unavailable,
 )
-from millstream.redis_client.client import Arg, Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys, to_wire
+from millstream.redis_client.resp import Arg
+from millstream.redis_client.scripts import Script
 
 MAX_FIELDS = 3_900
 """Most fields of an entry: Lua's `unpack` passes no more inside a script."""

@@ -6,201 +6,54 @@ repeating it is safe (`Client.retry_while_unavailable`).
 """
 
 import functools
-import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import redis
 from redis._parsers import BaseParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
-from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import Connection, ConnectionPool, parse_url
+from redis.connection import ConnectionPool
 from redis.exceptions import AskError, MovedError, NoScriptError
-from redis.retry import Retry as RedisRetry
-from redis.sentinel import Sentinel
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissing, Unavailable, WrongType
-from millstream.redis_client import resp as wire
+from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
 from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
     keys_of,
-    known_scripts,
     translate,
     type_needed,
     with_denied_keys,
     wrong_type_error,
 )
 from millstream.redis_client.key_names import PREFIX, from_wire
-from millstream.redis_client.lua import text_of
 from millstream.redis_client.redaction import redact_url, register_secrets
-from millstream.redis_client.resp import Node, Redirection, ReplySize, RespConnection, pack_command, routing_key
-from millstream.redis_client.urls import Shard, hosts, split_url, url_of_node
+from millstream.redis_client.resp import (
+    Arg,
+    Command,
+    Node,
+    Redirection,
+    Reply,
+    ReplySize,
+    RespConnection,
+    pack_command,
+    routing_key,
+)
+from millstream.redis_client.scripts import Script
+from millstream.redis_client.urls import Shard, url_of_node
 
 logger = logging.getLogger(__name__)
 
-Arg = wire.Arg
-Command = wire.Command
-Reply = Any
 T = TypeVar("T")
 
 _REDIRECTS = 8
 _SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
-_NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
 
 
 # --- Deployments ------------------------------------------------------------------------------------------------
-
-
-class _Route(Protocol):
-    """Chooses the connection pool for a key. The three kinds of deployment differ only in this."""
-
-    def pool(self, key: Arg | None) -> ConnectionPool: ...
-
-    def pools(self) -> Iterable[ConnectionPool]: ...
-
-    def on_moved(self) -> None: ...
-
-    def node_pool(self, host: str, port: int) -> ConnectionPool: ...
-
-    def shard(self, key: Arg) -> Shard: ...
-
-
-class _SingleServerRoute:
-    """A single server, or the primary that Sentinel names: one pool for all keys."""
-
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
-
-    def pool(self, key: Arg | None) -> ConnectionPool:
-        return self._pool
-
-    def pools(self) -> Iterable[ConnectionPool]:
-        return (self._pool,)
-
-    def on_moved(self) -> None:
-        raise ConfigError("this server is part of a Redis Cluster; connect with redis+cluster://HOST:PORT")
-
-    def node_pool(self, host: str, port: int) -> ConnectionPool:
-        return self._pool
-
-    def shard(self, key: Arg) -> Shard:
-        return Shard()
-
-
-class _SingleNodeRoute(_SingleServerRoute):
-    """One node of a cluster or replica set: only its own data; redirections are not followed."""
-
-    def on_moved(self) -> None:
-        raise Unavailable("it does not serve this hash slot (any more)")
-
-
-class _ClusterRoute:
-    """Redis Cluster: one pool per primary, chosen by the key's hash slot."""
-
-    def __init__(self, cluster: RedisCluster) -> None:
-        self._cluster = cluster
-
-    def _pool_of(self, node: ClusterNode) -> ConnectionPool:
-        pool: ConnectionPool = self._cluster.get_redis_connection(node).connection_pool
-        return pool
-
-    def pool(self, key: Arg | None) -> ConnectionPool:
-        if key is None:
-            return self._pool_of(self._cluster.get_primaries()[0])
-        slot = self._cluster.keyslot(key)
-        return self._pool_of(self._cluster.nodes_manager.get_node_from_slot(slot))
-
-    def pools(self) -> Iterable[ConnectionPool]:
-        return [self._pool_of(node) for node in self._cluster.get_primaries()]
-
-    def on_moved(self) -> None:
-        self._cluster.nodes_manager.initialize()
-
-    def node_pool(self, host: str, port: int) -> ConnectionPool:
-        node = self._cluster.get_node(host=host, port=port)
-        if node is None:
-            self._cluster.nodes_manager.initialize()
-            node = self._cluster.get_node(host=host, port=port)
-        if node is None:
-            raise Unavailable(f"the cluster named {host}:{port}, which is not one of its nodes; try again")
-        return self._pool_of(node)
-
-    def shard(self, key: Arg) -> Shard:
-        slot = self._cluster.keyslot(key)
-        primary = self._cluster.nodes_manager.get_node_from_slot(slot)
-        others = self._cluster.nodes_manager.slots_cache[slot][1:]
-        return Shard((primary.host, primary.port), tuple((node.host, node.port) for node in others))
-
-
-def _connection_settings(url: str) -> dict[str, Any]:
-    """The connection settings of a plain `url`. Raises ValueError, also for errors that redis-py ignores or defers."""
-    parts = urlsplit(url)
-    try:
-        _ = parts.port
-    except ValueError:  # its text may quote a password
-        raise ValueError("the port is not a number up to 65,535") from None
-    settings = dict(parse_url(url))
-    database = "" if parts.scheme == "unix" else parts.path.strip("/")
-    if (database and not database.isdecimal()) or settings.get("db", 0) < 0:
-        raise ValueError(f"{database or settings['db']!r} is not a database; write its number, like /0")
-    try:
-        settings.get("connection_class", Connection)(
-            **{name: value for name, value in settings.items() if name != "connection_class"}
-        )
-    except (TypeError, redis.exceptions.RedisError) as error:
-        raise ValueError(f"an option after the '?' is unknown or wrong ({error})") from error
-    return settings
-
-
-def _no_setinfo(scheme: str, *, logs_in: bool) -> dict[str, Any]:
-    """Settings that suppress CLIENT SETINFO, where possible.
-
-    Redis 7.2 and later log it as denied for each user with minimal rights. Over TLS, redis-py needs one answered
-    command before it calls a connection ready: it checks for unexpected data, and TLS session tickets are such data. A
-    login is an answered command.
-    """
-    return {} if scheme == "rediss" and not logs_in else {"driver_info": None}
-
-
-def parse_route(url: str, timeout_ms: int) -> Callable[[], _Route]:
-    """Parse a URL of any kind of deployment. Raises ConfigError; connects only when the returned function is called."""
-    settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
-    settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
-    parts = split_url(url)
-    scheme, _, kind = parts.scheme.partition("+")
-    settings |= _no_setinfo(scheme, logs_in="@" in parts.netloc)
-    try:
-        if not kind and scheme in ("redis", "rediss", "unix"):
-            _connection_settings(url)
-            return lambda: _SingleServerRoute(ConnectionPool.from_url(url, **settings))
-        if kind not in ("sentinel", "cluster") or scheme not in ("redis", "rediss"):
-            raise ConfigError(
-                f"{redact_url(url)!r}: the URL must begin with redis://, rediss://, unix://, redis+sentinel:// or "
-                "redis+cluster:// (rediss+... for TLS)"
-            )
-        nodes = hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
-        service = parts.path.strip("/").partition("/")[0]  # Sentinel's
-        if kind == "cluster" and service not in ("", "0"):
-            raise ConfigError(f"{redact_url(url)!r}: Redis Cluster has database 0 only; omit {parts.path!r}")
-        node_settings = _connection_settings(url_of_node(url, nodes[0]))
-        settings |= {k: v for k, v in node_settings.items() if k not in ("host", "port", "connection_class")}
-    except ValueError as error:
-        raise ConfigError(f"{redact_url(url)!r} is not a Redis URL: {error}") from None
-    tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
-    if kind == "cluster":
-        return lambda: _ClusterRoute(RedisCluster(startup_nodes=[ClusterNode(*n) for n in nodes], **settings, **tls))
-    if not service:
-        raise ConfigError(f"{redact_url(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
-    sentinel_settings = {k: v for k, v in settings.items() if k not in ("username", "password", "db", "driver_info")}
-    sentinel_settings |= _no_setinfo(scheme, logs_in=False) | tls
-    sentinel = Sentinel(nodes, sentinel_kwargs=sentinel_settings, **settings, **tls)
-    return lambda: _SingleServerRoute(sentinel.master_for(service).connection_pool)
 
 
 # --- Scripts ----------------------------------------------------------------------------------------------------
@@ -211,31 +64,6 @@ def raise_if_error(reply: Reply) -> Reply:
     if isinstance(reply, RedisError):
         raise reply
     return reply
-
-
-class Script:
-    """A Lua script in a file of `millstream.redis_client.lua`; called by its hash, and loaded if a server lacks it.
-
-    Content-addressed, so old and new versions run side by side during an upgrade (Redis EVALSHA). A line
-    `-- include NAME` is replaced by the text of that file. `allow_oom`: it may run at maxmemory (Redis script flags).
-    """
-
-    def __init__(self, name: str, *, allow_oom: bool = False) -> None:
-        self.name = name
-        self._allow_oom = allow_oom
-
-    @functools.cached_property
-    def text(self) -> str:
-        """Its full text, read at first use, as no process needs every script."""
-        text = text_of(self.name)
-        return text.replace("#!lua", "#!lua flags=allow-oom", 1) if self._allow_oom else text
-
-    @functools.cached_property
-    def sha(self) -> str:
-        """Its SHA-1 hash, by which Redis identifies it."""
-        sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
-        known_scripts[sha] = known_scripts[self.text] = self
-        return sha
 
 
 # --- The client -------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from millstream.errors import AccessDenied, CommandFailed, RedisError, Unavailable
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
-from millstream.redis_client.resp import Node, Push, RespConnection, slot_of, slot_owners
+from millstream.redis_client.resp import Command, Node, Push, Reply, RespConnection, slot_of, slot_owners
 
 logger = logging.getLogger(__name__)
 

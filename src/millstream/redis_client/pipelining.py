@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import ReplySize
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.resp import Command, Reply, ReplySize
 
 _COMMANDS_PER_TRIP = 1_000
 

@@ -16,6 +16,7 @@ from millstream.redis_client.key_names import to_wire
 
 Arg = bytes | str | int | float
 Command = Sequence[Arg]
+Reply = Any
 Push = hiredis.PushNotification
 """An unsolicited message of the server, as a list whose first element is its kind (Redis protocol, RESP3)."""
 

@@ -18,8 +18,9 @@ from millstream.balancer import announce
 from millstream.delivery.key_queues import list_queues, skip, unpark
 from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
-from millstream.redis_client.client import Client, Command, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.resp import Command
 
 APP = "contract"
 """Name of the app that `app_of` makes."""

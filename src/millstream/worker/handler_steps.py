@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from millstream.delivery.commit_store import Effects
+from millstream.delivery.effects import Effects
 from millstream.delivery.keyed_stream import KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import DecodeError

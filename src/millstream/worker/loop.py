@@ -21,15 +21,20 @@ from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
+from millstream.worker.context import WorkerContext
 from millstream.worker.handler_steps import HandlerSteps, MakeHandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
 from millstream.worker.loop_metrics import LoopMetrics
-from millstream.worker.ordering.ordering import ByKey, Ordering, Unordered, WorkerContext
+from millstream.worker.ordering.by_key import ByKey
+from millstream.worker.ordering.ordering import Ordering
+from millstream.worker.ordering.unordered import Unordered
 from millstream.worker.policy import WorkerPolicy
+from millstream.worker.running.async_runner import AsyncRunner
 from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
 from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
-from millstream.worker.running.runner import AsyncRunner, Runner, ThreadRunner
+from millstream.worker.running.runner import Runner
+from millstream.worker.running.thread_runner import ThreadRunner
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,9 @@ import secrets
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import check_identifier, host_name, worker_name_key
+from millstream.redis_client.scripts import Script
 from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
 
 HOLD_NAME = Script("shared/hold_name")

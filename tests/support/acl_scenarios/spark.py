@@ -4,8 +4,9 @@ import threading
 from collections import defaultdict
 
 from millstream import App
-from millstream.delivery.commit_store import FROM_QUEUE, CommitStore, Effects
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.deferral import Deferral, defer, deferred_keys, read_queue, runnable_keys
+from millstream.delivery.effects import FROM_QUEUE, Effects
 from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client

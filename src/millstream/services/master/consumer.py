@@ -16,7 +16,8 @@ from typing import Any
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, GroupMissing, RedisError, Reject, Unavailable, text_of
 from millstream.model import Message
-from millstream.redis_client.client import Client, Script
+from millstream.redis_client.client import Client
+from millstream.redis_client.scripts import Script
 from millstream.services.master.master_client import MasterClient, MasterResponse, sibling_url
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
-from millstream.delivery.commit_store import FAILED_SUFFIX
+from millstream.delivery.effects import FAILED_SUFFIX
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import ConfigError

@@ -9,8 +9,10 @@ from millstream.delivery.key_queues import WAITING
 from millstream.delivery.keyed_stream import LEASE_KEYS, KeyedStream, KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import NO_LIMIT
 from millstream.errors import RedisError
-from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import MASTER, REDRIVE_FIELD, from_wire
+from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.scripts import Script
 from millstream.services.master.settings import MasterSettings
 
 RENEW_LEASES = Script("master/renew_leases")

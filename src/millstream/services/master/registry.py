@@ -11,9 +11,11 @@ from typing import Literal
 import msgspec
 
 from millstream.delivery.key_queues import WAITING
-from millstream.redis_client.client import Client, Command, Reply, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
+from millstream.redis_client.resp import Command, Reply
+from millstream.redis_client.scripts import Script
 from millstream.services.web.errors import Refused
 
 COMPARE_AND_SET = Script("shared/compare_and_set")

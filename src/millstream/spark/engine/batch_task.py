@@ -20,7 +20,8 @@ from millstream.handlers.attempt import (
     attempt_batch_plain,
 )
 from millstream.model import Message
-from millstream.spark.engine.task import DeferReason, KeyRun, PartitionTask
+from millstream.spark.engine.key_run import DeferReason, KeyRun
+from millstream.spark.engine.task import PartitionTask
 
 
 class BatchTask(PartitionTask):

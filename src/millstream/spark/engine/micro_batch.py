@@ -20,7 +20,8 @@ from millstream.model import EntryId, Message
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import run_partition
-from millstream.spark.engine.task import Job, unpack_fields
+from millstream.spark.engine.key_run import unpack_fields
+from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, sum_counters
 
 

@@ -9,8 +9,8 @@ import msgspec
 
 from millstream.errors import OutputError
 from millstream.model import EntryId
-from millstream.redis_client.client import Arg
 from millstream.redis_client.key_names import StreamKeys
+from millstream.redis_client.resp import Arg
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):

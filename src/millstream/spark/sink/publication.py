@@ -5,8 +5,10 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from millstream.errors import CommandFailed, DataLoss, OutputError, StaleOwner
-from millstream.redis_client.client import Arg, Client, Reply, Script
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import SinkKeys
+from millstream.redis_client.resp import Arg, Reply
+from millstream.redis_client.scripts import Script
 from millstream.spark.sink.manifest import Manifest, StagedTask
 from millstream.spark.sink.staging import STAGED_S, sweep, translate_stale, unlink
 from millstream.spark.sink.write_options import WriteOptions

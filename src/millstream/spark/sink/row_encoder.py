@@ -33,7 +33,7 @@ from pyspark.sql.types import (
 )
 
 from millstream.errors import ConfigError, OutputError
-from millstream.handlers.decoding import encode_output
+from millstream.handlers.encoding import encode_output
 from millstream.producer.session import MAX_FIELDS
 from millstream.redis_client.key_names import check_stream
 from millstream.spark.sink import Row, raw

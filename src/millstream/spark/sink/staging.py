@@ -7,8 +7,10 @@ import msgspec
 
 from millstream.errors import CommandFailed, ConfigError, DataLoss, OutputError, RedisError, StaleOwner
 from millstream.model import ZERO_ID, EntryId
-from millstream.redis_client.client import Arg, Client, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import SinkKeys, StreamKeys
+from millstream.redis_client.resp import Arg
+from millstream.redis_client.scripts import Script
 from millstream.spark.sink.manifest import Manifest, StagedPart, StagedTask
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,9 @@ from functools import partial
 from typing import Literal
 
 from millstream.errors import CommandFailed, ConfigError
-from millstream.redis_client.client import Arg, Client, Script
+from millstream.redis_client.client import Client
+from millstream.redis_client.resp import Arg
+from millstream.redis_client.scripts import Script
 
 UPSERT = Script("sink/upsert")
 _ROWS_PER_TRIP = 1_000

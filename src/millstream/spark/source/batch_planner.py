@@ -12,7 +12,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.committed_offsets import CommittedOffsets
-from millstream.spark.source.data_loss import LossPolicy, recreated_stream_error
+from millstream.spark.source.data_loss import Loss, LossPolicy, after_loss, detect_loss, recreated_stream_error
 from millstream.spark.source.fair_shares import FairFill, divide, round_robin
 from millstream.spark.source.filters import ReadFilter
 from millstream.spark.source.offset_bounds import Bound, id_of
@@ -21,7 +21,7 @@ from millstream.spark.source.offset_seek import Seek, seek
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import SourceOptions
 from millstream.spark.source.starting_offsets import StartingOffsets, summarize_names
-from millstream.spark.source.stream_info import Loss, StreamInfo, after_loss, detect_loss
+from millstream.spark.source.stream_info import StreamInfo
 from millstream.spark.source.stream_info_cache import StreamInfoCache
 from millstream.spark.source.subscription import subscription
 from millstream.spark.source.trigger_delay import TriggerDelay

@@ -1,11 +1,67 @@
 """LossPolicy: fails the query for lost entries, or counts them and goes on (`failOnDataLoss`)."""
 
 import logging
+from dataclasses import dataclass
 
 from millstream.errors import DataLoss
 from millstream.model import EntryId
 from millstream.spark.source.offsets import Position
-from millstream.spark.source.stream_info import Loss
+from millstream.spark.source.stream_info import StreamInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Entries of `stream` after `start` that can no longer be read.
+
+    `count` is exact, or an upper bound (`at_most`), or None for a stream that was deleted or recreated: then the number
+    is unknown, and reading goes on at the beginning of the stream as it is now, or once it exists (`resets`).
+    """
+
+    stream: str
+    start: Position
+    count: int | None
+    at_most: bool = False
+
+    @property
+    def resets(self) -> bool:
+        """True if the stream is not the one that `start` belongs to."""
+        return self.count is None
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return (
+                f"stream {self.stream!r} was deleted or recreated, or Redis lost its last writes: the entry "
+                f"{self.start.id} that the query had reached is no longer part of its history"
+            )
+        return (
+            f"stream {self.stream!r} lost {'up to ' if self.at_most else ''}{self.count:,} entries after "
+            f"{self.start.id} before they were read: they were trimmed or deleted"
+        )
+
+
+def detect_loss(stream: str, start: Position, info: StreamInfo | None) -> Loss | None:
+    """Return the loss of a query whose offset is `start`; None if there is none, or none can be proven.
+
+    The proof rests on entries-added. If all entries up to `start` are gone, the stream must have removed as many as had
+    been added by then. Fewer: it is another stream. More: the difference was removed before it was read. Without a
+    count, the only proof is a last id that has gone back.
+    """
+    if info is None:
+        return None if start.entries_added == 0 else Loss(stream=stream, start=start, count=None)
+    if info.last_id < start.id or info.entries_added < (start.entries_added or 0):
+        return Loss(stream=stream, start=start, count=None)
+    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed == start.entries_added:
+        return None
+    lost = info.entries_removed - start.entries_added
+    return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
+
+
+def after_loss(start: Position, info: StreamInfo) -> Position:
+    """Return `start` with its count moved past the entries removed after it, so that no loss is counted twice."""
+    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed <= start.entries_added:
+        return start
+    return Position(start.id, None if info.has_gaps_after(start.id) else info.entries_removed)
+
 
 logger = logging.getLogger(__name__)
 

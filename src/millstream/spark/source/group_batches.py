@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from millstream.errors import CommandFailed, GroupMissing, StaleOwner
-from millstream.redis_client.client import Client, Command, Reply, Script, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import GroupBatchKeys, from_wire, to_wire
+from millstream.redis_client.resp import Command, Reply
+from millstream.redis_client.scripts import Script
 
 _CLAIM_IDLE_BATCH = Script("groups/claim_idle_batch")
 _FILL_BATCH = Script("groups/fill_batch")

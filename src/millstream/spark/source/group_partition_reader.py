@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from millstream.model import EntryId
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.data_loss import report_loss
 from millstream.spark.source.partition_reader import Fetched, PartitionReader
 from millstream.spark.source.replica_reads import Replicas

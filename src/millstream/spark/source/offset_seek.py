@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
 from millstream.model import EntryId
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.stream_info import StreamInfo, fetch_calls, parse_full_info
 
 MAX_SKIP = 10_000

@@ -12,8 +12,8 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from millstream.errors import Unavailable
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import ReplySize
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.data_loss import report_loss
 from millstream.spark.source.gc_pause import gc_paused
 from millstream.spark.source.offset_ranges import OffsetRange

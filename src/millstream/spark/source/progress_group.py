@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.stream_info import fetch_calls
 

@@ -76,7 +76,7 @@ class RedisStreamsSource(DataSource):
         return bool(names - {name.lower() for name in SINK_NAMES})
 
     def _parse(self) -> SourceOptions:
-        from millstream.redis_client.client import parse_route
+        from millstream.redis_client.deployments import parse_route
 
         names = {name.lower() for name in self.options}
         if is_for_writing(self.options, NAMES) and not names & {"subscribe", "subscribepattern"}:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, RedisError, Unavailable
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import Node, ReplySize
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.resp import Command, Node, Reply, ReplySize
 from millstream.redis_client.urls import Shard
 from millstream.spark.source.row_decoder import Entry
 from millstream.spark.source.stream_info import fetch_calls

@@ -8,12 +8,12 @@ from millstream.errors import ConfigError
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.committed_offsets import CommittedOffsets
-from millstream.spark.source.data_loss import LossPolicy, recreated_stream_error
+from millstream.spark.source.data_loss import LossPolicy, detect_loss, recreated_stream_error
 from millstream.spark.source.offset_bounds import Bound, Timestamp, id_of
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import SourceOptions
 from millstream.spark.source.progress_group import group_positions, progress_offsets
-from millstream.spark.source.stream_info import StreamInfo, detect_loss
+from millstream.spark.source.stream_info import StreamInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,13 @@
 """StreamInfo: ids and counters of streams, and the loss of unread entries that they prove."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, Unavailable, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client import pipelining as asking
-from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import ReplySize
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.offsets import Position
 
 _NO_SUCH_KEY = "no such key"
@@ -126,57 +125,3 @@ def _id(reply: bytes) -> EntryId:
         return ZERO_ID
     ms, _, seq = reply.partition(b"-")
     return EntryId(int(ms), int(seq))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """Entries of `stream` after `start` that can no longer be read.
-
-    `count` is exact, or an upper bound (`at_most`), or None for a stream that was deleted or recreated: then the number
-    is unknown, and reading goes on at the beginning of the stream as it is now, or once it exists (`resets`).
-    """
-
-    stream: str
-    start: Position
-    count: int | None
-    at_most: bool = False
-
-    @property
-    def resets(self) -> bool:
-        """True if the stream is not the one that `start` belongs to."""
-        return self.count is None
-
-    def __str__(self) -> str:
-        if self.count is None:
-            return (
-                f"stream {self.stream!r} was deleted or recreated, or Redis lost its last writes: the entry "
-                f"{self.start.id} that the query had reached is no longer part of its history"
-            )
-        return (
-            f"stream {self.stream!r} lost {'up to ' if self.at_most else ''}{self.count:,} entries after "
-            f"{self.start.id} before they were read: they were trimmed or deleted"
-        )
-
-
-def detect_loss(stream: str, start: Position, info: StreamInfo | None) -> Loss | None:
-    """Return the loss of a query whose offset is `start`; None if there is none, or none can be proven.
-
-    The proof rests on entries-added. If all entries up to `start` are gone, the stream must have removed as many as had
-    been added by then. Fewer: it is another stream. More: the difference was removed before it was read. Without a
-    count, the only proof is a last id that has gone back.
-    """
-    if info is None:
-        return None if start.entries_added == 0 else Loss(stream=stream, start=start, count=None)
-    if info.last_id < start.id or info.entries_added < (start.entries_added or 0):
-        return Loss(stream=stream, start=start, count=None)
-    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed == start.entries_added:
-        return None
-    lost = info.entries_removed - start.entries_added
-    return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
-
-
-def after_loss(start: Position, info: StreamInfo) -> Position:
-    """Return `start` with its count moved past the entries removed after it, so that no loss is counted twice."""
-    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed <= start.entries_added:
-        return start
-    return Position(start.id, None if info.has_gaps_after(start.id) else info.entries_removed)

@@ -5,16 +5,14 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
 
 from millstream.clock import Clock
-from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseResult
-from millstream.delivery.reliable_stream import Delivery
+from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import AccessDenied, Unavailable, WrongType
-from millstream.redis_client.client import Arg, Client
-from millstream.redis_client.key_names import HandlerKeys, from_wire, to_wire
-from millstream.worker.fetching.fetcher import Fetcher
-from millstream.worker.fetching.rate_limit import Permit
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, from_wire
+from millstream.redis_client.resp import Arg
+from millstream.worker.fetching.key_fetcher import _IDLE_S
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.static_membership import HOLD_NAME
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
@@ -22,127 +20,14 @@ from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_e
 logger = logging.getLogger(__name__)
 
 
-class WakeUp(Protocol):
-    """Receives the names of streams with new entries in key queues."""
-
-    def put(self, name: str, /) -> None:
-        """Note that this stream may have keys to lease."""
-
-
 _ROUTER_MS = 3_000
 _ROUTER_MS_EACH = 15.0
 _ROUTED_AT_ONCE = 4_000
 """Large: entries routed further ahead make lease slices longer, and a slice costs Redis as much as some messages."""
-_IDLE_S = 0.02
 _WARN_AFTER_FAILURES = 10
-_SWEEP_MS_EACH = 1.0
 _POLL_MS_EACH = 20.0
 _OTHERS_MS = 50.0
 _NEARLY_FULL = 0.8
-
-
-class LeaseFetcher(Fetcher[KeyedStream]):
-    """Leases keys; room is counted in keys.
-
-    `on_suspect` is called with an entry on which `isolated_after` leases expired: it may have crashed its workers.
-    """
-
-    def __init__(
-        self, *args: Any, with_state: bool, isolated_after: int, on_suspect: Callable[[Delivery], None], **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self._with_state = with_state
-        self._isolated_after = isolated_after
-        self._on_suspect = on_suspect
-
-    def _lease_options(self, lines: int, count: int, streams: int = 1) -> dict[str, Any]:
-        """Return the options of a lease of `lines` keys. One stream alone may give an entry larger than the room."""
-        return {
-            "queues": lines, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
-            "lease_ms": self._policy.claim_ms, "with_state": self._with_state,
-            "most_bytes": self._in_flight.free_bytes // streams, "one_at_least": streams == 1 and self._in_flight.is_empty,
-        }  # fmt: skip
-
-    def _add_in_flight(self, stream: KeyedStream, leased: LeaseResult) -> int:
-        new = 0
-        trusted: list[KeyLease] = []
-        suspects: list[Delivery] = []
-        for lease in leased.leases:
-            first = lease.queued[0]
-            # Entries that were leased before, and have failed since, were counted then.
-            if first.attempt == first.deliveries == 1:
-                new += len(lease.entries)
-            if first.deliveries <= self._isolated_after:
-                trusted.append(lease)
-            else:
-                suspects.append(lease.queued.popleft())
-        self._rate_limiter.consume(stream.stream, new)
-        self._in_flight.add_leases(trusted, self._clock.monotonic_ms())
-        for suspect in suspects:
-            self._in_flight.add_unbuffered(suspect)
-            self._on_suspect(suspect)
-        self._loop_metrics.on_polled(new)
-        self._loop_metrics.count_claimed(leased.expired_count)
-        return len(leased.leases)
-
-
-class KeyFetcher(LeaseFetcher):
-    """Leases keys of streams that other workers work on, too; blocks in Redis until a stream may have ready keys."""
-
-    def __init__(self, *args: Any, keys_of: Callable[[str], HandlerKeys], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._keys_of = keys_of
-        self._due_ms: dict[str, float] = {}
-        self._round = 0
-
-    def fetch(self, room: int, stopping: threading.Event) -> None:
-        """See Fetcher."""
-        if (permit := self._await_permit(stopping)) is not None:
-            self._fetch(permit, room, stopping)
-
-    def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
-        now_ms = self._clock.monotonic_ms()
-        due = [name for name in permit.streams if self._due_ms.get(name, 0.0) <= now_ms]
-        leased = self._in_flight.oversized_bytes = 0
-        self._round += 1  # each stream gets to be the first that uses the room
-        at = self._round % max(1, len(due))
-        for name in (*due[at:], *due[:at]):
-            if leased < room and not self._in_flight.oversized_bytes:
-                leased += self._lease_from(self._streams[name], room - leased, permit.count)
-        self._in_flight.on_fetched(leased, room)
-        if not (leased or self._in_flight.oversized_bytes):
-            self._block(permit.streams, permit.until_ms, stopping)
-
-    def _lease_from(self, stream: KeyedStream, lines: int, count: int) -> int:
-        now_ms = self._clock.monotonic_ms()
-        leased = stream.lease_keys(now_ms=now_ms, **self._lease_options(lines, count))
-        self._in_flight.oversized_bytes = leased.unfit_bytes
-        if not (leased.leases or leased.unfit_bytes):
-            # Leases of other workers may expire meanwhile, too. The more streams there are, the less often each is
-            # polled.
-            sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
-            wait_ms = sweep_ms if leased.wait_ms is None else min(sweep_ms, leased.wait_ms)
-            self._due_ms[stream.stream] = now_ms + wait_ms
-        return self._add_in_flight(stream, leased)
-
-    def refresh(self) -> None:
-        """Forget which streams had no ready keys."""
-        self._due_ms.clear()
-
-    def _block(self, names: Sequence[str], until_ms: float, stopping: threading.Event) -> None:
-        """Block until Redis notifies of a ready key in one of these streams, or one may be ready by its due time."""
-        self._loop_metrics.on_polled(0)
-        now_ms = self._clock.monotonic_ms()
-        due_ms = min(self._due_ms.get(name, now_ms) for name in names)
-        wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
-        if self._client.is_cluster and len(names) > 1:  # one command cannot block on keys of several slots
-            stopping.wait(min(wait_ms / 1000, _IDLE_S))
-            self._due_ms.clear()
-            return
-        wake_keys = {to_wire(self._keys_of(name).notify): name for name in names}
-        found = self._client.execute("BLPOP", *wake_keys, math.ceil(wait_ms) / 1000)
-        if found:
-            self._due_ms.pop(wake_keys[found[0]], None)
 
 
 class KeyRouter:

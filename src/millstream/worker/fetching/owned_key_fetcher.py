@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
-from millstream.worker.fetching.key_router import LeaseFetcher
+from millstream.worker.fetching.key_fetcher import LeaseFetcher
 from millstream.worker.fetching.timers import DelayQueue
 from millstream.worker.stream_exclusion import exclude_on_error
 

@@ -12,7 +12,8 @@ from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
 from millstream.errors import ScriptMissing, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
-from millstream.worker.fetching.key_router import KeyRouter, WakeUp
+from millstream.worker.fetching.key_fetcher import WakeUp
+from millstream.worker.fetching.key_router import KeyRouter
 from millstream.worker.fetching.timers import DelayQueue, RoundRobin
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,9 @@ from millstream.partitions.key_migration import KeyMigration, PartitionStream, f
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
-from millstream.worker.ordering.ordering import BackgroundLoop, ByKey, WorkerContext
+from millstream.worker.context import WorkerContext
+from millstream.worker.ordering.by_key import ByKey
+from millstream.worker.ordering.ordering import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 

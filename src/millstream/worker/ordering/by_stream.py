@@ -26,7 +26,9 @@ from millstream.errors import (
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys, check_stream, to_wire
-from millstream.worker.ordering.ordering import BackgroundLoop, ByKey, S, WorkerContext, existing_streams
+from millstream.worker.context import WorkerContext
+from millstream.worker.ordering.by_key import ByKey
+from millstream.worker.ordering.ordering import BackgroundLoop, S, existing_streams
 from millstream.worker.stream_exclusion import concerns_one_stream
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
-from millstream.worker.running.runner import GATE_POLL_S, AsyncRunner, ThreadRunner
+from millstream.worker.running.async_runner import GATE_POLL_S, AsyncRunner
+from millstream.worker.running.thread_runner import ThreadRunner
 
 
 class _BatchBuilder:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from millstream.clock import Clock
-from millstream.delivery.commit_store import Effects
+from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, timed_out
 from millstream.handlers.handler import Handler
-from millstream.redis_client.client import Client, Reply
+from millstream.redis_client.client import Client
+from millstream.redis_client.resp import Reply
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics

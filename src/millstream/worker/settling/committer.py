@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from millstream.clock import Clock
-from millstream.delivery.commit_store import Effects, chunk_by_size
+from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from millstream.delivery.commit_store import Effects, chunk_by_size
+from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
 from millstream.handlers.dead_letter import reason_of
-from millstream.redis_client.client import Reply
+from millstream.redis_client.resp import Reply
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.settling.committer import Committer
 

@@ -1,0 +1,165 @@
+"""Effects: what one commit writes for one message or one key."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from millstream.redis_client.resp import Arg
+
+T = TypeVar("T")
+
+
+FAILED_SUFFIX = "f"
+"""Suffix of the crash-count field for failed attempts; the field without one counts runs that may have died."""
+
+
+FROM_QUEUE = b"queue"
+"""Takes the place of the expected key offset for entries that Spark runs from a key queue, where they were deferred."""
+
+
+EXPIRED_SUFFIX = "l"
+"""Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
+
+
+ISOLATED_SUFFIX = "a"
+"""Suffix of the crash-count field that names the process which runs the entry in isolation
+(`worker/incarnations.py`).
+"""
+
+
+_CHUNK_BYTES = 8 << 20
+
+
+_OUTPUT_KEY = 8
+
+
+@dataclass(slots=True)
+class Effects:
+    """The effects of a run of messages of one key, of one unkeyed message or of a batch: committed whole or not at all.
+
+    * `offset_field`, `expected_offset`: the offset field and the value it was loaded with (b"" = none). For a worker's key: the name
+      of its queue and the token of its lease. For entries that Spark runs from a key queue: the queue's name and
+      IN_LINE
+    * `first_id`, `last_id`, `message_count`: the messages it covers
+    * `state_field`, `state`: None leaves the state alone; b"" removes it
+    * `other_ids`: for a worker's batch, or entries of a key queue, the ids of all but the last
+    * `unfinished`: "" keeps the lease; a number ends it, and is how many of the entries given out with it are not committed
+    * `cleared_counts`: fields of the crash counts that this commit clears
+    * `outputs`, `dead_letters`: items of the entries to add
+    """
+
+    offset_field: bytes
+    expected_offset: bytes
+    state_field: bytes = b""
+    state: bytes | None = None
+    first_id: str = ""
+    last_id: str = ""
+    message_count: int = 0
+    other_ids: Sequence[str] = ()
+    unfinished: int | Literal[""] = ""
+    cleared_counts: Sequence[str] = ()
+    outputs: Sequence[Sequence[Arg]] = ()
+    dead_letters: Sequence[Sequence[Arg]] = ()
+
+    def add_message(self, entry_id: str) -> None:
+        """Extend the unit by one message."""
+        if self.last_id and self.expected_offset == FROM_QUEUE:
+            self.other_ids = _appended(self.other_ids, (self.last_id,))
+        self.first_id = self.first_id or entry_id
+        self.last_id = entry_id
+        self.message_count += 1
+
+    def add_outputs(self, outputs: Sequence[Sequence[Arg]]) -> None:
+        """Add entries for the output stream."""
+        self.outputs = _appended(self.outputs, outputs)
+
+    def add_dead_letter(self, items: Sequence[Arg]) -> None:
+        """Add a dead letter."""
+        self.dead_letters = _appended(self.dead_letters, (items,))
+
+    def clear_crash_counts(self, *fields: str) -> None:
+        """Clear crash counts with this commit."""
+        self.cleared_counts = _appended(self.cleared_counts, fields)
+
+    @property
+    def is_bare(self) -> bool:
+        """True if its only effect is that its message is done."""
+        return (
+            not (self.outputs or self.dead_letters or self.cleared_counts or self.other_ids or self.expected_offset)
+            and self.state is None
+        )
+
+    @property
+    def is_ack_only(self) -> bool:
+        """True if it adds nothing to the data in Redis."""
+        return not (self.outputs or self.dead_letters or self.state)
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it adds to the data in Redis."""
+        size = len(self.state) if self.state else 0
+        for items in (*self.outputs, *self.dead_letters):
+            size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
+        return size
+
+    def args(self, maxlen: int) -> list[Arg]:
+        """Return its arguments for the commit script; output streams are trimmed to about `maxlen` entries (0 =
+        never).
+        """
+        args: list[Arg] = [self.offset_field, self.expected_offset, self.first_id, self.last_id, self.message_count]
+        args += (len(self.other_ids), *self.other_ids, self.unfinished)
+        if self.state is None:
+            args.append("")
+        elif self.state:
+            args += ("S", self.state_field, self.state)
+        else:
+            args += ("D", self.state_field)
+        args += (len(self.cleared_counts), *self.cleared_counts, len(self.outputs))
+        for items in self.outputs:
+            args += (_OUTPUT_KEY, maxlen, len(items))
+            args += items
+        args.append(len(self.dead_letters))
+        for items in self.dead_letters:
+            args.append(len(items))
+            args += items
+        return args
+
+
+def _appended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
+    # Most units have no outputs, dead letters or cleared counts: a list for each would dominate their cost.
+    if not some:
+        return list(more)
+    assert isinstance(some, list)
+    some += more
+    return some
+
+
+def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterator[Sequence[T]]:
+    """Split `some`, in order, into chunks that are each sent and answered well within a client's timeout.
+
+    A call that times out looks like a Redis that is away, and would be repeated for ever.
+    """
+    begin = total = 0
+    for at, unit in enumerate(map(unit_of, some)):
+        if unit.outputs or unit.dead_letters or unit.state:  # most units have no effects, and there are many
+            size = unit.size
+            if total + size > _CHUNK_BYTES and at > begin:
+                yield some[begin:at]
+                begin, total = at, 0
+            total += size
+    if some:
+        yield some[begin:]
+
+
+def _partition_bare(units: Iterable[Effects]) -> tuple[list[Effects], list[Effects]]:
+    """Split the units into those without effects and the others."""
+    bare: list[Effects] = []
+    full: list[Effects] = []
+    for unit in units:
+        (bare if unit.is_bare else full).append(unit)
+    return bare, full
+
+
+def _order(unit: Effects) -> tuple[int, int]:
+    ms, _, seq = unit.last_id.partition("-")
+    return int(ms), int(seq)

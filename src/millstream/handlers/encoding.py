@@ -1,0 +1,157 @@
+"""From what a handler returns to the fields of an entry."""
+
+import dataclasses
+import enum
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date
+from decimal import Decimal
+from functools import cache
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from millstream.errors import OutputError
+
+SUPPORTED = (
+    "str, bytes, int, float, bool, Decimal, datetime, date, UUID, an Enum, a Literal, and as JSON: list, dict, "
+    "other collections and nested models; each also as `T | None`"
+)
+
+
+SHOWN_CHARS = 80
+
+
+def encode_output(output: object) -> list[bytes]:
+    """Encode a handler's output as the fields of an entry, `[name, value, name, value, ...]`, for XADD.
+
+    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. None is left out; any other
+    value decodes to itself, except that an empty optional text or bytes decodes to None. Raises OutputError for NaN and
+    infinities at any depth, a type without a text form, a name that is empty, repeated or not text, and for an output
+    without fields.
+    """
+    fields: list[bytes] = []
+    plain = True
+    for name, value in output.items() if type(output) is dict else _items(output):
+        if value is None:
+            continue
+        try:
+            if type(name) is str and name:
+                fields.append(name.encode())
+            else:
+                plain = False
+                fields.append(_wire_name(name))
+            fields.append(_TEXT_FORMS[type(value)](value))
+        except (ValueError, ArithmeticError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+            raise OutputError(f"field {_clip(repr(name))} cannot be written: {_one_line(error)}") from error
+    if not fields:
+        raise OutputError("the output has no field to write; return None to write nothing")
+    if not plain and len(set(fields[::2])) < len(fields) // 2:
+        raise OutputError("the output has a field name both as text and as bytes; keep one of them")
+    return fields
+
+
+def _is_pydantic(model: object) -> bool:
+    # A pydantic model can exist only once pydantic is imported, so this check never imports it.
+    pydantic = sys.modules.get("pydantic")
+    return pydantic is not None and isinstance(model, type) and issubclass(model, pydantic.BaseModel)
+
+
+def _items(output: Any) -> Iterable[tuple[object, object]]:
+    if isinstance(output, Mapping):
+        return output.items()
+    kind: Any = type(output)
+    names = _output_names(kind)
+    if names is None:
+        raise OutputError(f"cannot write {kind.__name__}; return a mapping, dataclass, Struct or pydantic model")
+    return [(wire, getattr(output, name)) for name, wire in names]
+
+
+@cache
+def _output_names(kind: Any) -> list[tuple[str, str]] | None:
+    """Return a record's fields as (attribute, name in the entry); None if `kind` is not a record."""
+    if issubclass(kind, msgspec.Struct):
+        return list(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    if dataclasses.is_dataclass(kind):
+        return [(field.name, field.name) for field in dataclasses.fields(kind)]
+    if _is_pydantic(kind):
+        return [(name, field.serialization_alias or name) for name, field in kind.model_fields.items()]
+    return None
+
+
+def _wire_name(name: object) -> bytes:
+    if not name or not isinstance(name, (str, bytes)):
+        raise TypeError("the name of a field must be text or bytes, and not empty")
+    return name if isinstance(name, bytes) else name.encode()
+
+
+_plain_json = msgspec.json.Encoder().encode
+
+
+def _float_text(value: float) -> bytes:
+    if value - value != 0.0:
+        raise ValueError(f"{value} is not a number; use None to leave the field out")
+    return _plain_json(value)
+
+
+def _finite(value: Decimal) -> str:
+    if not value.is_finite():
+        raise ValueError(f"{value} is not a number; use None instead")
+    return str(value)
+
+
+def _to_json(value: object) -> bytes:
+    """Return the JSON text of `value`. Raises ValueError for NaN, which msgspec's own encoder writes as null."""
+    plain = msgspec.to_builtins(value, builtin_types=(Decimal,), enc_hook=_dump)
+    text = json.dumps(plain, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_finite)
+    return text.encode()
+
+
+def _dump(value: Any) -> object:
+    if not _is_pydantic(type(value)):
+        raise TypeError(f"a {type(value).__name__} has no JSON form")
+    return value.model_dump(mode="json", by_alias=True)
+
+
+class _TextForms(dict[type, Callable[[Any], bytes]]):
+    """The encoder of each type. Subclasses and records are added on first use."""
+
+    def __missing__(self, kind: Any) -> Callable[[Any], bytes]:
+        base = next((base for base in kind.__mro__ if base in self), None)
+        if issubclass(kind, enum.Enum):  # it may be a str or an int as well
+            self[kind] = lambda value: self[type(value.value)](value.value)
+        elif base in (int, float):  # msgspec encodes no subclass of them
+            self[kind] = lambda value: self[base](base(value))
+        elif base is not None:
+            self[kind] = self[base]
+        elif issubclass(kind, (list, tuple, set, frozenset, dict)) or _output_names(kind) is not None:
+            self[kind] = _to_json
+        else:
+            raise TypeError(f"a {kind.__module__}.{kind.__name__} has no text form; use {SUPPORTED}")
+        return self[kind]
+
+
+_TEXT_FORMS = _TextForms(
+    {
+        str: str.encode,
+        bytes: bytes,
+        int: _plain_json,
+        float: _float_text,
+        bool: {True: b"true", False: b"false"}.__getitem__,
+        Decimal: lambda value: _finite(value).encode(),
+        date: lambda value: value.isoformat().encode(),  # and datetime, its subclass
+        UUID: lambda value: str(value).encode(),
+    }
+)
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
+
+
+def _one_line(error: BaseException) -> str:
+    # The text may quote the message, so terminal control characters are escaped.
+    text = " ".join(str(error)[:400].split())
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

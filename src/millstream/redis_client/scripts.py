@@ -1,0 +1,34 @@
+"""Lua scripts, called by their hash."""
+
+import functools
+import hashlib
+
+from millstream.redis_client.error_translation import (
+    known_scripts,
+)
+from millstream.redis_client.lua import text_of
+
+
+class Script:
+    """A Lua script in a file of `millstream.redis_client.lua`; called by its hash, and loaded if a server lacks it.
+
+    Content-addressed, so old and new versions run side by side during an upgrade (Redis EVALSHA). A line
+    `-- include NAME` is replaced by the text of that file. `allow_oom`: it may run at maxmemory (Redis script flags).
+    """
+
+    def __init__(self, name: str, *, allow_oom: bool = False) -> None:
+        self.name = name
+        self._allow_oom = allow_oom
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Its full text, read at first use, as no process needs every script."""
+        text = text_of(self.name)
+        return text.replace("#!lua", "#!lua flags=allow-oom", 1) if self._allow_oom else text
+
+    @functools.cached_property
+    def sha(self) -> str:
+        """Its SHA-1 hash, by which Redis identifies it."""
+        sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+        known_scripts[sha] = known_scripts[self.text] = self
+        return sha

@@ -1,0 +1,126 @@
+"""The entries of one key in a task, and how far they are."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from millstream.delivery.deferral import DeferMode, Deferral, DeferredKey
+from millstream.delivery.effects import FROM_QUEUE, Effects
+from millstream.errors import Unfinished
+from millstream.model import ZERO_ID, EntryId
+from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.resp import Arg
+
+_unpack = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+_DELETED = _pack([REDRIVE_FIELD, b""])  # a deleted entry: meant for no handler, so it is skipped
+
+
+@dataclass(slots=True)
+class Entry:
+    """One row: an entry id and its fields, still packed as msgpack."""
+
+    id: EntryId
+    packed: bytes
+
+
+class DeferReason(NamedTuple):
+    """Why the rest of a run is deferred; the default: its key already has deferred messages. See `Deferral`."""
+
+    mode: DeferMode = "append"
+    detail: Arg = ""
+    failed_attempts: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class KeyRun:
+    """The messages of one key of one stream, in order; or a single message without a key.
+
+    * `offset_field`: the field of its key offset
+    * `entries`: not processed yet; `covered`: processed, in `effects`, not committed yet
+    * `others`: runs that a batch commits with the `effects` of this one
+    * `from_queue`: the messages were deferred before, and run from the key queue
+    * `waited_ms`: back-off that its batch has waited out for it so far
+    * `defer_reason`: why its remaining entries are to be deferred
+    """
+
+    stream: str
+    key: bytes | None
+    offset_field: bytes
+    entries: deque[Entry]
+    covered: list[Entry] = field(default_factory=list)
+    effects: Effects = field(default_factory=lambda: Effects(b"", b""))
+    state: bytes = b""
+    committed_state: bytes = b""
+    attempt: int = 1
+    others: list["KeyRun"] = field(default_factory=list)
+    from_queue: bool = False
+    waited_ms: float = 0.0
+    defer_reason: DeferReason = field(default_factory=DeferReason)
+
+    def resume(self, key_offset: bytes, state: bytes, committed_id: EntryId | None) -> None:
+        """Start, or restart, after the last committed entry."""
+        self.entries.extendleft(reversed(self.covered))
+        # The key offset of a batch that died may lie below the committed offset by now.
+        last_done = max(EntryId.parse(key_offset) if key_offset else ZERO_ID, committed_id or ZERO_ID)
+        while self.entries and self.entries[0].id <= last_done:
+            self.entries.popleft()
+            self.attempt = 1
+        self._reset(state, key_offset)
+
+    def load_queue(self, queue: DeferredKey) -> None:
+        """Start, or restart, with the entries of its key queue."""
+        self.entries = deque(
+            Entry(EntryId.parse(one), _DELETED if pairs is None else _pack(pairs)) for one, pairs in queue.entries
+        )
+        self.attempt = queue.failed_attempts + 1
+        self._reset(queue.state, b"")
+
+    def _reset(self, state: bytes, key_offset: bytes) -> None:
+        self.state = self.committed_state = state
+        self.defer_reason = DeferReason()
+        self._reset_effects(key_offset)
+
+    def deferral(self) -> Deferral:
+        """The deferral of its remaining entries; valid once its effects are committed."""
+        ids = [str(entry.id) for entry in self.entries]
+        how, detail, failed = self.defer_reason
+        return Deferral(
+            queue=self.offset_field, expected_offset=self.effects.expected_offset, mode=how, detail=detail, failed_attempts=failed,
+            ids=ids[:1] if self.from_queue else ids,
+        )  # fmt: skip
+
+    def on_committed(self) -> None:
+        """Continue after a successful commit of its effects."""
+        self.committed_state = self.state
+        self._reset_effects(self.effects.last_id.encode())
+
+    def _reset_effects(self, key_offset: bytes) -> None:
+        self.covered = []
+        self.others = []
+        self.effects = Effects(self.offset_field, FROM_QUEUE if self.from_queue else key_offset, self.key or b"")
+
+
+def _check_finished(runs: Iterable[KeyRun]) -> None:
+    """Raise Unfinished if messages are left, so Spark repeats the task: the committed offset must not pass them."""
+    for run in runs:
+        if run.entries or run.covered:
+            raise Unfinished(
+                f"messages of stream {run.stream!r} from {(run.covered or run.entries)[0].id} on are unfinished: the "
+                "handler cancelled tasks that are not its own; let it cancel only tasks that it created"
+            )
+
+
+def unpack_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
+    """Unpack an entry's fields; return them and, if it was redriven, the handler that it was redriven for."""
+    pairs = _unpack(packed)
+    if pairs and pairs[0] == REDRIVE_FIELD:
+        return pairs[2:], pairs[1]
+    return pairs, None

@@ -1,0 +1,40 @@
+"""What the parts of a worker share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from millstream.clock import Clock
+from millstream.delivery.reliable_stream import Delivery
+from millstream.handlers.handler import Handler
+from millstream.redis_client.client import Client
+from millstream.worker.handler_steps import HandlerSteps
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.policy import WorkerPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """Shared state of a reading loop, for its parts.
+
+    * `client`, `blocking_client`: connections for quick commands, and for reads that block
+    * `on_suspect`: called with an entry that may have crashed its worker
+    * `cancel_run`: called with an entry that must not run any longer
+    * `give_up`: returns True when waiting for Redis is pointless, as the stop deadline has passed
+    """
+
+    handler: Handler
+    steps: HandlerSteps
+    in_flight: InFlight
+    loop_metrics: LoopMetrics
+    clock: Clock
+    policy: WorkerPolicy
+    consumer: str
+    start: Literal["earliest", "latest"]
+    url: str = field(repr=False)
+    client: Client
+    blocking_client: Client
+    on_suspect: Callable[[Delivery], None]
+    cancel_run: Callable[[Delivery], None]
+    give_up: Callable[[], bool]

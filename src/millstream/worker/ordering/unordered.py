@@ -1,0 +1,83 @@
+"""Workers of a handler without a key."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from millstream.delivery.reliable_stream import NACK_IDLE_MS, Delivery, ReliableStream
+from millstream.errors import MillstreamError
+from millstream.redis_client.client import Client
+from millstream.worker.context import WorkerContext
+from millstream.worker.fetching.entry_fetcher import EntryFetcher
+from millstream.worker.fetching.rate_limit import RateLimiter
+from millstream.worker.ordering.ordering import BackgroundLoop, _warn_not_released, existing_streams
+from millstream.worker.settling.claim_renewal import ClaimRenewal
+from millstream.worker.settling.committer import Committer
+
+_BACK_OFF_STEPS = 100
+
+
+class Unordered:
+    """Ordering of a handler without a key: workers share its entries."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        c = context
+        self._context = c
+        self.streams: dict[str, ReliableStream] = {}
+        self.renewal = ClaimRenewal(
+            c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
+            on_suspect=c.on_suspect,
+        )  # fmt: skip
+        self.committer = Committer(c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up)
+        self.fetcher = EntryFetcher(
+            c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy, streams=self.streams,
+            consumer=c.consumer, rate_limiter=RateLimiter(c.handler.rate, c.clock),
+        )  # fmt: skip
+
+    def discover(self, scan_client: Client) -> Sequence[str]:
+        """See Ordering."""
+        return existing_streams(self._context.handler, scan_client)
+
+    def join(self, name: str) -> None:
+        """See Ordering."""
+        c, handler = self._context, self._context.handler
+        stream = ReliableStream(
+            c.client, name, app=handler.app, handler=handler.name, consumer=c.consumer, into=handler.into,
+            into_maxlen=handler.into_maxlen, start=c.start, on_trimmed=c.loop_metrics.count_trimmed,
+        )  # fmt: skip
+        stream.claim_room_bytes = lambda: c.in_flight.free_bytes
+        stream.join()
+        stream.remove_idle_consumers()
+        stream.refresh()
+        self.renewal.recover(stream)
+        self.streams[name] = stream
+
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
+        """See Ordering."""
+        return {}
+
+    def release(self, deliveries: Sequence[Delivery]) -> None:
+        """See Ordering."""
+        by_idle: dict[tuple[ReliableStream, int], list[Delivery]] = defaultdict(list)
+        for one in deliveries:
+            by_idle[one.stream, self._idle_ms_of(one)].append(one)
+        for (stream, idle_ms), some in by_idle.items():
+            try:
+                stream.end_isolation(some)
+                lost = stream.nack([one.id for one in some], idle_ms=idle_ms)
+            except MillstreamError as error:
+                _warn_not_released(len(some), error)
+            else:
+                self._context.loop_metrics.count_released(len(some) - len(lost))
+
+    def _idle_ms_of(self, delivery: Delivery) -> int:
+        """Return the idle time for a released entry: one that backs off becomes claimable about when its wait ends."""
+        wait_ms = delivery.due_ms - self._context.clock.monotonic_ms()
+        if wait_ms <= 0:
+            return NACK_IDLE_MS
+        claim_ms = self._context.policy.claim_ms
+        step_ms = math.ceil(claim_ms / _BACK_OFF_STEPS)  # rounded, so that entries share calls
+        return claim_ms - math.ceil(wait_ms / step_ms) * step_ms
+
+    def close(self) -> None:
+        """See Ordering."""

@@ -1,0 +1,164 @@
+"""Runs async handlers in an event loop."""
+
+import asyncio
+import contextlib
+import select
+import selectors
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from queue import Empty
+
+from millstream.clock import Clock
+from millstream.delivery.reliable_stream import Delivery
+from millstream.errors import Unfinished
+from millstream.handlers.attempt import NO_EFFECTS, Outcome
+from millstream.worker.handler_steps import HandlerSteps
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.running.runner import _Start
+
+GATE_POLL_S = 0.01
+
+
+_FD_SETSIZE = 1024
+
+
+class _FineSelector(selectors.EpollSelector):
+    """Waits to the microsecond. epoll rounds up to milliseconds, which slows down handlers that wait for a few."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See selectors.BaseSelector."""
+        if timeout is not None and timeout > 0 and self.fileno() < _FD_SETSIZE:
+            select.select((self.fileno(),), (), (), timeout)
+            timeout = 0
+        return super().select(timeout)
+
+
+class AsyncRunner(_Start):
+    """An event loop that runs up to the handler's `concurrency` messages at once, each in its own task."""
+
+    def __init__(self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock) -> None:
+        super().__init__(steps, in_flight, loop_metrics, clock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_started = threading.Event()
+        self._notified = asyncio.Event()
+        self._free_slots = steps.handler.concurrency
+        self._is_at_end = self._is_cancelled = False
+        self._main_task: asyncio.Task[None] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def run(self) -> None:
+        """See Runner."""
+        self._loop = loop = asyncio.SelectorEventLoop(_FineSelector())
+        asyncio.set_event_loop(loop)
+        self._main_task = loop.create_task(self._serve())
+        self._loop_started.set()
+        try:
+            loop.run_until_complete(self._main_task)
+        except asyncio.CancelledError as error:
+            if not self._is_cancelled:
+                raise Unfinished(
+                    f"{self._steps.handler.label} has cancelled all tasks of its event loop, the worker's own among "
+                    "them; cancel only tasks that the handler has made"
+                ) from error
+        finally:
+            # Tasks that other threads started and wait for end with the loop.
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+                loop.run_until_complete(asyncio.wait((task,)))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    def notify(self) -> None:
+        """See Runner. With no slot free, the next run that ends checks the buffer."""
+        if self._free_slots and not self._in_flight.buffer.empty():
+            self._call_soon(self._notified.set)
+
+    def run_isolated(self, delivery: Delivery) -> Outcome | None:
+        """See Runner."""
+        self._loop_started.wait()
+        assert self._loop is not None
+        run = self._start_and_run(delivery, ignore_gate=True)
+        try:
+            return asyncio.run_coroutine_threadsafe(run, self._loop).result()
+        except CancelledError:
+            return None
+        except RuntimeError:
+            run.close()
+            if not self._loop.is_closed():
+                raise
+            return None
+
+    def cancel_run(self, delivery: Delivery) -> None:
+        """See Runner."""
+        task = self._tasks.get(id(delivery))
+        if task is not None:
+            self._call_soon(task.cancel)
+
+    def cancel_all(self) -> None:
+        """See Runner."""
+        self._is_cancelled = True
+        if self._main_task is not None:
+            self._call_soon(self._main_task.cancel)
+
+    def _call_soon(self, callback: Callable[[], object]) -> None:
+        # Before the loop runs there is nothing to wake: it checks the buffer first.
+        with contextlib.suppress(RuntimeError):  # the loop was closed at this moment
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(callback)
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            while not self._is_at_end:
+                self._start_tasks(group)
+                await self._notified.wait()
+                self._notified.clear()
+
+    def _start_tasks(self, group: asyncio.TaskGroup) -> None:
+        """Start as many messages as there are free slots; each that ends starts the next."""
+        while self._free_slots and not self._is_at_end:
+            if not self._in_flight.gate.is_set():
+                asyncio.get_running_loop().call_later(GATE_POLL_S, self._notified.set)
+                return
+            try:
+                delivery = self._in_flight.buffer.get_nowait()
+            except Empty:
+                return
+            if delivery is None:
+                self._is_at_end = True
+                self._notified.set()
+            else:
+                self._free_slots -= 1
+                group.create_task(self._run_one(delivery, group))
+
+    async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
+        following: Delivery | None = delivery
+        while following is not None and not self._is_cancelled:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks[id(following)] = task
+            outcome = await self._start_and_run(following)
+            del self._tasks[id(following)]
+            if outcome is None or self._is_cancelled:
+                break
+            following = self._in_flight.complete(following, outcome)
+        if not self._is_cancelled:
+            self._free_slots += 1
+            self._start_tasks(group)
+
+    async def _start_and_run(self, delivery: Delivery, *, ignore_gate: bool = False) -> Outcome | None:
+        while (starts := self._start(delivery, ignore_gate=ignore_gate)) is None:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(GATE_POLL_S)
+        return await self._run_message(delivery) if starts else None
+
+    async def _run_message(self, delivery: Delivery) -> Outcome:
+        message = self._steps.decode(delivery)
+        if message is None:
+            outcome: Outcome = NO_EFFECTS
+        elif delivery.lease is None:
+            outcome = await self._steps.run_async(message)
+        else:
+            outcome = await self._steps.run_async(message, delivery.lease.state)
+        self._finish(delivery)
+        return outcome
