@@ -5,7 +5,7 @@ that another consumer owns the stream.
 """
 
 from millstream.balancer import Lease
-from millstream.redis_client.client import Client
+from millstream.redis_client import Client
 
 WRITE = """
 -- KEYS 1 the stored data of the stream (hash)   ARGV 1 token   2 field   3 value

@@ -3,7 +3,7 @@
 import sys
 
 from millstream.groups import Delivered, Reader, ReadPolicy
-from millstream.redis_client.client import Client
+from millstream.redis_client import Client
 
 
 def process(message: Delivered) -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from millstream import App, Message, Reject
-from millstream.handlers.sql_inbox import Inbox
+from millstream.handlers import Inbox
 
 app = App("bank")
 inbox = Inbox("bank.book", paramstyle=sqlite3.paramstyle)

@@ -14,8 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from millstream.redis_client.client import Client
-from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client import Client, EmbeddedServer
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's workers: the Python of this notebook
 spark = (

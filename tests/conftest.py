@@ -18,7 +18,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support import waiting
 from tests.support.java import start_java_quickly
-from tests.support.leftovers import RunGuardian
+from tests.support.processes_left_behind import RunGuardian
 
 pytest_plugins = ["pytester"]
 

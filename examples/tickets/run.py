@@ -20,8 +20,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from millstream.redis_client.client import Client
-from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client import Client, EmbeddedServer
 from millstream.testing.history import Event, check, read_events
 
 HERE = Path(__file__).parent

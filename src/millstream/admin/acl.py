@@ -120,14 +120,14 @@ class Role:
     """The rights of one kind of process.
 
     * `scripts`, `direct`: the scripts that it runs, and the commands that it sends directly
-    * `unreached`: commands of these scripts that it never executes
-    * `helpful`: direct commands that it can do without, at a cost
+    * `never_executed`: commands of these scripts that it never executes
+    * `optional`: direct commands that it can do without, at a cost
     * `writes`: it writes or reads output streams
-    * `looks`: when it scans for streams
-    * `touches`: it accesses the streams themselves
-    * `own_keys`: the suffixes of millstream's keys of a stream, with `{app}` for the app's name
+    * `scans`: when it scans for streams
+    * `reads_streams`: it accesses the streams themselves
+    * `stream_keys`: the suffixes of millstream's keys of a stream, with `{app}` for the app's name
     * `app_keys`: keys that belong to no stream
-    * `serves`: it uses services
+    * `uses_services`: it uses services
     """
 
     scripts: Sequence[str]

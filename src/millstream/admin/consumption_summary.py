@@ -29,7 +29,7 @@ class ReaderReport:
     * `parked`: parked keys
     * `dead_letters`: dead letters in Redis
     * `paused`: number of its paused streams
-    * `arrived`: entries ever added to its streams; `done`: the number of them that a handler has committed, a group was
+    * `added`: entries ever added to its streams; `done`: the number of them that a handler has committed, a group was
       delivered or a stage has passed; None if unknown
     """
 

@@ -10,10 +10,10 @@ Engine = Literal["workers", "spark"]
 class GroupReport:
     """A consumer group.
 
-    * `position`: last delivered id; `read`: number of delivered entries, None if unknown to Redis
+    * `last_delivered_id`: last delivered id; `entries_read`: number of delivered entries, None if unknown to Redis
     * `consumers`, `pending`: numbers of its consumers and pending entries
     * `alive`: consumers active within a minute; of a stage, its run
-    * `counted`: whether the fields below are known, which holds for all groups except those of handlers
+    * `has_lag`: whether the fields below are known, which holds for all groups except those of handlers
     * `lag`, `lag_exact`, `oldest_age_ms`: as in HandlerReport
     * `shared`: a query on Spark is one of the consumers (readAs=group)
     """

@@ -65,8 +65,8 @@ class HeartbeatReply:
       unknown
     * `next_expiry_ms`: milliseconds until the leases of another consumer may expire; None = there is no other
     * `total`, `held`, `share`: streams of the service, those of this consumer, and its share
-    * `excess`: how many streams it must release; `more`: there are more streams to take at once
-    * `newest`: ids of the last announcement and the last event
+    * `excess`: how many streams it must release; `has_more`: there are more streams to take at once
+    * `newest_ids`: ids of the last announcement and the last event
     * `owner_losses`: streams found without their owner; `recovery_ms`: milliseconds since their leases expired, None if
       none had expired
     * `added`: new leases; `unassigned`: streams without an owner; `all_held`: all leases of the consumer, if requested

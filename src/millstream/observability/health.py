@@ -57,7 +57,7 @@ class Progress:
 
     @contextmanager
     def running(self, n: int = 1) -> Iterator[None]:
-        """`started` and `ended` around a block."""
+        """`on_run_started` and `on_run_ended` around a block."""
         self.on_run_started(n)
         try:
             yield

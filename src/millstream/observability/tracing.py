@@ -30,7 +30,7 @@ class Tracing:
     """Receives the spans of an engine. This base class discards them at almost no cost; see `tracing`."""
 
     def publish_span(self, stream: str, count: int) -> AbstractContextManager[None]:
-        """The span of one publish of `count` entries to `stream`; add `fields()` to each of them."""
+        """The span of one publish of `count` entries to `stream`; add `trace_fields()` to each of them."""
         return _NO_SPAN
 
     def process_span(self, handler: str, *messages: Message) -> AbstractContextManager[TracedRun]:

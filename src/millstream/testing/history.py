@@ -427,7 +427,7 @@ class _Account:
         self._keys = dict(source)
         self._completed: set[str] = set()
 
-    # The methods are generators: `lost` relies on the state that `settle` leaves once it is exhausted.
+    # The methods are generators: `lost` relies on the state that `match_effects` leaves once it is exhausted.
 
     def verify(self, events: Sequence[Event], *, drained: bool, overlap: bool) -> Iterator[Finding]:
         self._keys.update({event.id: event.key for event in events if event.key is not None})

@@ -72,7 +72,7 @@ class AllowList:
         return target
 
     def permits(self, target: Target, address: Address) -> bool:
-        """Whether the host of `target` may be called at `address`, to which it resolved."""
+        """Whether the host of `parse` may be called at `address`, to which it resolved."""
         if self._allows_address(address, target.port):
             return True
         plain = _unmapped(address)

@@ -21,11 +21,11 @@ class MasterSettings:
     * `key`: the field that messages are ordered by
     * `ping_ms`, `ping_failures`: interval of the health checks, and the number of failures after which a consumer is
       dead
-    * `min_idle_ms`: idle time after which a message that is pending outside all key queues is claimed
+    * `claim_idle_ms`: idle time after which a message that is pending outside all key queues is claimed
     * `lease_ms`: lease time shown in Redis, from the last renewal; no master ends a lease because it has passed
     * `delegation_ms`: how long even a healthy consumer may hold one message
     * `max_tickets`: messages assigned to a consumer at once, if it gives no number itself
-    * `most_waiting`: maximum number of entries in key queues; more stay in the stream
+    * `max_queued`: maximum number of entries in key queues; more stay in the stream
     * `retry`: what happens to failed messages
 
     Times are in milliseconds. Raises ConfigError.

@@ -37,7 +37,7 @@ _SCHEMA = "stream string, line binary"
 
 
 class _Snapshot(NamedTuple):
-    """The deferred keys of a stream as read at `at_ms`; `times`: how often the stream had been notified by then."""
+    """The deferred keys of a stream as read at `at_ms`; `notified`: how often the stream had been notified by then."""
 
     notified: int
     runnable: RunnableKeys

@@ -9,7 +9,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.gateways import Events, numbers, publish
-from tests.support.strangers import HANDSHAKE, KINDS, Service, Stranger, open_strangers, page_of
+from tests.support.hostile_clients import HANDSHAKE, KINDS, Service, Stranger, open_strangers, page_of
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.router, pytest.mark.master, pytest.mark.xdist_group("strangers")]

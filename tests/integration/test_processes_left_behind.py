@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.leftovers import TOKEN_VARIABLE, processes_of
+from tests.support.processes_left_behind import TOKEN_VARIABLE, processes_of
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 RUN = """
 import subprocess, sys, time
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support.leftovers import RunGuardian
+from tests.support.processes_left_behind import RunGuardian
 
 guardian = RunGuardian()
 server = EmbeddedServer()
