@@ -593,9 +593,6 @@ def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -
         lease = take_one(worker, run=1)
         fences.append(lease.fence)
         worker.release_leases([LeaseRelease(lease, "requeue")])
-        if fence is None:
-            client.execute("HDEL", KEYS.meta, "fence")
-        else:
-            client.execute("HSET", KEYS.meta, "fence", fence)
+        client.execute(*(("HDEL", KEYS.meta, "fence") if fence is None else ("HSET", KEYS.meta, "fence", fence)))
     fences.append(take_one(worker).fence)
     assert (fences == sorted(set(fences)), fences[-1] > 2**52) == (True, True)

@@ -198,7 +198,8 @@ def test_a_nested_pydantic_model_is_read_from_json() -> None:
 
 def test_pydantic_is_not_imported_for_other_models() -> None:
     program = (
-        "import sys, dataclasses; from millstream.handlers.decoding import compile_decoder, encode_output\n"
+        "import sys, dataclasses; from millstream.handlers.decoding import compile_decoder\n"
+        "from millstream.handlers.encoding import encode_output\n"
         "M = dataclasses.make_dataclass('M', [('a', int)])\n"
         "encode_output(compile_decoder(M)([b'a', b'1']))\n"
         "assert 'pydantic' not in sys.modules"

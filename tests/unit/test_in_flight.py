@@ -272,7 +272,7 @@ class Alone:
         self._others = others
         self.saw: list[bool] = []
 
-    def alone(self, _: Delivery) -> Outcome:
+    def run_isolated(self, _: Delivery) -> Outcome:
         self.saw.append(any(one.running and not one.finished for hand in self._others for one in hand.deliveries))
         return NO_EFFECTS
 

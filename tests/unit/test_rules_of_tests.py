@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "monotonic_ms", "monotonic_ns", "perf_counter", "time"}
 GUARDS = {"join", "wait", "communicate", "result", "wait_procs"}
 LONG_S = 2.0
-WAITERS = {"waiting.py", "leftovers.py"}
+WAITERS = {"waiting.py", "processes_left_behind.py"}
 """The files that implement waiting."""
 
 
