@@ -106,7 +106,7 @@ def test_pending_entries_owners_delivery_counts_and_set_ids_survive(fault: Calla
         assert len(before[2]) == 22
         assert {entry.deliveries for entry in before[2]} == {1, 2, 8}
         strike()
-        after = client.patiently(lambda: memory(client), what="test", limit_ms=1000 * FAIL_SAFE_S)
+        after = client.retry_while_unavailable(lambda: memory(client), what="test", limit_ms=1000 * FAIL_SAFE_S)
         assert after == before
         (batch,) = Consumer(client, group="g", name="new", streams=["s"]).read_new()
         assert batch.ids == [b"%d-0" % n for n in range(34, 41)]

@@ -198,7 +198,7 @@ class InFlight:
                     continue
                 self._remove((head,))
                 if head.running:  # it started at this moment, or is about to
-                    self._hold((head,))
+                    self._add((head,))
                 else:
                     self.leases.discard(lease)
                     surplus.append(lease)
@@ -276,7 +276,7 @@ class InFlight:
                 if not delivery.running and delivery in self:
                     self._remove((delivery,))
                     if delivery.running:  # it started at this moment, or is about to: it stays until the stop is over
-                        self._hold((delivery,))
+                        self._add((delivery,))
                     else:
                         waiting.append(delivery)
         with contextlib.suppress(Empty):

@@ -174,14 +174,14 @@ def _add_query_routes(api: FastAPI, parts: MasterContext) -> None:
 
     @api.get("/api/tickets", dependencies=required)
     def tickets(
-        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default
+        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.max_page)] = default
     ) -> TicketPage:
         """The tickets with unfinished messages, and the consumer that has each."""
         return parts.queries.tickets(cursor, limit)
 
     @api.get("/api/consumers", dependencies=required)
     def consumers(
-        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default
+        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.max_page)] = default
     ) -> ConsumerPage:
         """The registered consumers and their messages."""
         return parts.queries.consumers(cursor, limit)

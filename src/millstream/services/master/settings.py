@@ -53,7 +53,7 @@ class MasterSettings:
             raise ConfigError(f"max_tickets={self.max_tickets}: use 1 to {MAX_TICKETS:,}")
         if self.lease_ms < _LEAST_LEASE_MS:
             raise ConfigError(f"a lease of {self.lease_ms} ms is too short: use {_LEAST_LEASE_MS:,} ms or more")
-        for name in ("ping_ms", "ping_failures", "min_idle_ms", "delegation_ms", "most_waiting"):
+        for name in ("ping_ms", "ping_failures", "claim_idle_ms", "delegation_ms", "max_queued"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive")
 
