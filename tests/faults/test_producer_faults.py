@@ -33,7 +33,7 @@ with Client(sys.argv[1]) as client:
     delayed = DelayedMessages(client)
     print("ready", flush=True)
     while True:
-        client.patiently(lambda: delayed.move_due(["s"]), what="mover")
+        client.retry_while_unavailable(lambda: delayed.move_due(["s"]), what="mover")
 """
 
 

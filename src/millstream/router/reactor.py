@@ -200,7 +200,7 @@ class ThreadReactor(Reactor):
             while not self._stopped:
                 for key, _ in self._selector.select(self._longest_wait_s()):
                     if key.data is not None:
-                        key.data.ready()
+                        key.data.on_ready()
                     else:  # drain it even if its call has run: unread, it would end every wait at once
                         with suppress(BlockingIOError):
                             self._wake_socket.recv(4096)
