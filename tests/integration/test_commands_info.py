@@ -71,7 +71,8 @@ def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> No
     assert [(group.name, group.consumers, group.pending) for group in filled.groups] == [("workers", 1, 1)]
     assert "workers (1, 1)" in call("info", url=client.url).out
     assert (
-        call("info", "--json", url=client.url).json()["streams"][1]["groups"][0]["position"] == f"{now_ms - 60_000}-0"
+        call("info", "--json", url=client.url).json()["streams"][1]["groups"][0]["last_delivered_id"]
+        == f"{now_ms - 60_000}-0"
     )
 
 

@@ -18,9 +18,10 @@ def test_flushall_right_behind_the_last_answer_is_not_forgotten(
     millstream_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = _TrackedConnection._received
+    name = real.__name__
 
     def received(line: _TrackedConnection) -> list[Any]:
-        monkeypatch.setattr(_TrackedConnection, _TrackedConnection._received.__name__, real)
+        monkeypatch.setattr(_TrackedConnection, name, real)
         found = real(line)
         while len(found) < len(KEYS):
             found += real(line)
@@ -32,7 +33,7 @@ def test_flushall_right_behind_the_last_answer_is_not_forgotten(
     with Client(millstream_url) as admin, Client(millstream_url) as client:
         watch = KeyTracker(client)
         assert watch.changed() is None
-        monkeypatch.setattr(_TrackedConnection, _TrackedConnection._received.__name__, received)
+        monkeypatch.setattr(_TrackedConnection, name, received)
         with pytest.raises(Unavailable):
             dict(watch.read_each(("EXISTS",), KEYS))
         assert watch.wait(0), "there is something to be told"

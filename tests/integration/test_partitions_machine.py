@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
         if not clears:
             moves._delete_imported = lambda place: None  # type: ignore[method-assign]
         self.workers[who].move()
-        moves.__dict__.pop("_clear", None)
+        moves.__dict__.pop("_delete_imported", None)
 
     @rule(who=TWO, place=PLACES)
     def read_for_a_move(self, who: int, place: int) -> None:
