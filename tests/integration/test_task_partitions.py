@@ -185,7 +185,7 @@ def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_t
         catch_up = DeferredJobs(job, None, streams=pipeline.streams, give_up=lambda: False)  # type: ignore[arg-type]
         assert client.execute("XLEN", "out") < 2 * len(string.ascii_letters)
         assert not catch_up.is_finished()
-        monkeypatch.setattr("millstream.spark.engine.deferred_jobs.LOOK_AHEAD", 1)
+        monkeypatch.setattr("millstream.spark.engine.deferred_jobs.MAX_DEFERRED_ENTRIES", 1)
         catch_up.wait_for_capacity()
 
 

@@ -138,7 +138,7 @@ def test_an_acl_server_lets_in_its_users_only_and_holds_them_to_their_rules() ->
 
 @pytest.mark.parametrize("rule", ["alice", "alice on nopass", ">secret"])
 def test_an_acl_rule_without_a_name_or_a_password_is_refused(rule: str) -> None:
-    with pytest.raises(ConfigError, match="must begin with a user's name"), acl_server([rule]):
+    with pytest.raises(ConfigError, match="must start with a user's name"), acl_server([rule]):
         pass
 
 

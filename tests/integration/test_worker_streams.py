@@ -474,7 +474,7 @@ def test_on_a_cluster_streams_of_all_nodes_stay_in_order_while_workers_come_and_
     ("options", "words"),
     [
         ({"order": "stream", "key": "k"}, 'order="stream" keeps whole streams in order'),
-        ({"order": "stream", "partitions": 4}, "no partitions"),
+        ({"order": "stream", "partitions": 4}, "excludes partitions"),
         ({"order": "sideways"}, "order must be"),
         ({"announced": "calls"}, 'add order="stream"'),
         ({"announced": "no good", "order": "stream"}, "service name"),
