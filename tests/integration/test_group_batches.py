@@ -11,7 +11,7 @@ from millstream.groups import ClaimOptions, Group
 from millstream.groups.entries import BEGINNING
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.spark.source import claim_renewal as keeper
+from millstream.spark.source import claim_renewal
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_batches import Batches
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, GroupOffset, dump, load
@@ -276,8 +276,8 @@ def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
 def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
     client: Client, query: Callable[..., Query], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keeper._RENEWALS_PER_IDLE_TIME >= 2, "one look that comes late costs nothing"
-    monkeypatch.setattr(keeper, "_RENEWALS_PER_IDLE_TIME", HOUR_MS / 50)
+    assert claim_renewal._RENEWALS_PER_IDLE_TIME >= 2, "one look that comes late costs nothing"
+    monkeypatch.setattr(claim_renewal, "_RENEWALS_PER_IDLE_TIME", HOUR_MS / 50)
     ids = add(client, range(1_200))
     one = query(adoptAfter="1h", maxOffsetsPerTrigger="1200")
     end = one.plan()

@@ -157,7 +157,7 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
         return Unavailable(f"Redis at {where} is temporarily unavailable: {text}")
     code, _, detail = text.partition(" ")
     if not _CODE.fullmatch(code):
-        return CommandFailed(f"{name}: {text}", detail=text)
+        code, detail = "", text
     return CommandFailed(f"{name}: {text}", code=code, detail=detail)
 
 

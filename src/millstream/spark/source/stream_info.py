@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, Unavailable, WrongType
 from millstream.model import ZERO_ID, EntryId
-from millstream.redis_client import pipelining as asking
+from millstream.redis_client import pipelining
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.offsets import Position
@@ -59,7 +59,7 @@ class StreamInfo(NamedTuple):
 
 def fetch_calls(client: Client, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
     """Run `commands` in pipelines of bounded size; returns errors among the replies, but raises Unavailable."""
-    replies = asking.send_all(client, commands, meter)
+    replies = pipelining.send_all(client, commands, meter)
     for reply in replies:
         if isinstance(reply, Unavailable):
             raise reply
