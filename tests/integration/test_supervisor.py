@@ -3,7 +3,6 @@
 import re
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from millstream.clock import SYSTEM_CLOCK
 from millstream.redis_client.client import Client
 from millstream.worker.incarnations import Incarnation
-from millstream.worker.process.supervisor import Launch, Supervisor
+from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.static_membership import StaticMembership
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -23,8 +22,8 @@ DIES = "import os, sys; os.write(int(sys.argv[1]), b'%s\\n'); os._exit(9)"
 def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list[float]:
     """Return the supervisor's waits after each of four incarnations of a process that reports this and dies."""
 
-    def command(launch: Launch) -> Sequence[str]:
-        return [sys.executable, "-I", "-S", "-c", DIES % told, str(launch.lines)]
+    def program(launch: Launch) -> Program:
+        return Program(arguments=(sys.executable, "-I", "-S", "-c", DIES % told, str(launch.report_to)))
 
     def on_line(name: str, line: Any) -> bool:
         return bool(line["committed"])
@@ -32,7 +31,7 @@ def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list
     names = StaticMembership(client, "shop", "till")
     names.acquire(1)
     stopping = threading.Event()
-    supervisor = Supervisor(names, command, stop_ms=1_000, frozen_after_ms=1_000, on_line=on_line)
+    supervisor = Supervisor(names, program, stop_ms=1_000, frozen_after_ms=1_000, on_line=on_line)
     running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)
     running.start()
 
@@ -60,14 +59,14 @@ def test_a_process_that_has_committed_nothing_begins_again_after_waits_that_doub
 def test_a_process_that_a_person_had_killed_has_not_died_of_anything(client: Client) -> None:
     launched: list[Launch] = []
 
-    def command(launch: Launch) -> Sequence[str]:
+    def program(launch: Launch) -> Program:
         launched.append(launch)
-        return [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
+        return Program(arguments=(sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"))
 
     names = StaticMembership(client, "shop", "till")
     names.acquire(1)
     stopping = threading.Event()
-    supervisor = Supervisor(names, command, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)
+    supervisor = Supervisor(names, program, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)
     running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)
     running.start()
     eventually(lambda: launched, "a process")

@@ -3,7 +3,7 @@
 All output is escaped here, once: a terminal obeys control characters, and any client may have written to Redis.
 Passwords are removed from everything on stderr, including logs and tracebacks.
 
-rich is imported only where it draws something, to keep the start of commands fast. It obeys NO_COLOR itself.
+rich and typer are imported only where they are used, to keep the start of commands fast. It obeys NO_COLOR itself.
 """
 
 import json
@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
-
-import typer
 
 from millstream.errors import ConfigError
 from millstream.redis_client.escaping import escape_line, escape_lines
@@ -95,7 +93,9 @@ def confirm(question: str, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise ConfigError(f"{question} There is no terminal to confirm at: add --yes")
-    typer.confirm(escape_line(question), abort=True, err=True)
+    from typer import confirm as ask
+
+    ask(escape_line(question), abort=True, err=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

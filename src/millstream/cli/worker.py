@@ -1,41 +1,26 @@
 """`millstream worker`: runs an app's handlers on low-latency workers."""
 
-import io
-import os
+import logging
 import sys
 import threading
-import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
 from millstream.app import load_app
 from millstream.cli.options import DEFAULT_URL, Json, Url
-from millstream.cli.signals import orderly_stop, stopping_at_signals
-from millstream.cli.terminal import print_json, print_message, print_message_text
-from millstream.delivery.reliable_stream import Delivery
-from millstream.errors import HandlerStuck, MillstreamError
-from millstream.observability.health import Health, HealthServer
-from millstream.observability.metrics import NO_METRICS, Recorder
+from millstream.cli.signals import orderly_stop
+from millstream.cli.terminal import print_json, print_message
+from millstream.cli.worker_child import WorkerJob
 from millstream.redis_client.client import Client
 from millstream.redis_client.eviction import warn_if_evicting
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.process.heartbeat import Heartbeat
-from millstream.worker.process.supervisor import (
-    FINAL_CODE,
-    ORPHAN_END_MS,
-    ORPHAN_MS,
-    SOFTWARE_ERROR_CODE,
-    STUCK_CODE,
-    Launch,
-    Supervisor,
-    exit_with_parent,
-)
+from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
 from millstream.worker.static_membership import StaticMembership
 
@@ -59,10 +44,6 @@ HealthPort = Annotated[
         help="Serve /healthz, /readyz and /metrics on 127.0.0.1: one port per process, starting with this one."
     ),
 ]
-ChildName = Annotated[str, typer.Option("--as", hidden=True)]
-IncarnationName = Annotated[str, typer.Option("--incarnation", hidden=True)]
-LinesFd = Annotated[int, typer.Option("--lines", hidden=True)]
-HeartbeatFd = Annotated[int, typer.Option("--heartbeat", hidden=True)]
 
 _LINE_INTERVAL_S = 5.0
 _TIMEOUT_MS = 3_000
@@ -84,22 +65,13 @@ def worker(
     trim: Trim = False,
     health_port: HealthPort = 0,
     as_json: Json = False,
-    child: ChildName = "",
-    incarnation: IncarnationName = "",
-    lines_to: LinesFd = -1,
-    heartbeat_to: HeartbeatFd = -1,
 ) -> None:
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
     policy = WorkerPolicy(
         threads=threads, prefetch=prefetch, prefetch_bytes=round(prefetch_mb * 2**20), trim=trim, look_ahead=look_ahead,
         claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000),
     )  # fmt: skip
-    settings = WorkerSettings(
-        url=url, consumer=child or "check", incarnation=incarnation, only=tuple(only or ()), start=start, policy=policy
-    )
-    if child:
-        _work(target, settings, health_port, lines_to, heartbeat_to)
-        return
+    settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
     app = load_app(target)
     checked = WorkerProcess(app, settings)  # reports errors of the app here, once
     lines = _SupervisorOutput(as_json=as_json)
@@ -107,7 +79,7 @@ def worker(
         names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
             names,
-            partial(_command, health_port),
+            partial(_program, target, settings, health_port),
             stop_ms=policy.stop_ms,
             frozen_after_ms=checked.frozen_after_ms,
             on_line=lines.add_figures,
@@ -122,84 +94,21 @@ def worker(
             lines.finished()
 
 
-def _command(health_port: int, launch: Launch) -> list[str]:
-    """This command with the options of one worker process."""
-    port = health_port + int(launch.name.rpartition("-")[2]) if health_port else 0
-    inner: dict[str, object] = {
-        "--as": launch.name,
-        "--incarnation": launch.incarnation,
-        "--lines": launch.lines,
-        "--heartbeat": launch.heartbeat,
-        "--health-port": port,
-    }
-    own = [argument for argument in sys.argv[1:] if argument]
-    options = [str(part) for option in inner.items() for part in option]
-    # -P: the child finds modules where this process does, and not first in the working folder.
-    return [sys.executable, "-P", "-m", "millstream.cli.main", *own, *options]
-
-
-def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int, heartbeat_to: int) -> None:
-    """Run a worker process; its exit code tells the supervisor whether to restart it."""
-    try:
-        leftovers = _run(target, settings, health_port, lines_to, heartbeat_to)
-    except HandlerStuck as error:
-        _end_stuck(error)
-    except MillstreamError as error:
-        print_message(f"error: {error}")
-        _end(FINAL_CODE)
-    except Exception:  # noqa: BLE001 - a bug in millstream: the supervisor restarts the process
-        print_message_text(traceback.format_exc())
-        _end(SOFTWARE_ERROR_CODE)
-    for delivery in leftovers:
-        print_message(
-            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running at the stop; "
-            "another worker processes it again"
-        )
-    _end(0)
-
-
-def _run(
-    target: str, settings: WorkerSettings, health_port: int, lines_to: int, heartbeat_to: int
-) -> Sequence[Delivery]:
-    """Run the handlers until the supervisor ends this process."""
-    stopping = stopping_at_signals()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # so that the output of handlers appears at once
-    os.set_inheritable(lines_to, False)
-    with ExitStack() as stack:
-        recorder, health = (Recorder(), Health()) if health_port else (NO_METRICS, None)
-        if health is not None and isinstance(recorder, Recorder):
-            stack.enter_context(HealthServer(health, recorder, port=health_port))
-        app = load_app(target)
-        process = WorkerProcess(
-            app, settings, metrics=recorder, health=health, on_figures=_figure_writer(lines_to), end_process=_end_stuck
-        )
-        Heartbeat(heartbeat_to, cpu_limit_ms=max(ORPHAN_END_MS, process.frozen_after_ms)).start()
-        exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
-        return process.run(stopping)
-
-
-def _end_stuck(error: HandlerStuck) -> NoReturn:
-    print_message(f"error: {error}; ending the process")
-    _end(STUCK_CODE)
-
-
-def _end(code: int) -> NoReturn:
-    # Threads that still run a handler would keep the process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _figure_writer(lines_to: int) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
-    pipe = os.fdopen(lines_to, "wb", buffering=0)
-
-    def write(figures: Mapping[str, Mapping[str, int]]) -> None:
-        line = {"event": "figures", "pid": os.getpid(), "handlers": figures}
-        with suppress(BrokenPipeError):  # the supervisor has died; the end of standard input ends this process
-            pipe.write(msgspec.json.encode(line) + b"\n")
-
-    return write
+def _program(target: str, settings: WorkerSettings, health_port: int, launch: Launch) -> Program:
+    """One worker process. Its settings are not in its arguments: any user of the machine may read those."""
+    job = WorkerJob(
+        target=target,
+        settings=replace(settings, consumer=launch.name, incarnation=launch.incarnation),
+        health_port=health_port + int(launch.name.rpartition("-")[2]) if health_port else 0,
+        report_to=launch.report_to,
+        heartbeat_to=launch.heartbeat_to,
+        debug=logging.getLogger("millstream").isEnabledFor(logging.DEBUG),
+    )
+    # -P: the process finds modules where this one does, and not first in the working folder.
+    return Program(
+        arguments=(sys.executable, "-P", "-m", "millstream.cli.worker_child", launch.name),
+        first_line=msgspec.json.encode(job),
+    )
 
 
 class _SupervisorOutput:

@@ -57,13 +57,21 @@ _STEADY_MS = 10_000.0
 class Launch:
     """The parameters of one start of a process: its name, its incarnation, and two file descriptors.
 
-    The process writes its reports to `lines`, and its heartbeat to the memory behind `heartbeat`.
+    The process writes its reports to `report_to`, and its heartbeat to the memory behind `heartbeat_to`.
     """
 
     name: str
     incarnation: str
-    lines: int
-    heartbeat: int
+    report_to: int
+    heartbeat_to: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The arguments of one process, and the first line of its standard input."""
+
+    arguments: Sequence[str]
+    first_line: bytes = b""
 
 
 @dataclass(slots=True)
@@ -87,9 +95,9 @@ class _Child:
 
 
 class Supervisor:
-    """Runs `command(launch)` for each name in `names`, and restarts it when it ends, until the supervisor is stopped.
+    """Runs `program(launch)` for each name in `names`, and restarts it when it ends, until the supervisor is stopped.
 
-    `on_line` is called with the process's name and each line of JSON that the process writes to `launch.lines`. It
+    `on_line` is called with the process's name and each line of JSON that the process writes to `launch.report_to`. It
     returns whether the line shows that the process has committed anything; an error it raises ends all processes. A
     process that ends by a signal or with any code is restarted, at once if it has committed anything or ran for long,
     else with back-off; but FINAL_CODE ends all. A process frozen for `frozen_after_ms` is killed. The end of each
@@ -99,7 +107,7 @@ class Supervisor:
     def __init__(
         self,
         names: StaticMembership,
-        command: Callable[[Launch], Sequence[str]],
+        program: Callable[[Launch], Program],
         *,
         stop_ms: float,
         frozen_after_ms: float,
@@ -107,7 +115,7 @@ class Supervisor:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._names = names
-        self._command = command
+        self._program = program
         self._stop_ms = stop_ms
         self._frozen_after_ms = frozen_after_ms
         self._on_line = on_line
@@ -227,15 +235,20 @@ class Supervisor:
         child.watchdog = Watchdog(self._frozen_after_ms)
         read_end, write_end = os.pipe()
         launch = Launch(
-            name=child.name, incarnation=child.incarnation, lines=write_end, heartbeat=child.watchdog.descriptor
+            name=child.name, incarnation=child.incarnation, report_to=write_end, heartbeat_to=child.watchdog.descriptor
         )
+        program = self._program(launch)
         try:
             child.process = subprocess.Popen(
-                self._command(launch), stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=(write_end, launch.heartbeat),
+                program.arguments, stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=(write_end, launch.heartbeat_to),
                 start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(write_end)
+        if child.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended already: `_check` restarts it
+                child.process.stdin.write(program.first_line + b"\n")
+                child.process.stdin.flush()
         child.listener = threading.Thread(target=self._read_pipe, args=(child, os.fdopen(read_end, "rb")), daemon=True)
         child.listener.start()
 

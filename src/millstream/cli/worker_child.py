@@ -1,0 +1,125 @@
+"""One worker process. Its supervisor starts it without the command line's parser, so that it starts fast.
+
+The process reads its job, a line of JSON, from standard input. The input stays open as long as the supervisor lives.
+"""
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import msgspec
+
+from millstream.app import load_app
+from millstream.cli.signals import stopping_at_signals
+from millstream.cli.terminal import log_to_stderr, print_message, print_message_text, redact_uncaught_exceptions
+from millstream.delivery.reliable_stream import Delivery
+from millstream.errors import HandlerStuck, MillstreamError
+from millstream.observability.health import Health, HealthServer
+from millstream.observability.metrics import NO_METRICS, Recorder
+from millstream.worker.process.heartbeat import Heartbeat
+from millstream.worker.process.supervisor import (
+    FINAL_CODE,
+    ORPHAN_END_MS,
+    ORPHAN_MS,
+    SOFTWARE_ERROR_CODE,
+    STUCK_CODE,
+    exit_with_parent,
+)
+from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJob:
+    """What one worker process is told at its start.
+
+    * `target`: the app, as on the command line
+    * `health_port`: port of its health and metrics server; 0 for none
+    * `report_to`, `heartbeat_to`: inherited file descriptors of its reports and of its heartbeat
+    * `debug`: log at level DEBUG
+    """
+
+    target: str
+    settings: WorkerSettings = field(repr=False)
+    health_port: int
+    report_to: int
+    heartbeat_to: int
+    debug: bool
+
+
+def main() -> NoReturn:
+    """Run the worker process; its exit code tells the supervisor whether to restart it."""
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerJob)
+    redact_uncaught_exceptions()
+    log_to_stderr(debug=job.debug)
+    try:
+        leftovers = _run(job)
+    except HandlerStuck as error:
+        _end_stuck(error)
+    except MillstreamError as error:
+        print_message(f"error: {error}")
+        _end(FINAL_CODE)
+    except Exception:  # noqa: BLE001 - a bug in millstream: the supervisor restarts the process
+        print_message_text(traceback.format_exc())
+        _end(SOFTWARE_ERROR_CODE)
+    for delivery in leftovers:
+        print_message(
+            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running at the stop; "
+            "another worker processes it again"
+        )
+    _end(0)
+
+
+def _run(job: WorkerJob) -> Sequence[Delivery]:
+    """Run the handlers until the supervisor ends this process."""
+    stopping = stopping_at_signals()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that the output of handlers appears at once
+    os.set_inheritable(job.report_to, False)
+    with ExitStack() as stack:
+        recorder, health = (Recorder(), Health()) if job.health_port else (NO_METRICS, None)
+        if health is not None and isinstance(recorder, Recorder):
+            stack.enter_context(HealthServer(health, recorder, port=job.health_port))
+        app = load_app(job.target)
+        process = WorkerProcess(
+            app,
+            job.settings,
+            metrics=recorder,
+            health=health,
+            on_figures=_figure_writer(job.report_to),
+            end_process=_end_stuck,
+        )
+        Heartbeat(job.heartbeat_to, cpu_limit_ms=max(ORPHAN_END_MS, process.frozen_after_ms)).start()
+        exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
+        return process.run(stopping)
+
+
+def _end_stuck(error: HandlerStuck) -> NoReturn:
+    print_message(f"error: {error}; ending the process")
+    _end(STUCK_CODE)
+
+
+def _end(code: int) -> NoReturn:
+    # Threads that still run a handler would keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _figure_writer(report_to: int) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
+    pipe = os.fdopen(report_to, "wb", buffering=0)
+
+    def write(figures: Mapping[str, Mapping[str, int]]) -> None:
+        line = {"event": "figures", "pid": os.getpid(), "handlers": figures}
+        with suppress(BrokenPipeError):  # the supervisor has died; the end of standard input ends this process
+            pipe.write(msgspec.json.encode(line) + b"\n")
+
+    return write
+
+
+if __name__ == "__main__":
+    main()
