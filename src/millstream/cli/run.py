@@ -211,7 +211,9 @@ def run(
         DeadLetterAlerts(bell_url or None, bell_command or None) as alerts,
     ):
         on_event = _on_event(app, progress, alerts, metrics or NO_METRICS)
-        session = partial(_session, stopping, app, code, master=master, conf=settings, verbose=spark_log)
+        session = partial(
+            _session, stopping, app, code, master=master, conf=settings, checkpoint=checkpoint, verbose=spark_log
+        )
 
         def run_on(spark: Any, chosen: RunSettings) -> None:
             if metrics:
@@ -296,6 +298,7 @@ def _session(
     *,
     master: str,
     conf: Mapping[str, str],
+    checkpoint: str,
     verbose: bool,
 ) -> Iterator[Any]:
     """A Spark session within the block; None if Spark could not start because the command is stopping.
@@ -312,7 +315,9 @@ def _session(
     try:
         # On the main thread PySpark would handle Ctrl-C itself, and abort the app in the middle of its work.
         with ThreadPoolExecutor(max_workers=1) as starter:
-            spark = starter.submit(open_session, app.name, master=master, conf=conf, verbose=verbose).result()
+            spark = starter.submit(
+                open_session, app.name, master=master, conf=conf, checkpoint=checkpoint, verbose=verbose
+            ).result()
     except ConfigError:
         if not stopping.is_set():  # while stopping, the signal has ended the Java process too
             raise

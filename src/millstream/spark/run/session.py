@@ -36,6 +36,12 @@ _LOG_END_S = 2.0
 _JAVA_EXIT_S = 20.0
 _NO_MASTER = "Cannot call methods on a stopped SparkContext."
 _FORMAT = "redis-streams"
+_LOCAL_CHECKPOINTS = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+"""Writes checkpoints on a local disk without help of other programs.
+
+By default Spark writes them through Hadoop's FileContext, which starts the program `readlink` for each file that it
+renames: some 35 processes and 50 ms a batch (Hadoop, FileUtil.readLink). Both overwrite a file by one rename.
+"""
 
 
 def task_attempts(handlers: Iterable[Handler]) -> int:
@@ -49,8 +55,33 @@ def is_cluster(master: str) -> bool:
     return not re.fullmatch(r"local(\[.*\])?", master)
 
 
-def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bool = False) -> SparkSession:
+def default_settings(master: str, checkpoint: str = "") -> dict[str, str]:
+    """Our defaults for a session of `master` with checkpoints at `checkpoint`; `--conf` overrides them."""
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.speculation": "false",
+        "spark.python.authenticate.socketTimeout": f"{_HANDSHAKE_TIMEOUT_S}s",
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.streaming.minBatchesToRetain": "10",
+        "spark.sql.streaming.numRecentProgressUpdates": "5",
+        "spark.sql.streaming.stopTimeout": "20s",
+    }
+    if master.startswith("local"):
+        settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    if not is_cluster(master):
+        settings["spark.sql.shuffle.partitions"] = str(os.cpu_count())
+        if "://" not in checkpoint:  # on a cluster, a path may be on its file system
+            settings["spark.sql.streaming.checkpointFileManagerClass"] = _LOCAL_CHECKPOINTS
+    return settings
+
+
+def open_session(
+    name: str, *, master: str, conf: Mapping[str, str], checkpoint: str = "", verbose: bool = False
+) -> SparkSession:
     """Return a session for `master`; `conf` overrides our defaults. Raises ConfigError if Spark cannot start with them.
+
+    `checkpoint`: where its queries keep their checkpoints, if that is a URL and not a folder of this machine.
 
     The logs of Spark and of its Java bridge are shown only if `verbose`: every error also reaches its caller.
     """
@@ -66,21 +97,7 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
             logging.getLogger(duplicate).setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(_is_not_py4j)
     java_options = f"-Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.speculation": "false",
-        "spark.python.authenticate.socketTimeout": f"{_HANDSHAKE_TIMEOUT_S}s",
-        "spark.sql.adaptive.enabled": "false",
-        "spark.sql.streaming.minBatchesToRetain": "10",
-        "spark.sql.streaming.numRecentProgressUpdates": "5",
-        "spark.sql.streaming.stopTimeout": "20s",
-    }
-    if master.startswith("local"):
-        settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    if not is_cluster(master):
-        settings["spark.sql.shuffle.partitions"] = str(os.cpu_count())
-    settings |= conf
+    settings = default_settings(master, checkpoint) | dict(conf)
     settings[_JAVA_OPTIONS] = f"{java_options} {settings.get(_JAVA_OPTIONS, '')}".strip()
     whole = SparkConf().setAppName(name).setMaster(master).setAll(list(settings.items()))
     if SparkContext._gateway is None:
