@@ -241,14 +241,13 @@ class Supervisor:
         try:
             child.process = subprocess.Popen(
                 program.arguments, stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=(write_end, launch.heartbeat_to),
-                start_new_session=True,
+                start_new_session=True, bufsize=0,
             )  # fmt: skip
         finally:
             os.close(write_end)
         if child.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended already: `_check` restarts it
                 child.process.stdin.write(program.first_line + b"\n")
-                child.process.stdin.flush()
         child.listener = threading.Thread(target=self._read_pipe, args=(child, os.fdopen(read_end, "rb")), daemon=True)
         child.listener.start()
 
