@@ -20,7 +20,7 @@ from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, QUICK, dead, ending, make, pending, working
+from tests.support.workers import KEYS, QUICK, dead, double, ending, make, pending, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -394,3 +394,21 @@ def test_before_one_key_fills_all_that_may_wait_in_lines_it_is_said_and_measured
         fill(client, 20, 1)
         eventually(lambda: recorder.value(m.LOOK_AHEAD_USED, handler="app.handle") == 1)
         assert caplog.text.count("routing is paused") == 1
+
+
+def test_a_stream_of_a_pattern_that_cannot_be_processed_is_tried_again_without_a_restart(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.execute("XADD", "in", "*", "key", "k0", "n", 0)
+    parking = make(failing("k0", 1), pattern="in*", key="key", retry=Retry(attempts=1, then="park"))
+    with working(client, parking) as loop:
+        eventually(lambda: loop.loop_metrics.parked == 1)
+    (queue,) = list_queues(client, KEYS)
+    clock = LeapClock()
+    with working(client, make(double, pattern="in*"), clock=clock):  # without a key it cannot go on with parked keys
+        client.execute("XADD", "in2", "*", "key", "k1", "n", 0)
+        eventually(lambda: rows(client) and "has parked keys" in caplog.text, "the other stream, and a warning")
+        assert unpark(client, KEYS, queue.name)
+        clock.leap(60_000)
+        eventually(lambda: len(rows(client)) == 2, "the message of the key that was parked")
+    assert caplog.text.count("skipping it, and trying again every 60 s") == 1

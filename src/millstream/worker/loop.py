@@ -44,6 +44,7 @@ _FULL_WAIT_S = 0.02
 _POLL_S = 0.005
 _BACK_OFF_MS = (50.0, 1_000.0)
 _DISCOVERY_SHARE = 20
+_EXCLUDED_MS = 60_000.0
 
 
 class ReadingLoop:
@@ -89,7 +90,8 @@ class ReadingLoop:
         self._in_flight = InFlight(policy, _concurrency_of(handler))
         self._stopping, self._runs_ended = threading.Event(), threading.Event()
         self._failures: list[BaseException] = []
-        self._excluded: set[str] = set()
+        self._excluded: dict[str, float] = {}
+        """Streams that cannot be joined: when they are tried again, in milliseconds of the clock."""
         self._deadline_ms = float("inf")
         self._runner = self._make_runner()
         self._in_flight.on_buffered = self._runner.notify
@@ -177,18 +179,23 @@ class ReadingLoop:
     def _discover(self) -> None:
         """Join the workers of every new stream, and recover entries that this worker held there before a restart."""
         for name in self._ordering.discover(self._scan_client):
-            if name not in self._ordering.streams and name not in self._excluded:
+            now_ms = self._clock.monotonic_ms()
+            if name not in self._ordering.streams and now_ms >= self._excluded.get(name, now_ms):
                 try:
                     self._ordering.join(name)
                 except ConfigError as error:
                     if self.handler.streams:
                         raise
                     # One unusable stream among those of a pattern must not end the work on all others.
-                    self._excluded.add(name)
-                    logger.warning(
-                        "handler %s cannot process a stream that matches its pattern: %s; skipping it until a restart",
-                        self.handler.label, error,
-                    )  # fmt: skip
+                    if name not in self._excluded:
+                        logger.warning(
+                            "handler %s cannot process a stream that matches its pattern: %s; "
+                            "skipping it, and trying again every %d s",
+                            self.handler.label, error, _EXCLUDED_MS / 1000,
+                        )  # fmt: skip
+                    self._excluded[name] = now_ms + _EXCLUDED_MS
+                else:
+                    self._excluded.pop(name, None)
 
     def _run_discovery(self) -> None:
         """Discover new streams of a pattern, and new partitions. The longer one scan takes, the rarer they are."""
