@@ -11,7 +11,7 @@ MillstreamError
 │   ├── AccessDenied       the credentials are wrong, or an ACL rule refuses the command or key
 │   ├── WrongType          the key holds another type than the command needs
 │   ├── GroupMissing       the consumer group or its stream does not exist (NOGROUP)
-│   ├── Sealed             the partition is closed: there are more partitions now; nothing was written
+│   ├── PartitionClosed    the partition is closed: there are more partitions now; nothing was written
 │   └── CommandFailed      any other error reply
 │       └── ScriptMissing  the server lacks the script (NOSCRIPT): its text has to be sent
 ├── MessageError           one message cannot be processed; it becomes a dead letter
@@ -94,7 +94,7 @@ class GroupMissing(RedisError):
     """The consumer group, or its stream, does not exist: create it before reading."""
 
 
-class Sealed(RedisError):
+class PartitionClosed(RedisError):
     """The partition is closed: its stream has more partitions now than the producer knows of.
 
     Nothing was written. Reload the partition map and publish again; `PartitionedProducer` does so by itself.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from millstream.errors import NotReplicated, OutputError, Sealed
+from millstream.errors import NotReplicated, OutputError, PartitionClosed
 from millstream.handlers.encoding import encode_output
 from millstream.handlers.handler import check_partition_count
 from millstream.observability.metrics import NO_METRICS, Metrics
@@ -182,7 +182,7 @@ class PartitionedProducer(Publishing):
         while rest:
             try:
                 self._publish_with(layout, rest, options, found)
-            except Sealed:
+            except PartitionClosed:
                 layout = self._load_newer_map(layout)
             except NotReplicated as error:
                 error.ids = [*(one.id for one in found.values()), *error.ids]

@@ -12,7 +12,7 @@ from functools import partial
 from threading import Lock
 from typing import Self, TypeVar
 
-from millstream.errors import ConfigError, NotReplicated, RedisError, Sealed
+from millstream.errors import ConfigError, NotReplicated, PartitionClosed, RedisError
 from millstream.handlers.encoding import encode_output
 from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics
@@ -80,7 +80,7 @@ class Publishing:
         began = time.perf_counter()
         try:
             reply = session.send(batch, options, generation=generation)
-        except Sealed:
+        except PartitionClosed:
             raise  # the caller publishes to another partition
         except RedisError as error:
             self._metrics.count(m.PUBLISH_ERRORS, error=type(error).__name__)

@@ -16,7 +16,7 @@ from millstream.errors import (
     NotReplicated,
     OutOfMemory,
     OutputError,
-    Sealed,
+    PartitionClosed,
     StreamFull,
     Unavailable,
 )
@@ -145,7 +145,7 @@ class ProducerSession:
         """Publish `batch` and return the ids of its entries, or of its delayed messages, separated by spaces.
 
         `generation`: for partitions, the newest that the producer knows. Raises ConfigError for a partition without it,
-        Sealed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and StreamFull,
+        PartitionClosed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and StreamFull,
         it may have been published.
         """
         keys = (*self._keys, *(to_wire(self._names.dedupe(own)) for own in batch.dedupe_ids))
@@ -180,7 +180,9 @@ class ProducerSession:
             )
         except CommandFailed as error:
             if error.code == "CLOSED":
-                raise Sealed(f"{self._stream} is closed to this producer: the partitions have grown") from error
+                raise PartitionClosed(
+                    f"{self._stream} is closed to this producer: the partitions have grown"
+                ) from error
             if error.code == "PARTITIONED":
                 raise ConfigError(
                     f"{self._stream} is a partition: publish with a PartitionedProducer, which finds each key's partition"

@@ -16,7 +16,7 @@ from millstream.spark.sink.write_options import WriteOptions
 # Publishing must run at maxmemory: it frees the staged rows, which take no more memory as entries.
 READ_DECISION = Script("sink/read_decision", allow_oom=True)
 DECIDE = Script("sink/decide", allow_oom=True)
-END_BATCH = Script("sink/next_chunk", allow_oom=True)
+END_BATCH = Script("sink/end_batch", allow_oom=True)
 CLOSE = Script("sink/close", allow_oom=True)
 DRAIN = Script("sink/drain", allow_oom=True)
 
