@@ -145,8 +145,8 @@ class ProducerSession:
         """Publish `batch` and return the ids of its entries, or of its delayed messages, separated by spaces.
 
         `generation`: for partitions, the newest that the producer knows. Raises ConfigError for a partition without it,
-        PartitionClosed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and StreamFull,
-        it may have been published.
+        PartitionClosed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and
+        StreamFull, it may have been published.
         """
         keys = (*self._keys, *(to_wire(self._names.dedupe(own)) for own in batch.dedupe_ids))
         options: list[Arg] = [
