@@ -159,8 +159,9 @@ class Fleet:
 
 
 def _lives(process: psutil.Process) -> bool:
+    """Whether it lives; another process may have been given its number by now."""
     with suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

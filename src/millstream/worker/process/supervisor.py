@@ -267,7 +267,7 @@ class Supervisor:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):  # the process has ended by itself
                     process.stdin.write(_STOP_MESSAGE)
-                    process.stdin.close()
+                process.stdin.close()
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
         while any(process.poll() is None for _, process in running) and self._clock.monotonic_ms() < deadline_ms:
             with contextlib.suppress(StaleOwner):
