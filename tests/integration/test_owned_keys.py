@@ -1,7 +1,6 @@
 """How a worker routes streams that only it works on: by key tracking, many in one round trip."""
 
 import threading
-import time
 from contextlib import suppress
 from math import inf
 from queue import SimpleQueue
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millstream.clock import SYSTEM_CLOCK
+from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
 from millstream.errors import OutOfMemory, Unavailable
 from millstream.redis_client.client import Client
@@ -18,6 +17,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker import WorkerPolicy
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
+from tests.support.clocks import HandClock
 from tests.support.waiting import eventually
 from tests.support.workers import scripts_called
 
@@ -32,12 +32,12 @@ def fill(client: Client, streams: int, first: int = 0) -> None:
 class Routing:
     """A router of streams of its own, without periodic checks, run step by step."""
 
-    def __init__(self, client: Client, streams: int) -> None:
+    def __init__(self, client: Client, streams: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self.client = Client(client.url)
         self.woken: SimpleQueue[str] = SimpleQueue()
         self.names = [f"s:{number}" for number in range(streams)]
         self.router = OwnedKeyRouter(
-            self.client, SYSTEM_CLOCK, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
+            self.client, clock, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
             readable=lambda name: True, ready_streams=self.woken,
         )  # fmt: skip
         self.router._check_due_ms = inf
@@ -123,17 +123,23 @@ def test_a_redis_that_can_track_few_keys_is_not_asked_all_the_time(
 ) -> None:
     with Client(millstream_fresh_server.url) as client:
         client.execute("CONFIG", "SET", "tracking-table-max-keys", 250)
-        routing = Routing(client, 500)
-        stopping = threading.Event()
-        thread = threading.Thread(target=routing.router.run, args=(stopping,))
-        thread.start()
-        eventually(lambda: "tracking-table-max-keys" in caplog.text)
-        began_s, before = time.monotonic(), scripts_called(client)
-        time.sleep(0.5)
-        asked_each_second = (scripts_called(client) - before) / (time.monotonic() - began_s)
+        clock = HandClock()
+        routing = Routing(client, 500, clock)
+        over = threading.Event()
+        over.set()  # it does not wait for the machine's clock
+
+        def step(for_ms: float) -> bool:
+            clock.now_ms += for_ms
+            routing.router._collect(over)
+            routing.router._route_batch()
+            return True
+
+        eventually(lambda: step(50) and "tracking-table-max-keys" in caplog.text)
+        before = scripts_called(client)
+        for _ in range(91):
+            step(11)  # no pause is a multiple of it: 1,001 ms
+        asked_each_second = scripts_called(client) - before
         fill(client, 500)
-        eventually(lambda: routing.woken.qsize() >= 500)
-        stopping.set()
-        thread.join()
+        eventually(lambda: step(50) and routing.woken.qsize() >= 500)
         assert asked_each_second < 10_000
         assert caplog.text.count("tracking-table-max-keys") == 1
