@@ -41,6 +41,11 @@ def total(message: Message, state: State) -> dict:
 def copy(orders):
     from pyspark.sql import functions as F
     return orders.select(F.col("_id").alias("id"), "customer", F.udf(price, "int")().alias("price"))
+
+@app.stage(Rows("orders", "_id string, customer string"))
+def newest(orders):
+    writer = orders.withColumnRenamed("_id", "id").writeStream.format("redis-streams")
+    return writer.options(target="hash", keyColumn="customer", keyPrefix="newest:", guardColumn="id")
 """
 
 
@@ -119,6 +124,8 @@ def wait_for(client: Client, stream: str, count: int, driver: Driver) -> None:
 def finish(driver: Driver, client: Client, count: int) -> None:
     wait_for(client, "totals", count, driver)
     wait_for(client, "copies", count, driver)
+    newest = client.execute("XREVRANGE", "orders", "+", "-", "COUNT", 1)[0][0]
+    eventually(lambda: client.execute("HGET", "newest:c49", "id") == newest, "the newest order", log=driver.errors)
     assert driver.stop() == 0
 
 

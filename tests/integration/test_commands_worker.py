@@ -15,6 +15,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from millstream.worker.incarnations import NAME_LEASE_MS
+from millstream.worker.process.supervisor import STUCK_CODE
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import HandClock
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, reserved_port, running
@@ -117,6 +118,21 @@ def test_the_processes_end_with_their_supervisor_even_if_it_is_killed(client: Cl
         eventually(lambda: len(done(client)) == 1, "the message to be done")
         child = int(done(client)[0][b"pid"])
     eventually(lambda: not lives(child), "the process to end with its supervisor")
+
+
+def test_a_process_that_is_started_while_its_supervisor_dies_ends_quietly() -> None:
+    command = (sys.executable, "-m", "millstream.cli.worker_child", "till-0")
+    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=FAIL_SAFE_S)
+    assert (found.returncode, found.stdout, found.stderr) == (STUCK_CODE, b"", b"")
+
+
+def test_the_url_of_redis_is_not_among_the_arguments_of_a_process(client: Client, app: str) -> None:
+    fill(client, 1)
+    with running("worker", app, "--name", "till", "--url", client.url):
+        eventually(lambda: len(done(client)) == 1, "the message to be done")
+        arguments = Path(f"/proc/{int(done(client)[0][b'pid'])}/cmdline").read_text().split("\0")
+    assert "till-0" in arguments
+    assert not any(client.url in argument for argument in arguments)
 
 
 def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_name(

@@ -21,6 +21,7 @@ LAZY = ("millstream", "millstream.router", "millstream.spark.sink")
             "millstream.cli.worker",
             ("millstream.router.router", "millstream.balancer", "millstream.partitions.key_migration", "pyspark"),
         ),
+        ("millstream.cli.worker_child", ("typer", "pydantic", "pyspark")),
         ("millstream.spark.source.provider", ("redis", "pyarrow", "numpy", "asyncio")),
         ("millstream.spark.source.batch_planner", ("pyarrow", "numpy")),
         (

@@ -35,7 +35,7 @@ from millstream.worker.process.worker_process import WorkerProcess, WorkerSettin
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerJob:
-    """What one worker process is told at its start.
+    """The settings of one worker process.
 
     * `target`: the app, as on the command line
     * `health_port`: port of its health and metrics server; 0 for none
@@ -53,8 +53,11 @@ class WorkerJob:
 
 def main() -> NoReturn:
     """Run the worker process; its exit code tells the supervisor whether to restart it."""
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerJob)
     redact_uncaught_exceptions()
+    line = sys.stdin.buffer.readline()
+    if not line:  # the supervisor has died: there is nothing to do, and no process to report to
+        _end(STUCK_CODE)
+    job = msgspec.json.decode(line, type=WorkerJob)
     log_to_stderr(debug=job.debug)
     try:
         leftovers = _run(job)

@@ -178,8 +178,8 @@ class ReadingLoop:
 
     def _discover(self) -> None:
         """Join the workers of every new stream, and recover entries that this worker held there before a restart."""
+        now_ms = self._clock.monotonic_ms()
         for name in self._ordering.discover(self._scan_client):
-            now_ms = self._clock.monotonic_ms()
             if name not in self._ordering.streams and now_ms >= self._excluded.get(name, now_ms):
                 try:
                     self._ordering.join(name)

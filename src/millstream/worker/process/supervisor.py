@@ -237,8 +237,8 @@ class Supervisor:
         launch = Launch(
             name=child.name, incarnation=child.incarnation, report_to=write_end, heartbeat_to=child.watchdog.descriptor
         )
-        program = self._program(launch)
         try:
+            program = self._program(launch)
             child.process = subprocess.Popen(
                 program.arguments, stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=(write_end, launch.heartbeat_to),
                 start_new_session=True, bufsize=0,
