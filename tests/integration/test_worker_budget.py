@@ -14,6 +14,8 @@ from millstream.handlers.handler import Handler
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
+from millstream.worker import ReadingLoop
+from tests.support.clocks import HandClock
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, LONG_AGO_MS, QUICK, fill, make, working
 
@@ -96,6 +98,34 @@ def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: 
         assert loop._in_flight.bytes <= BUDGET + 10 * SIZE
         held.goes_on.set()
         eventually(lambda: loop.loop_metrics.committed == 3_060)
+
+
+def test_streams_that_all_have_large_messages_at_once_are_read_as_far_as_there_is_room(client: Client) -> None:
+    streams, over, clock = [f"in{number}" for number in range(20)], threading.Event(), HandClock()
+    over.set()  # it waits for nothing
+    publish(client, 20, streams, size=10)
+    loop = ReadingLoop(make(lambda message: None, pattern="in*"), client.url, consumer="w", policy=POLICY, clock=clock)
+    loop._discover()
+
+    def fetch(steps: int) -> int:
+        for _ in range(steps):
+            clock.now_ms += 200  # a read that might wait does not
+            loop._ordering.fetcher.fetch(POLICY.batch, over)
+        return len(loop._in_flight)
+
+    assert fetch(50) == 20
+    publish(client, 5, streams)
+    assert fetch(50) == 25
+    publish(client, 20, streams)
+    counts = [fetch(1)]
+    while counts[-1]:
+        assert loop._in_flight.bytes <= BUDGET + SIZE
+        loop._in_flight.remove(loop._in_flight.deliveries)
+        counts.append(fetch(50))
+    assert sum(counts) == 45, "what found no room is read later"
+    loop._ordering.close()
+    for one in (loop._client, loop._blocking_client, loop._scan_client):
+        one.close()
 
 
 def test_a_message_that_is_larger_than_the_budget_is_taken_alone(

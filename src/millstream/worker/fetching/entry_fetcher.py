@@ -31,7 +31,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
         self._consumer = consumer
         self._scheduler = ReadScheduler()
         self._blocking_consumer: Consumer | None = None
-        self._mean_bytes = self._policy.prefetch_bytes
+        self._mean_bytes: int | None = None
         self._streams_per_trip = _MIN_STREAMS
         self._empty_until_ms = 0.0
 
@@ -41,8 +41,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
             self._fetch(permit, room, stopping)
 
     def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
-        affordable = max(1, self._in_flight.free_bytes // self._mean_bytes)
-        plan = self._scheduler.next_plan(permit.streams, min(room, affordable), permit.count)
+        plan = self._scheduler.next_plan(permit.streams, min(room, self._affordable()), permit.count)
         can_wait = plan.may_wait and (len(plan.streams) == 1 or not self._client.is_cluster)
         if can_wait and self._clock.monotonic_ms() < self._empty_until_ms:
             plan = ReadPlan(
@@ -62,6 +61,14 @@ class EntryFetcher(Fetcher[ReliableStream]):
         if plan.may_wait:
             self._note_empty(plan, found)
 
+    def _affordable(self) -> int:
+        """How many entries of the size of those read last there is room for: at least 1, and 1 before the first."""
+        return 1 if self._mean_bytes is None else max(1, self._in_flight.free_bytes // self._mean_bytes)
+
+    def _learn_size(self, found: Mapping[str, int], size: int) -> None:
+        if found:
+            self._mean_bytes = max(1, size // sum(found.values()))
+
     def _note_empty(self, plan: ReadPlan, found: Mapping[str, int]) -> None:
         """Note until when a blocking read is safe after a read of all streams, as each of thousands may return one."""
         have_more = sum(count >= plan.count for count in found.values())
@@ -78,15 +85,16 @@ class EntryFetcher(Fetcher[ReliableStream]):
         found: dict[str, int] = {}
         at = size = 0
         while at < len(plan.streams) and self._in_flight.free_bytes > 0:
-            names = plan.streams[at : at + self._streams_per_trip]
+            # Each stream with entries returns one at least: no more are read together than have room for that.
+            most = self._streams_per_trip if self._mean_bytes is None else self._affordable()
+            names = plan.streams[at : at + min(self._streams_per_trip, most)]
             counts, trip_bytes = self._read_some([self._streams[name] for name in names], plan.count)
             found |= counts
             at, size = at + len(names), size + trip_bytes
             self._streams_per_trip = (
                 min(2 * self._streams_per_trip, _MAX_STREAMS) if trip_bytes < _SMALL_READ_BYTES else _MIN_STREAMS
             )
-        if found:
-            self._mean_bytes = max(1, size // sum(found.values()))
+        self._learn_size(found, size)
         return found
 
     def _read_some(self, streams: Sequence[ReliableStream], count: int) -> tuple[dict[str, int], int]:
@@ -122,8 +130,10 @@ class EntryFetcher(Fetcher[ReliableStream]):
             group = self._streams[plan.streams[0]].group
             self._blocking_consumer = Consumer(self._client, group=group, name=self._consumer, streams=plan.streams)
         found: dict[str, int] = {}
+        size = 0
         for batch in self._blocking_consumer.read_new(count=plan.count, block_ms=math.ceil(block_ms)):
             stream = self._streams[batch.stream]
             found[batch.stream] = len(batch)
-            self._add_in_flight(stream, len(batch), stream.to_deliveries([batch]))
+            size += self._add_in_flight(stream, len(batch), stream.to_deliveries([batch]))
+        self._learn_size(found, size)
         return found
