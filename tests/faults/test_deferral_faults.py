@@ -157,10 +157,10 @@ def unpark_and_kill(client: Client, bookings: Bookings, driver: Driver) -> None:
     (driver.folder / "hit.line-committed").unlink(missing_ok=True)
     first, *others = bookings.stuck()
     (driver.folder / "line-committed").touch()
-    assert call("unpark", "bank.park", first, url=client.url).code == 0
+    assert call("key", "unpark", "bank.park", first, url=client.url).code == 0
     eventually((driver.folder / "hit.line-committed").exists, "nobody runs what is unparked", log=driver.errors)
     driver.ended()
     assert bookings.waiting(PARKING).keys() >= set(others)
     driver.start()
     for account in others:
-        assert call("unpark", "bank.park", account, url=client.url).code == 0
+        assert call("key", "unpark", "bank.park", account, url=client.url).code == 0

@@ -18,6 +18,8 @@ MARKUP: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
 
 Url = Annotated[str, typer.Option("--url", envvar="MILLSTREAM_URL", help="URL of Redis.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, an object per line.")]
+OnlyCount = Annotated[bool, typer.Option("--count", help="Only count them.")]
 Connections = Annotated[int, typer.Option("--connections", help="Maximum number of connections.", min=1)]
 RequestS = Annotated[
     float, typer.Option("--request-s", help="Seconds within which a request must arrive on a connection.", min=0.1)

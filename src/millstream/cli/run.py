@@ -125,7 +125,7 @@ class Progress:
         if not parked:
             return done
         keys, messages = (sum(one[what] for one in parked.values()) for what in ("keys", "messages"))
-        see = ", ".join(f"millstream keys {self._app}.{name}" for name in sorted(parked))
+        see = ", ".join(f"millstream key list {self._app}.{name}" for name in sorted(parked))
         return (
             f"{done}, {pluralize(keys, 'key')} parked ({pluralize(messages, 'message waits', 'messages wait')}: {see})"
         )
