@@ -50,7 +50,7 @@ SERVICES = {
     "worker": ("APP:app",),
     "master": ("--ticket-stream", "s", "--concurrency-stream-group", "g", "--insecure-no-token", "--port", "0"),
     "consumer": (
-        *("APP:consume", "--ticket-stream", "s", "--concurrency-stream-group", "g", "--consumer", "c"),
+        *("APP:consume", "--ticket-stream", "s", "--concurrency-stream-group", "g", "--name", "c"),
         *("--master-register-api-url", "http://127.0.0.1:1/api/consumers/register"),
         *("--master-acknowledge-api-url", "http://127.0.0.1:1/api/messages/acknowledge"),
     ),

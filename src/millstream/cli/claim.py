@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from millstream.admin.inspection import handler_of
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, parse_duration_ms
+from millstream.cli.options import DEFAULT_URL, DryRun, Duration, Json, Url, Yes, duration
 from millstream.cli.terminal import confirm, pluralize, print_json, print_line, print_message
 from millstream.errors import ConfigError, MillstreamError
 from millstream.groups import Group, PendingEntry
@@ -36,7 +36,7 @@ def claim(
     consumer: Annotated[str, typer.Argument(help="The consumer that gets them.", metavar="CONSUMER")],
     entry_ids: Annotated[list[str] | None, typer.Argument(help="Entry ids.", metavar="[ID...]")] = None,
     min_idle: Annotated[
-        str | None, typer.Option(help="Only entries idle for this long: 30s, 5m, 2h, 1d. Without ids: all of them.")
+        Duration | None, duration("--min-idle", "Only entries idle for this long. Without ids: all of them.")
     ] = None,
     create: Annotated[bool, typer.Option("--create", help="Create the consumer if it does not exist.")] = False,
     dry_run: DryRun = False,
@@ -52,7 +52,7 @@ def claim(
     if not entry_ids and min_idle is None:
         raise ConfigError("give the entries: their ids, or --min-idle 60s for all that are idle for that long")
     ids = [str(EntryId.parse(entry_id)) for entry_id in entry_ids or ()]
-    idle_ms = parse_duration_ms(min_idle) if min_idle else 0
+    idle_ms = min_idle.ms if min_idle else 0
     with Client(url) as client:
         of = Group(client, stream, group)
         if not create and consumer not in {one.name for one in of.consumers()}:

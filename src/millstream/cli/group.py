@@ -8,7 +8,7 @@ import typer
 
 from millstream.admin.inspection import engine_of, handler_of
 from millstream.cli.claim import claim, print_deleted
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, Url, Yes, command_group, parse_duration_ms
+from millstream.cli.options import DEFAULT_URL, DryRun, Duration, Json, JsonLines, Url, Yes, command_group, duration
 from millstream.cli.pending import pending
 from millstream.cli.terminal import confirm, format_age, pluralize, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError, GroupMissing, MillstreamError
@@ -234,21 +234,20 @@ def delete_consumer(
 def clean(
     stream: Stream,
     group: Annotated[str | None, typer.Argument(help="The group; by default all of them.", metavar="[GROUP]")] = None,
-    idle: Annotated[str, typer.Option(help="Minimum idle time: 30s, 5m, 2h or 1d.")] = "1h",
+    idle: Annotated[Duration, duration("--idle", "Minimum idle time.")] = Duration("1h"),
     dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Delete idle consumers without pending entries. A blocking read counts as idle: choose --idle longer than it."""
-    idle_ms = parse_duration_ms(idle)
     with Client(url) as client:
         names = [group] if group else [one.name for one in groups_of(client, stream)]
-        found = {name: _idle(Group(client, stream, name).consumers(), idle_ms) for name in names}
+        found = {name: _idle(Group(client, stream, name).consumers(), idle.ms) for name in names}
         number = sum(map(len, found.values()))
         if number and not dry_run:
             confirm(f"Delete {pluralize(number, 'consumer')} of {stream}?", yes=yes)
-            found = {name: Group(client, stream, name).delete_idle_consumers(idle_ms) for name in names}
+            found = {name: Group(client, stream, name).delete_idle_consumers(idle.ms) for name in names}
     if as_json:
         print_json({"stream": stream, "consumers": found, "dry_run": dry_run})
         return

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from millstream import __version__
+from millstream.cli.config_file import add_settings
 from millstream.cli.options import MARKUP
 from millstream.cli.terminal import log_to_stderr, print_message, print_message_text, redact_uncaught_exceptions
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
@@ -129,6 +130,7 @@ def load_command(name: str) -> Any:
         found.command(name)(command)
     loaded = get_command(found)
     loaded.name = name
+    add_settings(loaded, (name,))
     return loaded
 
 

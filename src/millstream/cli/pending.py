@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
+from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.terminal import format_age, pluralize, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError
 from millstream.groups import Group, PendingEntry, PendingSummary
@@ -18,7 +18,7 @@ def pending(
     stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
     group: Annotated[str, typer.Argument(help="The group.", metavar="GROUP")],
     consumer: Annotated[str | None, typer.Option(help="Only entries of this consumer.")] = None,
-    min_idle: Annotated[str | None, typer.Option(help="Only entries idle for this long: 30s, 5m, 2h, 1d.")] = None,
+    min_idle: Annotated[Duration, duration("--min-idle", "Only entries idle for this long.")] = Duration(0),
     start: Annotated[str | None, typer.Option("--from", help="Only entries from this id on.", metavar="ID")] = None,
     after: Annotated[str | None, typer.Option(help="Only entries after this id.", metavar="ID")] = None,
     to: Annotated[str | None, typer.Option(help="Only entries up to this id.", metavar="ID")] = None,
@@ -29,13 +29,12 @@ def pending(
     """Show the pending entries of a group: the number of each consumer, then the first entries one by one."""
     if start is not None and after is not None:
         raise ConfigError("--from and --after exclude each other: give only one")
-    idle_ms = parse_duration_ms(min_idle) if min_idle else 0
     first = f"({EntryId.parse(after)}" if after else str(EntryId.parse(start)) if start else "-"
     last = str(EntryId.parse(to)) if to else "+"
     with Client(url) as client:
         of = Group(client, stream, group).pending
         summary = of.summary()
-        found = of.entries(first, last, count=limit + 1, consumer=consumer, min_idle_ms=idle_ms)
+        found = of.entries(first, last, count=limit + 1, consumer=consumer, min_idle_ms=min_idle.ms)
     shown = found[:limit]
     if as_json:
         entries = [{**one._asdict(), "id": one.id.decode()} for one in shown]
