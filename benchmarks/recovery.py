@@ -80,7 +80,7 @@ def _p99(found: list[float]) -> float:
 def _worker(client: Client, app: str, name: str, *options: str) -> Iterator[tuple[psutil.Process, int]]:
     """A supervisor and the process id of its worker, which is ready."""
     command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{__file__}:{app}", "--url", client.url]
-    command += ["--name", name, "--claim-s", str(LEASE_MS / 1000), "--json", *options]
+    command += ["--name", name, "--claim", str(LEASE_MS / 1000), "--json", *options]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
@@ -158,7 +158,7 @@ def _lines(client: Client, after: int, dead: int) -> dict[bytes, int]:
 
 def _handed_on() -> float:
     """Milliseconds from SIGTERM until another worker has started all in-flight messages that this one had not."""
-    one = ("--threads", "1", "--claim-s", "600")
+    one = ("--threads", "1", "--claim", "600")
     with server() as client, _worker(client, "plain", "leaving", *one) as (boss, pid):
         client.pipeline(
             [("XADD", STREAM, "*", "ms", 0) for _ in range(2_000)]

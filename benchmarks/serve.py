@@ -119,7 +119,7 @@ async def _connect(url: str, stream: str, client: _Client) -> _Client:
 @contextmanager
 def _serving(url: str) -> Iterator[tuple[psutil.Process, str]]:
     command = [sys.executable, "-m", "millstream.cli.main", "serve", "--url", url, "--port", "0", "--json"]
-    command += ["--connections", "16000", "--stall-s", "120"]
+    command += ["--connections", "16000", "--stall", "120"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

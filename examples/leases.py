@@ -3,7 +3,7 @@
 Start as many workers as you like, on any machine, with readings like `XADD sensor:cellar * celsius 11.5`:
 
     millstream worker examples/leases.py:app
-    millstream streams sensors.watch        # the owner and the lag of each sensor
+    millstream lease list sensors.watch        # the owner and the lag of each sensor
 
 Kill a worker: once its leases expire, the others own its sensors. Readings of a sensor are processed in order.
 """

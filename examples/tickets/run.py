@@ -52,8 +52,12 @@ def main(tickets: int = 6, each: int = 10) -> int:
 
 def start_master(url: str, token: str, started: list[subprocess.Popen[bytes]]) -> str:
     """Start a master that detects a dead consumer within three seconds; return its URL."""
-    options = ("--port", "0", "--ping-interval-s", "0.5", "--ping-failures", "6", "--json")
-    names = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "MILLSTREAM_MASTER_TOKEN": token}
+    options = ("--port", "0", "--ping-interval", "0.5", "--ping-failures", "6", "--json")
+    names = {
+        "MILLSTREAM_MASTER_TICKET_STREAM": STREAM,
+        "MILLSTREAM_MASTER_CONCURRENCY_STREAM_GROUP": GROUP,
+        "MILLSTREAM_MASTER_TOKEN": token,
+    }
     process = subprocess.Popen(
         [*PROGRAM, "master", "--url", url, *options], env={**os.environ, **names}, stdout=subprocess.PIPE
     )
@@ -69,12 +73,13 @@ def start_consumers(
     found = {}
     for name in ("anna", "bert"):
         environment = {
-            **os.environ, "ticket_stream": STREAM, "concurrency_stream_group": GROUP, "consumer": name,
-            "master_register_api_url": f"{master}/api/consumers/register", "MILLSTREAM_MASTER_TOKEN": token,
-            "master_acknowledge_api_url": f"{master}/api/messages/acknowledge", "TICKETS_LOG": str(logs / f"{name}.jsonl"),
+            **os.environ, "MILLSTREAM_CONSUMER_TICKET_STREAM": STREAM,
+            "MILLSTREAM_CONSUMER_CONCURRENCY_STREAM_GROUP": GROUP, "MILLSTREAM_CONSUMER_NAME": name,
+            "MILLSTREAM_CONSUMER_MASTER_REGISTER_API_URL": f"{master}/api/consumers/register", "MILLSTREAM_MASTER_TOKEN": token,
+            "MILLSTREAM_CONSUMER_MASTER_ACKNOWLEDGE_API_URL": f"{master}/api/messages/acknowledge", "TICKETS_LOG": str(logs / f"{name}.jsonl"),
             "WORK_MS": "20",
         }  # fmt: skip
-        command = [*PROGRAM, "consumer", f"{HERE}/work.py:work", "--url", server.url, "--poll-ms", "10"]
+        command = [*PROGRAM, "consumer", f"{HERE}/work.py:work", "--url", server.url, "--poll", "10ms"]
         found[name] = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     node = shutil.which("node")
     if node is not None:

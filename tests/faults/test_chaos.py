@@ -129,7 +129,8 @@ def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
     with ExitStack() as stack, watched(books) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
         fleets = [
-            stack.enter_context(Fleet(proxy.url, tmp_path, "--stop-s", "2", app=app, claim_s=CLAIM_S)) for _ in range(2)
+            stack.enter_context(Fleet(proxy.url, tmp_path, "--stop-timeout", "2", app=app, claim_s=CLAIM_S))
+            for _ in range(2)
         ]
         nemesis = Nemesis(millstream_fresh_server, proxy, fresh_client, fleets)
         for number in range(ROUNDS):

@@ -64,7 +64,14 @@ def cluster(tmp_path: Path, millstream_url: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
     monkeypatch.setenv("PYSPARK_PYTHON", "./environment/bin/python")
     options = (
-        *("--master", "local-cluster[2,1,1024]", "--py-files", str(taxes), "--max-per-batch", str(MESSAGES // BATCHES)),
+        *(
+            "--spark-master",
+            "local-cluster[2,1,1024]",
+            "--py-files",
+            str(taxes),
+            "--max-per-batch",
+            str(MESSAGES // BATCHES),
+        ),
         *("--conf", f"spark.archives={environment(tmp_path)}#environment"),
         *("--conf", "spark.executorEnv.PYTHONPATH=", "--conf", "spark.sql.shuffle.partitions=2"),
     )

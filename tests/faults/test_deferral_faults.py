@@ -110,7 +110,7 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
         bookings.publish(MESSAGES, chance)
         driver = Driver(
             f"{APPS}/aside_app.py:app", url=server.url, folder=tmp_path,
-            options=("--max-per-batch", "200", "--master", "local[2,4]"),
+            options=("--max-per-batch", "200", "--spark-master", "local[2,4]"),
         )  # fmt: skip
         try:
             (tmp_path / BATCH_POINTS[0]).touch()
@@ -157,10 +157,10 @@ def unpark_and_kill(client: Client, bookings: Bookings, driver: Driver) -> None:
     (driver.folder / "hit.line-committed").unlink(missing_ok=True)
     first, *others = bookings.stuck()
     (driver.folder / "line-committed").touch()
-    assert call("unpark", "bank.park", first, url=client.url).code == 0
+    assert call("key", "unpark", "bank.park", first, url=client.url).code == 0
     eventually((driver.folder / "hit.line-committed").exists, "nobody runs what is unparked", log=driver.errors)
     driver.ended()
     assert bookings.waiting(PARKING).keys() >= set(others)
     driver.start()
     for account in others:
-        assert call("unpark", "bank.park", account, url=client.url).code == 0
+        assert call("key", "unpark", "bank.park", account, url=client.url).code == 0

@@ -128,7 +128,7 @@ class Assassin:
 
     def _restart(self) -> None:
         """Each time with another number of cores."""
-        self._driver.start("--master", f"local[{1 + self._driver.starts % 3},4]")
+        self._driver.start("--spark-master", f"local[{1 + self._driver.starts % 3},4]")
 
     def _hits(self, point: str) -> int:
         return len(list(self._driver.folder.glob(f"hit.{point}.*")))

@@ -53,7 +53,7 @@ def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_
 ) -> None:
     books = KeyedExpectations(fresh_client, tmp_path, app="brittle")
     redis = psutil.Process(millstream_fresh_server.pid)
-    patient = ("--stop-s", "3600")  # an orderly stop may take that long: the end of a lease must not wait for it
+    patient = ("--stop-timeout", "3600")  # an orderly stop may take that long: the end of a lease must not wait for it
     with Fleet(fresh_client.url, tmp_path, *patient, app="brittle", claim_s=CLAIM_S) as fleet, watched(books) as watch:
         fleet.ready()
         (long,) = books.publish_key("long", 1, do="wait")

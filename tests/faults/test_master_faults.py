@@ -25,7 +25,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 pytestmark = [pytest.mark.master, pytest.mark.faults]
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tickets"
-WATCHFUL = ("--ping-interval-s", "0.5", "--ping-failures", "6")
+WATCHFUL = ("--ping-interval", "0.5", "--ping-failures", "6")
 """Where a consumer is to be found dead, and no other that gets no processor for some seconds."""
 
 
@@ -49,12 +49,13 @@ class Fleet:
     def python(self, name: str, *options: str, work_ms: int = 5, function: str = f"{EXAMPLE}/work.py:work") -> None:
         """Start `millstream consumer`."""
         environ = environment(None, {
-            "ticket_stream": STREAM, "concurrency_stream_group": GROUP, "consumer": name,
+            "MILLSTREAM_CONSUMER_TICKET_STREAM": STREAM, "MILLSTREAM_CONSUMER_CONCURRENCY_STREAM_GROUP": GROUP,
+            "MILLSTREAM_CONSUMER_NAME": name,
             "MILLSTREAM_MASTER_TOKEN": TOKEN, "TICKETS_LOG": str(self.log(name)), "WORK_MS": str(work_ms),
-            "master_register_api_url": " ".join(f"{one.url}/api/consumers/register" for one in self._masters),
-            "master_acknowledge_api_url": " ".join(f"{one.url}/api/messages/acknowledge" for one in self._masters),
+            "MILLSTREAM_CONSUMER_MASTER_REGISTER_API_URL": " ".join(f"{one.url}/api/consumers/register" for one in self._masters),
+            "MILLSTREAM_CONSUMER_MASTER_ACKNOWLEDGE_API_URL": " ".join(f"{one.url}/api/messages/acknowledge" for one in self._masters),
         })  # fmt: skip
-        command = [*PROGRAM, "consumer", function, "--url", self._url, "--poll-ms", "5", *options]
+        command = [*PROGRAM, "consumer", function, "--url", self._url, "--poll", "5ms", *options]
         self.processes[name] = subprocess.Popen(command, env=environ)
 
     def javascript(self, name: str, port: int, work_ms: int = 5) -> None:
@@ -142,7 +143,7 @@ def test_who_acknowledges_late_in_redis_ends_the_message_for_who_has_it_by_then(
 def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(client: Client) -> None:
     stuck_on, newer = publish(client, "A", "A")
     with ExitStack() as stack:
-        master = stack.enter_context(Master(client.url, *PATIENT, "--delegation-limit-s", "2"))
+        master = stack.enter_context(Master(client.url, *PATIENT, "--delegation-limit", "2"))
         stuck = stack.enter_context(Foreign(client, "c1").register(master))
         other = stack.enter_context(Foreign(client, "c2"))
         assert stuck.next()[0] == stuck_on
@@ -164,7 +165,7 @@ def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(cli
 def test_a_slow_consumer_that_is_alone_does_nothing_twice(client: Client) -> None:
     slow, newer = publish(client, "A", "A")
     with (
-        Master(client.url, *PATIENT, "--delegation-limit-s", "1") as master,
+        Master(client.url, *PATIENT, "--delegation-limit", "1") as master,
         Foreign(client, "c1").register(master) as consumer,
     ):
         assert consumer.next()[0] == slow
@@ -191,7 +192,7 @@ def test_a_message_that_kills_its_consumers_ends_as_a_dead_letter(client: Client
 
 def test_an_acknowledgement_goes_to_any_master(client: Client) -> None:
     first, second = publish(client, "A", "A")
-    with Master(client.url, *PATIENT) as one, Master(client.url, *PATIENT, "--master", "m2") as two:
+    with Master(client.url, *PATIENT) as one, Master(client.url, *PATIENT, "--name", "m2") as two:
         consumer = Foreign(client, "c1").register(one)
         with consumer:
             assert consumer.next()[0] == first
@@ -204,7 +205,7 @@ def test_an_acknowledgement_goes_to_any_master(client: Client) -> None:
 
 def test_without_any_master_messages_stay_where_they_are_and_what_is_acknowledged_is_done(client: Client) -> None:
     first, second, other = publish(client, "A", "A", "B")
-    options = (*PATIENT, "--lease-s", "1")
+    options = (*PATIENT, "--lease", "1")
     with Master(client.url, *options) as master:
         consumer = Foreign(client, "c1", max_tickets=2).register(master)
         eventually(lambda: len(consumer.read()) == 2, "both tickets")
@@ -225,7 +226,7 @@ def test_who_keeps_asking_for_what_it_took_before_there_was_a_master_loses_it_af
     (old,) = publish(client, "A")
     client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, ">")
     began = time.monotonic()
-    with Master(client.url, "--min-idle-time-s", "1.5"):
+    with Master(client.url, "--min-idle", "1.5"):
 
         def polls() -> bool:
             client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, "0")  # resets its idle time
@@ -271,7 +272,7 @@ def test_one_consumer_of_three_and_one_master_of_two_are_killed_and_every_ticket
 ) -> None:
     with (
         Master(client.url, *WATCHFUL) as one,
-        Master(client.url, *WATCHFUL, "--master", "m2") as two,
+        Master(client.url, *WATCHFUL, "--name", "m2") as two,
         Fleet(client.url, tmp_path, [one, two]) as fleet,
     ):
         for name in ("c1", "c2", "c3"):
@@ -349,7 +350,7 @@ def test_a_consumer_says_that_it_is_overdue_while_its_async_function_takes_too_l
         "        await asyncio.sleep(0.01)\n"
     )
     with Master(client.url, *PATIENT) as master, Fleet(client.url, tmp_path, [master]) as fleet:
-        fleet.python("c1", "--time-limit-s", "0.5", function=f"{tmp_path / 'slow.py'}:work")
+        fleet.python("c1", "--time-limit", "0.5", function=f"{tmp_path / 'slow.py'}:work")
         registered(master, 1)
         (only,) = publish(client, "A")
         health_url = master.get("consumers")["consumers"][0]["health_url"]

@@ -141,7 +141,7 @@ def driver(
     (tmp_path / "app" / "desk.py").write_text(APP)
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
     options = (
-        *("--master", cluster.url, "--max-per-batch", "400"),
+        *("--spark-master", cluster.url, "--max-per-batch", "400"),
         *("--conf", "spark.executor.memory=512m", "--conf", "spark.sql.shuffle.partitions=2"),
         # More would be given to who came first, also while that one is stopped.
         *("--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.cores.max=2"),

@@ -35,7 +35,7 @@ def test_workers_that_are_killed_again_and_again_cost_nothing_but_time(
     chance = random.Random(seed)
     books = Expectations(fresh_client, tmp_path)
     supervisors = 0
-    with Fleet(fresh_client.url, tmp_path, "--stop-s", "2", claim_s=CLAIM_S) as fleet, watched(books) as watch:
+    with Fleet(fresh_client.url, tmp_path, "--stop-timeout", "2", claim_s=CLAIM_S) as fleet, watched(books) as watch:
         for number in range(KILLS):
             books.publish(200, ms=chance.choice((0, 1, 5)))
             time.sleep(chance.random() / 2)  # a kill at any point
@@ -159,7 +159,7 @@ def test_sigterm_hands_unstarted_work_to_others_while_it_is_busy_and_counts_no_a
     with Fleet(fresh_client.url, tmp_path, "--threads", "1", processes=1) as heir:
         heir.victim(books)
         for _ in range(SIGTERMS):
-            with Fleet(fresh_client.url, tmp_path, "--threads", "1", "--stop-s", "3600", processes=1) as leaving:
+            with Fleet(fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1) as leaving:
                 leave(books, heir, leaving)
         report = books.check(log=heir.log)
     assert {row["attempt"] for row in books.outputs()} == {"1"}
@@ -202,7 +202,7 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
     fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, "--threads", "1", "--stop-s", "3600", processes=1) as fleet:
+    with Fleet(fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1) as fleet:
         fleet.victim(books)
         eventually(books.drained, "the first drain", log=fleet.log)
         books.publish(2, do="wait")
@@ -226,7 +226,7 @@ def test_sigterm_while_redis_is_away_ends_without_it(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, "--stop-s", "1", claim_s=CLAIM_S) as fleet:
+    with Fleet(fresh_client.url, tmp_path, "--stop-timeout", "1", claim_s=CLAIM_S) as fleet:
         fleet.ready()
         books.publish(2_000, ms=2)
         fleet.victim(books)

@@ -240,7 +240,7 @@ def test_what_an_operator_has_no_right_to_see_is_left_out_and_that_is_said(admin
     found = call("info", "--json", url=url).json()
     assert [one["name"] for one in found["streams"]] == ["orders"]
     assert (found["handlers"], found["hidden_streams"], found["hidden_handlers"]) == ([], 1, 1)
-    assert call("keys", "pay", url=url).code == 3  # what is asked by name is not left out
+    assert call("key", "list", "shop.pay", url=url).code == 3  # what is asked by name is not left out
     url = login(admin, printed("operator", "--stream", "orders"), without="xinfo|stream")
     assert call("info", url=url).code == 3
 

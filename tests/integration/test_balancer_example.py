@@ -35,7 +35,7 @@ def readings(client: Client) -> list[int]:
 
 def shown(client: Client) -> dict[str, tuple[str, int]]:
     """Who has each sensor, and its lag, as the command of the example says."""
-    found = call("streams", "sensors.watch", "--json", "--url", client.url).json()
+    found = call("lease", "list", "sensors.watch", "--json", "--url", client.url).json()
     return {row["stream"]: (row["consumer"], row["lag"]) for row in found["shown"]}
 
 
@@ -52,7 +52,7 @@ def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> N
             )
             add(client, 22.0, -300.0, 10.0)
             eventually(lambda: readings(client) == [5] * 4)
-            text = call("streams", "sensors.watch", "--url", client.url).out
+            text = call("lease", "list", "sensors.watch", "--url", client.url).out
             assert "4 streams: 4 with an owner" in text
         add(client, 10.0)
         eventually(lambda: shown(client) == dict.fromkeys(SENSORS, ("one", 0)))

@@ -36,7 +36,7 @@ NOBODY = "redis://127.0.0.1:1/0"
 
 def test_help_lists_every_family_with_what_its_own_help_begins_with() -> None:
     listed = call("--help").out
-    for name, (_, summary) in COMMANDS.items():
+    for name, (_, _, summary) in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(summary)}$", listed, re.MULTILINE)
 
 
@@ -92,7 +92,7 @@ def test_the_version_is_printed() -> None:
         ("dlq", "list"),
         ("dlq", "show", "1-0"),
         ("dlq", "purge", "--all", "--yes"),
-        ("state", "show", "a", "h", "s", "k"),
+        ("state", "show", "a.h", "--stream", "s", "k"),
     ],
 )
 def test_without_a_server_every_command_ends_with_code_3_and_one_line(args: tuple[str, ...]) -> None:
@@ -213,13 +213,15 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
 def test_a_question_is_asked_in_a_terminal_only(millstream_url: str) -> None:
     with Client(millstream_url) as client:
         client.execute("HSET", "millstream:{s}:s:a.h:state", "k", b"\x80")
-    unasked = call("state", "reset", "a", "h", "s", "k", url=millstream_url)
+    unasked = call("state", "reset", "a.h", "--stream", "s", "k", url=millstream_url)
     assert unasked.code == 2
     assert "add --yes" in unasked.err
-    assert "Aborted" in _in_a_terminal("state", "reset", "a", "h", "s", "k", url=millstream_url, answer=b"n\n")
+    assert "Aborted" in _in_a_terminal("state", "reset", "a.h", "--stream", "s", "k", url=millstream_url, answer=b"n\n")
     with Client(millstream_url) as client:
         assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 1
-        assert "1 key reset" in _in_a_terminal("state", "reset", "a", "h", "s", "k", url=millstream_url, answer=b"y\n")
+        assert "1 key reset" in _in_a_terminal(
+            "state", "reset", "a.h", "--stream", "s", "k", url=millstream_url, answer=b"y\n"
+        )
         assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 0
 
 

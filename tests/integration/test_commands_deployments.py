@@ -40,7 +40,7 @@ def test_every_command_works_on_every_deployment(kind: str, tmp_path: Path) -> N
             assert call("publish", stream, str(path), url=url).code == 0
         _have_letters(url)
 
-        shown = call("tail", *STREAMS, "--from", "earliest", "--count", "24", "--json", url=url)
+        shown = call("tail", *STREAMS, "--from", "earliest", "--limit", "24", "--json", url=url)
         assert shown.code == 0, shown.err
         for stream in STREAMS:
             assert [e["fields"] for e in shown.json_lines() if e["stream"] == stream] == [{"n": n} for n in "123"]
@@ -55,8 +55,10 @@ def test_every_command_works_on_every_deployment(kind: str, tmp_path: Path) -> N
         with Client(url) as client:
             assert [client.execute("XLEN", stream) for stream in STREAMS] == [4] * len(STREAMS)
 
-        assert call("state", "show", "app", "handler", STREAMS[0], "k", "--json", url=url).json() == {}
-        assert call("state", "reset", "app", "handler", STREAMS[0], "k", "--yes", url=url).code == 0
+        assert call("key", "list", url=url).err == "there are no such keys\n"
+        assert len(call("group", "list", "--pattern", "*", "--json", url=url).json_lines()) == len(STREAMS)
+        assert call("state", "show", "app.handler", "--stream", STREAMS[0], "k", "--json", url=url).json() == {}
+        assert call("state", "reset", "app.handler", "--stream", STREAMS[0], "k", "--yes", url=url).code == 0
 
 
 def test_a_command_that_a_user_may_not_run_is_named(tmp_path: Path) -> None:

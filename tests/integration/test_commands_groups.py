@@ -1,4 +1,4 @@
-"""`millstream groups`, `pending`, `claim`; and what `info` and `dlq` know of groups."""
+"""`millstream group`; and what `info` and `dlq` know of groups."""
 
 import threading
 from collections.abc import Iterator
@@ -63,9 +63,8 @@ def test_groups_of_a_stream_are_listed(client: Client, group: Group) -> None:
         "stream": "s", "name": "g", "consumers": 2, "pending": 6, "last_delivered": "6-0", "entries_read": 6, "lag": 4,
         "engine": None,
     }  # fmt: skip
-    assert call("groups", "s", "--json", url=client.url).json() == [expected]
-    assert call("groups", "list", "s", "--json", url=client.url).json() == [expected]
-    heading, line = call("groups", "s", url=client.url).out.splitlines()
+    assert call("group", "list", "s", "--json", url=client.url).json_lines() == [expected]
+    heading, line = call("group", "list", "s", url=client.url).out.splitlines()
     assert line.split() == ["s", "g", "2", "6", "4", "6-0", "-"]
     assert heading.split()[:4] == ["stream", "group", "consumers", "pending"]
 
@@ -73,27 +72,27 @@ def test_groups_of_a_stream_are_listed(client: Client, group: Group) -> None:
 def test_groups_are_listed_by_pattern_and_say_which_are_handlers(client: Client, group: Group) -> None:
     ReliableStream(client, "s", app="shop", handler="bill", consumer="w").join()
     Group(client, "other", "h").create(mkstream=True)
-    found = call("groups", "--pattern", "*", "--json", url=client.url).json()
+    found = call("group", "list", "--pattern", "*", "--json", url=client.url).json_lines()
     assert [(one["stream"], one["name"], one["engine"]) for one in found] == [
         ("other", "h", None),
         ("s", "g", None),
         ("s", KEYS.group, "workers"),
     ]
-    assert call("groups", "--pattern", "none*", url=client.url).err == "there are no groups\n"
+    assert call("group", "list", "--pattern", "none*", url=client.url).err == "there are no groups\n"
 
 
 def test_what_is_listed_must_be_named_in_one_way(client: Client, group: Group) -> None:
-    assert call("groups", "list", url=client.url).code == 2
-    assert call("groups", "s", "--pattern", "*", url=client.url).code == 2
-    assert call("groups", "absent", url=client.url).code == 1
-    assert "Commands" in call("groups").out + call("groups").err
+    assert call("group", "list", url=client.url).code == 2
+    assert call("group", "list", "s", "--pattern", "*", url=client.url).code == 2
+    assert call("group", "list", "absent", url=client.url).code == 1
+    assert "Commands" in call("group").out + call("group").err
 
 
 def test_consumers_are_listed_with_what_they_hold(client: Client, group: Group) -> None:
-    found = call("groups", "consumers", "s", "g", "--json", url=client.url).json()
+    found = call("group", "consumers", "s", "g", "--json", url=client.url).json_lines()
     assert [(one["name"], one["pending"]) for one in found] == [("a", 4), ("b", 2)]
-    assert call("groups", "consumers", "s", "g", url=client.url).out.splitlines()[1].split()[:2] == ["a", "4"]
-    assert call("groups", "consumers", "s", "absent", url=client.url).code == 1
+    assert call("group", "consumers", "s", "g", url=client.url).out.splitlines()[1].split()[:2] == ["a", "4"]
+    assert call("group", "consumers", "s", "absent", url=client.url).code == 1
 
 
 # --- groups: changing ---
@@ -102,43 +101,43 @@ def test_consumers_are_listed_with_what_they_hold(client: Client, group: Group) 
 @pytest.mark.parametrize(("at", "given"), [("earliest", 10), ("latest", 0), ("7-0", 3)])
 def test_a_group_is_created_where_it_is_told_and_once(client: Client, at: str, given: int) -> None:
     add(client, 10)
-    assert call("groups", "create", "s", "g", "--at", at, "--json", url=client.url).json()["created"]
-    assert not call("groups", "create", "s", "g", "--json", url=client.url).json()["created"]
+    assert call("group", "create", "s", "g", "--after", at, "--json", url=client.url).json()["created"]
+    assert not call("group", "create", "s", "g", "--json", url=client.url).json()["created"]
     take(client, "a", 100)
     assert len(holders(client)) == given
 
 
 def test_a_group_is_created_with_its_stream_only_if_told(client: Client) -> None:
-    assert call("groups", "create", "absent", "g", url=client.url).code == 1
-    assert call("groups", "create", "absent", "g", "--mkstream", url=client.url).code == 0
+    assert call("group", "create", "absent", "g", url=client.url).code == 1
+    assert call("group", "create", "absent", "g", "--mkstream", url=client.url).code == 0
     assert client.execute("EXISTS", "absent") == 1
 
 
 def test_a_group_moves_and_says_from_where_but_not_in_a_dry_run(client: Client, group: Group) -> None:
-    words = ("groups", "set-id", "s", "g", "--at", "2-0", "--json")
+    words = ("group", "set-id", "s", "g", "--after", "2-0", "--json")
     assert call(*words, "--dry-run", url=client.url).json()["now"] == "6-0"
     refusal = call(*words, url=client.url)
     assert (refusal.code, "--yes" in refusal.err) == (2, True)
     done = call(*words, "--yes", url=client.url).json()
     assert (done["before"], done["now"]) == ("6-0", "2-0")
     assert len(holders(client)) == 6
-    assert call("groups", "set-id", "s", "g", "--at", "soon", url=client.url).code == 2
+    assert call("group", "set-id", "s", "g", "--after", "soon", url=client.url).code == 2
 
 
 def test_a_group_is_destroyed_after_a_question_that_tells_what_is_pending(client: Client, group: Group) -> None:
-    refusal = call("groups", "destroy", "s", "g", url=client.url)
+    refusal = call("group", "delete", "s", "g", url=client.url)
     assert (refusal.code, "6 pending entries" in refusal.err) == (2, True)
-    assert "would be" in call("groups", "destroy", "s", "g", "--dry-run", url=client.url).out
+    assert "would be" in call("group", "delete", "s", "g", "--dry-run", url=client.url).out
     assert group.info() is not None
-    assert call("groups", "destroy", "s", "g", "--yes", "--json", url=client.url).json() == {
-        "stream": "s", "group": "g", "pending": 6, "destroyed": True, "dry_run": False,
+    assert call("group", "delete", "s", "g", "--yes", "--json", url=client.url).json() == {
+        "stream": "s", "group": "g", "pending": 6, "deleted": True, "dry_run": False,
     }  # fmt: skip
     assert group.info() is None
-    assert call("groups", "destroy", "s", "g", "--yes", url=client.url).code == 1
+    assert call("group", "delete", "s", "g", "--yes", url=client.url).code == 1
 
 
 def test_a_consumer_is_deleted_only_with_an_heir_of_what_it_holds(client: Client, group: Group) -> None:
-    words = ("groups", "delete-consumer", "s", "g", "a", "--yes")
+    words = ("group", "delete-consumer", "s", "g", "a", "--yes")
     refusal = call(*words, url=client.url)
     assert (refusal.code, "name an heir" in refusal.err) == (2, True)
     assert call(*words, "--heir", "absent", url=client.url).code == 2
@@ -146,18 +145,18 @@ def test_a_consumer_is_deleted_only_with_an_heir_of_what_it_holds(client: Client
     assert len(holders(client)) == 6
     client.execute("XDEL", "s", "2-0")
     done = call(*words, "--heir", "b", "--json", url=client.url).json()
-    assert (done["pending"], done["moved"], done["deleted"]) == (4, 3, ["2-0"])
+    assert (done["pending"], done["moved"], done["gone"]) == (4, 3, ["2-0"])
     assert holders(client) == dict.fromkeys(("1-0", "3-0", "4-0", "5-0", "6-0"), "b")
-    assert call(*words, url=client.url).code == 2
+    assert call(*words, url=client.url).code == 1
 
 
 def test_silent_consumers_that_hold_nothing_are_cleaned_up(client: Client, group: Group) -> None:
     group.create_consumer("c")
     group.create_consumer("d")
-    words = ("groups", "clean", "s", "--idle", "0s", "--json")
+    words = ("group", "clean", "s", "--idle", "0s", "--json")
     assert call(*words, "--dry-run", url=client.url).json()["consumers"] == {"g": ["c", "d"]}
     assert call(*words, url=client.url).code == 2
-    assert call("groups", "clean", "s", "--json", url=client.url).json()["consumers"] == {"g": []}
+    assert call("group", "clean", "s", "--json", url=client.url).json()["consumers"] == {"g": []}
     assert call(*words, "--yes", url=client.url).json()["consumers"] == {"g": ["c", "d"]}
     assert [one.name for one in group.consumers()] == ["a", "b"]
 
@@ -166,13 +165,13 @@ def test_silent_consumers_that_hold_nothing_are_cleaned_up(client: Client, group
 
 
 def test_pending_entries_are_shown_in_sum_and_one_by_one(client: Client, group: Group) -> None:
-    found = call("pending", "s", "g", "--json", url=client.url).json()
+    found = call("group", "pending", "s", "g", "--json", url=client.url).json()
     assert {name: found[name] for name in ("count", "lowest", "highest", "by_consumer")} == {
         "count": 6, "lowest": "1-0", "highest": "6-0", "by_consumer": {"a": 4, "b": 2},
     }  # fmt: skip
     assert [one["id"] for one in found["entries"]] == [f"{n}-0" for n in range(1, 7)]
     assert set(found["entries"][0]) == {"id", "consumer", "idle_ms", "deliveries"}
-    lines = call("pending", "s", "g", url=client.url).out.splitlines()
+    lines = call("group", "pending", "s", "g", url=client.url).out.splitlines()
     assert lines[0] == "6 pending entries, from 1-0 to 6-0"
     assert lines[-1].split()[:2] == ["6-0", "b"]
 
@@ -181,17 +180,21 @@ def test_pending_entries_are_picked_by_consumer_idle_time_range_and_count(client
     idle(client, 90_000, "2-0", "6-0")
 
     def ids(*options: str) -> list[str]:
-        return [one["id"] for one in call("pending", "s", "g", "--json", *options, url=client.url).json()["entries"]]
+        return [
+            one["id"]
+            for one in call("group", "pending", "s", "g", "--json", *options, url=client.url).json()["entries"]
+        ]
 
     assert ids("--consumer", "b") == ["5-0", "6-0"]
     assert ids("--min-idle", "1m") == ["2-0", "6-0"]
-    assert ids("--start", "(2-0", "--end", "4-0") == ["3-0", "4-0"]
-    assert ids("--count", "2") == ["1-0", "2-0"]
-    assert "there are more" in call("pending", "s", "g", "--count", "5", url=client.url).err
-    assert "there are more" not in call("pending", "s", "g", "--count", "6", url=client.url).err
+    assert ids("--after", "2-0", "--to", "4-0") == ["3-0", "4-0"]
+    assert ids("--from", "2-0", "--to", "4-0") == ["2-0", "3-0", "4-0"]
+    assert ids("--limit", "2") == ["1-0", "2-0"]
+    assert "there are more" in call("group", "pending", "s", "g", "--limit", "5", url=client.url).err
+    assert "there are more" not in call("group", "pending", "s", "g", "--limit", "6", url=client.url).err
     group.ack([f"{n}-0" for n in range(1, 7)])
-    assert call("pending", "s", "g", url=client.url).err == "nothing is pending\n"
-    assert call("pending", "s", "absent", url=client.url).code == 1
+    assert call("group", "pending", "s", "g", url=client.url).err == "nothing is pending\n"
+    assert call("group", "pending", "s", "absent", url=client.url).code == 1
 
 
 # --- claim ---
@@ -205,7 +208,7 @@ def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_
     idle(client, 90_000)
     client.execute("XCLAIM", "s", "g", "a", 0, "7-0")
     client.execute("XDEL", "s", "3-0", "1400-0")
-    words = ("claim", "s", "g", "b", "--min-idle", "60s", "--json")
+    words = ("group", "claim", "s", "g", "b", "--min-idle", "60s", "--yes", "--json")
     would = call(*words, "--dry-run", url=client.url).json()
     assert set(holders(client).values()) == {"a", "b"}
     done = call(*words, url=client.url).json()
@@ -219,7 +222,7 @@ def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_
 def test_entries_are_claimed_by_id_and_each_that_is_not_is_told_apart(client: Client, group: Group) -> None:
     idle(client, 90_000, "1-0", "2-0")
     client.execute("XDEL", "s", "2-0")
-    words = ("claim", "s", "g", "b", "1-0", "2-0", "3-0", "9-0", "--min-idle", "1m", "--json")
+    words = ("group", "claim", "s", "g", "b", "1-0", "2-0", "3-0", "9-0", "--min-idle", "1m", "--json")
     expected = {"claimed": ["1-0"], "deleted": ["2-0"], "not_idle": ["3-0"], "not_pending": ["9-0"]}
     would = call(*words, "--dry-run", url=client.url)
     assert holders(client)["1-0"] == "a"
@@ -228,17 +231,17 @@ def test_entries_are_claimed_by_id_and_each_that_is_not_is_told_apart(client: Cl
     assert outcome.json() == {"consumer": "b", **expected, "dry_run": False}
     assert would.json() == {"consumer": "b", **expected, "dry_run": True}
     assert holders(client) == {"1-0": "b", "3-0": "a", "4-0": "a", "5-0": "b", "6-0": "b"}
-    spoken = call("claim", "s", "g", "b", "3-0", "9-0", url=client.url)
+    spoken = call("group", "claim", "s", "g", "b", "3-0", "9-0", url=client.url)
     assert (spoken.out, spoken.err) == ("1 entry claimed for b\n", "9-0 is not pending\n")
 
 
 def test_a_claim_for_nobody_or_of_nothing_is_refused(client: Client, group: Group) -> None:
-    refusal = call("claim", "s", "g", "c", "1-0", url=client.url)
-    assert (refusal.code, "--create" in refusal.err) == (2, True)
-    assert call("claim", "s", "g", "b", url=client.url).code == 2
-    assert call("claim", "s", "g", "b", "nonsense", url=client.url).code == 2
+    refusal = call("group", "claim", "s", "g", "c", "1-0", url=client.url)
+    assert (refusal.code, "--create" in refusal.err) == (1, True)
+    assert call("group", "claim", "s", "g", "b", url=client.url).code == 2
+    assert call("group", "claim", "s", "g", "b", "nonsense", url=client.url).code == 2
     assert set(holders(client).values()) == {"a", "b"}
-    assert call("claim", "s", "g", "c", "1-0", "--create", url=client.url).code == 0
+    assert call("group", "claim", "s", "g", "c", "1-0", "--create", url=client.url).code == 0
     assert holders(client)["1-0"] == "c"
 
 
@@ -291,17 +294,19 @@ def wait_for_outputs(client: Client, count: int) -> None:
     eventually(lambda: client.execute("XLEN", "out") >= count, f"{count} outputs")
 
 
-@pytest.mark.parametrize("words", [("create",), ("set-id", "--at", "earliest", "--yes"), ("set-id", "--at", "latest")])
+@pytest.mark.parametrize(
+    "words", [("create",), ("set-id", "--after", "earliest", "--yes"), ("set-id", "--after", "latest")]
+)
 def test_the_place_of_a_handler_is_not_changed_by_its_group_and_it_is_said_how(
     client: Client, words: tuple[str, ...]
 ) -> None:
     add(client, 5)
     ReliableStream(client, "s", app="shop", handler="bill", consumer="w").join()
-    refusal = call("groups", words[0], "s", KEYS.group, *words[1:], url=client.url)
+    refusal = call("group", words[0], "s", KEYS.group, *words[1:], url=client.url)
     assert refusal.code == 2
     assert "shop.bill" in refusal.err
     assert ("--start" if words[0] == "create" else "--reprocess") in refusal.err
-    assert call("groups", "s", "--json", url=client.url).json()[0]["last_delivered"] == "0-0"
+    assert call("group", "list", "s", "--json", url=client.url).json()["last_delivered"] == "0-0"
 
 
 def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(client: Client) -> None:
@@ -309,7 +314,7 @@ def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(cli
     with billing(client, 50, 200) as bill:
         for number in (50, 200):
             with bill.stopped_at(number):
-                outcome = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
+                outcome = call("group", "delete", "s", KEYS.group, "--yes", url=client.url)
                 assert outcome.code == 0, outcome.err
                 assert "will continue after its committed id" in outcome.err
         wait_for_outputs(client, 399)
@@ -319,7 +324,7 @@ def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(cli
 def test_a_handlers_group_without_a_ledger_is_not_destroyed_as_it_would_begin_anew(client: Client) -> None:
     add(client, 5)
     Group(client, "s", KEYS.group).create("3-0")
-    refusal = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
+    refusal = call("group", "delete", "s", KEYS.group, "--yes", url=client.url)
     assert (refusal.code, "start again from the beginning" in refusal.err) == (2, True)
     assert Group(client, "s", KEYS.group).info() is not None
 
@@ -328,11 +333,23 @@ def test_entries_that_are_taken_from_a_worker_by_hand_are_committed_once(client:
     add(client, 200)
     with billing(client, 20, claim_ms=300) as bill:
         with bill.stopped_at(20):
-            outcome = call("claim", "s", KEYS.group, "x", "--min-idle", "0s", "--create", "--json", url=client.url)
+            outcome = call(
+                "group",
+                "claim",
+                "s",
+                KEYS.group,
+                "x",
+                "--min-idle",
+                "0s",
+                "--create",
+                "--yes",
+                "--json",
+                url=client.url,
+            )
             assert "20-0" in outcome.json()["claimed"]
             assert "claim idle entries by themselves" in outcome.err
         wait_for_outputs(client, 199)
-        call("groups", "delete-consumer", "s", KEYS.group, "x", "--heir", "w", "--yes", url=client.url)
+        call("group", "delete-consumer", "s", KEYS.group, "x", "--heir", "w", "--yes", url=client.url)
     assert outputs(client) == [n for n in range(1, 201) if n != 13]
     assert set(bill.seen) == set(range(1, 201))
 

@@ -287,7 +287,7 @@ def keep(client: Client, **states: object) -> None:
         client.execute("HSET", KEYS.state, key, msgspec.msgpack.encode(value))
 
 
-STATE = ("airline", "departure", "flights")
+STATE = ("airline.departure", "--stream", "flights")
 
 
 def test_the_state_of_a_key_is_shown_whole(client: Client) -> None:
@@ -310,7 +310,9 @@ def test_keys_of_any_bytes_are_listed_and_taken_back_as_they_are_listed(client: 
     assert call("state", "show", *STATE, written, "--json", url=client.url).json() == {"n": 1}
     by_json = call("state", "list", *STATE, "--json", url=client.url).json_lines()
     assert by_json == [{"key": "N1", "state": {"n": 2}}, {"key": {"hex": key.hex()}, "state": {"n": 1}}]
-    assert call("state", "reset", *STATE, written, "--yes", "--json", url=client.url).json() == {"keys": 1, "reset": 1}
+    assert call("state", "reset", *STATE, written, "--yes", "--json", url=client.url).json() == {
+        "keys": 1, "reset": 1, "dry_run": False,
+    }  # fmt: skip
     assert client.execute("HKEYS", KEYS.state) == [b"N1"]
 
 
@@ -333,6 +335,8 @@ def test_a_damaged_state_is_said_so_and_can_be_reset(client: Client) -> None:
         "state": None,
         "damaged": "c1",
     }
+    tried = call("state", "reset", *STATE, "N1", "N2", "--dry-run", url=client.url)
+    assert tried.out == "1 key would be reset, 1 had no state\n"
     assert call("state", "reset", *STATE, "N1", "N2", "--yes", url=client.url).out == "1 key reset, 1 had no state\n"
 
 

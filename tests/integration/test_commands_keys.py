@@ -1,4 +1,4 @@
-"""`millstream keys`, `park`, `unpark` and `skip`, run as a user runs them."""
+"""`millstream key`, run as a user runs it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -45,42 +45,78 @@ def asked(client: Client, *words: str) -> Any:
     return call(*words, "--json", url=client.url).json()
 
 
-def test_keys_says_of_each_key_what_it_waits_for(client: Client, stream: KeyedStream) -> None:
-    found = asked(client, "keys", "pay")
-    assert (found["keys"], found["messages"]) == (4, 11)
-    assert found["states"] == {"leased": 1, "backing off": 1, "parked": 1, "ready": 1}
-    rows = {row["key"]: row for row in found["shown"]}
-    assert list(rows) == ["a", "b", "c", "d"]
-    assert (rows["a"]["worker"], rows["a"]["messages"]) == ("w-0", 5)
+def listed(client: Client, *words: str) -> list[Any]:
+    return call("key", "list", *words, "--json", url=client.url).json_lines()
+
+
+def test_the_list_says_of_each_key_what_it_waits_for(client: Client, stream: KeyedStream) -> None:
+    rows = {row["key"]: row for row in listed(client, "shop.pay")}
+    assert list(rows) == ["c", "a", "b", "d"]
+    assert {row["state"] for row in rows.values()} == {"leased", "backing off", "parked", "ready"}
+    assert (rows["a"]["handler"], rows["a"]["worker"], rows["a"]["messages"]) == ("shop.pay", "w-0", 5)
     assert "attempt 2" in rows["b"]["why"]
     assert rows["c"]["parked"] == "failed: no such account"
     assert stream.check_invariants() == []
 
 
-def test_keys_says_when_so_much_waits_that_other_keys_will_not_go_on(client: Client, stream: KeyedStream) -> None:
-    assert asked(client, "keys", "pay")["streams"] == {"orders": {"queued": 11, "look_ahead": 1_000}}
-    assert "--look-ahead" not in call("keys", "pay", url=client.url).err
+def test_without_a_handler_the_stuck_keys_of_all_handlers_are_listed(client: Client, stream: KeyedStream) -> None:
+    other = KeyedStream(
+        client, "refunds", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="bank", handler="back",
+        consumer="w-0",
+    )  # fmt: skip
+    other.join()
+    client.execute("XADD", "refunds", "*", "key", "e")
+    other.enqueue_new(count=100, most_pending=1_000)
+    assert [(row["handler"], row["key"]) for row in listed(client)] == [("shop.pay", "c"), ("shop.pay", "b")]
+    call("key", "park", "bank.back", "e", url=client.url)
+    assert [row["key"] for row in listed(client)] == ["c", "e", "b"]
+    assert [row["key"] for row in listed(client, "bank")] == ["e"]
+    assert [row["key"] for row in listed(client, "--limit", "1")] == ["c"]
+    assert [row["key"] for row in listed(client, "--state", "ready")] == ["d"]
+    shown = call("key", "list", "--limit", "2", url=client.url)
+    assert shown.out.splitlines()[1].split()[:4] == ["handler", "key", "stream", "state"]
+    assert "1 more; use --limit to show them" in shown.err
+
+
+def test_keys_are_counted_by_handler_stream_and_state(client: Client, stream: KeyedStream) -> None:
+    counted = listed(client, "shop.pay", "--count")
+    states = {"leased": 1, "backing off": 1, "parked": 1, "ready": 1}
+    assert counted == [
+        {"handler": "shop.pay", "stream": "orders", "keys": 4, "messages": 11, "states": states, "queued": 11,
+         "look_ahead": 1_000}
+    ]  # fmt: skip
+    said = call("key", "list", "--count", url=client.url).out
+    assert said == "shop.pay on orders: 2 keys with 5 messages: 1 backing off, 1 parked\n"
+
+
+def test_it_is_said_when_so_much_waits_that_other_keys_will_not_go_on(client: Client, stream: KeyedStream) -> None:
+    assert "--look-ahead" not in call("key", "list", "shop.pay", url=client.url).err
     client.execute("XADD", "orders", "*", "key", "d", "n", 9)
     stream.enqueue_new(count=100, most_pending=14)
-    said = call("keys", "pay", url=client.url).err
+    said = call("key", "list", "shop.pay", url=client.url).err
     assert "12 messages of orders are in key queues, of at most 14" in said
     assert "give the workers a greater --look-ahead" in said
 
 
-def test_keys_shows_one_key_and_one_state_on_request(client: Client, stream: KeyedStream) -> None:
-    assert [row["key"] for row in asked(client, "keys", "pay", "--key", "b")["shown"]] == ["b"]
-    assert [row["key"] for row in asked(client, "keys", "pay", "--state", "parked")["shown"]] == ["c"]
-    text = call("keys", "shop.pay", "--count", "1", url=client.url)
+def test_one_key_and_one_state_are_shown_on_request(client: Client, stream: KeyedStream) -> None:
+    assert asked(client, "key", "show", "shop.pay", "b")["state"] == "backing off"
+    assert "attempt 2 of its first entry" in call("key", "show", "shop.pay", "b", url=client.url).out
+    assert call("key", "show", "shop.pay", "nobody", url=client.url).code == 1
+    assert [row["key"] for row in listed(client, "shop.pay", "--state", "parked")] == ["c"]
+    text = call("key", "list", "shop.pay", "--limit", "1", url=client.url)
     assert "4 keys with 11 messages" in text.out
-    assert "3 more; use --count to show them" in text.err
+    assert "3 more; use --limit to show them" in text.err
     assert stream.check_invariants() == []
 
 
 def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, stream: KeyedStream) -> None:
-    assert asked(client, "park", "pay", "d", "--reason", "audit")["parked"] == {"orders": True}
-    assert asked(client, "keys", "pay", "--key", "d")["shown"][0]["parked"] == "audit"
-    assert asked(client, "skip", "pay", "c", "--yes", "--reason", "gone")["skipped"]
-    assert asked(client, "unpark", "pay", "c")["unparked"] == {"orders": True}
+    assert asked(client, "key", "park", "shop.pay", "d", "--reason", "audit")["parked"] == {"orders": True}
+    assert asked(client, "key", "show", "shop.pay", "d")["parked"] == "audit"
+    tried = asked(client, "key", "skip", "shop.pay", "c", "--dry-run")
+    assert (tried["dry_run"], list(tried["skipped"])) == (True, ["orders"])
+    assert asked(client, "key", "show", "shop.pay", "c")["messages"] == 2
+    assert asked(client, "key", "skip", "shop.pay", "c", "--yes", "--reason", "gone")["skipped"] == tried["skipped"]
+    assert asked(client, "key", "unpark", "shop.pay", "c")["unparked"] == {"orders": True}
     (taken,) = stream.lease_keys(queues=5, entries=10, run=9, lease_ms=1_000, now_ms=0).leases
     assert (taken.key, [one.pairs[3] for one in taken.entries]) == (b"c", [b"1"])
     assert "gone" in call("dlq", "list", "--json", url=client.url).out
@@ -88,29 +124,30 @@ def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, 
 
 
 def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, stream: KeyedStream) -> None:
-    call("park", "pay", "ann", "--reason", "audit", url=client.url)
-    (row,) = asked(client, "keys", "pay", "--key", "ann", "--state", "parked")["shown"]
+    call("key", "park", "shop.pay", "ann", "--reason", "audit", url=client.url)
+    row = asked(client, "key", "show", "shop.pay", "ann")
     assert (row["state"], row["messages"], row["first"], row["parked"]) == ("parked", 0, "", "audit")
     assert count_parked(client, [HandlerKeys("shop", "pay", name) for name in ("orders", "none")]) == (2, 2)
-    call("unpark", "pay", "ann", url=client.url)
-    assert asked(client, "keys", "pay", "--key", "ann")["shown"] == []
+    call("key", "unpark", "shop.pay", "ann", url=client.url)
+    assert call("key", "show", "shop.pay", "ann", url=client.url).code == 1
     assert stream.check_invariants() == []
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("unpark", "pay", "a"), "it is not parked"),
-        (("park", "pay", "c"), "it is parked already"),
-        (("skip", "pay", "nobody", "--yes"), "none of its messages is queued"),
-        (("keys", "nothing"), "no handler 'nothing' has run"),
+        (("key", "unpark", "shop.pay", "a"), "it is not parked"),
+        (("key", "park", "shop.pay", "c"), "it is parked already"),
+        (("key", "skip", "shop.pay", "nobody", "--yes"), "none of its messages is queued"),
+        (("key", "list", "shop.nothing"), "no handler 'shop.nothing' has run"),
+        (("key", "list", "nothing"), "no handler of an app 'nothing' has run"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
     client: Client, stream: KeyedStream, words: tuple[str, ...], says: str
 ) -> None:
     ended = call(*words, url=client.url)
-    assert ended.code == 2
+    assert ended.code == 1
     assert says in ended.err
     assert ended.err.count("\n") == 1
     assert stream.check_invariants() == []
@@ -122,7 +159,7 @@ def test_info_shows_such_a_handler_as_run_by_workers(client: Client, stream: Key
     assert stream.check_invariants() == []
 
 
-def test_keys_leaves_out_streams_that_are_gone_or_refused(client: Client, stream: KeyedStream) -> None:
+def test_the_list_leaves_out_streams_that_are_gone_or_refused(client: Client, stream: KeyedStream) -> None:
     for name in ("gone", "secret"):
         other = KeyedStream(
             client, name, queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
@@ -132,11 +169,11 @@ def test_keys_leaves_out_streams_that_are_gone_or_refused(client: Client, stream
         client.execute("XADD", name, "*", "key", "a")
         other.enqueue_new(count=100, most_pending=1_000)
     client.execute("DEL", "gone")
-    assert {row["stream"] for row in asked(client, "keys", "shop.pay")["shown"]} == {"orders", "secret"}
+    assert {row["stream"] for row in listed(client, "shop.pay")} == {"orders", "secret"}
     client.execute("ACL", "SETUSER", "some", "on", ">secret", "+@all", "~orders", "~millstream:{orders}*")
     url = client.url.replace("redis://", "redis://some:secret@", 1)
-    found = call("keys", "shop.pay", "--json", url=url)
-    assert (found.code, {row["stream"] for row in found.json()["shown"]}) == (0, {"orders"})
+    found = call("key", "list", "shop.pay", "--json", url=url)
+    assert (found.code, {row["stream"] for row in found.json_lines()}) == (0, {"orders"})
     client.execute("ACL", "SETUSER", "some", "resetkeys", "~secret")
-    assert call("keys", "shop.pay", url=url).code == 3
+    assert call("key", "list", "shop.pay", url=url).code == 3
     assert stream.check_invariants() == []

@@ -23,8 +23,8 @@ STEADY = BalancerPolicy(lease_ms=300_000)
 def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
     url = ("--url", client.url)
     for name, info in (("call:1", '{"tariff": 1}'), ("call:2", "null")):
-        assert call("announce", "calls", name, "--info", info, *url).code == 0
-    found = json.loads(call("streams", "calls", "--json", *url).out)
+        assert call("lease", "add", "calls", name, "--info", info, *url).code == 0
+    found = json.loads(call("lease", "list", "calls", "--json", *url).out)
     assert (found["streams"], found["unread"], found["consumers"]) == (0, 2, [])
     client.execute("XADD", "call:1", "*", "n", 1)
     client.execute("XGROUP", "CREATE", "call:1", "readers", "0")
@@ -35,21 +35,21 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
             assert isinstance(notice, StreamAdded)
             leases[notice.stream] = notice.lease
         assert leases["call:1"].info == {"tariff": 1}
-        found = json.loads(call("streams", "calls", "--group", "readers", "--json", *url).out)
+        found = json.loads(call("lease", "list", "calls", "--group", "readers", "--json", *url).out)
         assert {row["stream"]: (row["consumer"], row["lag"]) for row in found["shown"]} == {
             "call:1": ("me", 1), "call:2": ("me", None),
         }  # fmt: skip
         assert {row["stream"]: row["lag_exact"] for row in found["shown"]} == {"call:1": True, "call:2": False}
-        hint = call("streams", "calls", "--group", "nosuch", *url).err
-        assert "none of these streams has a group 'nosuch'; see: millstream groups list STREAM" in hint
-        shown = call("streams", "calls", *url).out
+        hint = call("lease", "list", "calls", "--group", "nosuch", *url).err
+        assert "none of these streams has a group 'nosuch'; see: millstream group list STREAM" in hint
+        shown = call("lease", "list", "calls", *url).out
         assert "2 streams: 2 with an owner, 0 free; 0 announced but not read yet, 0 dead letters" in shown
-        assert call("release", "calls", "call:1", *url).out == "call:1 is released\n"
+        assert call("lease", "release", "calls", "call:1", "--yes", *url).out == "call:1 is released\n"
         told = [balancer.next(FAIL_SAFE_S) for _ in range(2)]
         assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in told)
         again = next(one.lease for one in told if isinstance(one, StreamAdded))
         assert (again.stream, again.token > leases["call:1"].token) == ("call:1", True)
-        assert call("done", "calls", "call:2", "--yes", *url).out == "call:2 is done\n"
+        assert call("lease", "remove", "calls", "call:2", "--yes", *url).out == "call:2 is removed\n"
         gone = balancer.next(FAIL_SAFE_S)
         assert isinstance(gone, StreamDisowned)
         assert gone.stream == "call:2"
@@ -58,37 +58,37 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
 
 def test_what_is_not_known_is_named(client: Client) -> None:
     url = ("--url", client.url)
-    unknown = call("streams", "cals", *url)
-    assert (unknown.code, "unknown service 'cals'" in unknown.err) == (2, True)
-    call("announce", "calls", "call:1", *url)
-    not_read = call("release", "calls", "call:1", "call:9", *url)
-    assert (not_read.code, "'call:1', 'call:9'" in not_read.err) == (2, True)
-    assert "see: millstream streams calls" in not_read.err
-    wrong = call("announce", "calls", "call:2", "--info", "night", *url)
+    unknown = call("lease", "list", "cals", *url)
+    assert (unknown.code, "unknown service 'cals'" in unknown.err) == (1, True)
+    call("lease", "add", "calls", "call:1", *url)
+    not_read = call("lease", "release", "calls", "call:1", "call:9", "--yes", *url)
+    assert (not_read.code, "'call:1', 'call:9'" in not_read.err) == (1, True)
+    assert "see: millstream lease list calls" in not_read.err
+    wrong = call("lease", "add", "calls", "call:2", "--info", "night", *url)
     assert (wrong.code, "is not JSON" in wrong.err) == (2, True)
-    unasked = call("done", "calls", "call:1", *url)
+    unasked = call("lease", "remove", "calls", "call:1", *url)
     assert (unasked.code, "add --yes" in unasked.err) == (2, True)
 
 
 def test_what_is_half_done_is_not_called_wrong_usage(client: Client) -> None:
     url = ("--url", client.url)
-    call("announce", "calls", "call:1", *url)
+    call("lease", "add", "calls", "call:1", *url)
     with Balancer(client.url, "calls", consumer="me", policy=STEADY) as balancer:
         assert isinstance(balancer.next(FAIL_SAFE_S), StreamAdded)
-        some = call("release", "calls", "nope", "call:1", *url)
+        some = call("lease", "release", "calls", "nope", "call:1", "--yes", *url)
         assert (some.code, some.out, "'nope'" in some.err) == (1, "call:1 is released\n", True)
-        assert call("release", "calls", "nope", *url).code == 2
+        assert call("lease", "release", "calls", "nope", "--yes", *url).code == 1
 
 
 def test_many_streams_are_announced_at_once_or_none(client: Client) -> None:
     url = ("--url", client.url)
-    first = call("announce", "calls", "call:1", "call:2", *url)
+    first = call("lease", "add", "calls", "call:1", "call:2", *url)
     assert first.out == "call:1 is announced to calls\ncall:2 is announced to calls\n"
     assert "'calls' is a new service" in first.err
-    assert call("announce", "calls", "-", *url, stdin=b"call:3\ncall:4\n").code == 0
-    assert call("announce", "calls", "call:5", "call:a}b", *url).code == 2
+    assert call("lease", "add", "calls", "-", *url, stdin=b"call:3\ncall:4\n").code == 0
+    assert call("lease", "add", "calls", "call:5", "call:a}b", *url).code == 2
     assert client.execute("XLEN", KEYS.input) == 4
-    rows = call("announce", "calls", "call:6", "call:7", "--json", *url).json_lines()
+    rows = call("lease", "add", "calls", "call:6", "call:7", "--json", *url).json_lines()
     assert [(row["service"], row["stream"]) for row in rows] == [("calls", "call:6"), ("calls", "call:7")]
 
 
@@ -104,14 +104,14 @@ def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
             meta = ServiceKeys(listens).meta
             eventually(partial(client.execute, "HEXISTS", meta, "handler"))
             client.execute("XADD", f"line:{listens}", "*", "n", 7)
-            said = call("announce", "app.handle", f"line:{listens}", *url)
+            said = call("lease", "add", "app.handle", f"line:{listens}", *url)
             own = listens != "plant"
             assert said.out.endswith("to app.handle\n" if own else "to plant, the service of app.handle\n")
             eventually(partial(_has_outputs, client, 1 + own))
-            assert call("release", "app.handle", f"line:{listens}", *url).code == 0
-            unknown = call("release", "app.handle", "nope", *url)
+            assert call("lease", "release", "app.handle", f"line:{listens}", "--yes", *url).code == 0
+            unknown = call("lease", "release", "app.handle", "nope", "--yes", *url)
             assert "unknown streams of app.handle: 'nope'" in unknown.err
-            assert "1 stream" in call("streams", "app.handle", *url).out
+            assert "1 stream" in call("lease", "list", "app.handle", *url).out
 
 
 def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client) -> None:
@@ -119,10 +119,10 @@ def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client)
     client.execute("XADD", KEYS.input, "*", "no", "announcement")
     with Balancer(client.url, "calls", consumer="me", policy=STEADY):
         eventually(lambda: client.execute("XLEN", KEYS.dead) == 1)
-    found = call("streams", "calls", *url)
+    found = call("lease", "list", "calls", *url)
     assert "1 dead letter" in found.out
-    assert "millstream announce calls STREAM" in found.err
-    assert call("streams", "calls", "--json", *url).json()["dead_letters"] == 1
+    assert "millstream lease add calls STREAM" in found.err
+    assert call("lease", "list", "calls", "--json", *url).json()["dead_letters"] == 1
     shown = call("tail", "--no-follow", found.err.split("'")[1], *url)
     assert "it has no field lbs-input" in shown.out
 

@@ -49,9 +49,9 @@ def test_it_begins_where_it_is_told_to(client: Client, where: str, first: int) -
 
 def test_it_ends_after_so_many_entries(client: Client) -> None:
     fill(client, "s", 600)
-    assert numbers("s", "--count", "2", url=client.url) == [1, 2]
-    assert numbers("s", "--count", "501", url=client.url) == list(range(1, 502))
-    followed = call("tail", "s", "--from", "earliest", "--count", "600", url=client.url)
+    assert numbers("s", "--limit", "2", url=client.url) == [1, 2]
+    assert numbers("s", "--limit", "501", url=client.url) == list(range(1, 502))
+    followed = call("tail", "s", "--from", "earliest", "--limit", "600", url=client.url)
     assert followed.out.count("\n") == 600
 
 
@@ -175,7 +175,7 @@ def test_the_streams_of_a_pattern_are_followed_and_those_made_later_and_ctrl_c_e
 def test_a_thousand_streams_of_a_pattern_are_shown_from_after_an_id(client: Client) -> None:
     streams = [f"s:{number}" for number in range(1_000)]
     client.pipeline([("XADD", stream, entry, "n", 1) for stream in streams for entry in ("1-1", "2-1", "3-1")])
-    shown = call("tail", "s:*", "--after", "1-1", "--count", "2000", "--json", url=client.url).json_lines()
+    shown = call("tail", "s:*", "--after", "1-1", "--limit", "2000", "--json", url=client.url).json_lines()
     for stream in streams:
         assert [entry["id"] for entry in shown if entry["stream"] == stream] == ["2-1", "3-1"]
     fill(client, "other", 3)

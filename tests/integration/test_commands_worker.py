@@ -146,7 +146,7 @@ def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_
         assert held or not living, "another may have its name while it lives"
         return not living
 
-    with running("worker", app, "--stop-s", ENDLESS_S, url=client.url):
+    with running("worker", app, "--stop-timeout", ENDLESS_S, url=client.url):
         eventually(lambda: len(done(client)) == 1, "the message to be done")
         child = int(done(client)[0][b"pid"])
         fill(client, 1, "wait", ENDLESS_S)
@@ -168,7 +168,7 @@ def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str
 
 def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str, waits: Path) -> None:
     fill(client, 2, "wait", ENDLESS_S)
-    with running("worker", app, "--threads", "1", "--stop-s", ENDLESS_S, url=client.url) as worker:
+    with running("worker", app, "--threads", "1", "--stop-timeout", ENDLESS_S, url=client.url) as worker:
         eventually(
             lambda: waits.exists() and _pending(client) == 2, "one message to be worked on, one to wait for that"
         )
@@ -266,7 +266,7 @@ def test_the_processes_find_the_modules_that_their_supervisor_finds(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--handler", "none"), "app 'shop' has no handler 'none'; it has handle"),
+        (("--only", "none"), "app 'shop' has no handler 'none'; it has handle"),
         (("--url", "redis://127.0.0.1:1/abc"), "database"),
     ],
 )

@@ -358,9 +358,11 @@ def test_the_command_lists_what_waits_in_due_order_and_cancels_it(client: Client
 
     refused = call("delayed", "cancel", "s", soon, url=client.url)
     assert (refused.code, DelayedMessages(client).count("s")) == (2, 2)  # nobody said yes
+    tried = call("delayed", "cancel", "s", soon, soon, "--dry-run", url=client.url)
+    assert (tried.code, tried.out) == (1, "1 delayed message would be cancelled\n")
     done = call("delayed", "cancel", "s", soon, "--yes", url=client.url)
     assert (done.code, done.out) == (0, "1 delayed message cancelled\n")
     again = call("delayed", "cancel", "s", soon, late, "--yes", "--json", url=client.url)
-    assert (again.code, again.json()) == (1, {"stream": "s", "asked": 2, "cancelled": 1})
+    assert (again.code, again.json()) == (1, {"stream": "s", "asked": 2, "cancelled": 1, "dry_run": False})
     assert "1 of 2 were not cancelled" in again.err
     assert "there are no delayed messages" in call("delayed", "list", "s", url=client.url).err

@@ -152,7 +152,13 @@ def test_a_forged_ledger_is_unreadable_and_the_other_handlers_are_shown(
     if fields[0] in ("committed_id", "committed", "dead"):
         assert reports[forged.stream]["problem"]
         assert "shop.bill on orders is unreadable" in shown.err
-    for command in (("groups", "orders"), ("pause", "bill"), ("resume", "bill"), ("keys", "bill")):
+    for command in (
+        ("group", "list", "orders"),
+        ("pause", "shop.bill"),
+        ("resume", "shop.bill"),
+        ("key", "list", "shop.bill"),
+        ("key", "list"),
+    ):
         assert harmless(call(*command, url=client.url)).code == 0
 
 
@@ -192,13 +198,14 @@ def stream(client: Client) -> KeyedStream:
 
 @pytest.mark.usefixtures("stream")
 def test_the_reason_for_which_a_key_is_parked_is_shown_escaped(client: Client) -> None:
-    shown = harmless(call("keys", "bill", url=client.url))
+    shown = harmless(call("key", "list", "shop.bill", url=client.url))
     assert shown.code == 0
     assert r"failed: e\x1b]0;PWNED\x07\x1b[31m" in shown.out
-    parked = call("keys", "bill", "--key", "c", "--json", url=client.url).json()["shown"]
-    assert parked[0]["parked"] == f"failed: {EVIL}"
-    assert harmless(call("park", "bill", "d", "--reason", EVIL, url=client.url)).code == 0
-    assert harmless(call("keys", "bill", url=client.url)).code == 0
+    parked = call("key", "show", "shop.bill", "c", "--json", url=client.url).json()
+    assert harmless(call("key", "show", "shop.bill", "c", url=client.url)).code == 0
+    assert parked["parked"] == f"failed: {EVIL}"
+    assert harmless(call("key", "park", "shop.bill", "d", "--reason", EVIL, url=client.url)).code == 0
+    assert harmless(call("key", "list", "shop.bill", url=client.url)).code == 0
 
 
 @pytest.mark.usefixtures("stream")
@@ -216,8 +223,8 @@ def test_a_forged_line_is_unreadable_and_the_others_are_shown(
     client: Client, key: bytes, command: Sequence[str]
 ) -> None:
     client.execute(*command)
-    assert harmless(call("keys", "bill", url=client.url)).code == 0
-    shown = call("keys", "bill", "--json", url=client.url).json()["shown"]
+    assert harmless(call("key", "list", "shop.bill", url=client.url)).code == 0
+    shown = call("key", "list", "shop.bill", "--json", url=client.url).json_lines()
     assert {one["key"]: one["state"] == "unreadable" for one in shown} == {
         name: name == key.decode() for name in ("a", "b", "c", "d")
     }
@@ -228,7 +235,7 @@ def test_lines_in_a_key_of_another_type_are_named_and_those_on_other_streams_are
     join(client, "payments")
     client.execute("DEL", KEYS.owners)
     client.execute("SET", KEYS.owners, EVIL)
-    shown = harmless(call("keys", "bill", url=client.url))
+    shown = harmless(call("key", "list", "shop.bill", url=client.url))
     assert shown.code == 0
     assert "shop.bill on orders is unreadable" in shown.err
 
@@ -245,9 +252,9 @@ def test_a_forged_owner_of_a_stream_is_unreadable_and_the_others_are_shown(clien
     client.execute("HSET", keys.stream_errors, "call:2", f"1700000000000000 {EVIL}")
     client.execute("HSET", keys.consumers, "w1", "i 1 0", "w2", EVIL, EVIL, "i inf nan")
     client.execute("ZADD", keys.alive, "inf", "w1")
-    shown = harmless(call("streams", "calls", url=client.url))
+    shown = harmless(call("lease", "list", "calls", url=client.url))
     assert shown.code == 0
-    found = call("streams", "calls", "--json", url=client.url).json()
+    found = call("lease", "list", "calls", "--json", url=client.url).json()
     assert {one["stream"]: one["state"] for one in found["shown"]} == {
         "call:1": "unreadable", "call:2": "excluded", EVIL: "free",
     }  # fmt: skip

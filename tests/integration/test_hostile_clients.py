@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.router, pytest.mark.master, pytest.mark.xdist_group("strangers")]
 
 Start = Callable[..., Service]
-HOUR = ("--request-s", "3600")
+HOUR = ("--request-timeout", "3600")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=list(KINDS))
 def hasty(request: pytest.FixtureRequest, millstream_server: EmbeddedServer, log: Path) -> Iterator[Service]:
     """Each service, where a request has half a second to arrive."""
-    options = ("--request-s", "0.5")
+    options = ("--request-timeout", "0.5")
     with Service(request.param, millstream_server.url, log / f"hasty-{request.param}", *options) as started:
         yield started
 
@@ -101,7 +101,7 @@ def test_who_follows_a_stream_stays_however_many_strangers_come(gateway: Service
 
 
 def test_a_slow_follower_is_neither_late_nor_in_the_way(client: Client, millstream_url: str, tmp_path: Path) -> None:
-    options = ("--request-s", "0.2", "--stall-s", "3600")
+    options = ("--request-timeout", "0.2", "--stall", "3600")
     with ExitStack() as stack:
         service = stack.enter_context(Service("serve", millstream_url, tmp_path / "log", *options))
         slow = stack.enter_context(Events(service.url, "/streams/s?after=0", {}, receive_bytes=4_096))

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.master, pytest.mark.xdist_group("master")]
 
 @pytest.fixture(scope="module")
 def running(millstream_server: EmbeddedServer) -> Iterator[Master]:
-    with Master(millstream_server.url, *PATIENT, "--most-body", "2000", "--most-page", "5") as found:
+    with Master(millstream_server.url, *PATIENT, "--max-body", "2000", "--max-page-size", "5") as found:
         yield found
 
 

@@ -35,7 +35,7 @@ def test_a_master_does_not_start_without_a_token_unless_it_is_told_to(millstream
 
 def test_what_is_wrong_with_a_master_is_said_in_one_line(millstream_url: str, tmp_path: Path) -> None:
     file = tmp_path / "master.toml"
-    file.write_text('ticket_streem = "x"\n')
+    file.write_text('[master]\nticket_streem = "x"\n')
     for options in ((), ("--config", str(file)), (*NAMES[:3], "a b", "--insecure-no-token")):
         refused = call("master", *options, url=millstream_url)
         assert refused.code == 2
@@ -50,8 +50,8 @@ def test_a_master_whose_rounds_cannot_go_on_ends_as_failed(millstream_url: str, 
 
 def test_settings_come_from_a_toml_file(millstream_url: str, tmp_path: Path) -> None:
     file = tmp_path / "master.toml"
-    values = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "master": "m9", "token": "f" * 20}
-    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
+    values = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "name": "m9", "token": "f" * 20}
+    file.write_text("[master]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     with Master(millstream_url, "--config", str(file), token=None, env={}) as master:
         assert master.http.get("/api/health").json()["master"] == "m9"
         found = master.http.get("/api/tickets", headers={"Authorization": f"Bearer {'f' * 20}"})
@@ -59,7 +59,12 @@ def test_settings_come_from_a_toml_file(millstream_url: str, tmp_path: Path) -> 
 
 
 def test_settings_come_from_the_environment(millstream_url: str) -> None:
-    env = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "master": "m7", "MILLSTREAM_MASTER_TOKEN": TOKEN}
+    env = {
+        "MILLSTREAM_MASTER_TICKET_STREAM": STREAM,
+        "MILLSTREAM_MASTER_CONCURRENCY_STREAM_GROUP": GROUP,
+        "MILLSTREAM_MASTER_NAME": "m7",
+        "MILLSTREAM_MASTER_TOKEN": TOKEN,
+    }
     with Master(millstream_url, token=None, env=env) as master:
         assert master.http.get("/api/health").json() == {"status": "ok", "master": "m7", "reasons": []}
 

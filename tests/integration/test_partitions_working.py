@@ -214,28 +214,28 @@ def test_what_was_redriven_goes_once_to_the_partition_in_which_its_key_is_now(mi
 
 
 def shown(url: str) -> Any:
-    outcome = call("partitions", "show", BASE, "--json", url=url)
+    outcome = call("partition", "show", BASE, "--json", url=url)
     assert outcome.code == 0, outcome.err
     return json.loads(outcome.out)
 
 
 def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstream_url: str) -> None:
     books = Books(output=False)
-    assert call("partitions", "show", BASE, url=millstream_url).code == 2
-    assert call("partitions", "create", BASE, "2", url=millstream_url).out == "orders has 2 partitions\n"
+    assert call("partition", "show", BASE, url=millstream_url).code == 1
+    assert call("partition", "create", BASE, "2", url=millstream_url).out == "orders has 2 partitions\n"
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k") as producer:
         producer.publish_many({"k": key, "n": 1} for key in KEYS)
         with all_working(client, handler_of(books.handle), "w1"):
             eventually(lambda: len(books.last) == len(KEYS))
-        assert call("partitions", "grow", BASE, "3", url=millstream_url).out == "orders has 3 partitions\n"
-        assert call("partitions", "grow", BASE, "1", url=millstream_url).code == 2
+        assert call("partition", "grow", BASE, "3", url=millstream_url).out == "orders has 3 partitions\n"
+        assert call("partition", "grow", BASE, "1", url=millstream_url).code == 2
         found = shown(millstream_url)
         assert (found["generation"], found["counts"], found["growing"]) == (2, [2, 3], None)
         assert [one["since"] for one in found["partitions"]] == [1, 1, 2]
         assert [one["closed_at"] is None for one in found["partitions"]] == [False, False, True]
         assert sum(one["entries"] for one in found["partitions"]) == len(KEYS)
         assert [one["since"] for one in found["undrained"]["app.handle"]] == [2, 2]
-        words = call("partitions", "show", BASE, url=millstream_url).out
+        words = call("partition", "show", BASE, url=millstream_url).out
         assert "keys that left {orders.0} with generation 2" in words
         with all_working(client, handler_of(books.handle), "w1"):
             eventually(lambda: settled(client))
@@ -247,8 +247,8 @@ def test_a_killed_growth_is_shown_and_ended_by_the_next(millstream_url: str) -> 
         Partitions(client, BASE).create(2)
         assert growth_killed_after(client, 1, 3)
     assert shown(millstream_url)["growing"] == 3
-    assert "has not ended" in call("partitions", "show", BASE, url=millstream_url).out
-    assert call("partitions", "grow", BASE, "3", url=millstream_url).code == 0
+    assert "has not ended" in call("partition", "show", BASE, url=millstream_url).out
+    assert call("partition", "grow", BASE, "3", url=millstream_url).code == 0
     assert shown(millstream_url)["growing"] is None
 
 

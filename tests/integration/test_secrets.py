@@ -1,7 +1,7 @@
 """Every command, with every form of a URL that has a password: nothing that is printed has it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,35 +22,35 @@ def handle(message: Message): ...
 def consume(message): ...
 """
 
-BRIEF = {
+BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "publish": (("s", "--format", "csv", "--wait", "0"),),
     "delayed": (("list", "s"), ("cancel", "s", "1-0", "--yes")),
     "tail": (("s",), ("s*", "--no-follow")),
     "info": ((), ("--json",)),
-    "state": (("show", "a", "h", "s", "k"), ("list", "a", "h", "s"), ("reset", "a", "h", "s", "k", "--yes")),
-    "groups": (("s",), ("consumers", "s", "g"), ("create", "s", "g"), ("clean", "s")),
-    "pending": (("s", "g"),),
-    "claim": (("s", "g", "c", "1-0"),),
-    "pause": (("h",),),
-    "resume": (("h",),),
-    "keys": (("h",),),
-    "park": (("h", "k"),),
-    "unpark": (("h", "k"),),
-    "skip": (("h", "k", "--yes"),),
-    "streams": (("s",),),
-    "announce": (("s", "t"),),
-    "release": (("s", "t"),),
-    "done": (("s", "t", "--yes"),),
-    "partitions": (("show", "b"), ("grow", "b", "3")),
+    "state": (
+        ("show", "a.h", "k"), ("list", "a.h", "--stream", "s"), ("reset", "a.h", "--stream", "s", "k", "--yes"),
+    ),
+    "group": (
+        ("list", "s"), ("consumers", "s", "g"), ("create", "s", "g"), ("clean", "s"), ("pending", "s", "g"),
+        ("claim", "s", "g", "c", "1-0"),
+    ),
+    "pause": (("a.h",),),
+    "resume": (("a.h",),),
+    "key": (
+        ("list",), ("list", "a.h"), ("show", "a.h", "k"), ("park", "a.h", "k"), ("unpark", "a.h", "k"),
+        ("skip", "a.h", "k", "--yes"),
+    ),
+    "lease": (("list", "s"), ("add", "s", "t"), ("release", "s", "t", "--yes"), ("remove", "s", "t", "--yes")),
+    "partition": (("show", "b"), ("grow", "b", "3")),
     "dlq": (("list",), ("show", "1-0"), ("redrive", "--all", "--yes"), ("purge", "--all", "--yes")),
-}
+}  # fmt: skip
 """Commands that do one thing and end."""
 
 SERVICES = {
     "worker": ("APP:app",),
     "master": ("--ticket-stream", "s", "--concurrency-stream-group", "g", "--insecure-no-token", "--port", "0"),
     "consumer": (
-        *("APP:consume", "--ticket-stream", "s", "--concurrency-stream-group", "g", "--consumer", "c"),
+        *("APP:consume", "--ticket-stream", "s", "--concurrency-stream-group", "g", "--name", "c"),
         *("--master-register-api-url", "http://127.0.0.1:1/api/consumers/register"),
         *("--master-acknowledge-api-url", "http://127.0.0.1:1/api/messages/acknowledge"),
     ),

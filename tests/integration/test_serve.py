@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.router, pytest.mark.xdist_group("serve")]
 
 @pytest.fixture(scope="module")
 def server(millstream_server: EmbeddedServer) -> Iterator[Server]:
-    with Server(millstream_server.url, "--heartbeat-s", "0.3") as started:
+    with Server(millstream_server.url, "--heartbeat", "0.3") as started:
         yield started
 
 

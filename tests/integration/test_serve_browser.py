@@ -45,7 +45,7 @@ def test_the_example_page_follows_a_stream_through_restarts_and_shows_gaps(mills
         str(free_port()),
         "--token-file",
         str(tmp_path / "tokens"),
-        "--ticket-s",
+        "--ticket",
         "1",
         "--page",
         str(PAGE),

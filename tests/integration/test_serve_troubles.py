@@ -50,7 +50,7 @@ def test_who_leaves_has_no_subscription_any_more(client: Client, millstream_url:
 
 def test_a_stalled_client_costs_the_others_nothing_and_is_cut_off(client: Client, millstream_url: str) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(Server(millstream_url, "--stall-s", "1", "--buffer", "20"))
+        server = stack.enter_context(Server(millstream_url, "--stall", "1", "--buffer", "20"))
         # What is on its way to it fits into its buffer: it never stalls, even while this process gets no time.
         other = stack.enter_context(Events(server.url, "/streams/s?after=0", {}, receive_bytes=1_000_000))
         lazy = stack.enter_context(stalled(server, "s"))
@@ -67,7 +67,7 @@ def test_a_stalled_client_costs_the_others_nothing_and_is_cut_off(client: Client
 
 def test_a_client_that_the_system_has_cut_off_has_stalled_and_not_left(client: Client, millstream_url: str) -> None:
     # So little waits that the server may write on; it is the system which finds that nothing is taken.
-    with Server(millstream_url, "--stall-s", "1") as server, stalled(server, "s") as lazy:
+    with Server(millstream_url, "--stall", "1") as server, stalled(server, "s") as lazy:
         lazy.wait_head()
         publish(client, "s", range(3), PAD)
         eventually(lambda: subscriptions(server) == 0, "the end of the connection")
@@ -89,7 +89,7 @@ def test_stalled_clients_of_large_messages_hold_what_they_may_and_others_go_on(
     size, budget = 100_000, 1_000_000
     publish(client, "large", range(100), size)
     with ExitStack() as stack:
-        server = stack.enter_context(Server(millstream_url, "--budget-bytes", str(budget), "--stall-s", "3600"))
+        server = stack.enter_context(Server(millstream_url, "--budget-bytes", str(budget), "--stall", "3600"))
         clients = [stack.enter_context(stalled(server, "large")) for _ in range(10)]
         server.wait_figure(1, "millstream_router_at_budget")
         other = stack.enter_context(server.follow("s", query="after=0"))
@@ -132,7 +132,7 @@ def test_who_may_lose_messages_is_told_how_many(client: Client, millstream_url: 
 
 def test_a_stop_sends_everybody_away_with_a_hint_when_to_come_back(client: Client, millstream_url: str) -> None:
     # But for the stop, who takes nothing would be waited for for an hour.
-    with Server(millstream_url, "--stop-s", "60", "--stall-s", "3600") as server:
+    with Server(millstream_url, "--stop-timeout", "60", "--stall", "3600") as server:
         publish(client, "s", range(500), PAD)
         with server.follow("e") as events, server.socket("e") as socket, stalled(server, "s") as lazy:
             events.wait()
@@ -154,7 +154,7 @@ def test_a_stop_sends_everybody_away_with_a_hint_when_to_come_back(client: Clien
 
 def test_while_redis_is_away_clients_stay_and_hearts_beat(millstream_fresh_server: EmbeddedServer) -> None:
     redis = millstream_fresh_server
-    with Server(redis.url, "--heartbeat-s", "0.2") as server, server.follow("s") as events:
+    with Server(redis.url, "--heartbeat", "0.2") as server, server.follow("s") as events:
         with server.socket("s") as socket, Client(redis.url) as client:
             events.wait()
             assert json.loads(socket.recv(FAIL_SAFE_S))["event"] == "start"

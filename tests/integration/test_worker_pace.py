@@ -213,7 +213,7 @@ def paused(client: Client, app: str, handler: str, *streams: str) -> list[bool]:
 def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_it(client: Client) -> None:
     ran(client, "shop", "bill", "a", "b")
     ran(client, "shop", "ship", "a")
-    done = call("pause", "bill", "--json", url=client.url)
+    done = call("pause", "shop.bill", "--json", url=client.url)
     assert done.json() == {"app": "shop", "handler": "bill", "streams": ["a", "b"], "paused": True}
     assert paused(client, "shop", "bill", "a", "b") == [True, True]
     assert paused(client, "shop", "ship", "a") == [False]
@@ -232,19 +232,21 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "code", "says"),
     [
-        (("bill",), "several apps have a handler 'bill', bank and shop: write bank.bill"),
-        (("shop.bill", "--stream", "z"), "no handler 'shop.bill' has run on 'z'"),
-        (("nobody",), "no handler 'nobody' has run on this Redis"),
+        (("bill",), 2, "'bill' is not APP.HANDLER: write bank.bill or shop.bill"),
+        (("shop",), 2, "'shop' is not APP.HANDLER: write shop.bill"),
+        (("shop.bill", "--stream", "z"), 1, "no handler 'shop.bill' has run on 'z'"),
+        (("shop.nobody",), 1, "no handler 'shop.nobody' has run on this Redis"),
+        (("a b.c",), 2, "must be 1 to 100 letters"),
     ],
 )
 def test_a_handler_that_is_not_clear_is_one_line_and_nothing_is_paused(
-    client: Client, arguments: tuple[str, ...], says: str
+    client: Client, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
     ran(client, "shop", "bill", "a")
     ran(client, "bank", "bill", "a")
     done = call("pause", *arguments, url=client.url)
-    assert done.code == 2
+    assert done.code == code
     assert says in done.err
     assert paused(client, "shop", "bill", "a") + paused(client, "bank", "bill", "a") == [False, False]

@@ -174,7 +174,7 @@ def test_the_command_shows_how_far_behind_its_handler_each_stream_is(client: Cli
     with working(client, make(count, order="stream", **options), "w1"):
         eventually(lambda: len(rows(client)["s:0"]) == 2)
     fill(client, 1, 3)
-    found = json.loads(call("streams", service, "--json", "--url", client.url).out)
+    found = json.loads(call("lease", "list", service, "--json", "--url", client.url).out)
     assert [(row["stream"], row["lag"]) for row in found["shown"]] == [("s:0", 3)]
 
 
@@ -263,7 +263,7 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_b
 
 def left_out(client: Client, service: str) -> dict[str, str | None]:
     """Return the excluded streams that the command shows, and why."""
-    found = call("streams", service, "--json", "--url", client.url).json()
+    found = call("lease", "list", service, "--json", "--url", client.url).json()
     return {row["stream"]: row["excluded_reason"] for row in found["shown"] if row["state"] == "excluded"}
 
 
@@ -278,9 +278,9 @@ def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
         eventually(lambda: len(rows(client)) == 1)
         eventually(lambda: "te\nxt" in left_out(client, "calls"))
         assert "holds a string where a stream is needed" in (left_out(client, "calls")["te\nxt"] or "")
-        assert "excluded" in call("streams", "calls", "--url", client.url).out
+        assert "excluded" in call("lease", "list", "calls", "--url", client.url).out
         assert r"cannot process stream 'te\nxt'" in caplog.text
-        assert r"run: millstream done calls 'te\nxt'" in caplog.text
+        assert r"run: millstream lease remove calls 'te\nxt'" in caplog.text
         client.execute("DEL", "te\nxt")
         client.execute("XADD", "te\nxt", "*", "n", 7)
         eventually(lambda: len(rows(client)) == 2)
@@ -416,7 +416,7 @@ def test_a_service_that_has_lost_its_memory_gets_its_streams_and_its_handler_bac
         eventually(lambda: sum(map(len, rows(client).values())) == 4)
         eventually(lambda: client.execute("HLEN", keys.owners) == 2)
         eventually(lambda: client.execute("HGET", keys.meta, "handler") == b"app.handle")
-        found = call("streams", keys.service.removeprefix("millstream:"), "--json", "--url", client.url).json()
+        found = call("lease", "list", keys.service.removeprefix("millstream:"), "--json", "--url", client.url).json()
         assert [row["lag"] for row in found["shown"]] == [0, 0]
         other = App("other")
         other.handler(announced=keys.service, order="stream", into="out", name="handle")(count)

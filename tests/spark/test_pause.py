@@ -36,7 +36,7 @@ def test_a_paused_stream_is_not_read_while_others_are_and_goes_on_where_it_was(p
     for stream in ("in.a", "in.b"):
         pipelines.add(stream, {"k": 1})
     pipelines.once(counting())
-    told = call("pause", "count", "--stream", "in.a", "--url", pipelines.url)
+    told = call("pause", "app.count", "--stream", "in.a", "--url", pipelines.url)
     assert told.out == "app.count is paused on in.a\n"
     for stream in ("in.a", "in.b"):
         pipelines.add(stream, *({"k": 1} for _ in range(10)))
@@ -44,7 +44,7 @@ def test_a_paused_stream_is_not_read_while_others_are_and_goes_on_where_it_was(p
     assert (done(pipelines, "in.a"), done(pipelines, "in.b")) == (1, 11)
     handlers = call("info", "--url", pipelines.url).out
     assert "paused" in handlers
-    call("resume", "count", "--url", pipelines.url)
+    call("resume", "app.count", "--url", pipelines.url)
     pipelines.once(counting())
     assert (done(pipelines, "in.a"), done(pipelines, "in.b")) == (11, 11)
     numbers = [int(fields["n"]) for _, fields in pipelines.entries("out") if fields["stream"] == "in.a"]
@@ -67,11 +67,11 @@ def test_a_run_notices_a_pause_and_its_end(pipelines: Pipelines) -> None:
 
     with pipelines.running(counting()):
         eventually(lambda: done(pipelines, "in.a") == 1, "the first message")
-        call("pause", "count", "--stream", "in.a", "--url", pipelines.url)
+        call("pause", "app.count", "--stream", "in.a", "--url", pipelines.url)
         eventually(stands_still, "the pause to hold")
         for _ in range(2):
             assert stands_still()
-        call("resume", "count", "--url", pipelines.url)
+        call("resume", "app.count", "--url", pipelines.url)
         eventually(lambda: done(pipelines, "in.a") == len(pipelines.entries("in.a")), "all of it")
 
 
@@ -89,13 +89,13 @@ def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelin
     pipelines.add("in", {"k": 1, "n": 1})
     with pipelines.running(app):
         eventually((folder / "failed").exists, "the first attempt")
-        call("pause", "try_twice", "--url", pipelines.url)
+        call("pause", "app.try_twice", "--url", pipelines.url)
     ledger = CommitStore(pipelines.client, app="app", handler="try_twice", token=1 << 60)
     for is_due in (lambda: True, lambda: runnable_keys(ledger, ["in"], 1)["in"].queues):
         eventually(is_due, "the time of its next attempt")
         pipelines.once(app)  # ends, though something is left that only waits
         assert pipelines.entries("out") == []
-    call("resume", "try_twice", "--url", pipelines.url)
+    call("resume", "app.try_twice", "--url", pipelines.url)
     pipelines.once(app)
     assert [fields["n"] for _, fields in pipelines.entries("out")] == ["1"]
 

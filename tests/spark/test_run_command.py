@@ -85,7 +85,11 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
 @pytest.mark.parametrize(
     ("options", "environment", "says"),
     [
-        (("--master", "bogus"), {}, "Master must either be yarn or start with spark, k8s, or local; check --master"),
+        (
+            ("--spark-master", "bogus"),
+            {},
+            "Master must either be yarn or start with spark, k8s, or local; check --spark-master",
+        ),
         (("--conf", "spark.driver.memory=abc"), {}, "Invalid maximum heap size: -Xmxabc"),
         (("--conf", "spark.scheduler.mode=abc"), {}, "Spark refuses its settings"),
         ((), {"JAVA_HOME": "/nonexistent"}, "install Java 17 or later, or set JAVA_HOME"),

@@ -44,7 +44,7 @@ def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes
 ) -> None:
     (tmp_path / "ending.py").write_text(APP)
     driver = Driver(
-        str(tmp_path / "ending.py"), url=millstream_url, folder=tmp_path, options=("--master", "local[2,4]")
+        str(tmp_path / "ending.py"), url=millstream_url, folder=tmp_path, options=("--spark-master", "local[2,4]")
     )
 
     def publish(client: Client) -> None:

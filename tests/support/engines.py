@@ -26,9 +26,9 @@ class WorkerCommand:
 
     def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
         command = [sys.executable, "-m", "millstream.cli.main", "worker", "tests.contract.worker_app:app"]
-        command += ["--url", url, "--claim-s", "3", "--stop-s", "2", "--json"]
+        command += ["--url", url, "--claim", "3", "--stop-timeout", "2", "--json"]
         for name in app.handlers:
-            command += ["--handler", name]
+            command += ["--only", name]
         log = self.folder / "worker.log"
         with log.open("a") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
             try:

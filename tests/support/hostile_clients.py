@@ -45,7 +45,7 @@ KINDS = {
     "consumer": Kind(
         command=(
             "consumer", f"{EXAMPLE}/work.py:work", "--ticket-stream", STREAM, "--concurrency-stream-group", GROUP,
-            "--consumer", "c1", "--master-register-api-url", f"{NOWHERE}/consumers/register",
+            "--name", "c1", "--master-register-api-url", f"{NOWHERE}/consumers/register",
             "--master-acknowledge-api-url", f"{NOWHERE}/messages/acknowledge", "--connections", "50",
         ),
         page="/api/health", post="/api/health", connections=50,

@@ -24,7 +24,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 TOKEN = "a-token-for-tests-0123456789"
 STREAM, GROUP = "tickets", "workers"
 KEYS = HandlerKeys("master", GROUP, STREAM)
-QUICK = ("--ping-interval-s", "0.2", "--ping-failures", "2", "--min-idle-time-s", "0.5", "--retry-delay-s", "0.05")
+QUICK = ("--ping-interval", "0.2", "--ping-failures", "2", "--min-idle", "0.5", "--retry-delay", "0.05")
 
 PATIENT = ("--ping-failures", "100000")
 """With these options a master checks as often, but declares no consumer dead whose process gets no CPU for a while."""

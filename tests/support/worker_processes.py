@@ -48,7 +48,7 @@ class Fleet:
         self._folder = folder
         self._command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{APPS}/worker_app.py:{app}"]
         self._command += ["--url", url, "--json", "--processes", str(processes)]
-        self._command += ["--claim-s", str(claim_s), *options]
+        self._command += ["--claim", str(claim_s), *options]
         self._processes = processes
         self._started: list[psutil.Process] = []
         self._process: subprocess.Popen[bytes] | None = None

@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 
-from millstream.cli.options import parse_duration_ms
 from millstream.errors import ConfigError, NotReplicated, OutputError, RedisError, StreamFull, Unavailable
 from millstream.producer.producer import Producer
 from millstream.producer.session import MAX_FIELDS, Batch, PublishOptions
@@ -70,14 +69,3 @@ def test_a_full_stream_is_something_to_wait_for_and_a_missing_replica_is_not() -
     assert not issubclass(NotReplicated, Unavailable)
     again = pickle.loads(pickle.dumps(NotReplicated("only 0 of 1", ["1-0"])))
     assert (str(again), again.ids) == ("only 0 of 1", ["1-0"])
-
-
-@pytest.mark.parametrize(("text", "milliseconds"), [("30s", 30_000), ("5m", 300_000), ("2h", 7_200_000)])
-def test_durations_are_read(text: str, milliseconds: int) -> None:
-    assert parse_duration_ms(text) == milliseconds
-
-
-@pytest.mark.parametrize("text", ["", "5", "m", "5 m", "-5m", "1.5h", "5M"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="write 30s, 5m, 2h or 1d"):
-        parse_duration_ms(text)

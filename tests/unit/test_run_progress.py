@@ -24,7 +24,7 @@ def last_line(capsys: pytest.CaptureFixture[str], *events: Mapping[str, object])
 def test_the_last_line_has_the_totals_and_says_what_waits_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     end = {"event": "stopped", "parked": {"pay": {"keys": 1, "messages": 6}}}
     assert last_line(capsys, BATCH, CAUGHT_UP, STAGE, end) == (
-        "stopped: 50 committed, 6 dead letters, 1 key parked (6 messages wait: millstream keys shop.pay)"
+        "stopped: 50 committed, 6 dead letters, 1 key parked (6 messages wait: millstream key list shop.pay)"
     )
 
 
@@ -34,8 +34,8 @@ def test_the_last_line_names_every_handler_with_parked_keys_and_nothing_that_is_
     assert last_line(capsys, BATCH, {"event": "stopped"}) == "stopped: 44 committed, 0 dead letters"
     end = {"event": "stopped", "parked": {"b": {"keys": 2, "messages": 1}, "a": {"keys": 1, "messages": 0}}}
     assert last_line(capsys, {**BATCH, "dead": 1}, end) == (
-        "stopped: 44 committed, 1 dead letter, 3 keys parked (1 message waits: millstream keys shop.a, "
-        "millstream keys shop.b)"
+        "stopped: 44 committed, 1 dead letter, 3 keys parked (1 message waits: millstream key list shop.a, "
+        "millstream key list shop.b)"
     )
 
 

@@ -11,12 +11,12 @@ pytestmark = [pytest.mark.spark]
 @pytest.mark.parametrize(
     ("master", "conf", "environ", "says"),
     [
-        ("sc://head:15002", {}, {}, "--master sc://head:15002: handlers and stages need"),
-        ("local[*]", {"spark.remote": "sc://head"}, {}, "drop it, and name the cluster by --master"),
+        ("sc://head:15002", {}, {}, "--spark-master sc://head:15002: handlers and stages need"),
+        ("local[*]", {"spark.remote": "sc://head"}, {}, "drop it, and name the cluster by --spark-master"),
         ("local[*]", {"spark.api.mode": "Connect"}, {}, "drop it, or set it to classic"),
         ("local[*]", {}, {"SPARK_API_MODE": "connect"}, "drop it, or set it to classic"),
         ("local[*]", {}, {"SPARK_REMOTE": "sc://head"}, "the variable SPARK_REMOTE is set"),
-        ("local[*]", {}, {"SPARK_CONNECT_MODE_ENABLED": "1"}, "unset it, and name the cluster by --master"),
+        ("local[*]", {}, {"SPARK_CONNECT_MODE_ENABLED": "1"}, "unset it, and name the cluster by --spark-master"),
     ],
 )
 def test_each_way_to_ask_for_spark_connect_is_refused(

@@ -114,6 +114,12 @@ def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
         raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to start without a state") from error
 
 
+def count_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:
+    """How many of these keys have a state. Raises RedisError."""
+    found = send_all(client, [("HGET", to_wire(keys.state), key) for key in wanted])
+    return sum(raise_if_error(blob) is not None for blob in found)
+
+
 def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:
     """Delete the state of keys; return how many had one. Raises RedisError.
 

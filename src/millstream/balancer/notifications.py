@@ -11,7 +11,7 @@ Why = Literal["rebalanced", "stuck", "expired", "lost contact", "forgotten", "ta
 * "expired": the consumer sent no heartbeat for too long
 * "lost contact": the consumer cannot reach Redis
 * "forgotten": Redis does not know the lease any more, after a failure or because a call whose reply was lost ended it
-* "taken away": an operator ended it (`millstream release`, `millstream done`)
+* "taken away": an operator ended it (`millstream lease release`, `millstream lease remove`)
 """
 
 

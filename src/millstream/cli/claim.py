@@ -1,4 +1,4 @@
-"""`millstream claim`: claims pending entries for a consumer."""
+"""`millstream group claim`: claims pending entries for a consumer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from millstream.admin.inspection import handler_of
-from millstream.cli.groups import print_deleted
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, parse_duration_ms
-from millstream.cli.terminal import pluralize, print_json, print_line, print_message
-from millstream.errors import ConfigError
+from millstream.cli.options import DEFAULT_URL, DryRun, Duration, Json, Url, Yes, duration
+from millstream.cli.terminal import confirm, pluralize, print_json, print_line, print_message
+from millstream.errors import ConfigError, MillstreamError
 from millstream.groups import Group, PendingEntry
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
@@ -32,15 +31,16 @@ class _Claimed:
 
 
 def claim(
-    stream: Annotated[str, typer.Argument(help="The stream.")],
-    group: Annotated[str, typer.Argument(help="The group.")],
-    consumer: Annotated[str, typer.Argument(help="The consumer that gets them.")],
-    entry_ids: Annotated[list[str] | None, typer.Argument(help="Entry ids.", metavar="[ID]...")] = None,
+    stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
+    group: Annotated[str, typer.Argument(help="The group.", metavar="GROUP")],
+    consumer: Annotated[str, typer.Argument(help="The consumer that gets them.", metavar="CONSUMER")],
+    entry_ids: Annotated[list[str] | None, typer.Argument(help="Entry ids.", metavar="[ID...]")] = None,
     min_idle: Annotated[
-        str | None, typer.Option(help="Only entries idle for this long: 30s, 5m, 2h, 1d. Without ids: all of them.")
+        Duration | None, duration("--min-idle", "Only entries idle for this long. Without ids: all of them.")
     ] = None,
     create: Annotated[bool, typer.Option("--create", help="Create the consumer if it does not exist.")] = False,
     dry_run: DryRun = False,
+    yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
@@ -52,19 +52,20 @@ def claim(
     if not entry_ids and min_idle is None:
         raise ConfigError("give the entries: their ids, or --min-idle 60s for all that are idle for that long")
     ids = [str(EntryId.parse(entry_id)) for entry_id in entry_ids or ()]
-    idle_ms = parse_duration_ms(min_idle) if min_idle else 0
+    idle_ms = min_idle.ms if min_idle else 0
     with Client(url) as client:
         of = Group(client, stream, group)
         if not create and consumer not in {one.name for one in of.consumers()}:
-            raise ConfigError(
+            raise MillstreamError(
                 f"there is no consumer {consumer!r} in group {group!r}, so claimed entries might never be processed: "
-                "see `millstream groups consumers`, or add --create"
+                "see `millstream group consumers`, or add --create"
             )
         if ids:
             done = _claim_ids(client, of, consumer, ids, idle_ms, dry_run=dry_run)
         elif dry_run:
             done = _would_claim(client, stream, of.pending.iter_entries(min_idle_ms=idle_ms))
         else:
+            confirm(f"Claim all entries of {group} on {stream} that are idle for {min_idle}, for {consumer}?", yes=yes)
             done = _claim_idle(of, consumer, idle_ms)
     if handler_of(stream, group):
         print_message(
@@ -120,3 +121,13 @@ def _report(done: _Claimed, consumer: str, *, dry_run: bool, as_json: bool) -> N
     for ids, why in ((done.not_idle, "was not idle for that long"), (done.not_pending, "is not pending")):
         for entry_id in ids:
             print_message(f"{entry_id} {why}")
+
+
+def print_deleted(ids: Sequence[str]) -> None:
+    """Print the ids of pending entries that were deleted, so that they can never be processed."""
+    if ids:
+        print_message(
+            f"{pluralize(len(ids), 'pending entry was', 'pending entries were')} trimmed or deleted from the stream:"
+        )
+        for entry_id in ids:
+            print_message(f"  {entry_id}")

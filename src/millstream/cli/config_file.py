@@ -1,34 +1,84 @@
-"""Config: options of a command from a TOML file, for commands started by a service manager."""
+"""Settings of commands from the environment and a TOML file: flag > environment > file > default."""
 
 import importlib.util
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperOption
+from typer.main import get_command
 
 from millstream.errors import ConfigError
 
+_DEFAULT_FILE = Path("millstream.toml")
+_COMMAND_LINE_ONLY = ("--help", "--config", "--yes")
+"""`--yes` answers a question that this very command asks: neither a file nor the environment may."""
 
-def _read(context: typer.Context, path: Path | None) -> Path | None:
-    """Use the file's values as defaults; the command line and the environment take precedence."""
-    if path is None or context.resilient_parsing:
-        return path
+
+def add_settings(command: Any, path: Sequence[str]) -> None:
+    """Let each option of a command, or of those below it, come from the environment and from a file.
+
+    The option --claim of `millstream worker` is MILLSTREAM_WORKER_CLAIM, and `claim` in the section [worker]; the option
+    --limit of `millstream key list` is MILLSTREAM_KEY_LIST_LIMIT, and `limit` in [key.list].
+    """
+    for name, one in getattr(command, "commands", {}).items():
+        add_settings(one, (*path, name))
+    if hasattr(command, "commands"):
+        return
+    names = {_long_name(one).removeprefix("--").replace("-", "_"): one for one in command.params if _is_setting(one)}
+    for name, option in names.items():
+        if option.envvar is None:
+            option.envvar = "_".join(("millstream", *path, name)).replace("-", "_").upper()
+            option.show_envvar = False  # the help of each option would say it; the page of commands says it once
+    parameters = {name: option.name for name, option in names.items()}
+
+    command.params.append(_config_option(path, parameters))
+
+
+def _config_option(path: Sequence[str], parameters: Mapping[str, str]) -> Any:
+    def read(context: typer.Context, file: str | None) -> None:
+        if not context.resilient_parsing and (file or _DEFAULT_FILE.is_file()):
+            context.default_map = _read(Path(file or _DEFAULT_FILE), path, parameters)
+
+    options = typer.Typer(add_completion=False)
+
+    @options.command()
+    def only_its_option(
+        config: Annotated[
+            str | None,
+            typer.Option(
+                "--config", callback=read, is_eager=True, expose_value=False, envvar="MILLSTREAM_CONFIG", metavar="FILE",
+                help="TOML file with options; default: millstream.toml here, if it exists.",
+            ),
+        ] = None,
+    ) -> None: ...  # fmt: skip
+
+    return get_command(options).params[0]
+
+
+def _is_setting(parameter: Any) -> bool:
+    return isinstance(parameter, TyperOption) and _long_name(parameter) not in _COMMAND_LINE_ONLY
+
+
+def _long_name(option: Any) -> str:
+    return next((one for one in option.opts if one.startswith("--")), "")
+
+
+def _read(file: Path, path: Sequence[str], parameters: Mapping[str, str]) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        values: Any = tomllib.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the file {str(path)!r}: {error}") from error
-    known = {parameter.name for parameter in context.command.params}
-    for name in values.keys() - known:
-        raise ConfigError(f"{path}: unknown option {name!r}; use {', '.join(sorted(filter(None, known)))}")
-    context.default_map = {**(context.default_map or {}), **values}
-    return path
-
-
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", callback=_read, is_eager=True, help="TOML file with these options, like ticket_stream."),
-]
+        raise ConfigError(f"cannot read the file {str(file)!r}: {error}") from error
+    common = {"url": values["url"]} if "url" in values and "url" in parameters else {}
+    for name in path:
+        values = values.get(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: {name!r} must be a section: [{'.'.join(path)}]")
+    for name in values.keys() - parameters.keys():
+        raise ConfigError(f"{file}: unknown option {name!r} in [{'.'.join(path)}]; use {', '.join(sorted(parameters))}")
+    return {parameters[name]: value for name, value in {**common, **values}.items()}
 
 
 def require_modules(extra: str, *modules: str) -> None:

@@ -7,22 +7,19 @@ from typing import Annotated
 import typer
 
 from millstream.app import load_function
-from millstream.cli.config_file import Config, require_modules
-from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
+from millstream.cli.config_file import require_modules
+from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
 from millstream.redis_client.deployments import parse_route
 
 Target = Annotated[str, typer.Argument(help="module:function or path/to/file.py:function", metavar="FUNCTION")]
-Stream = Annotated[str, typer.Option("--ticket-stream", envvar="ticket_stream", help="The stream of messages.")]
-GroupName = Annotated[
-    str, typer.Option("--concurrency-stream-group", envvar="concurrency_stream_group", help="Its consumer group.")
-]
-Name = Annotated[str, typer.Option("--consumer", envvar="consumer", help="This consumer's name in the group.")]
+Stream = Annotated[str, typer.Option("--ticket-stream", help="The stream of messages.")]
+GroupName = Annotated[str, typer.Option("--concurrency-stream-group", help="Its consumer group.")]
+Name = Annotated[str, typer.Option("--name", help="This consumer's name in the group.")]
 Register = Annotated[
     list[str] | None,
     typer.Option(
         "--master-register-api-url",
-        envvar="master_register_api_url",
         help="URL of each master: .../api/consumers/register",
     ),
 ]
@@ -30,12 +27,17 @@ Acknowledge = Annotated[
     list[str] | None,
     typer.Option(
         "--master-acknowledge-api-url",
-        envvar="master_acknowledge_api_url",
         help="URL of each master: .../api/messages/acknowledge",
     ),
 ]
 Token = Annotated[
-    str, typer.Option("--token", envvar="MILLSTREAM_MASTER_TOKEN", help="Token for the master.", show_default=False)
+    str,
+    typer.Option(
+        "--token",
+        envvar=["MILLSTREAM_CONSUMER_TOKEN", "MILLSTREAM_MASTER_TOKEN"],
+        help="Token for the master.",
+        show_default=False,
+    ),
 ]
 Host = Annotated[str, typer.Option("--host", help="Address on which /api/health is served.")]
 Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 finds a free one.", min=0, max=65_535)]
@@ -44,11 +46,11 @@ HealthUrl = Annotated[
 ]
 Key = Annotated[str, typer.Option("--key", help="The field that messages are ordered by.")]
 MaxTickets = Annotated[int, typer.Option("--max-tickets", help="Maximum number of messages at once.", min=1, max=1_000)]
-PollMs = Annotated[int, typer.Option("--poll-ms", help="Milliseconds between two reads.", min=1)]
-LimitS = Annotated[
-    float, typer.Option("--time-limit-s", help="Seconds after which a run makes the consumer unhealthy.", min=0.1)
+Poll = Annotated[Duration, duration("--poll", "Time between two reads.", least="1ms")]
+TimeLimit = Annotated[
+    Duration, duration("--time-limit", "Time after which a run makes the consumer unhealthy.", least="100ms")
 ]
-StopS = Annotated[float, typer.Option("--stop-s", help="Seconds that a stop waits for running messages.", min=0)]
+StopTimeout = Annotated[Duration, duration("--stop-timeout", "Time that a stop waits for running messages.")]
 
 _CHECK_TIMEOUT_MS = 1_000
 
@@ -58,7 +60,7 @@ def consumer(
     url: Url = DEFAULT_URL,
     ticket_stream: Stream = "",
     concurrency_stream_group: GroupName = "",
-    consumer: Name = "",
+    name: Name = "",
     master_register_api_url: Register = None,
     master_acknowledge_api_url: Acknowledge = None,
     token: Token = "",
@@ -67,13 +69,12 @@ def consumer(
     health_url: HealthUrl = "",
     key: Key = "ticket_id",
     max_tickets: MaxTickets = 1,
-    poll_ms: PollMs = 50,
-    time_limit_s: LimitS = 300.0,
+    poll: Poll = Duration("50ms"),
+    time_limit: TimeLimit = Duration("5m"),
     connections: Connections = 100,
-    request_s: RequestS = 10.0,
-    stop_s: StopS = 25.0,
+    request_timeout: RequestTimeout = Duration("10s"),
+    stop_timeout: StopTimeout = Duration("25s"),
     as_json: Json = False,
-    config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
     """Run a function, plain or async, on the messages that a master delegates."""
     require_modules("master", "starlette", "uvicorn")
@@ -86,26 +87,26 @@ def consumer(
         url=url,
         ticket_stream=ticket_stream,
         group=concurrency_stream_group,
-        consumer=consumer,
+        consumer=name,
         register_urls=tuple(master_register_api_url or ()),
         acknowledge_urls=tuple(master_acknowledge_api_url or ()),
         health_url=health_url,
         token=token,
         key=key,
         max_tickets=max_tickets,
-        poll_ms=poll_ms,
-        time_limit_ms=time_limit_s * 1000,
+        poll_ms=poll.ms,
+        time_limit_ms=time_limit.ms,
     )
     function = load_function(target)
 
     def ready(where: str) -> None:
         if as_json:
-            print_json({"event": "started", "consumer": consumer, "url": where}, flush=True)
+            print_json({"event": "started", "consumer": name, "url": where}, flush=True)
         else:
-            print_message(f"consumer {consumer} listens on {where}; Ctrl-C stops")
+            print_message(f"consumer {name} listens on {where}; Ctrl-C stops")
 
-    limits = Limits(connections=connections, request_s=request_s)
-    run_consumer(function, settings, host=host, port=port, limits=limits, stop_s=stop_s, on_ready=ready)
+    limits = Limits(connections=connections, request_s=request_timeout)
+    run_consumer(function, settings, host=host, port=port, limits=limits, stop_s=stop_timeout, on_ready=ready)
     # A function that still runs would keep the process alive; its message is reassigned.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, command_group
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,
     format_age,
@@ -24,7 +24,7 @@ from millstream.redis_client.pipelining import server_time_ms
 
 _FIELD_CHARS = 60
 
-Stream = Annotated[str, typer.Argument(help="Their destination stream.")]
+Stream = Annotated[str, typer.Argument(help="Their destination stream.", metavar="STREAM")]
 
 delayed = command_group("List and cancel delayed messages, which are added to their stream when they are due.")
 
@@ -34,7 +34,7 @@ def list_(
     stream: Stream,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of messages.")] = 100,
     url: Url = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object per line.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List the delayed messages of a stream, in due order."""
     with Client(url) as client:
@@ -58,21 +58,24 @@ def list_(
 def cancel(
     stream: Stream,
     ids: Annotated[list[str], typer.Argument(help="Ids, as `list` shows them.", metavar="ID...")],
+    dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Cancel delayed messages that are not due yet, so they are never added to the stream."""
-    confirm(f"Cancel {pluralize(len(ids), 'delayed message')} of {escape(stream)} for good?", yes=yes)
+    if not dry_run:
+        confirm(f"Cancel {pluralize(len(ids), 'delayed message')} of {escape(stream)} for good?", yes=yes)
     with Client(url) as client:
-        cancelled = DelayedMessages(client).cancel(stream, ids)
+        messages = DelayedMessages(client)
+        cancelled = messages.count_waiting(stream, ids) if dry_run else messages.cancel(stream, ids)
     if as_json:
-        print_json({"stream": stream, "asked": len(ids), "cancelled": cancelled})
+        print_json({"stream": stream, "asked": len(ids), "cancelled": cancelled, "dry_run": dry_run})
     else:
-        print_line(f"{pluralize(cancelled, 'delayed message')} cancelled")
+        print_line(f"{pluralize(cancelled, 'delayed message')} {'would be cancelled' if dry_run else 'cancelled'}")
     if cancelled < len(ids):
         raise MillstreamError(
-            f"{len(ids) - cancelled:,} of {len(ids):,} were not cancelled: "
+            f"{len(ids) - cancelled:,} of {len(ids):,} {'would not be' if dry_run else 'were not'} cancelled: "
             "they were added to the stream or cancelled before"
         )
 

@@ -1,5 +1,6 @@
 """`millstream dlq`: lists, shows, redrives and purges dead letters."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, command_group, parse_time_ms
+from millstream.cli.handler_names import HandlerNames, split_name
+from millstream.cli.options import (
+    DEFAULT_URL,
+    DryRun,
+    Json,
+    JsonLines,
+    OnlyCount,
+    Url,
+    Yes,
+    command_group,
+    parse_time_ms,
+)
 from millstream.cli.terminal import (
     confirm,
     format_age,
@@ -35,11 +47,10 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields, json_value, unescape
 
+_LETTER_ID = re.compile(r"\d+-\d+")
 _ERROR_CHARS = 60
 _KEY_CHARS = 40
 
-App = Annotated[str | None, typer.Option("--app", help="Only this app's.")]
-Handler = Annotated[str | None, typer.Option("--handler", help="Only this handler's.")]
 Stream = Annotated[str | None, typer.Option("--stream", help="Only those from this stream.")]
 Reason = Annotated[
     str | None,
@@ -54,7 +65,13 @@ Since = Annotated[
     str | None, typer.Option("--since", help="Only those dead-lettered since: 15m (ago), 2h, 3d, or an ISO 8601 time.")
 ]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of letters.")]
-Ids = Annotated[list[str] | None, typer.Argument(help="Letter ids.", metavar="[LETTER_ID]...")]
+Selection = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Only those of this handler, or of all handlers of this app; then, only these letter ids.",
+        metavar="[APP[.HANDLER]] [LETTER_ID...]",
+    ),
+]
 All = Annotated[bool, typer.Option("--all", help="All dead letters; required without ids and filters.")]
 
 dlq = command_group("List, show, redrive and purge dead letters: messages that their handler could not process.")
@@ -62,19 +79,18 @@ dlq = command_group("List, show, redrive and purge dead letters: messages that t
 
 @dlq.command("list")
 def list_(
-    app: App = None,
-    handler: Handler = None,
+    handlers: HandlerNames = None,
     stream: Stream = None,
     reason: Reason = None,
     key: Key = None,
     since: Since = None,
     limit: Limit = 100,
-    count: Annotated[bool, typer.Option("--count", help="Only count them, by handler and reason.")] = False,
+    count: OnlyCount = False,
     url: Url = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object per line.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List dead letters, handler by handler, in the order in which they were dead-lettered."""
-    wanted = _filter(app, handler, stream, reason, key, since)
+    wanted = _filter([handlers] if handlers else [], stream, reason, key, since)
     with _queue(url) as queue:
         if count:
             _list_counts(queue.find(wanted), as_json=as_json)
@@ -92,21 +108,28 @@ def list_(
 
 @dlq.command()
 def show(
-    letter_id: Annotated[str, typer.Argument(help="The letter's id, as in `list`.", metavar="LETTER_ID")],
-    app: App = None,
-    handler: Handler = None,
+    letter: Annotated[
+        list[str],
+        typer.Argument(
+            help="The letter's id, as in `list`; its handler too, if several have one with this id.",
+            metavar="[APP.HANDLER] LETTER_ID",
+        ),
+    ],
     stream: Stream = None,
     url: Url = DEFAULT_URL,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Show a dead letter in full: its fields byte for byte, the error and the traceback.
 
     Unprintable bytes are escaped. --json is lossless: values that are not UTF-8 become {"hex": "..."}.
     """
+    wanted = _filter(letter, stream)
+    if len(wanted.ids) != 1:
+        raise ConfigError("give the id of one dead letter, like 1700000000000-0; see: millstream dlq list")
     with _queue(url) as queue:
-        found = list(queue.find(DeadLetterFilter(app=app, handler=handler, stream=stream, ids=(letter_id,))))
+        found = list(queue.find(wanted))
     if not found:
-        raise MillstreamError(f"there is no dead letter {letter_id} (any more); see: millstream dlq list")
+        raise MillstreamError(f"there is no dead letter {wanted.ids[0]} (any more); see: millstream dlq list")
     # Each handler has its own queue per stream, so several letters may have the same id.
     for entry in found:
         if as_json:
@@ -145,9 +168,7 @@ def _on_selected(
     """A command that selects letters, asks `question` and applies `act`, which counts successes and failures."""
 
     def command(
-        letter_ids: Ids = None,
-        app: App = None,
-        handler: Handler = None,
+        selection: Selection = None,
         stream: Stream = None,
         reason: Reason = None,
         key: Key = None,
@@ -159,7 +180,7 @@ def _on_selected(
         url: Url = DEFAULT_URL,
         as_json: Json = False,
     ) -> None:
-        wanted = _filter(app, handler, stream, reason, key, since, letter_ids)
+        wanted = _filter(selection or [], stream, reason, key, since)
         with _queue(url) as queue:
             refs = _selected(queue, wanted, limit, every=every)
             number, failed = 0, 0
@@ -188,30 +209,27 @@ def _queue(url: str) -> Iterator[DeadLetterQueue]:
 
 
 def _filter(
-    app: str | None,
-    handler: str | None,
-    stream: str | None,
-    reason: str | None,
-    key: str | None,
-    since: str | None,
-    ids: Sequence[str] | None = None,
-) -> DeadLetterFilter:
+    selection: Sequence[str], stream: str | None, reason: str | None = None, key: str | None = None,
+    since: str | None = None,
+) -> DeadLetterFilter:  # fmt: skip
+    """The filter of a command. `selection` is letter ids, and at most one handler or app before them."""
+    names = [one for one in selection if not _LETTER_ID.fullmatch(one)]
+    if len(names) > 1 or names != [*selection[: len(names)]]:
+        raise ConfigError(
+            f"give at most one APP or APP.HANDLER, then letter ids like 1700000000000-0, not {names[-1]!r}"
+        )
+    app, handler = split_name(names[0]) if names else (None, None)
     return DeadLetterFilter(
-        app=app,
-        handler=handler,
-        stream=stream,
-        reason=reason,
-        key=None if key is None else unescape(key),
-        since_ms=parse_time_ms(since) if since else 0,
-        ids=tuple(ids or ()),
-    )
+        app=app, handler=handler, stream=stream, reason=reason, key=None if key is None else unescape(key),
+        since_ms=parse_time_ms(since) if since else 0, ids=tuple(selection[len(names) :]),
+    )  # fmt: skip
 
 
 def _selected(
     queue: DeadLetterQueue, wanted: DeadLetterFilter, limit: int | None, *, every: bool
 ) -> list[DeadLetterRef]:
     if wanted == DeadLetterFilter() and not every:
-        raise ConfigError("select dead letters: give their ids, a filter such as --reason, or --all")
+        raise ConfigError("select dead letters: give their ids, a handler, a filter such as --reason, or --all")
     return queue.select(wanted, limit)
 
 

@@ -10,7 +10,7 @@ import typer
 from millstream.admin.consumption_summary import ReaderKind, ReaderReport, summarize_readers
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
-from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
+from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.terminal import format_age, pluralize, print_json, print_line, print_message, print_table
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
@@ -32,7 +32,7 @@ _RatesByName = Mapping[tuple[ReaderKind, str], _Rates]
 def info(
     app: Annotated[str | None, typer.Argument(help="Only this app's handlers, stages and streams; its name.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows of each table.")] = 50,
-    over: Annotated[str | None, typer.Option(metavar="5s", help="Measure rates, too, over this time.")] = None,
+    over: Annotated[Duration | None, duration("--over", "Measure rates, too, over this time.")] = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +44,7 @@ def info(
     A > before a number marks a lower bound, as counting was cut short; ? means unknown.
     """
     with Client(url) as client:
-        found, rates = _inspect(client, app, None if over is None else parse_duration_ms(over))
+        found, rates = _inspect(client, app, None if over is None else over.ms)
     summed = summarize_readers(found)
     if as_json:
         print_json({"readers": [_row(one, rates) for one in summed], **asdict(found)})

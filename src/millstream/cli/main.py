@@ -16,42 +16,47 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from millstream import __version__
+from millstream.cli.config_file import add_settings
 from millstream.cli.options import MARKUP
 from millstream.cli.terminal import log_to_stderr, print_message, print_message_text, redact_uncaught_exceptions
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
 from millstream.redis_client.escaping import escape_lines
 from millstream.redis_client.redaction import redact_text
 
-COMMANDS: Mapping[str, tuple[str, str]] = {
-    "run": ("millstream.cli.run:run", "Run an app as a Spark pipeline."),
-    "worker": ("millstream.cli.worker:worker", "Run an app on low-latency workers."),
-    "master": ("millstream.cli.master:master", "Delegate messages to consumers in any language."),
-    "consumer": ("millstream.cli.consumer:consumer", "Run a function as a consumer of a master."),
-    "serve": ("millstream.cli.serve:serve", "Serve streams live to browsers."),
-    "dev": ("millstream.cli.dev:dev", "Run a local redis-server for development."),
-    "demo": ("millstream.cli.demo:demo", "Run a pipeline over real flights and verify it."),
-    "publish": ("millstream.cli.publish:publish", "Publish a CSV or JSON lines file to a stream."),
-    "delayed": ("millstream.cli.delayed:delayed", "List and cancel delayed messages."),
-    "tail": ("millstream.cli.tail:tail", "Print the entries of streams as they arrive."),
-    "info": ("millstream.cli.info:info", "Show readers, their lag, live workers and dead letters."),
-    "state": ("millstream.cli.state:state", "Show, list and reset the state of keys."),
-    "groups": ("millstream.cli.groups:groups", "List and change consumer groups."),
-    "pending": ("millstream.cli.pending:pending", "Show the pending entries of a group."),
-    "claim": ("millstream.cli.claim:claim", "Claim pending entries for a consumer."),
-    "acl": ("millstream.cli.acl:acl", "Print the ACL rights that Redis users need."),
-    "pause": ("millstream.cli.pause:pause", "Stop a handler's workers from reading new messages."),
-    "resume": ("millstream.cli.pause:resume", "Resume a paused handler."),
-    "keys": ("millstream.cli.keys:keys", "Show the queued keys of a handler and why they wait."),
-    "park": ("millstream.cli.keys:park", "Park a key until an operator unparks it."),
-    "unpark": ("millstream.cli.keys:unpark", "Resume a parked key."),
-    "skip": ("millstream.cli.keys:skip", "Dead-letter the first message of a key."),
-    "streams": ("millstream.cli.streams:streams", "Show which consumer leases which stream."),
-    "announce": ("millstream.cli.streams:announce", "Add a stream to a service."),
-    "release": ("millstream.cli.streams:release", "Release leases, so that streams are reassigned."),
-    "done": ("millstream.cli.streams:done", "Remove finished streams from a service."),
-    "partitions": ("millstream.cli.partitions:partitions", "Show and grow the partitions of a base."),
-    "dlq": ("millstream.cli.dlq:dlq", "List, show, redrive and purge dead letters."),
+RUN, INSPECT, REPAIR = "Run", "Inspect", "Repair"
+STREAMS, SET_UP = "Streams and groups", "Set-up"
+
+COMMANDS: Mapping[str, tuple[str, str, str]] = {
+    "worker": ("millstream.cli.worker:worker", RUN, "Run an app on low-latency workers."),
+    "run": ("millstream.cli.run:run", RUN, "Run an app as a Spark pipeline."),
+    "serve": ("millstream.cli.serve:serve", RUN, "Serve streams live to browsers."),
+    "master": ("millstream.cli.master:master", RUN, "Delegate messages to consumers in any language."),
+    "consumer": ("millstream.cli.consumer:consumer", RUN, "Run a function as a consumer of a master."),
+    "dev": ("millstream.cli.dev:dev", RUN, "Run a local redis-server for development."),
+    "demo": ("millstream.cli.demo:demo", RUN, "Run a pipeline over real flights and verify it."),
+    "info": ("millstream.cli.info:info", INSPECT, "Show readers, their lag, live workers and dead letters."),
+    "tail": ("millstream.cli.tail:tail", INSPECT, "Print the entries of streams as they arrive."),
+    "dlq": ("millstream.cli.dlq:dlq", REPAIR, "List, show, redrive and purge dead letters."),
+    "key": ("millstream.cli.key:key", REPAIR, "List the keys that wait, and why; park, unpark and skip."),
+    "state": ("millstream.cli.state:state", REPAIR, "Show, list and reset the state of keys."),
+    "pause": ("millstream.cli.pause:pause", REPAIR, "Stop a handler's workers from reading new messages."),
+    "resume": ("millstream.cli.pause:resume", REPAIR, "Resume a paused handler."),
+    "publish": ("millstream.cli.publish:publish", STREAMS, "Publish a CSV or JSON lines file to a stream."),
+    "delayed": ("millstream.cli.delayed:delayed", STREAMS, "List and cancel delayed messages."),
+    "group": ("millstream.cli.group:group", STREAMS, "List and change consumer groups, and their pending entries."),
+    "lease": ("millstream.cli.lease:lease", STREAMS, "List, add, release and remove the leased streams of a service."),
+    "partition": ("millstream.cli.partition:partition", STREAMS, "Show, create and grow the partitions of a base."),
+    "acl": ("millstream.cli.acl:acl", SET_UP, "Print the ACL rights that Redis users need."),
 }
+"""Where each command is, its panel in the help, and its summary."""
+
+_OTHER_WORDS: Mapping[str, str] = {
+    "keys": "key list", "park": "key park", "unpark": "key unpark", "skip": "key skip",
+    "streams": "lease list", "announce": "lease add", "release": "lease release", "done": "lease remove",
+    "groups": "group list", "pending": "group pending", "claim": "group claim", "partitions": "partition show",
+    "status": "info", "lag": "info", "deadletters": "dlq list", "redrive": "dlq redrive",
+}  # fmt: skip
+"""What users may look for, and its command."""
 
 FAILED, USAGE_ERROR, NO_REDIS, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
@@ -100,18 +105,24 @@ class _CommandGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = {name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()}
+        self.commands = {
+            name: TyperCommand(name, help=summary, rich_help_panel=panel)
+            for name, (_, panel, summary) in COMMANDS.items()
+        }
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        if args[0] in _OTHER_WORDS:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean 'millstream {_OTHER_WORDS[args[0]]}'?")
         name, found, rest = super().resolve_command(ctx, args)
-        return name, _load(name) if found and name else found, rest
+        return name, load_command(name) if found and name else found, rest
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         with error_boundary(debug=ctx.params["debug"]):
             return super().invoke(ctx)
 
 
-def _load(name: str) -> Any:
+def load_command(name: str) -> Any:
+    """The command or family `name`, with its module imported."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
@@ -119,6 +130,7 @@ def _load(name: str) -> Any:
         found.command(name)(command)
     loaded = get_command(found)
     loaded.name = name
+    add_settings(loaded, (name,))
     return loaded
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli.config_file import Config, require_modules
-from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
+from millstream.cli.config_file import require_modules
+from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
 from millstream.errors import ConfigError
 from millstream.model import Retry
@@ -17,43 +17,38 @@ if TYPE_CHECKING:
 
 _MAX_RETRY_DELAY_MS = 600_000
 
-Stream = Annotated[str, typer.Option("--ticket-stream", envvar="ticket_stream", help="The stream of messages.")]
-GroupName = Annotated[
-    str, typer.Option("--concurrency-stream-group", envvar="concurrency_stream_group", help="Its consumer group.")
-]
-Name = Annotated[str, typer.Option("--master", envvar="master", help="This master's name, shown to operators.")]
+Stream = Annotated[str, typer.Option("--ticket-stream", help="The stream of messages.")]
+GroupName = Annotated[str, typer.Option("--concurrency-stream-group", help="Its consumer group.")]
+Name = Annotated[str, typer.Option("--name", help="This master's name, shown to operators.")]
 Key = Annotated[str, typer.Option("--key", help="The field that messages are ordered by.")]
 Host = Annotated[
     str, typer.Option("--host", help="Address to listen on. It is plain HTTP: be careful with other addresses.")
 ]
 Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 finds a free one.", min=0, max=65_535)]
-PingS = Annotated[
-    float, typer.Option("--ping-interval-s", help="Seconds between two health checks of a consumer.", min=0.1)
+PingInterval = Annotated[
+    Duration, duration("--ping-interval", "Time between two health checks of a consumer.", least="100ms")
 ]
 PingFailures = Annotated[
     int, typer.Option("--ping-failures", help="Failed health checks until a consumer is dead.", min=1)
 ]
-IdleS = Annotated[
-    float,
-    typer.Option("--min-idle-time-s", help="Seconds until a message read without a master is claimed.", min=0.1),
+MinIdle = Annotated[
+    Duration, duration("--min-idle", "Time until a message read without a master is claimed.", least="100ms")
 ]
-LeaseS = Annotated[
-    float, typer.Option("--lease-s", help="Seconds of a lease as shown in Redis, from its last renewal.", min=1)
+LeaseTime = Annotated[
+    Duration, duration("--lease", "Time of a lease as shown in Redis, from its last renewal.", least="1s")
 ]
-LimitS = Annotated[
-    float, typer.Option("--delegation-limit-s", help="Seconds that a consumer may hold one message.", min=0.1)
+DelegationLimit = Annotated[
+    Duration, duration("--delegation-limit", "Time that a consumer may hold one message.", least="100ms")
 ]
 MaxTickets = Annotated[
     int, typer.Option("--max-tickets", help="Messages per consumer at once, unless it gives a number.", min=1)
 ]
 Attempts = Annotated[int, typer.Option("--attempts", help="Maximum number of attempts per message.", min=1)]
-RetryS = Annotated[float, typer.Option("--retry-delay-s", help="Seconds before the second attempt.", min=0)]
+RetryDelay = Annotated[Duration, duration("--retry-delay", "Time before the second attempt.")]
 Then = Annotated[
     Literal["dead-letter", "park", "block"], typer.Option("--then", help="What to do after the last attempt.")
 ]
-Token = Annotated[
-    str, typer.Option("--token", envvar="MILLSTREAM_MASTER_TOKEN", help="A token with all scopes.", show_default=False)
-]
+Token = Annotated[str, typer.Option("--token", help="A token with all scopes.", show_default=False)]
 TokenFile = Annotated[
     Path | None,
     typer.Option("--token-file", help="Lines with a token and its scopes: register acknowledge read admin."),
@@ -69,26 +64,26 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option("--allow-host", help="Without a token: an accepted host name of requests. Repeatable."),
 ]
-MostBody = Annotated[int, typer.Option("--most-body", help="Maximum bytes of a request.", min=1_000)]
-MostPage = Annotated[int, typer.Option("--most-page", help="Maximum number of items of a page.", min=1)]
+MaxBody = Annotated[int, typer.Option("--max-body", help="Maximum bytes of a request.", min=1_000)]
+MaxPageSize = Annotated[int, typer.Option("--max-page-size", help="Maximum number of items of a page.", min=1)]
 
 
 def master(
     url: Url = DEFAULT_URL,
     ticket_stream: Stream = "",
     concurrency_stream_group: GroupName = "",
-    master: Name = "master",
+    name: Name = "master",
     key: Key = "ticket_id",
     host: Host = "127.0.0.1",
     port: Port = 8_000,
-    ping_interval_s: PingS = 5.0,
+    ping_interval: PingInterval = Duration("5s"),
     ping_failures: PingFailures = 3,
-    min_idle_time_s: IdleS = 60.0,
-    lease_s: LeaseS = 30.0,
-    delegation_limit_s: LimitS = 300.0,
+    min_idle: MinIdle = Duration("1m"),
+    lease: LeaseTime = Duration("30s"),
+    delegation_limit: DelegationLimit = Duration("5m"),
     max_tickets: MaxTickets = 1,
     attempts: Attempts = 4,
-    retry_delay_s: RetryS = 1.0,
+    retry_delay: RetryDelay = Duration("1s"),
     then: Then = "dead-letter",
     token: Token = "",
     token_file: TokenFile = None,
@@ -96,11 +91,10 @@ def master(
     allow_host: AllowHost = None,
     allow_health: Allow = None,
     connections: Connections = 2_000,
-    request_s: RequestS = 10.0,
-    most_body: MostBody = 65_536,
-    most_page: MostPage = 1_000,
+    request_timeout: RequestTimeout = Duration("10s"),
+    max_body: MaxBody = 65_536,
+    max_page_size: MaxPageSize = 1_000,
     as_json: Json = False,
-    config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
     """Delegate a group's messages to consumers in any language, one at a time per ticket. Several masters may run."""
     require_modules("master", "fastapi", "uvicorn")
@@ -113,24 +107,24 @@ def master(
     if not ticket_stream or not concurrency_stream_group:
         raise ConfigError("give the stream and its group: --ticket-stream and --concurrency-stream-group")
     settings = MasterSettings(
-        ticket_stream=ticket_stream, group=concurrency_stream_group, master=master, key=key, max_tickets=max_tickets,
-        ping_ms=round(ping_interval_s * 1000), ping_failures=ping_failures, claim_idle_ms=round(min_idle_time_s * 1000),
-        lease_ms=round(lease_s * 1000), delegation_ms=round(delegation_limit_s * 1000),
-        retry=Retry(attempts=attempts, delay_ms=retry_delay_s * 1000, max_delay_ms=_MAX_RETRY_DELAY_MS, then=then),
+        ticket_stream=ticket_stream, group=concurrency_stream_group, master=name, key=key, max_tickets=max_tickets,
+        ping_ms=ping_interval.ms, ping_failures=ping_failures, claim_idle_ms=min_idle.ms,
+        lease_ms=lease.ms, delegation_ms=delegation_limit.ms,
+        retry=Retry(attempts=attempts, delay_ms=retry_delay.ms, max_delay_ms=_MAX_RETRY_DELAY_MS, then=then),
     )  # fmt: skip
     tokens = _tokens(token, token_file, insecure=insecure_no_token)
     serving = MasterServerOptions(
-        url=url, tokens=tokens, host=host, port=port, allow_list=AllowList(allow_health or LOOPBACK), max_page=most_page,
+        url=url, tokens=tokens, host=host, port=port, allow_list=AllowList(allow_health or LOOPBACK), max_page=max_page_size,
         host_names=None if tokens else AllowedHosts(host, allow_host or ()),
-        limits=Limits(connections=connections, request_s=request_s, body_bytes=most_body),
+        limits=Limits(connections=connections, request_s=request_timeout, body_bytes=max_body),
     )  # fmt: skip
     warn_if_url_evicting(url)
 
     def ready(where: str) -> None:
         if as_json:
-            print_json({"event": "started", "master": master, "url": where}, flush=True)
+            print_json({"event": "started", "master": name, "url": where}, flush=True)
         else:
-            print_message(f"master {master} listens on {where}; Ctrl-C stops")
+            print_message(f"master {name} listens on {where}; Ctrl-C stops")
 
     run_master(settings, serving, on_ready=ready)
 

@@ -1,13 +1,13 @@
 """Options shared by several commands, and the parsers of their values."""
 
+import math
 import re
 import sys
 import time
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
@@ -16,23 +16,69 @@ DEFAULT_URL = "redis://127.0.0.1:6379/0"
 MARKUP: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
 """Markup of help texts: rich only in a terminal."""
 
+_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+class Duration(float):
+    """A time in seconds, given as `500ms`, `30s`, `5m`, `2h` or `7d`, or as a plain number of seconds."""
+
+    def __new__(cls, given: str | float) -> "Duration":
+        """Raises ConfigError for what is no duration."""
+        found = _DURATION.fullmatch(given) if isinstance(given, str) else None
+        try:
+            seconds = float(found[1]) * _UNITS_S[found[2]] if found else float(given)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"{given!r} is not a duration: write 500ms, 30s, 5m, 2h or 7d, or a number of seconds")
+        return super().__new__(cls, seconds)
+
+    def __str__(self) -> str:
+        """As a user writes it."""
+        if not self:
+            return "0s"
+        unit = next((name for name in ("d", "h", "m", "s") if not self % _UNITS_S[name]), "ms")
+        return f"{self / _UNITS_S[unit]:g}{unit}"
+
+    @property
+    def ms(self) -> int:
+        """In milliseconds."""
+        return round(self * 1000)
+
+
+def duration(name: str, help_text: str, *, least: str = "0s") -> Any:
+    """An option that takes a Duration of `least` or longer."""
+
+    def parse(given: str | float) -> Duration:
+        try:
+            found = Duration(given)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        if found < Duration(least):
+            raise typer.BadParameter(f"{given!r} is less than {least}")
+        return found
+
+    return typer.Option(name, help=help_text, parser=parse, metavar="DURATION")
+
+
 Url = Annotated[str, typer.Option("--url", envvar="MILLSTREAM_URL", help="URL of Redis.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, an object per line.")]
+OnlyCount = Annotated[bool, typer.Option("--count", help="Only count them.")]
 Connections = Annotated[int, typer.Option("--connections", help="Maximum number of connections.", min=1)]
-RequestS = Annotated[
-    float, typer.Option("--request-s", help="Seconds within which a request must arrive on a connection.", min=0.1)
+RequestTimeout = Annotated[
+    Duration, duration("--request-timeout", "Time within which a request must arrive on a connection.", least="100ms")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _ID = re.compile(r"(?!\d{8}$)\d+(-\d+)?")  # eight digits alone are a date, like 20130131
-_AGO = re.compile(r"(\d+)([smhd])")
 
 
-def command_group(help_text: str, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
-    """A family of commands, such as `millstream dlq`. `cls` parses its arguments."""
-    return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, rich_markup_mode=MARKUP, cls=cls)
+def command_group(help_text: str) -> typer.Typer:
+    """A family of commands, such as `millstream dlq`."""
+    return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, rich_markup_mode=MARKUP)
 
 
 def parse_time_ms(text: str) -> int:
@@ -40,9 +86,8 @@ def parse_time_ms(text: str) -> int:
 
     Raises ConfigError for anything else.
     """
-    ago = _AGO.fullmatch(text)
-    if ago:
-        return int((time.time() - int(ago[1]) * _UNITS_S[ago[2]]) * 1000)
+    if _DURATION.fullmatch(text):
+        return int((time.time() - Duration(text)) * 1000)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
@@ -51,14 +96,6 @@ def parse_time_ms(text: str) -> int:
         ) from error
     with_zone = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return int(with_zone.timestamp() * 1000)
-
-
-def parse_duration_ms(text: str) -> int:
-    """Milliseconds of `30s`, `5m`, `2h` or `1d`. Raises ConfigError for anything else."""
-    found = _AGO.fullmatch(text)
-    if not found:
-        raise ConfigError(f"{text!r} is not a duration: write 30s, 5m, 2h or 1d")
-    return int(found[1]) * _UNITS_S[found[2]] * 1000
 
 
 def parse_start(text: str) -> EntryId | None:

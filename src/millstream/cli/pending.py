@@ -1,42 +1,48 @@
-"""`millstream pending`: shows the pending entries of a group."""
+"""`millstream group pending`: shows the pending entries of a group."""
 
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
+from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.terminal import format_age, pluralize, print_json, print_line, print_message, print_table
+from millstream.errors import ConfigError
 from millstream.groups import Group, PendingEntry, PendingSummary
+from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 
 
 def pending(
-    stream: Annotated[str, typer.Argument(help="The stream.")],
-    group: Annotated[str, typer.Argument(help="The group.")],
+    stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
+    group: Annotated[str, typer.Argument(help="The group.", metavar="GROUP")],
     consumer: Annotated[str | None, typer.Option(help="Only entries of this consumer.")] = None,
-    min_idle: Annotated[str | None, typer.Option(help="Only entries idle for this long: 30s, 5m, 2h, 1d.")] = None,
-    start: Annotated[str, typer.Option(help="The first id; with ( before it, exclusive.", metavar="ID")] = "-",
-    end: Annotated[str, typer.Option(help="The last id; with ( before it, exclusive.", metavar="ID")] = "+",
-    count: Annotated[int, typer.Option(min=1, help="Maximum number of entries to show.")] = 100,
+    min_idle: Annotated[Duration, duration("--min-idle", "Only entries idle for this long.")] = Duration(0),
+    start: Annotated[str | None, typer.Option("--from", help="Only entries from this id on.", metavar="ID")] = None,
+    after: Annotated[str | None, typer.Option(help="Only entries after this id.", metavar="ID")] = None,
+    to: Annotated[str | None, typer.Option(help="Only entries up to this id.", metavar="ID")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries to list.")] = 100,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Show the pending entries of a group: the number of each consumer, then the first entries one by one."""
-    idle_ms = parse_duration_ms(min_idle) if min_idle else 0
+    if start is not None and after is not None:
+        raise ConfigError("--from and --after exclude each other: give only one")
+    first = f"({EntryId.parse(after)}" if after else str(EntryId.parse(start)) if start else "-"
+    last = str(EntryId.parse(to)) if to else "+"
     with Client(url) as client:
         of = Group(client, stream, group).pending
         summary = of.summary()
-        found = of.entries(start, end, count=count + 1, consumer=consumer, min_idle_ms=idle_ms)
-    shown = found[:count]
+        found = of.entries(first, last, count=limit + 1, consumer=consumer, min_idle_ms=min_idle.ms)
+    shown = found[:limit]
     if as_json:
         entries = [{**one._asdict(), "id": one.id.decode()} for one in shown]
         print_json({"stream": stream, "group": group, **_figures(summary), "entries": entries})
     else:
         _show(summary, shown)
-    if len(found) > count:
-        print_message("there are more; use --count or --start to show them")
+    if len(found) > limit:
+        print_message("there are more; use --limit or --after to show them")
 
 
 def _figures(summary: PendingSummary) -> dict[str, object]:

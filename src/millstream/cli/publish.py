@@ -11,7 +11,7 @@ from typing import Annotated, Protocol
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
+from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.records import Input, read_csv, read_jsonl
 from millstream.cli.terminal import format_size, pluralize, print_json, print_line, print_message
 from millstream.errors import ConfigError, DecodeError, MillstreamError
@@ -39,10 +39,8 @@ def publish(
     null: Annotated[list[str] | None, typer.Option(help="Omit fields with this value, like NA; repeatable.")] = None,
     maxlen: Annotated[int | None, typer.Option(min=1, help="Trim the stream to about this number of entries.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Maximum entries per second.")] = None,
-    delay: Annotated[
-        str | None, typer.Option("--in", help="Deliver them after this time: 30s, 5m, 2h or 1d.", metavar="DURATION")
-    ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait while Redis is unavailable or full.")] = 30,
+    delay: Annotated[Duration, duration("--in", "Deliver them after this time.")] = Duration(0),
+    wait: Annotated[Duration, duration("--wait", "Time to wait while Redis is unavailable or full.")] = Duration("30s"),
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
@@ -52,12 +50,11 @@ def publish(
     they are due; a worker or pipeline that reads STREAM then moves them there.
     """
     chosen = format_ or _format_of(file)
-    delay_ms = parse_duration_ms(delay) if delay else 0
     began = time.monotonic()
     client = Client(url)
     with _opened(file) as descriptor:
         client.execute("PING")  # fail at once if Redis is unavailable from the start; --wait is for later outages
-        publisher = Publisher(client, stream, maxlen=maxlen, delay_ms=delay_ms, rate=rate, patience_ms=wait * 1000)
+        publisher = Publisher(client, stream, maxlen=maxlen, delay_ms=delay.ms, rate=rate, patience_ms=wait.ms)
         with publisher, _progress(publisher, descriptor) as bar:
             source = Input(descriptor, on_wait=publisher.flush, on_read=bar.read)
             try:
@@ -72,7 +69,7 @@ def publish(
     rate_reached = publisher.entries / seconds
     if as_json:
         figures = {"entries": publisher.entries, "bytes": source.count, "seconds": round(seconds, 3)}
-        print_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay_ms})
+        print_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay.ms})
     else:
         what = pluralize(publisher.entries, "entry", "entries")
         where = f"published to {stream}" + (f", due in {delay}," if delay else "")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from millstream.app import App, add_to_path, app_folder, load_app
-from millstream.cli.options import DEFAULT_URL, Json, Url
+from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import pluralize
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -125,7 +125,7 @@ class Progress:
         if not parked:
             return done
         keys, messages = (sum(one[what] for one in parked.values()) for what in ("keys", "messages"))
-        see = ", ".join(f"millstream keys {self._app}.{name}" for name in sorted(parked))
+        see = ", ".join(f"millstream key list {self._app}.{name}" for name in sorted(parked))
         return (
             f"{done}, {pluralize(keys, 'key')} parked ({pluralize(messages, 'message waits', 'messages wait')}: {see})"
         )
@@ -133,9 +133,11 @@ class Progress:
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Checkpoint = Annotated[str, typer.Option(help="Folder for Spark's checkpoints; keep it between runs.")]
-Master = Annotated[str, typer.Option(help="Spark master; default: local[*] with task retries.")]
+SparkMaster = Annotated[
+    str, typer.Option(help="Spark's master URL; default: local[*] with task retries.", metavar="URL")
+]
 MaxPerBatch = Annotated[int, typer.Option(help="Maximum number of entries of a micro-batch.")]
-IntervalMs = Annotated[int, typer.Option(help="Minimum time between the starts of two micro-batches, in milliseconds.")]
+Interval = Annotated[Duration, duration("--interval", "Minimum time between the starts of two micro-batches.")]
 Once = Annotated[bool, typer.Option("--once", help="Process the available entries, then end.")]
 Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler or stage that never ran starts.")]
 Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler or stage; repeatable.")]
@@ -165,9 +167,9 @@ def run(
     target: Target,
     url: Url = DEFAULT_URL,
     checkpoint: Checkpoint = ".millstream/checkpoints",
-    master: Master = "",
+    spark_master: SparkMaster = "",
     max_per_batch: MaxPerBatch = 50_000,
-    interval_ms: IntervalMs = 0,
+    interval: Interval = Duration(0),
     once: Once = False,
     start: Start = "earliest",
     only: Only = None,
@@ -197,7 +199,7 @@ def run(
 
     run_settings = RunSettings(
         url=url, checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
-        max_per_batch=max_per_batch, interval_ms=interval_ms, once=once,
+        max_per_batch=max_per_batch, interval_ms=interval.ms, once=once,
         start="from-frontier" if from_frontier else "reprocess" if reprocess else "resume",
         start_at=start, read_from=read_from, fail_on_data_loss=not allow_data_loss,
     )  # fmt: skip
@@ -212,7 +214,7 @@ def run(
     ):
         on_event = _on_event(app, progress, alerts, metrics or NO_METRICS)
         session = partial(
-            _session, stopping, app, code, master=master, conf=settings, checkpoint=checkpoint, verbose=spark_log
+            _session, stopping, app, code, master=spark_master, conf=settings, checkpoint=checkpoint, verbose=spark_log
         )
 
         def run_on(spark: Any, chosen: RunSettings) -> None:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from millstream.cli.config_file import Config, require_modules
-from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
+from millstream.cli.config_file import require_modules
+from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
 from millstream.errors import ConfigError
 
@@ -18,9 +18,7 @@ TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="Lines with a token and its streams, like orders:*.")
 ]
 NoToken = Annotated[bool, typer.Option("--insecure-no-token", help="Serve all streams without a token.")]
-TicketS = Annotated[
-    float, typer.Option("--ticket-s", help="Seconds within which a ticket can open connections.", min=1)
-]
+TicketTime = Annotated[Duration, duration("--ticket", "Time within which a ticket can open connections.", least="1s")]
 Origins = Annotated[
     list[str] | None,
     typer.Option("--allow-origin", help="Allowed origin of web pages, as https://example.org; * for any. Repeatable."),
@@ -42,17 +40,17 @@ BufferBytes = Annotated[
 BudgetBytes = Annotated[
     int, typer.Option("--budget-bytes", help="Maximum bytes buffered for all clients together.", min=1)
 ]
-StallS = Annotated[
-    float, typer.Option("--stall-s", help="Seconds until a client that reads nothing is disconnected.", min=0.1)
+Stall = Annotated[
+    Duration, duration("--stall", "Time until a client that reads nothing is disconnected.", least="100ms")
 ]
-HeartbeatS = Annotated[float, typer.Option("--heartbeat-s", help="Seconds of silence until a heartbeat.", min=0.1)]
+Heartbeat = Annotated[Duration, duration("--heartbeat", "Time of silence until a heartbeat.", least="100ms")]
 PerToken = Annotated[
     int | None,
     typer.Option(
         "--per-token", help="Maximum number of connections per token; default: no limit.", min=1, show_default=False
     ),
 ]
-StopS = Annotated[float, typer.Option("--stop-s", help="Maximum seconds of a stop.", min=0.1)]
+StopTimeout = Annotated[Duration, duration("--stop-timeout", "Maximum time of a stop.", least="100ms")]
 HealthPort = Annotated[
     int | None,
     typer.Option("--health-port", help="Serve /healthz, /readyz and /metrics on 127.0.0.1 here.", min=0, max=65_535),
@@ -65,22 +63,21 @@ def serve(
     port: Port = 8_000,
     token_file: TokenFile = None,
     insecure_no_token: NoToken = False,
-    ticket_s: TicketS = 60.0,
+    ticket: TicketTime = Duration("1m"),
     allow_origin: Origins = None,
     page: Page = None,
     when_full: WhenFull = "wait",
     buffer: Buffer = 1_000,
     buffer_bytes: BufferBytes = 1_048_576,
     budget_bytes: BudgetBytes = 268_435_456,
-    stall_s: StallS = 20.0,
-    heartbeat_s: HeartbeatS = 15.0,
+    stall: Stall = Duration("20s"),
+    heartbeat: Heartbeat = Duration("15s"),
     connections: Connections = 10_000,
     per_token: PerToken = None,
-    request_s: RequestS = 10.0,
-    stop_s: StopS = 5.0,
+    request_timeout: RequestTimeout = Duration("10s"),
+    stop_timeout: StopTimeout = Duration("5s"),
     health_port: HealthPort = None,
     as_json: Json = False,
-    config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
     """Serve streams live to browsers: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
     require_modules("serve", "starlette", "uvicorn", "websockets")
@@ -96,11 +93,11 @@ def serve(
     if not tokens and not insecure_no_token and (token_file is not None or host not in LOOPBACK):
         raise ConfigError("give --token-file: without a token every client may read all streams (--insecure-no-token)")
     serving = GatewayOptions(
-        url=url, authorizer=Authorizer(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port,
+        url=url, authorizer=Authorizer(tokens, ticket_s=ticket), token_file=token_file, host=host, port=port,
         origins=allow_origin or (), pages=page, host_names=None if tokens or insecure_no_token else LOOPBACK,
-        health_port=health_port, request_s=request_s, stop_s=stop_s,
+        health_port=health_port, request_s=request_timeout, stop_s=stop_timeout,
         flow=FlowControl(
-            heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes,
+            heartbeat_s=heartbeat, stall_s=stall, buffer=buffer, buffer_bytes=buffer_bytes,
             budget_bytes=budget_bytes, when_full=when_full,
         ),
         limits=ConnectionLimits(connections=connections, per_token=per_token or connections),

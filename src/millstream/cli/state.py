@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream.admin.inspection import decode_state, list_states, read_state, reset_states
-from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, command_group
+from millstream.admin.inspection import count_states, decode_state, list_states, read_state, reset_states
+from millstream.cli.handler_names import HandlerName, handler_on
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,
     format_size,
@@ -22,11 +23,11 @@ from millstream.cli.terminal import (
 from millstream.errors import DecodeError, MillstreamError
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
-from millstream.redis_client.key_names import HandlerKeys
 
-App = Annotated[str, typer.Argument(help="The app's name.")]
-Handler = Annotated[str, typer.Argument(help="The handler's name.")]
-Stream = Annotated[str, typer.Argument(help="The stream; each has its own state.")]
+Stream = Annotated[
+    str | None,
+    typer.Option("--stream", help="The stream; each has its own state. Default: the only one.", metavar="NAME"),
+]
 
 state = command_group("Show, list and reset the state of keys. Write keys as in `list`.")
 
@@ -35,18 +36,20 @@ _SHOWN_CHARS = 100
 
 @state.command()
 def show(
-    app: App,
-    handler: Handler,
-    stream: Stream,
-    key: Annotated[str, typer.Argument(help="The key.")],
+    handler: HandlerName,
+    key: Annotated[str, typer.Argument(help="The key.", metavar="KEY")],
+    stream: Stream = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Show the state of one key."""
     with Client(url) as client:
-        found = read_state(client, HandlerKeys(app, handler, stream), unescape(key))
+        keys = handler_on(client, handler, stream)
+        found = read_state(client, keys, unescape(key))
     if found is None:
-        raise MillstreamError(f"{app}.{handler} has no state for {key} on {stream}; see: millstream state list")
+        raise MillstreamError(
+            f"{handler} has no state for {key} on {keys.stream}; see: millstream state list {handler}"
+        )
     if as_json:
         print_json(json_value(found))
     else:
@@ -55,17 +58,16 @@ def show(
 
 @state.command("list")
 def list_(
-    app: App,
-    handler: Handler,
-    stream: Stream,
+    handler: HandlerName,
+    stream: Stream = None,
     match: Annotated[str, typer.Option(help="Only keys that match this pattern, like N1*.")] = "*",
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys to list.")] = 100,
     url: Url = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object per key, on a line of its own.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List keys with their state, in no order."""
     with Client(url) as client:
-        found = dict(islice(list_states(client, HandlerKeys(app, handler, stream), match), limit + 1))
+        found = dict(islice(list_states(client, handler_on(client, handler, stream), match), limit + 1))
     shown = sorted(found.items())[:limit]
     if as_json:
         for key, blob in shown:
@@ -82,10 +84,10 @@ def list_(
 
 @state.command()
 def reset(
-    app: App,
-    handler: Handler,
-    stream: Stream,
+    handler: HandlerName,
     keys: Annotated[list[str], typer.Argument(help="The keys.", metavar="KEY...")],
+    stream: Stream = None,
+    dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
@@ -95,18 +97,23 @@ def reset(
     A live run sees the change from its next batch on. If its current batch processes the key, it writes the old state
     back: stop the run to be sure.
     """
-    wanted = [unescape(key) for key in keys]
-    print_message(
-        "a live run sees this from its next batch on, and may write back the state of a key in its current batch"
-    )
-    confirm(f"Delete the state of {pluralize(len(wanted), 'key')} of {app}.{handler} on {stream}?", yes=yes)
+    wanted = list(dict.fromkeys(unescape(key) for key in keys))
     with Client(url) as client:
-        removed = reset_states(client, HandlerKeys(app, handler, stream), wanted)
+        of = handler_on(client, handler, stream)
+        if dry_run:
+            changed = count_states(client, of, wanted)
+        else:
+            print_message(
+                "a live run sees this from its next batch on, "
+                "and may write back the state of a key in its current batch"
+            )
+            confirm(f"Delete the state of {pluralize(len(wanted), 'key')} of {handler} on {of.stream}?", yes=yes)
+            changed = reset_states(client, of, wanted)
     if as_json:
-        print_json({"keys": len(wanted), "reset": removed})
+        print_json({"keys": len(wanted), "reset": changed, "dry_run": dry_run})
     else:
-        without = len(wanted) - removed
-        print_line(f"{pluralize(removed, 'key')} reset" + (f", {without:,} had no state" if without else ""))
+        without = f", {len(wanted) - changed:,} had no state" if changed < len(wanted) else ""
+        print_line(f"{pluralize(changed, 'key')} {'would be reset' if dry_run else 'reset'}{without}")
 
 
 def _state_json(key: bytes, blob: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from millstream.cli.follow import Follower
-from millstream.cli.options import DEFAULT_URL, Url, parse_start
+from millstream.cli.options import DEFAULT_URL, JsonLines, Url, parse_start
 from millstream.cli.terminal import pluralize, print_json, print_line, print_message, truncate
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId, Message
@@ -48,12 +48,12 @@ def tail(
     after: Annotated[
         str | None, typer.Option(metavar="ID", help="Start after this id, such as that of the last entry seen.")
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="End after this number of entries.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="End after this number of entries.")] = None,
     follow: Annotated[
         bool, typer.Option(help="Wait for new entries, or stop at the present end of the streams.")
     ] = True,
     url: Url = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object per entry, on a line of its own.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Print the entries of streams and follow them, also after outages of Redis; patterns match new streams, too.
 
@@ -65,7 +65,7 @@ def tail(
     after_id = EntryId.parse(after) if after is not None else first and _previous_id(first)
     names = [name for name in dict.fromkeys(streams) if not is_pattern(name)]
     patterns = list(filter(is_pattern, streams))
-    printer = _Printer(as_json=as_json, most=sys.maxsize if count is None else count)
+    printer = _Printer(as_json=as_json, most=sys.maxsize if limit is None else limit)
     with Client(url) as client:
         if follow:
             client.execute("PING")  # fail at once if Redis is unavailable from the start; wait for it in later outages

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from millstream.app import load_app
-from millstream.cli.options import DEFAULT_URL, Json, Url
+from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
@@ -27,7 +27,7 @@ from millstream.worker.static_membership import StaticMembership
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Processes = Annotated[int, typer.Option(help="Number of worker processes; each runs all handlers.", min=1)]
 Name = Annotated[str, typer.Option(help="Name of this worker in the groups; default: the host's name.")]
-Only = Annotated[list[str] | None, typer.Option("--handler", help="Run only this handler; repeatable.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler; repeatable.", metavar="NAME")]
 Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran starts.")]
 Threads = Annotated[int, typer.Option(help="Messages that a plain handler processes at once.", min=1)]
 Prefetch = Annotated[int, typer.Option(help="Maximum number of messages in flight in a process.", min=1)]
@@ -35,8 +35,8 @@ PrefetchMb = Annotated[
     float, typer.Option(help="Maximum megabytes of messages in flight, per handler and process.", min=0.001)
 ]
 LookAhead = Annotated[int, typer.Option(help="Maximum number of messages of a stream in its key queues.", min=1)]
-ClaimS = Annotated[float, typer.Option(help="Seconds after which a silent worker's messages are claimed.", min=1)]
-StopS = Annotated[float, typer.Option(help="Seconds that a stop waits for running messages.", min=0)]
+Claim = Annotated[Duration, duration("--claim", "Time after which a silent worker's messages are claimed.", least="1s")]
+StopTimeout = Annotated[Duration, duration("--stop-timeout", "Time that a stop waits for running messages.")]
 Trim = Annotated[bool, typer.Option("--trim", help="Trim entries that no consumer group needs any more.")]
 HealthPort = Annotated[
     int,
@@ -60,8 +60,8 @@ def worker(
     prefetch: Prefetch = 4_000,
     prefetch_mb: PrefetchMb = 64.0,
     look_ahead: LookAhead = 250_000,
-    claim_s: ClaimS = 30.0,
-    stop_s: StopS = 25.0,
+    claim: Claim = Duration("30s"),
+    stop_timeout: StopTimeout = Duration("25s"),
     trim: Trim = False,
     health_port: HealthPort = 0,
     as_json: Json = False,
@@ -69,7 +69,7 @@ def worker(
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
     policy = WorkerPolicy(
         threads=threads, prefetch=prefetch, prefetch_bytes=round(prefetch_mb * 2**20), trim=trim, look_ahead=look_ahead,
-        claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000),
+        claim_ms=claim.ms, stop_ms=stop_timeout.ms,
     )  # fmt: skip
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
     app = load_app(target)

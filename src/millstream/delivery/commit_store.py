@@ -369,7 +369,7 @@ class CommitStore:
             if error.code == "PARKED":
                 raise ConfigError(
                     f"{'.'.join(self._owner)} has parked keys, but the handler has no key: "
-                    "list them with `millstream keys`, then unpark them or skip their messages"
+                    "list them with `millstream key list`, then unpark them or skip their messages"
                 ) from error
             raise
 

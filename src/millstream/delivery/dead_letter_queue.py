@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, get_args
 
-from millstream.errors import AccessDenied, CommandFailed, ConfigError, RedisError, WrongType
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, MillstreamError, RedisError, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, raise_if_error
@@ -132,17 +132,17 @@ class DeadLetterQueue:
     def select(self, wanted: DeadLetterFilter, limit: int | None = None) -> list[DeadLetterRef]:
         """Return references to the first `limit` selected letters, in the order of the original entries.
 
-        Later dead letters are not among them. Raises ConfigError for an id in `wanted.ids` that is not found, or that
-        exists for several handlers.
+        Later dead letters are not among them. Raises MillstreamError for an id in `wanted.ids` that is not found, and
+        ConfigError for one that exists for several handlers.
         """
         refs = [entry.ref for entry in islice(self.find(wanted), limit)]
         for letter_id in wanted.ids if limit is None else ():
             owners = [ref.keys for ref in refs if ref.letter_id == letter_id]
             if not owners:
-                raise ConfigError(f"there is no dead letter {letter_id} (any more): see `millstream dlq list`")
+                raise MillstreamError(f"there is no dead letter {letter_id} (any more): see `millstream dlq list`")
             if len(owners) > 1:
                 names = " and ".join(f"{keys.app}.{keys.handler} on {keys.stream}" for keys in owners)
-                raise ConfigError(f"dead letter {letter_id} exists for {names}: add --handler or --stream")
+                raise ConfigError(f"dead letter {letter_id} exists for {names}: give its handler too, or --stream")
         return sorted(refs, key=lambda ref: ref[:3])
 
     def redrive(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:

@@ -1,7 +1,7 @@
 """Deferral on Spark: messages that have to wait move to the queues of their keys, so that their batch can end.
 
 A batch ends when all of it is committed, so it cannot wait for a back-off or for an operator. Deferred messages go to
-the same key queues as on workers (`keyed_stream`), where `millstream keys` shows them, and run from there when they
+the same key queues as on workers (`keyed_stream`), where `millstream key list` shows them, and run from there when they
 may.
 """
 

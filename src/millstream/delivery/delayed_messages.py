@@ -121,6 +121,12 @@ class DelayedMessages:
             if packed is not None
         ]
 
+    def count_waiting(self, stream: str, ids: Sequence[str]) -> int:
+        """Return how many of these messages are still delayed."""
+        key = to_wire(StreamKeys(stream).delayed)
+        found = self._client.pipeline([("HGET", key, to_wire(one)) for one in dict.fromkeys(ids)]) if ids else []
+        return sum(raise_if_error(packed) is not None for packed in found)
+
     def cancel(self, stream: str, ids: Sequence[str]) -> int:
         """Cancel messages by the ids that their publishers got; return how many were still delayed.
 

@@ -81,6 +81,17 @@ def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> lis
     return sorted(_describe(client, keys, snapshot, names), key=lambda one: -one.length)
 
 
+def having_stuck_keys(client: Client, places: Sequence[HandlerKeys]) -> list[HandlerKeys]:
+    """Return those of these handlers on their streams that have parked keys, or keys that back off. Raises RedisError.
+
+    Those that cannot be read are among them, so that reading their keys tells why.
+    """
+    replies = send_all(
+        client, [one for keys in places for one in (("HLEN", keys.parked), ("ZRANGE", keys.backoff, 0, 0))]
+    )
+    return [keys for keys, *found in zip(places, replies[::2], replies[1::2], strict=True) if any(found)]
+
+
 def _describe(client: Client, keys: HandlerKeys, snapshot: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
     counted = send_all(
         client, [(verb, keys.queue(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]

@@ -29,40 +29,40 @@ def operate(url: str, admin: Client) -> None:
     stream.dead_letter((found[0], letter()), (found[1], letter()))
     stream.checkpoint()
     admin.execute("HSET", KEYS.state, "A", b"\x80")
-    for words in ("info", "dlq list", "dlq redrive --limit 1 --app shop --yes", "dlq purge --all --yes"):
+    for words in ("info", "dlq list", "dlq redrive shop --limit 1 --yes", "dlq purge --all --yes"):
         command(url, *words.split())
-    for words in ("list", "show", "reset --yes"):
+    for words in ("list", "show", "reset --dry-run", "reset --yes"):
         keys = [] if words == "list" else ["A"]
-        command(url, "state", *words.split(), "shop", "bill", "orders", *keys)
-    command(url, "pause", "bill")
-    command(url, "resume", "bill")
+        command(url, "state", *words.split(), "shop.bill", "--stream", "orders", *keys)
+    command(url, "pause", "shop.bill")
+    command(url, "resume", "shop.bill")
     operate_lines(url, admin)
     oversee(command, url, admin)
     Worker(admin, app="shop", handler="bill")
     operate_partitions(url)
-    command(url, "groups", "--pattern", "orders*")
-    command(url, "groups", "create", "orders", "g", "--at", "earliest")
-    command(url, "groups", "set-id", "orders", "g", "--at", "earliest", "--yes")
+    command(url, "group", "list", "--pattern", "orders*")
+    command(url, "group", "create", "orders", "g", "--after", "earliest")
+    command(url, "group", "set-id", "orders", "g", "--after", "earliest", "--yes")
     for name, number in (("a", 2), ("b", 1)):
         admin.execute("XREADGROUP", "GROUP", "g", name, "COUNT", number, "STREAMS", "orders", ">")
-    command(url, "groups", "consumers", "orders", "g")
-    command(url, "pending", "orders", "g")
-    command(url, "claim", "orders", "g", "b", found[0].id.decode())
-    command(url, "claim", "orders", "g", "b", "--min-idle", "0s")
+    command(url, "group", "consumers", "orders", "g")
+    command(url, "group", "pending", "orders", "g")
+    command(url, "group", "claim", "orders", "g", "b", found[0].id.decode())
+    command(url, "group", "claim", "orders", "g", "b", "--min-idle", "0s", "--yes")
     admin.execute("XCLAIM", "orders", "g", "a", 0, found[0].id)
-    command(url, "groups", "delete-consumer", "orders", "g", "a", "--heir", "b", "--yes")
-    command(url, "groups", "clean", "orders", "--idle", "1h", "--yes")
-    command(url, "groups", "destroy", "orders", "g", "--yes")
+    command(url, "group", "delete-consumer", "orders", "g", "a", "--heir", "b", "--yes")
+    command(url, "group", "clean", "orders", "--idle", "1h", "--yes")
+    command(url, "group", "delete", "orders", "g", "--yes")
     command(url, "tail", "orders", "--no-follow")
-    command(url, "tail", "orders", "--from", "earliest", "--count", "1")
+    command(url, "tail", "orders", "--from", "earliest", "--limit", "1")
 
 
 def operate_partitions(url: str) -> None:
-    command(url, "partitions", "create", BASE, "2")
+    command(url, "partition", "create", BASE, "2")
     with Client(url) as client:
         layout = Partitions(client, BASE).require()
-    command(url, "partitions", "grow", BASE, str(layout.count + 1))
-    command(url, "partitions", "show", BASE)
+    command(url, "partition", "grow", BASE, str(layout.count + 1))
+    command(url, "partition", "show", BASE)
 
 
 def operate_lines(url: str, admin: Client) -> None:

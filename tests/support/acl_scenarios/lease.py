@@ -63,7 +63,7 @@ def oversee(command: Any, url: str, admin: Client) -> None:
         for stream in STREAMS:
             announce(admin, service, stream)
         Service(admin, service, consumer="one", incarnation="1").heartbeat(heartbeat_request())
-        command(url, "announce", service, "orders:4")
-        command(url, "streams", name)
-        command(url, "release", name, "orders:1")
-        command(url, "done", name, "orders:1", "orders:2", "--yes")
+        command(url, "lease", "add", service, "orders:4")
+        command(url, "lease", "list", name)
+        command(url, "lease", "release", name, "orders:1", "--yes")
+        command(url, "lease", "remove", name, "orders:1", "orders:2", "--yes")

@@ -115,7 +115,7 @@ class DeferredJobs:
             if not is_logged:
                 is_logged = True
                 logger.warning(
-                    "%s: %d or more entries of %s are deferred; reading no more until they are fewer: millstream keys",
+                    "%s: %d or more entries of %s are deferred; reading no more until they are fewer: millstream key list",
                     self._job.handler.label, MAX_DEFERRED_ENTRIES, ", ".join(full[:10]),
                 )  # fmt: skip
             if self._give_up():

@@ -110,7 +110,7 @@ def open_session(
             raise ConfigError(
                 f"Spark cannot reach the master {master}: does it run under exactly this URL? --spark-log shows more"
             ) from error
-        raise ConfigError(f"Spark refuses its settings (--master, --conf): {reason}") from error
+        raise ConfigError(f"Spark refuses its settings (--spark-master, --conf): {reason}") from error
 
 
 def close_session(spark: SparkSession) -> None:
@@ -247,7 +247,7 @@ def _start_java(conf: SparkConf) -> None:
         reason = log.reason() or str(error)
         home = os.environ.get("JAVA_HOME")
         java = shutil.which("java", path=str(Path(home) / "bin") if home else None)
-        hint = "check --master and --conf" if java else "install Java 17 or later, or set JAVA_HOME"
+        hint = "check --spark-master and --conf" if java else "install Java 17 or later, or set JAVA_HOME"
         raise ConfigError(f"Spark's Java process cannot start: {reason}; {hint}") from error
     os.close(writer)
     SparkContext._ensure_initialized(gateway=gateway)

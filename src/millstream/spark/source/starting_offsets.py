@@ -104,7 +104,7 @@ class StartingOffsets:
         positions = group_positions(self._client, group, existing)
         if not positions and group != self._options.group:
             raise ConfigError(
-                f"startingOffsets=group: no stream has the consumer group {group!r}; `millstream groups` lists them, "
+                f"startingOffsets=group: no stream has the consumer group {group!r}; `millstream group list` lists them, "
                 "or set another start"
             )
         pending = {name: group_position.pending for name, group_position in positions.items() if group_position.pending}

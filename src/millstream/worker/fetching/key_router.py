@@ -186,7 +186,7 @@ class KeyRouter:
             if name not in self._fill_shares:
                 logger.warning(
                     "key queues of %s are nearly full: they hold %d entries of at most %d; full queues block all other "
-                    "keys. Run `millstream keys` to see which keys fill them, and unblock those, or raise --look-ahead",
+                    "keys. Run `millstream key list` to see which keys fill them, and unblock those, or raise --look-ahead",
                     name, stream.pending_count, most,
                 )  # fmt: skip
             self._fill_shares[name] = share

@@ -206,7 +206,7 @@ class ByStream(ByKey):
 
     def _advice(self, name: str, error: MillstreamError) -> str:
         handler = self._context.handler
-        alternative = f"run: millstream done {handler.announced or handler.label} {name!r}"
+        alternative = f"run: millstream lease remove {handler.announced or handler.label} {name!r}"
         if handler.pattern is not None:
             alternative = f"keep it out of the pattern and {alternative}"
         if isinstance(error, AccessDenied):

@@ -195,7 +195,7 @@ class Supervisor:
             child.is_frozen = True
             logger.warning(
                 "worker %s is frozen: a handler has held Python's interpreter (the GIL) for %.1f s; killing its process, "
-                "other workers get its messages. Make the handler call code that releases the GIL, or raise --claim-s",
+                "other workers get its messages. Make the handler call code that releases the GIL, or raise --claim",
                 child.name, self._frozen_after_ms / 1000,
             )  # fmt: skip
             process.kill()

@@ -1,26 +1,27 @@
-"""`millstream groups`: lists and changes the consumer groups of streams."""
+"""`millstream group`: lists and changes the consumer groups of streams."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from millstream.admin.inspection import engine_of, handler_of
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, command_group, parse_duration_ms
+from millstream.cli.claim import claim, print_deleted
+from millstream.cli.options import DEFAULT_URL, DryRun, Duration, Json, JsonLines, Url, Yes, command_group, duration
+from millstream.cli.pending import pending
 from millstream.cli.terminal import confirm, format_age, pluralize, print_json, print_line, print_message, print_table
-from millstream.errors import ConfigError, GroupMissing
+from millstream.errors import ConfigError, GroupMissing, MillstreamError
 from millstream.groups import BEGINNING, END, ConsumerInfo, Group, GroupInfo, groups_of
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import to_wire
 
-Stream = Annotated[str, typer.Argument(help="The stream.")]
+Stream = Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")]
 GroupName = Annotated[str, typer.Argument(help="The group.", metavar="GROUP")]
-At = Annotated[
-    str, typer.Option("--at", metavar="WHERE", help="Deliver entries after this: an id, earliest or latest.")
+After = Annotated[
+    str, typer.Option("--after", metavar="WHERE", help="Deliver the entries after this: an id, earliest or latest.")
 ]
 
 _NOT_CREATED = (
@@ -31,34 +32,25 @@ _NOT_MOVED = (
     "for good. To process all of a stream again: millstream run --reprocess with a new --checkpoint. To process some of "
     "its messages again: publish them again, or millstream dlq redrive if they are dead letters"
 )
-_NOT_DESTROYED = (
+_NOT_DELETED = (
     "the commit store has no committed id for it yet, so it would start again from the beginning. "
-    "Start millstream worker once, then destroy it"
+    "Start millstream worker once, then delete it"
 )
 
 
-class _ListByDefault(TyperGroup):
-    """Reads `groups STREAM` as `groups list STREAM`; a stream named like a command needs the long form."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-groups = command_group(
-    "List and change consumer groups. `millstream groups STREAM` lists those of a stream.", cls=_ListByDefault
-)
+group = command_group("List and change consumer groups, and their pending entries.")
+group.command()(pending)
+group.command()(claim)
 
 # --- Lists ---
 
 
-@groups.command("list")
+@group.command("list")
 def list_(
-    streams: Annotated[list[str] | None, typer.Argument(help="The streams.", metavar="[STREAM]...")] = None,
+    streams: Annotated[list[str] | None, typer.Argument(help="The streams.", metavar="[STREAM...]")] = None,
     pattern: Annotated[str | None, typer.Option(help="All streams that match this pattern, like orders*.")] = None,
     url: Url = DEFAULT_URL,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List the groups of streams. `lag` is as Redis reports it, - if unknown; `millstream info` counts instead."""
     if bool(streams) == bool(pattern):
@@ -72,7 +64,8 @@ def list_(
                 continue  # the stream was deleted meanwhile
         engines = [engine_of(client, handler_of(name, one.name)) for name, one in found]
     if as_json:
-        print_json([_as_json(name, one, engine) for (name, one), engine in zip(found, engines, strict=True)])
+        for (name, one), engine in zip(found, engines, strict=True):
+            print_json(_as_json(name, one, engine))
         return
     if not found:
         print_message("there are no groups")
@@ -94,13 +87,14 @@ def list_(
     )
 
 
-@groups.command()
-def consumers(stream: Stream, group: GroupName, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+@group.command()
+def consumers(stream: Stream, group: GroupName, url: Url = DEFAULT_URL, as_json: JsonLines = False) -> None:
     """List the consumers of a group, with their pending entries and idle times."""
     with Client(url) as client:
         found = Group(client, stream, group).consumers()
     if as_json:
-        print_json([asdict(one) for one in found])
+        for one in found:
+            print_json(asdict(one))
     elif not found:
         print_message(f"group {group} of {stream} has no consumers")
     else:
@@ -115,11 +109,11 @@ def _as_json(stream: str, found: GroupInfo, engine: str | None) -> dict[str, Any
 # --- Changes to groups ---
 
 
-@groups.command()
+@group.command()
 def create(
     stream: Stream,
     group: GroupName,
-    at: At = "latest",
+    after: After = "latest",
     mkstream: Annotated[bool, typer.Option("--mkstream", help="Create the stream too, if it does not exist.")] = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
@@ -127,7 +121,7 @@ def create(
     """Create a group."""
     _refuse_handlers(stream, group, _NOT_CREATED)
     with Client(url) as client:
-        created = Group(client, stream, group).create(_group_id(at), mkstream=mkstream)
+        created = Group(client, stream, group).create(_group_id(after), mkstream=mkstream)
     if as_json:
         print_json({"stream": stream, "group": group, "created": created})
     else:
@@ -136,11 +130,11 @@ def create(
         )
 
 
-@groups.command("set-id")
+@group.command("set-id")
 def set_id(
     stream: Stream,
     group: GroupName,
-    at: At,
+    after: After,
     dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
@@ -148,23 +142,24 @@ def set_id(
 ) -> None:
     """Set the last delivered id of a group: a lower one delivers again, a higher one skips. Pending entries stay."""
     _refuse_handlers(stream, group, _NOT_MOVED)
-    new_id = _group_id(at)
+    new_id = _group_id(after)
     with Client(url) as client:
         before = _found(client, stream, group).last_delivered.decode()
         if not dry_run:
-            confirm(f"Move group {group} of {stream} from {before} to {at}?", yes=yes)
+            confirm(f"Move group {group} of {stream} from {before} to {after}?", yes=yes)
             Group(client, stream, group).set_id(new_id)
         now = _found(client, stream, group).last_delivered.decode()
     if as_json:
         print_json({"stream": stream, "group": group, "before": before, "now": now, "dry_run": dry_run})
     else:
         print_line(
-            f"group {escape(group)} " + (f"would move from {before} to {at}" if dry_run else f"continues after {now}")
+            f"group {escape(group)} "
+            + (f"would move from {before} to {after}" if dry_run else f"continues after {now}")
         )
 
 
-@groups.command()
-def destroy(
+@group.command()
+def delete(
     stream: Stream,
     group: GroupName,
     dry_run: DryRun = False,
@@ -172,7 +167,7 @@ def destroy(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Destroy a group with its pending list. The entries stay in the stream.
+    """Delete a group with its pending list. The entries stay in the stream.
 
     The workers of a handler create its group again at the committed id: nothing is lost or processed twice.
     """
@@ -180,30 +175,30 @@ def destroy(
         found = _found(client, stream, group)
         if keys := handler_of(stream, group):
             if not client.execute("HEXISTS", to_wire(keys.meta), "committed_id"):
-                _refuse_handlers(stream, group, _NOT_DESTROYED)
+                _refuse_handlers(stream, group, _NOT_DELETED)
             print_message(
                 f"{keys.app}.{keys.handler} will continue after its committed id: "
                 "its next worker or pipeline creates the group again"
             )
         entries = pluralize(found.pending, "pending entry", "pending entries")
         if not dry_run:
-            confirm(f"Destroy group {group} of {stream}, which has {entries}?", yes=yes)
-        destroyed = not dry_run and Group(client, stream, group).destroy()
+            confirm(f"Delete group {group} of {stream}, which has {entries}?", yes=yes)
+        deleted = not dry_run and Group(client, stream, group).destroy()
     if as_json:
-        figures = {"pending": found.pending, "destroyed": destroyed, "dry_run": dry_run}
+        figures = {"pending": found.pending, "deleted": deleted, "dry_run": dry_run}
         print_json({"stream": stream, "group": group, **figures})
     else:
-        print_line(f"group {escape(group)} with {entries} " + ("would be destroyed" if dry_run else "destroyed"))
+        print_line(f"group {escape(group)} with {entries} " + ("would be deleted" if dry_run else "deleted"))
 
 
 # --- Changes to consumers. Each commit checks which consumer has the entry, so these are safe for handlers too. ---
 
 
-@groups.command("delete-consumer")
+@group.command("delete-consumer")
 def delete_consumer(
     stream: Stream,
     group: GroupName,
-    consumer: Annotated[str, typer.Argument(help="The consumer. Stop its process first.")],
+    consumer: Annotated[str, typer.Argument(help="The consumer. Stop its process first.", metavar="CONSUMER")],
     heir: Annotated[str | None, typer.Option(help="The consumer that gets its pending entries.")] = None,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -215,43 +210,44 @@ def delete_consumer(
         of = Group(client, stream, group)
         pending = next((one.pending for one in of.consumers() if one.name == consumer), None)
         if pending is None:
-            raise ConfigError(f"there is no consumer {consumer!r} in group {group!r}; see: millstream groups consumers")
+            raise MillstreamError(
+                f"there is no consumer {consumer!r} in group {group!r}; see: millstream group consumers {stream} {group}"
+            )
         entries = pluralize(pending, "pending entry", "pending entries")
-        moved, deleted = 0, list[str]()
+        moved, gone = 0, list[str]()
         if not dry_run:
             confirm(f"Delete consumer {consumer} of group {group}, which has {entries}?", yes=yes)
             done = of.delete_consumer(consumer, heir=heir)
-            moved, deleted = done.reassigned, [one.decode() for one in done.gone]
+            moved, gone = done.reassigned, [one.decode() for one in done.gone]
     if as_json:
-        figures = {"pending": pending, "moved": moved, "deleted": deleted, "dry_run": dry_run}
+        figures = {"pending": pending, "moved": moved, "gone": gone, "dry_run": dry_run}
         print_json({"stream": stream, "group": group, "consumer": consumer, "heir": heir, **figures})
     elif dry_run:
         print_line(f"consumer {escape(consumer)}, which has {entries}, would be deleted")
     else:
         to_heir = f", {moved:,} of {entries} moved to {escape(heir)}" if heir else ""
         print_line(f"consumer {escape(consumer)} deleted{to_heir}")
-        print_deleted(deleted)
+        print_deleted(gone)
 
 
-@groups.command()
+@group.command()
 def clean(
     stream: Stream,
     group: Annotated[str | None, typer.Argument(help="The group; by default all of them.", metavar="[GROUP]")] = None,
-    idle: Annotated[str, typer.Option(help="Minimum idle time: 30s, 5m, 2h or 1d.")] = "1h",
+    idle: Annotated[Duration, duration("--idle", "Minimum idle time.")] = Duration("1h"),
     dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Delete idle consumers without pending entries. A blocking read counts as idle: choose --idle longer than it."""
-    idle_ms = parse_duration_ms(idle)
     with Client(url) as client:
         names = [group] if group else [one.name for one in groups_of(client, stream)]
-        found = {name: _idle(Group(client, stream, name).consumers(), idle_ms) for name in names}
+        found = {name: _idle(Group(client, stream, name).consumers(), idle.ms) for name in names}
         number = sum(map(len, found.values()))
         if number and not dry_run:
             confirm(f"Delete {pluralize(number, 'consumer')} of {stream}?", yes=yes)
-            found = {name: Group(client, stream, name).delete_idle_consumers(idle_ms) for name in names}
+            found = {name: Group(client, stream, name).delete_idle_consumers(idle.ms) for name in names}
     if as_json:
         print_json({"stream": stream, "consumers": found, "dry_run": dry_run})
         return
@@ -266,16 +262,6 @@ def _idle(found: Sequence[ConsumerInfo], idle_ms: int) -> list[str]:
     return [one.name for one in found if not one.pending and one.idle_ms >= idle_ms]
 
 
-def print_deleted(ids: Sequence[str]) -> None:
-    """Print the ids of pending entries that were deleted, so that they can never be processed."""
-    if ids:
-        print_message(
-            f"{pluralize(len(ids), 'pending entry was', 'pending entries were')} trimmed or deleted from the stream:"
-        )
-        for entry_id in ids:
-            print_message(f"  {entry_id}")
-
-
 # --- Arguments ---
 
 
@@ -286,7 +272,7 @@ def _group_id(text: str) -> str:
 def _found(client: Client, stream: str, group: str) -> GroupInfo:
     found = Group(client, stream, group).info()
     if found is None:
-        raise GroupMissing(f"there is no group {group!r} on {stream}; see: millstream groups {stream}")
+        raise GroupMissing(f"there is no group {group!r} on {stream}; see: millstream group list {stream}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""`millstream partitions`: shows, creates and grows the partitions of a base."""
+"""`millstream partition`: shows, creates and grows the partitions of a base."""
 
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -8,7 +8,7 @@ import typer
 from millstream.admin.inspection import handler_of
 from millstream.cli.options import DEFAULT_URL, Json, Url, command_group
 from millstream.cli.terminal import pluralize, print_json, print_line, print_message, print_table
-from millstream.errors import GroupMissing
+from millstream.errors import GroupMissing, MillstreamError
 from millstream.groups import groups_of
 from millstream.partitions.key_migration import KeyMigration, UndrainedPartition
 from millstream.partitions.partition_map import PartitionMap
@@ -17,17 +17,19 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys
 
-Base = Annotated[str, typer.Argument(help="The base: orders, if the partitions are {orders.0}, {orders.1} ...")]
-Count = Annotated[int, typer.Argument(help="The number of partitions.")]
+Base = Annotated[
+    str, typer.Argument(help="The base: orders, if the partitions are {orders.0}, {orders.1} ...", metavar="BASE")
+]
+Count = Annotated[int, typer.Argument(help="The number of partitions.", metavar="NUMBER")]
 
-partitions = command_group("Show, create and grow the partitions of a base.")
+partition = command_group("Show, create and grow the partitions of a base.")
 
 
-@partitions.command()
+@partition.command()
 def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Show the partitions, where each was last closed, and the keys that still move between them."""
     with Client(url) as client:
-        partition_map = Partitions(client, base).require()
+        partition_map = _existing(client, base).require()
         lengths = client.pipeline([("XLEN", stream) for stream in partition_map.streams])
         undrained = {
             f"{one.app}.{one.handler}": KeyMigration(
@@ -63,31 +65,38 @@ def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
             print_message(f"{handler}: no keys are moving")
 
 
-@partitions.command()
+@partition.command()
 def grow(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Grow to a greater number of partitions. Each key stays in order; producers and workers follow by themselves.
 
     Idempotent; repeat the command if it was interrupted.
     """
     with Client(url) as client:
-        partition_map = Partitions(client, base).grow(count)
+        partition_map = _existing(client, base).grow(count)
     if as_json:
         print_json(_as_json(partition_map, None, {}))
     else:
         print_line(f"{base} has {pluralize(partition_map.count, 'partition')}")
 
 
-@partitions.command()
+@partition.command()
 def create(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Create the partitions of a new base; otherwise the first producer or worker creates them."""
     with Client(url) as client:
         partition_map = Partitions(client, base).create(count)
     if partition_map.count != count:
-        print_message(f"the partitions exist already; to grow them: millstream partitions grow {escape(base)} {count}")
+        print_message(f"the partitions exist already; to grow them: millstream partition grow {escape(base)} {count}")
     if as_json:
         print_json(_as_json(partition_map, None, {}))
     else:
         print_line(f"{base} has {pluralize(partition_map.count, 'partition')}")
+
+
+def _existing(client: Client, base: str) -> Partitions:
+    found = Partitions(client, base)
+    if found.load() is None:
+        raise MillstreamError(f"{base!r} has no partitions on this Redis; see: millstream partition create")
+    return found
 
 
 def _handlers(client: Client, partition_map: PartitionMap) -> list[HandlerKeys]:

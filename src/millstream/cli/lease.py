@@ -1,4 +1,4 @@
-"""`millstream streams`, `announce`, `release` and `done`: shows and changes the leased streams of a service."""
+"""`millstream lease`: shows and changes the leases on the streams of a service."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ import typer
 from millstream.admin.inspection import inspect_handlers
 from millstream.balancer.protocol import announce_all, end_leases, service_of
 from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
-from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,
     format_age,
@@ -35,9 +35,11 @@ Streams = Annotated[list[str], typer.Argument(metavar="STREAM...")]
 Announced = Annotated[
     list[str], typer.Argument(help="Their names; - reads them from standard input, one per line.", metavar="STREAM...")
 ]
-Count = Annotated[int, typer.Option(min=1, help="Maximum number of streams to show, unassigned ones first.")]
+Limit = Annotated[int, typer.Option(min=1, help="Maximum number of streams to list, unassigned ones first.")]
 Group = Annotated[str | None, typer.Option(help="The consumer group whose lag is shown; default: that of the handler.")]
 Info = Annotated[str, typer.Option(help="JSON passed to consumers with each stream.")]
+
+lease = command_group("List, add, release and remove the leased streams of a service or handler.")
 
 _NAME_CHARS = 60
 
@@ -50,17 +52,18 @@ class _Lag:
     exact: bool = False
 
 
-def streams(
-    service: Service, count: Count = 20, group: Group = None, url: Url = DEFAULT_URL, as_json: Json = False
+@lease.command("list")
+def list_(
+    service: Service, limit: Limit = 20, group: Group = None, url: Url = DEFAULT_URL, as_json: Json = False
 ) -> None:
-    """Show a service's consumers with their shares, and its streams with their owners, lease ages and lags."""
+    """List a service's consumers with their shares, and its streams with their owners, lease ages and lags."""
     with Client(url) as client:
         name = _resolve_service(client, service)
         found = fetch_service_state(client, name)
-        shown = found.streams[:count]
+        shown = found.streams[:limit]
         lags = _lags_of(client, name, [one.name for one in shown], group)
     if group is not None and shown and all(lag.count is None for lag in lags.values()):
-        print_message(f"none of these streams has a group {group!r}; see: millstream groups list STREAM")
+        print_message(f"none of these streams has a group {group!r}; see: millstream group list STREAM")
     if as_json:
         _say_json(found, shown, lags)
         return
@@ -73,7 +76,7 @@ def streams(
         print_message(
             "dead letters are unreadable announcements, and streams whose owners were lost too often. To see why: "
             f"millstream tail --no-follow '{ServiceKeys(name).dead}'; "
-            f"to add a stream again: millstream announce {service} STREAM"
+            f"to add a stream again: millstream lease add {service} STREAM"
         )
     now_ms = time.time() * 1000
     rows = [
@@ -95,8 +98,8 @@ def streams(
     for one in shown:
         if one.excluded_reason is not None:
             print_message(f"{escape(one.name)} is excluded until a retry succeeds: {one.excluded_reason}")
-    if len(found.streams) > count:
-        print_message(f"{len(found.streams) - count:,} more; use --count to show them")
+    if len(found.streams) > limit:
+        print_message(f"{len(found.streams) - limit:,} more; use --limit to show them")
 
 
 def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
@@ -164,9 +167,8 @@ def _lag_in_group(client: Client, stream: str, group: str) -> int | None:
         return None  # the stream does not exist yet, has another type, or this user may not access it
 
 
-def announce(
-    service: Service, names: Announced, info: Info = "null", url: Url = DEFAULT_URL, as_json: Json = False
-) -> None:
+@lease.command()
+def add(service: Service, names: Announced, info: Info = "null", url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Add streams to a service, whose consumers share them. Idempotent."""
     try:
         about = json.loads(info)
@@ -197,39 +199,54 @@ def _from_input() -> list[str]:
     return [from_wire(line) for line in sys.stdin.buffer.read().split(b"\n") if line]
 
 
-def release(service: Service, names: Streams, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+@lease.command()
+def release(
+    service: Service, names: Streams, dry_run: DryRun = False, yes: Yes = False, url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Release the leases of streams: they are reassigned at once, with a new token."""
-    _end(service, names, "released", url, as_json=as_json)
+    _end(service, names, "released", url, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-def done(service: Service, names: Streams, yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Remove finished streams from a service. Their entries stay."""
-    confirm(f"Remove {pluralize(len(names), 'stream')} from {service}?", yes=yes)
-    _end(service, names, "done", url, as_json=as_json)
+@lease.command()
+def remove(
+    service: Service, names: Streams, dry_run: DryRun = False, yes: Yes = False, url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Remove finished streams from a service, so that they are leased no more. Their entries stay."""
+    _end(service, names, "removed", url, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-def _end(service: str, names: Sequence[str], how: Literal["done", "released"], url: str, *, as_json: bool) -> None:
+def _end(
+    service: str, names: Sequence[str], how: Literal["removed", "released"], url: str, *,
+    dry_run: bool, yes: bool, as_json: bool,
+) -> None:  # fmt: skip
+    if not dry_run:
+        verb = "Remove" if how == "removed" else "Release"
+        confirm(f"{verb} {pluralize(len(names), 'stream')} of {service}?", yes=yes)
     with Client(url) as client:
         name = _resolve_service(client, service)
-        unknown = end_leases(client, name, how, names)
+        if dry_run:
+            unknown = set(names) - {one.name for one in fetch_service_state(client, name).streams}
+        else:
+            unknown = end_leases(client, name, "done" if how == "removed" else how, names)
     ended = [one for one in names if one not in unknown]
     if as_json:
-        print_json({"service": name, how: ended, "unknown": sorted(unknown)})
+        print_json({"service": name, how: ended, "unknown": sorted(unknown), "dry_run": dry_run})
     for one in () if as_json else ended:
-        print_line(f"{escape(one)} is {how}")
+        print_line(f"{escape(one)} {'would be' if dry_run else 'is'} {how}")
     if unknown:
-        kind = MillstreamError if ended else ConfigError  # ConfigError: nothing was changed
-        raise kind(
+        raise MillstreamError(
             f"unknown streams of {service}: {', '.join(map(repr, sorted(unknown)))} "
-            f"(not announced, not read yet, or done); see: millstream streams {service}"
+            f"(not added, not read yet, or removed); see: millstream lease list {service}"
         )
 
 
 def _resolve_service(client: Client, service: str) -> str:
-    """The service of this name, or of the handler of this name. Raises ConfigError if neither exists, and RedisError."""
+    """The service of this name, or of the handler of this name. Raises MillstreamError if neither exists."""
     name = _find_service(client, service)
     if name is None:
-        raise ConfigError(f"unknown service {service!r}: no stream was announced to it; check the name and --url")
+        raise MillstreamError(f"unknown service {service!r}: no stream was added to it; check the name and --url")
     return name
 
 

@@ -1,0 +1,286 @@
+"""`millstream key`: shows and controls the queued keys of handlers."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import typer
+
+from millstream.admin.inspection import existing_handlers
+from millstream.cli.handler_names import HandlerName, HandlerNames, OnStream, find_handler, select_handlers, split_name
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
+from millstream.cli.terminal import (
+    confirm,
+    pluralize,
+    print_details,
+    print_json,
+    print_line,
+    print_message,
+    print_table,
+    truncate,
+)
+from millstream.delivery.key_queues import (
+    KeyQueue,
+    QueueState,
+    having_stuck_keys,
+    list_queues,
+    queue_usage,
+    read_queues,
+)
+from millstream.delivery.key_queues import park as park_queue
+from millstream.delivery.key_queues import skip as skip_first
+from millstream.delivery.key_queues import unpark as unpark_queue
+from millstream.delivery.keyed_stream import queue_of_key
+from millstream.errors import AccessDenied, MillstreamError, WrongType
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape, json_value, unescape
+from millstream.redis_client.key_names import HandlerKeys
+
+Key = Annotated[str, typer.Argument(help="The key; write bytes that are not text as \\xNN.", metavar="KEY")]
+State = Annotated[
+    Literal["leased", "ready", "backing-off", "parked", "unreadable"] | None,
+    typer.Option(
+        help="Only keys in this state; default: with a handler all, else those that are stuck: parked or backing off."
+    ),
+]
+Limit = Annotated[int, typer.Option(min=1, help="Maximum number of keys to list; parked ones come first.")]
+Reason = Annotated[str, typer.Option(help="The reason, shown to operators.")]
+
+key = command_group("List the keys that wait, and why; park, unpark and skip.")
+
+_MOST = 100_000
+"""Keys that are read of a handler on a stream."""
+
+_STUCK: tuple[QueueState, ...] = ("parked", "backing off", "unreadable")
+_CROWDED = 0.8
+_KEY_CHARS, _WHY_CHARS = 40, 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A handler on a stream, with its key queues; `usage` is how many messages they hold, and the limit."""
+
+    keys: HandlerKeys
+    queues: list[KeyQueue] = field(default_factory=list)
+    usage: tuple[int, int] | None = None
+
+
+@key.command("list")
+def list_(
+    handlers: HandlerNames = None, stream: OnStream = None, state: State = None, limit: Limit = 20,
+    count: OnlyCount = False, url: Url = DEFAULT_URL, as_json: JsonLines = False,
+) -> None:  # fmt: skip
+    """List the keys of handlers that are in progress, queued or parked, why they wait, and their numbers of messages.
+
+    Without a handler it lists the stuck keys of all handlers: those that are parked, blocked or backing off.
+    """
+    one_handler = handlers is not None and split_name(handlers)[1] is not None
+    with Client(url) as client:
+        selected = (
+            find_handler(client, handlers, stream)
+            if handlers and one_handler
+            else select_handlers(client, handlers, stream)
+        )
+        stuck_only = state is None and not one_handler
+        places = _read_places(client, selected, stuck_only=stuck_only)
+    wanted = _STUCK if stuck_only else None if state is None else (state.replace("-", " "),)
+    found = [(place.keys, one) for place in places for one in place.queues if wanted is None or one.state in wanted]
+    found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
+    if count:
+        _print_counts(places, wanted, as_json=as_json)
+    elif as_json:
+        for keys, queue in found[:limit]:
+            print_json(_as_json(keys, queue))
+    else:
+        _print_keys(found, limit)
+    if not as_json:
+        _print_crowded(places)
+    if len(found) > limit and not count:
+        print_message(f"{len(found) - limit:,} more; use --limit to show them")
+
+
+@key.command()
+def show(
+    handler: HandlerName, key: Key, stream: OnStream = None, url: Url = DEFAULT_URL, as_json: JsonLines = False
+) -> None:
+    """Show one key in full, on each stream where it is in progress, queued or parked."""
+    queue = queue_of_key(unescape(key), b"")
+    with Client(url) as client:
+        found = [
+            (keys, one) for keys in find_handler(client, handler, stream) for one in read_queues(client, keys, [queue])
+        ]
+    if not found:
+        raise MillstreamError(
+            f"the key {key!r} of {handler} is not in progress, queued or parked; see: millstream key list {handler}"
+        )
+    for keys, one in found:
+        row = _as_json(keys, one)
+        if as_json:
+            print_json(row)
+        else:
+            print_details(
+                (name, "-" if value is None else f"{value}") for name, value in {**row, "key": _name(one)}.items()
+            )
+
+
+def _read_places(client: Client, selected: Sequence[HandlerKeys], *, stuck_only: bool) -> list[_Place]:
+    """The key queues of these handlers. Leaves out what this user may not access, unless that is all of it."""
+    existing = existing_handlers(client, selected) if selected else []
+    places: list[_Place] = []
+    refusals: list[AccessDenied] = []
+    for keys in having_stuck_keys(client, existing) if stuck_only else existing:
+        try:
+            places.append(
+                _Place(keys=keys, queues=list_queues(client, keys, most=_MOST), usage=queue_usage(client, keys))
+            )
+        except AccessDenied as error:
+            refusals.append(error)
+        except WrongType as error:
+            print_message(f"{keys.app}.{keys.handler} on {escape(keys.stream)} is unreadable: {error}")
+    if refusals and not places:
+        raise refusals[0]
+    return places
+
+
+def _as_json(keys: HandlerKeys, queue: KeyQueue) -> dict[str, Any]:
+    return {
+        "handler": f"{keys.app}.{keys.handler}", "stream": keys.stream, "key": json_value(queue.key),
+        "state": queue.state, "messages": queue.length, "first": queue.first_id, "worker": queue.worker,
+        "since_ms": queue.since_ms, "until_ms": queue.until_ms, "failed_attempts": queue.failed_attempts,
+        "lost_leases": queue.expired_leases, "parked": queue.parked_reason, "why": queue.why,
+    }  # fmt: skip
+
+
+def _print_counts(places: Sequence[_Place], wanted: Collection[str] | None, *, as_json: bool) -> None:
+    for place in places:
+        chosen = [one for one in place.queues if wanted is None or one.state in wanted]
+        states = Counter(str(one.state) for one in chosen)
+        messages = sum(one.length for one in chosen)
+        name = f"{place.keys.app}.{place.keys.handler}"
+        if as_json:
+            queued, look_ahead = place.usage or (None, None)
+            figures = {
+                "keys": len(chosen),
+                "messages": messages,
+                "states": states,
+                "queued": queued,
+                "look_ahead": look_ahead,
+            }
+            print_json({"handler": name, "stream": place.keys.stream, **figures})
+        else:
+            print_line(f"{name} on {escape(place.keys.stream)}: {_describe(states, messages)}")
+
+
+def _describe(states: Counter[str], messages: int) -> str:
+    listed = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
+    return f"{pluralize(states.total(), 'key')} with {pluralize(messages, 'message')}" + (
+        f": {listed}" if listed else ""
+    )
+
+
+def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], limit: int) -> None:
+    if not found:
+        print_message("there are no such keys")
+        return
+    print_line(_describe(Counter(str(queue.state) for _, queue in found), sum(queue.length for _, queue in found)))
+    several = len({(keys.app, keys.handler) for keys, _ in found}) > 1
+    rows = [
+        (
+            *((f"{keys.app}.{keys.handler}",) if several else ()),
+            _name(queue),
+            escape(keys.stream),
+            queue.state,
+            f"{queue.length:,}",
+            queue.first_id,
+            truncate(queue.why, _WHY_CHARS),
+        )
+        for keys, queue in found[:limit]
+    ]
+    print_table((*(("handler",) if several else ()), "key", "stream", "state", ">messages", "first", "why"), rows)
+
+
+def _print_crowded(places: Sequence[_Place]) -> None:
+    for place in places:
+        queued, most = place.usage or (0, 1)
+        if queued >= _CROWDED * most:
+            print_message(
+                f"{queued:,} messages of {escape(place.keys.stream)} are in key queues, of at most {most:,}: at the limit "
+                "no new key is read. Resolve the keys with most messages, or give the workers a greater --look-ahead"
+            )
+
+
+def _name(queue: KeyQueue) -> str:
+    return "(no key)" if queue.key is None else truncate(escape(queue.key), _KEY_CHARS)
+
+
+@key.command()
+def park(
+    handler: HandlerName,
+    key: Key,
+    reason: Reason = "by an operator",
+    stream: OnStream = None,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Park a key after its message in progress, until `unpark`. Other keys go on."""
+    _act(
+        handler,
+        key,
+        stream,
+        url,
+        "parked",
+        lambda client, handler_keys, queue: park_queue(client, handler_keys, queue, reason),
+        as_json=as_json,
+    )
+
+
+@key.command()
+def unpark(
+    handler: HandlerName, key: Key, stream: OnStream = None, url: Url = DEFAULT_URL, as_json: Json = False
+) -> None:
+    """Resume a parked key. The attempts of its first message are counted from 0 again."""
+    _act(handler, key, stream, url, "unparked", unpark_queue, as_json=as_json)
+
+
+@key.command()
+def skip(
+    handler: HandlerName, key: Key, reason: Reason = "skipped by an operator", stream: OnStream = None,
+    dry_run: DryRun = False, yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Dead-letter the first message of a key, so that the next one can run. A parked key stays parked."""
+    if not dry_run:
+        confirm(f"Dead-letter the first message of {key}?", yes=yes)
+
+    def skip_or_show(client: Client, keys: HandlerKeys, queue: bytes) -> str | None:
+        if not dry_run:
+            return skip_first(client, keys, queue, error=reason)
+        return next((one.first_id or None for one in read_queues(client, keys, [queue])), None)
+
+    _act(handler, key, stream, url, "skipped", skip_or_show, dry_run=dry_run, as_json=as_json)
+
+
+def _act(
+    handler: str, key: str, stream: str | None, url: str, done: str,
+    action: Callable[[Client, HandlerKeys, bytes], object], *, dry_run: bool = False, as_json: bool,
+) -> None:  # fmt: skip
+    """Apply `action` to the queue of `key` on each of the handler's streams; report those that it changed."""
+    queue = queue_of_key(unescape(key), b"")
+    with Client(url) as client:
+        results = {keys.stream: action(client, keys, queue) for keys in find_handler(client, handler, stream)}
+    changed = {name: result for name, result in results.items() if result}
+    if as_json:
+        streams = {name: json_value(result) for name, result in changed.items()}
+        print_json({"handler": handler, "key": key, done: streams, "dry_run": dry_run})
+    else:
+        how = f"would be {done}" if dry_run else f"is {done}"
+        for name, result in changed.items():
+            message = f"message {result} of " if isinstance(result, str) else ""
+            print_line(f"{message}{escape(unescape(key))} on {escape(name)} {how}")
+    if not changed:
+        raise MillstreamError(
+            f"the key {key!r} could not be {done}: {_HINTS[done]}; see: millstream key list {handler}"
+        )
+
+
+_HINTS = {"parked": "it is parked already", "unparked": "it is not parked", "skipped": "none of its messages is queued"}

@@ -1,0 +1,95 @@
+"""Options of commands: the command line counts before the environment, that before the file, that before the default."""
+
+from pathlib import Path
+
+import pytest
+
+from millstream.cli.options import Duration
+from millstream.errors import ConfigError
+from millstream.redis_client.client import Client
+from tests.support.commandline import call
+
+pytestmark = [pytest.mark.cli]
+
+
+@pytest.fixture
+def folder(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder; nine entries are in the stream `s`."""
+    client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(1, 10)])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shown(client: Client, *options: str) -> int:
+    return len(call("tail", "s", "--no-follow", *options, url=client.url).out.splitlines())
+
+
+def test_flag_counts_before_environment_before_file_before_default(
+    client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shown(client) == 9
+    (folder / "millstream.toml").write_text("[tail]\nlimit = 4\n")
+    assert shown(client) == 4
+    (folder / "other.toml").write_text("[tail]\nlimit = 3\n")
+    assert shown(client, "--config", "other.toml") == 3
+    monkeypatch.setenv("MILLSTREAM_TAIL_LIMIT", "2")
+    assert shown(client) == 2
+    assert shown(client, "--limit", "1") == 1
+
+
+def test_commands_below_a_noun_have_settings_too(client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.execute("XGROUP", "CREATE", "s", "g", "0")
+    client.execute("XREADGROUP", "GROUP", "g", "c", "STREAMS", "s", ">")
+
+    def pending() -> int:
+        return len(call("group", "pending", "s", "g", "--json", url=client.url).json()["entries"])
+
+    (folder / "millstream.toml").write_text("[group.pending]\nlimit = 4\n")
+    assert pending() == 4
+    monkeypatch.setenv("MILLSTREAM_GROUP_PENDING_LIMIT", "2")
+    assert pending() == 2
+
+
+def test_the_url_of_the_file_holds_for_all_commands(client: Client, folder: Path) -> None:
+    (folder / "millstream.toml").write_text(f'url = "{client.url}"\n')
+    assert call("tail", "s", "--no-follow").out.count("\n") == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[tail]\nlimmit = 4\n", "unknown option 'limmit' in [tail]; use"),
+        ("[tail\n", "cannot read the file"),
+        ("tail = 1\n", "'tail' must be a section: [tail]"),
+        ("[dlq.purge]\nyes = true\n", "unknown option 'yes' in [dlq.purge]"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_said_in_one_line(client: Client, folder: Path, text: str, says: str) -> None:
+    (folder / "millstream.toml").write_text(text)
+    words = ("dlq", "purge", "--all") if "dlq" in text else ("tail", "s")
+    refused = call(*words, url=client.url)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert says in refused.err
+
+
+def test_a_question_is_not_answered_by_the_environment(
+    client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLSTREAM_DELAYED_CANCEL_YES", "1")
+    assert "add --yes" in call("delayed", "cancel", "s", "1-0", url=client.url).err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "written"),
+    [("500ms", 0.5, "500ms"), ("90", 90, "90s"), ("0.3", 0.3, "300ms"), ("5m", 300, "5m"), ("7d", 604_800, "7d")],
+)
+def test_times_are_read_and_written_in_one_way(text: str, seconds: float, written: str) -> None:
+    found = Duration(text)
+    assert float(found) == pytest.approx(seconds)
+    assert str(found) == written
+
+
+@pytest.mark.parametrize("text", ["soon", "-1s", "m", "5 m", "5M", "nan", "inf", ""])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a duration"):
+        Duration(text)
