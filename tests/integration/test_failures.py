@@ -105,7 +105,7 @@ def test_a_key_that_a_worker_has_parked_keeps_the_error_until_an_operator_acts(
     with working(client, make(fail, key="k", retry=Retry(attempts=1, then="park"))):
         eventually(lambda: client.execute("HLEN", KEYS.parked), "the parked key")
     ((level, text),) = failures(caplog)
-    assert (level, text.rpartition("; ")[2]) == ("WARNING", "its key is parked, see: millstream keys app.handle")
+    assert (level, text.rpartition("; ")[2]) == ("WARNING", "its key is parked, see: millstream key list app.handle")
     stored = last_error(client, "1-0")
     assert stored.error == "failed: RuntimeError: no gateway for 1"
     assert "in fail" in stored.traceback
@@ -149,7 +149,7 @@ def test_a_task_on_spark_reports_its_failures_to_the_driver_and_stores_why_a_key
     FailureLog(handler).merge(report["failures"])
     texts = failures(caplog)
     assert sorted(level for level, _ in texts) == ["ERROR", "WARNING", "WARNING"]
-    assert any(text.endswith("its key is parked, see: millstream keys app.handle") for _, text in texts)
+    assert any(text.endswith("its key is parked, see: millstream key list app.handle") for _, text in texts)
     assert any("dead letter (undecodable)" in text for _, text in texts)
     stored = last_error(client, "1-0")
     assert stored.error == "failed: RuntimeError: attempt 2 fails"

@@ -150,7 +150,7 @@ class FailureLog:
 
     def _action(self, outcome: RetryLater | Parked, attempt: int, key: bytes | None, delay_ms: float) -> str:
         if isinstance(outcome, Parked):
-            return f"{'it' if key is None else 'its key'} is parked, see: millstream keys {self._handler.label}"
+            return f"{'it' if key is None else 'its key'} is parked, see: millstream key list {self._handler.label}"
         retry = self._handler.retry
         blocks = retry.then == "block" and attempt >= retry.attempts and key is not None
         return f"{'it blocks its key, ' if blocks else ''}retrying in {delay_ms / 1000:,.1f} s"
