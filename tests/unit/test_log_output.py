@@ -80,6 +80,11 @@ def test_the_logging_that_an_app_configures_holds_and_silences_nothing_of_millst
     ]  # fmt: skip
 
 
+def test_what_millstream_logs_while_the_app_is_loaded_has_no_password_either() -> None:
+    app = f"{BASIC}; logging.getLogger('millstream.x').warning('at redis://:{CANARY}@h')"
+    assert "OWN WARNING at redis://:***@h" in logged(app)
+
+
 def test_what_the_user_asks_for_comes_before_what_the_app_configures() -> None:
     lines = [json.loads(line) for line in logged(BASIC, level="warning", format="json")]
     assert [(line["level"], line["logger"], line["message"]) for line in lines] == [
