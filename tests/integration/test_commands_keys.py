@@ -7,6 +7,7 @@ import pytest
 
 from millstream.delivery.key_queues import count_parked
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
+from millstream.delivery.last_error import LastError
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
@@ -57,6 +58,27 @@ def test_the_list_says_of_each_key_what_it_waits_for(client: Client, stream: Key
     assert "attempt 2" in rows["b"]["why"]
     assert rows["c"]["parked"] == "failed: no such account"
     assert stream.check_invariants() == []
+
+
+def test_the_last_error_of_a_key_that_waits_is_listed_and_shown_with_its_traceback(
+    client: Client, stream: KeyedStream
+) -> None:
+    error = LastError(error="RuntimeError: no gateway", traceback="Traceback\n  in pay\nRuntimeError: no gateway\n")
+    (lease,) = stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
+    assert lease.key == b"d"
+    stream.release_leases([LeaseRelease(lease, "backoff", 60_000, 2, error.pack())])
+    rows = {row["key"]: (row["error"], row["traceback"]) for row in listed(client, "shop.pay")}
+    assert rows["d"] == (error.error, error.traceback)
+    assert rows["a"] == rows["b"] == (None, None)
+    table = call("key", "list", "shop.pay", url=client.url).out
+    assert "RuntimeError: no gateway\n" in table
+    assert "in pay" not in table
+    shown = call("key", "show", "shop.pay", "d", url=client.url).out
+    assert shown.endswith("\nTraceback\n  in pay\nRuntimeError: no gateway\n")
+    assert "error            RuntimeError: no gateway\n" in shown
+    call("key", "skip", "shop.pay", "d", "--yes", url=client.url)
+    (letter,) = call("dlq", "list", "--json", url=client.url).json_lines()
+    assert letter["error"] == "skipped by an operator; last error: RuntimeError: no gateway"
 
 
 def test_without_a_handler_the_stuck_keys_of_all_handlers_are_listed(client: Client, stream: KeyedStream) -> None:

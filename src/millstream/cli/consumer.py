@@ -8,6 +8,7 @@ import typer
 
 from millstream.app import load_function
 from millstream.cli.config_file import require_modules
+from millstream.cli.log_output import finish_logging
 from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
 from millstream.redis_client.deployments import parse_route
@@ -98,6 +99,7 @@ def consumer(
         time_limit_ms=time_limit.ms,
     )
     function = load_function(target)
+    finish_logging()
 
     def ready(where: str) -> None:
         if as_json:

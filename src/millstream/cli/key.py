@@ -18,12 +18,14 @@ from millstream.cli.terminal import (
     print_line,
     print_message,
     print_table,
+    print_text,
     truncate,
 )
 from millstream.delivery.key_queues import (
     KeyQueue,
     QueueState,
     having_stuck_keys,
+    last_errors,
     list_queues,
     queue_usage,
     read_queues,
@@ -32,6 +34,7 @@ from millstream.delivery.key_queues import park as park_queue
 from millstream.delivery.key_queues import skip as skip_first
 from millstream.delivery.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
+from millstream.delivery.last_error import LastError
 from millstream.errors import AccessDenied, MillstreamError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
@@ -54,7 +57,7 @@ _MOST = 100_000
 
 _STUCK: tuple[QueueState, ...] = ("parked", "backing off", "unreadable")
 _CROWDED = 0.8
-_KEY_CHARS, _WHY_CHARS = 40, 200
+_KEY_CHARS, _WHY_CHARS, _ERROR_CHARS = 40, 200, 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +87,17 @@ def list_(
         )
         stuck_only = state is None and not one_handler
         places = _read_places(client, selected, stuck_only=stuck_only)
-    wanted = _STUCK if stuck_only else None if state is None else (state.replace("-", " "),)
-    found = [(place.keys, one) for place in places for one in place.queues if wanted is None or one.state in wanted]
-    found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
+        wanted = _STUCK if stuck_only else None if state is None else (state.replace("-", " "),)
+        found = [(place.keys, one) for place in places for one in place.queues if wanted is None or one.state in wanted]
+        found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
+        errors = [] if count else last_errors(client, found[:limit])
     if count:
         _print_counts(places, wanted, as_json=as_json)
     elif as_json:
-        for keys, queue in found[:limit]:
-            print_json(_as_json(keys, queue))
+        for (keys, queue), last in zip(found, errors, strict=False):
+            print_json(_as_json(keys, queue, last))
     else:
-        _print_keys(found, limit)
+        _print_keys(found, errors)
     if not as_json:
         _print_crowded(places)
     if len(found) > limit and not count:
@@ -110,18 +114,22 @@ def show(
         found = [
             (keys, one) for keys in find_handler(client, handler, stream) for one in read_queues(client, keys, [queue])
         ]
+        errors = last_errors(client, found)
     if not found:
         raise MillstreamError(
             f"the key {key!r} of {handler} is not in progress, queued or parked; see: millstream key list {handler}"
         )
-    for keys, one in found:
-        row = _as_json(keys, one)
+    for (keys, one), last in zip(found, errors, strict=True):
+        row = _as_json(keys, one, last)
         if as_json:
             print_json(row)
         else:
+            traceback = row.pop("traceback")
             print_details(
                 (name, "-" if value is None else f"{value}") for name, value in {**row, "key": _name(one)}.items()
             )
+            if traceback:
+                print_text(traceback.rstrip("\n"))
 
 
 def _read_places(client: Client, selected: Sequence[HandlerKeys], *, stuck_only: bool) -> list[_Place]:
@@ -143,12 +151,13 @@ def _read_places(client: Client, selected: Sequence[HandlerKeys], *, stuck_only:
     return places
 
 
-def _as_json(keys: HandlerKeys, queue: KeyQueue) -> dict[str, Any]:
+def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, Any]:
     return {
         "handler": f"{keys.app}.{keys.handler}", "stream": keys.stream, "key": json_value(queue.key),
         "state": queue.state, "messages": queue.length, "first": queue.first_id, "worker": queue.worker,
         "since_ms": queue.since_ms, "until_ms": queue.until_ms, "failed_attempts": queue.failed_attempts,
         "lost_leases": queue.expired_leases, "parked": queue.parked_reason, "why": queue.why,
+        "error": last.error or None, "traceback": last.traceback or None,
     }  # fmt: skip
 
 
@@ -179,7 +188,8 @@ def _describe(states: Counter[str], messages: int) -> str:
     )
 
 
-def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], limit: int) -> None:
+def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[LastError]) -> None:
+    """Print as many of these keys as there are errors."""
     if not found:
         print_message("there are no such keys")
         return
@@ -194,10 +204,12 @@ def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], limit: int) -> No
             f"{queue.length:,}",
             queue.first_id,
             truncate(queue.why, _WHY_CHARS),
+            truncate(last.error, _ERROR_CHARS) or "-",
         )
-        for keys, queue in found[:limit]
+        for (keys, queue), last in zip(found, errors, strict=False)
     ]
-    print_table((*(("handler",) if several else ()), "key", "stream", "state", ">messages", "first", "why"), rows)
+    columns = ("key", "stream", "state", ">messages", "first", "why", "last error")
+    print_table((*(("handler",) if several else ()), *columns), rows)
 
 
 def _print_crowded(places: Sequence[_Place]) -> None:

@@ -17,8 +17,11 @@ from typer.main import get_command
 
 from millstream import __version__
 from millstream.cli.config_file import add_settings
+from millstream.cli.log_options import COMMANDS as LOGGING_COMMANDS
+from millstream.cli.log_options import add_log_options
+from millstream.cli.log_output import LogSettings, start_logging
 from millstream.cli.options import MARKUP
-from millstream.cli.terminal import log_to_stderr, print_message, print_message_text, redact_uncaught_exceptions
+from millstream.cli.terminal import print_message, print_message_text, redact_uncaught_exceptions
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
 from millstream.redis_client.escaping import escape_lines
 from millstream.redis_client.redaction import redact_text
@@ -130,6 +133,8 @@ def load_command(name: str) -> Any:
         found.command(name)(command)
     loaded = get_command(found)
     loaded.name = name
+    if name in LOGGING_COMMANDS:
+        add_log_options(loaded)
     add_settings(loaded, (name,))
     return loaded
 
@@ -169,7 +174,7 @@ def _options(
     ] = False,
 ) -> None:
     """Redis Streams processed reliably: in order per key on Apache Spark, and in milliseconds on workers."""
-    log_to_stderr(debug=debug)
+    start_logging(LogSettings(debug=debug))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.live import Live
 
 from millstream.app import App, add_to_path, app_folder, load_app
+from millstream.cli.log_output import finish_logging
 from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.signals import orderly_stop
-from millstream.cli.terminal import pluralize
+from millstream.cli.terminal import has_message_format, pluralize, print_message
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, SessionEnded
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
@@ -50,7 +51,11 @@ class Progress:
         self._app = app
         self._as_json = as_json
         self._console = Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._live = (
+            Live(console=self._console, auto_refresh=False)
+            if self._console.is_terminal and not has_message_format()
+            else None
+        )
         self._every_s = 0.5 if self._live else every_s
         self._lock = threading.Lock()
         self._total = dict.fromkeys(("batches", *_COUNTED), 0)
@@ -78,7 +83,7 @@ class Progress:
             if self._as_json:
                 print(json.dumps(event), flush=True)
             elif words := escape_line(redact_text(self._describe(event))):
-                self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+                self._print(words)
 
     def on_watch(self, lag: int | None) -> None:
         """Print a line of progress if the interval has passed and something has changed."""
@@ -93,8 +98,14 @@ class Progress:
                 if self._live:
                     self._live.update(line, refresh=True)
                 else:
-                    self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                    self._print(line)
             self._shown, self._shown_at = dict(self._total), now
+
+    def _print(self, line: str) -> None:
+        if has_message_format():
+            print_message(line)
+        else:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _progress_line(self, rate: float, lag: int | None) -> str:
         total = self._total
@@ -189,9 +200,7 @@ def run(
     if from_frontier and reprocess:
         raise ConfigError("--from-frontier and --reprocess exclude each other: give only one")
     settings = _pairs(conf or [])
-    for path in py_files or ():
-        add_to_path(path)
-    app = load_app(target).only(only or ())
+    app = _load(target, only or (), py_files or ())
     _check_installed()
     from millstream.spark.run.early_checks import check_early
     from millstream.spark.run.query_metrics import QueryMetrics
@@ -223,6 +232,14 @@ def run(
             Supervisor(app, spark, chosen, on_event=on_event, on_watch=progress.on_watch, stopping=stopping).run()
 
         _in_sessions(session, run_on, run_settings, stopping)
+
+
+def _load(target: str, only: Sequence[str], py_files: Sequence[str]) -> App:
+    for path in py_files:
+        add_to_path(path)
+    app = load_app(target).only(only)
+    finish_logging()
+    return app
 
 
 def _check_installed() -> None:

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +37,19 @@ def print_json(value: Any, *, flush: bool = False) -> None:
     print_line(json.dumps(value, separators=(",", ":")), flush=flush)
 
 
+_message_formats: list[Callable[[str], str]] = []
+
+
+def format_messages_with(function: Callable[[str], str] | None) -> None:
+    """Let `function` make one line of each message to the user; None prints it as it is."""
+    _message_formats[:] = [] if function is None else [function]
+
+
+def has_message_format() -> bool:
+    """True if a program reads standard error, so that all of it must be in that format."""
+    return bool(_message_formats)
+
+
 def print_message(text: str) -> None:
     """Print a one-line message for the user to stderr."""
     print_message_text(escape_line(text))
@@ -44,7 +57,8 @@ def print_message(text: str) -> None:
 
 def print_message_text(text: str) -> None:
     """Print a message of several lines, such as a traceback, to stderr."""
-    sys.stderr.write(escape_lines(redact_text(text)).rstrip("\n") + "\n")
+    text = redact_text(text).rstrip("\n")
+    sys.stderr.write((_message_formats[0](text) if _message_formats else escape_lines(text)) + "\n")
     sys.stderr.flush()
 
 
@@ -58,19 +72,6 @@ class OneLineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
         return escape_lines(redact_text(super().format(record)))
-
-
-def log_to_stderr(*, debug: bool) -> None:
-    """Log to stderr; with `debug`, at level DEBUG for millstream but not for other libraries.
-
-    Some libraries log everything they send. py4j, for example, logs Redis' URL and the token by which it logs in to
-    Java.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter("%(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    if debug:
-        logging.getLogger("millstream").setLevel(logging.DEBUG)
 
 
 def redact_uncaught_exceptions() -> None:

@@ -1,6 +1,5 @@
 """`millstream worker`: runs an app's handlers on low-latency workers."""
 
-import logging
 import sys
 import threading
 from collections import Counter
@@ -13,6 +12,8 @@ import msgspec
 import typer
 
 from millstream.app import load_app
+from millstream.cli.log_output import finish_logging
+from millstream.cli.log_output import settings as log_settings
 from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
@@ -73,6 +74,7 @@ def worker(
     )  # fmt: skip
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
     app = load_app(target)
+    finish_logging()
     checked = WorkerProcess(app, settings)  # reports errors of the app here, once
     lines = _SupervisorOutput(as_json=as_json)
     with Client(url, timeout_ms=_TIMEOUT_MS) as client:
@@ -102,7 +104,7 @@ def _program(target: str, settings: WorkerSettings, health_port: int, launch: La
         health_port=health_port + int(launch.name.rpartition("-")[2]) if health_port else 0,
         report_to=launch.report_to,
         heartbeat_to=launch.heartbeat_to,
-        debug=logging.getLogger("millstream").isEnabledFor(logging.DEBUG),
+        log=replace(log_settings(), worker=launch.name),
     )
     # -P: the process finds modules where this one does, and not first in the working folder.
     return Program(

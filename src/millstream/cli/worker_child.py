@@ -15,8 +15,9 @@ from typing import NoReturn
 import msgspec
 
 from millstream.app import load_app
+from millstream.cli.log_output import LogSettings, finish_logging, start_logging
 from millstream.cli.signals import stopping_at_signals
-from millstream.cli.terminal import log_to_stderr, print_message, print_message_text, redact_uncaught_exceptions
+from millstream.cli.terminal import print_message, print_message_text, redact_uncaught_exceptions
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, MillstreamError
 from millstream.observability.health import Health, HealthServer
@@ -40,7 +41,7 @@ class WorkerJob:
     * `target`: the app, as on the command line
     * `health_port`: port of its health and metrics server; 0 for none
     * `report_to`, `heartbeat_to`: inherited file descriptors of its reports and of its heartbeat
-    * `debug`: log at level DEBUG
+    * `log`: its logging
     """
 
     target: str
@@ -48,7 +49,7 @@ class WorkerJob:
     health_port: int
     report_to: int
     heartbeat_to: int
-    debug: bool
+    log: LogSettings
 
 
 def main() -> NoReturn:
@@ -58,7 +59,7 @@ def main() -> NoReturn:
     if not line:  # the supervisor has died: there is nothing to do, and no process to report to
         _end(STUCK_CODE)
     job = msgspec.json.decode(line, type=WorkerJob)
-    log_to_stderr(debug=job.debug)
+    start_logging(job.log)
     try:
         leftovers = _run(job)
     except HandlerStuck as error:
@@ -88,6 +89,7 @@ def _run(job: WorkerJob) -> Sequence[Delivery]:
         if health is not None and isinstance(recorder, Recorder):
             stack.enter_context(HealthServer(health, recorder, port=job.health_port))
         app = load_app(job.target)
+        finish_logging()
         process = WorkerProcess(
             app,
             job.settings,

@@ -37,7 +37,8 @@ class Deferral:
     * `queue`, `expected_offset`: the field of their key offset, and its value as it was loaded, or IN_LINE for entries that
       were run from their key queue
     * `mode`; `detail`: milliseconds for "backoff", the reason for "park"
-    * `failed_attempts`: how many attempts on the first have failed, None if that is not known
+    * `failed_attempts`: how many attempts on the first have failed, None if that is not known; `last_error`: why the
+      last one failed, as `LastError.pack` returns it
     * `ids`: all messages of the key in the batch, from the first deferred one on
     """
 
@@ -46,6 +47,7 @@ class Deferral:
     mode: DeferMode = "append"
     detail: Arg = ""
     failed_attempts: int | None = None
+    last_error: bytes = b""
     ids: Sequence[str]
 
 
@@ -120,6 +122,7 @@ def _defer_args(deferral: Deferral) -> list[Arg]:
         deferral.mode,
         deferral.detail,
         failed,
+        deferral.last_error,
         len(deferral.ids),
         *deferral.ids,
     ]

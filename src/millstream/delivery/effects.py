@@ -17,6 +17,10 @@ FROM_QUEUE = b"queue"
 """Takes the place of the expected key offset for entries that Spark runs from a key queue, where they were deferred."""
 
 
+ERROR_SUFFIX = "e"
+"""Suffix of the field beside the crash counts that says why the last attempt failed (`last_error.py`)."""
+
+
 EXPIRED_SUFFIX = "l"
 """Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from millstream.delivery.effects import ERROR_SUFFIX
+from millstream.delivery.last_error import LastError
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
@@ -229,6 +231,15 @@ def queue_usage(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
     return (int(raise_if_error(pending)[0]), int(most)) if engine == b"keyed" and most is not None else None
 
 
+def last_errors(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[LastError]:
+    """Return why the last attempt on the first entry of each key queue failed; empty where it is not known.
+
+    Raises RedisError.
+    """
+    field = [(keys, queue.first_id.encode() + ERROR_SUFFIX.encode()) for keys, queue in queues]
+    return [LastError.parse(reply) for reply in call_all(client, [("HGET", keys.crashes, one) for keys, one in field])]
+
+
 def park(client: Client, keys: HandlerKeys, queue: bytes, reason: str) -> bool:
     """Park a key queue, from the end of its current lease on; False if it is parked already.
 
@@ -247,19 +258,25 @@ def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason:
     """Make the first entry of a key queue a dead letter with the text `error`, and return its id.
 
     None if it has none, or if that entry was committed at this very moment. A worker that processes it is refused its
-    commit. A queue that is parked stays so.
+    commit. A queue that is parked stays so. The dead letter also says why the last attempt on the entry failed.
     """
     (first,) = call_all(client, [("LINDEX", keys.queue(queue), 0)])
     if first is None:
         return None
-    found, counts, (seconds, micros) = call_all(
+    found, (*counts, packed), (seconds, micros) = call_all(
         client,
-        [("XRANGE", keys.stream, first, first), ("HMGET", keys.crashes, first + b"f", first + b"l"), ("TIME",)],
+        [
+            ("XRANGE", keys.stream, first, first),
+            ("HMGET", keys.crashes, first + b"f", first + b"l", first + ERROR_SUFFIX.encode()),
+            ("TIME",),
+        ],
     )
+    last = LastError.parse(packed)
+    error = f"{error}; last error: {last.error}" if last.error else error
     letter = DeadLetter(
         stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(queue), app=keys.app,
         handler=keys.handler, attempts=sum(int(count or 0) for count in counts), reason=reason, error=error,
-        time_ms=int(seconds) * 1000 + int(micros) // 1000,
+        traceback=last.traceback, time_ms=int(seconds) * 1000 + int(micros) // 1000,
     )  # fmt: skip
     done = _run_park_unpark_skip(client, keys, (queue, "skip", first, *letter.items()))
     return first.decode() if done else None
@@ -346,7 +363,7 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
         expected_consumer = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
         wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
                   if one in pending and pending[one] not in (expected_consumer, WAITING.encode())]  # fmt: skip
-    counted = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.crashes)}
+    counted = {field.rstrip(b"flae") for field in client.execute("HKEYS", keys.crashes)}
     if counted - queued:
         wrong.append(f"crash counts of entries that are done: {counted - queued}")
     return wrong

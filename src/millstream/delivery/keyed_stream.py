@@ -64,14 +64,16 @@ def lease_of(delivery: Delivery) -> KeyLease:
 
 
 class LeaseRelease(NamedTuple):
-    """How a lease ends. `detail`: milliseconds for "backoff", the reason for "park". `failed_attempts`: attempts on its first
-    entry.
+    """How a lease ends. `detail`: milliseconds for "backoff", the reason for "park".
+
+    `failed_attempts`: attempts on its first entry; `last_error`: why the last one failed, as `LastError.pack` returns it.
     """
 
     lease: KeyLease
     mode: ReleaseMode
     detail: Arg = ""
     failed_attempts: int | None = None
+    last_error: bytes = b""
 
 
 class LeaseResult(NamedTuple):
@@ -336,8 +338,9 @@ class KeyedStream(ReliableStream):
     def release_leases(self, endings: Sequence[LeaseRelease]) -> list[KeyLease]:
         """Release leases; return those that were lost already, of which nothing was changed. May safely be repeated."""
         args: list[Arg] = []
-        for lease, how, detail, failed in endings:
-            args += (lease.queue, lease.token, lease.in_flight_count, how, detail, "" if failed is None else failed)
+        for lease, how, detail, failed, last_error in endings:
+            args += (lease.queue, lease.token, lease.in_flight_count, how, detail)
+            args += ("" if failed is None else failed, last_error)
         refused = set(self._with_rejoin(lambda: self._run_script(RELEASE_LEASES, (self.token, self.group, *args))))
         return [ending.lease for ending in endings if ending.lease.queue in refused]
 

@@ -16,7 +16,7 @@ from itertools import count, islice
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
-from millstream.delivery.effects import EXPIRED_SUFFIX, FAILED_SUFFIX, ISOLATED_SUFFIX, Effects
+from millstream.delivery.effects import ERROR_SUFFIX, EXPIRED_SUFFIX, FAILED_SUFFIX, ISOLATED_SUFFIX, Effects
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
@@ -572,7 +572,8 @@ class ReliableStream:
 
 def crash_counts_of(entry_id: str) -> tuple[str, ...]:
     """Return all crash-count fields of an entry."""
-    return entry_id, entry_id + FAILED_SUFFIX, entry_id + EXPIRED_SUFFIX, entry_id + ISOLATED_SUFFIX
+    suffixes = (FAILED_SUFFIX, ERROR_SUFFIX, EXPIRED_SUFFIX, ISOLATED_SUFFIX)
+    return entry_id, *(entry_id + suffix for suffix in suffixes)
 
 
 def remove_consumers(client: Client, streams: Iterable[ReliableStream]) -> None:

@@ -8,7 +8,8 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -49,6 +50,7 @@ class RetryLater:
 
     delay_ms: float
     error: str
+    raised: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class Parked:
 
     reason: Reason
     error: str
+    traceback: str = ""
 
 
 Outcome = Done | DeadLettered | RetryLater | Parked
@@ -148,7 +151,7 @@ def _batch_outcome(handler: Handler, messages: Sequence[Message], ended: RunResu
 
 def _retry_singly(handler: Handler, error: BaseException) -> RetryLater:
     # Any message of the batch may be the cause, so none is dead-lettered: each gets at least one attempt of its own.
-    return RetryLater(handler.retry.delay_after(1), _error_text(handler, error))
+    return RetryLater(handler.retry.delay_after(1), _error_text(handler, error), error)
 
 
 def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | DeadLettered:
@@ -203,7 +206,8 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
             raise  # the handler did not raise it: the loop is closed
-        ended = (), TimeLimit() if expired else error
+        # Of an attempt that took too long, the traceback tells what it waited for.
+        ended = (), TimeLimit().with_traceback(error.__traceback__) if expired else error
     timer.cancel()
     if task.cancelling():
         with contextlib.suppress(asyncio.CancelledError):
@@ -278,16 +282,24 @@ def check_key(handler: Handler, message: Message) -> DeadLettered | None:
 def _failure_outcome(handler: Handler, message: Message, error: BaseException) -> Outcome:
     text = _error_text(handler, error)
     if message.attempt < handler.retry.attempts or handler.retry.then == "block":
-        return RetryLater(handler.retry.delay_after(message.attempt), text)
-    # The frames above the user's own are millstream's and tell a reader nothing.
-    user_frames = frame = error.__traceback__
+        return RetryLater(handler.retry.delay_after(message.attempt), text, error)
+    return outcome_after_last_attempt(handler, DeadLettered("failed", text, traceback_of(error)))
+
+
+def traceback_of(error: BaseException | None) -> str:
+    """Return the traceback of what a handler raised; "" if there is none.
+
+    The frames above the user's own are left out: they are millstream's and tell a reader nothing.
+    """
+    if error is None or error.__traceback__ is None:
+        return ""
+    frame: TracebackType | None = error.__traceback__
+    user_frames = frame
     while frame is not None:
         if frame.tb_frame.f_globals is globals():
             user_frames = frame.tb_next
         frame = frame.tb_next
-    return outcome_after_last_attempt(
-        handler, DeadLettered("failed", text, "".join(traceback.format_exception(type(error), error, user_frames)))
-    )
+    return "".join(traceback.format_exception(type(error), error, user_frames))
 
 
 def outcome_after_last_attempt(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:
@@ -295,7 +307,7 @@ def outcome_after_last_attempt(handler: Handler, dead: DeadLettered) -> DeadLett
 
     A poison pill parks its key even under `then="block"`: retried without end, it would kill process after process.
     """
-    return dead if handler.retry.then == "dead-letter" else Parked(dead.reason, dead.error)
+    return dead if handler.retry.then == "dead-letter" else Parked(dead.reason, dead.error, dead.traceback)
 
 
 def _error_text(handler: Handler, error: BaseException) -> str:

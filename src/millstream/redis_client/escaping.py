@@ -144,4 +144,6 @@ def _dump(value: Any) -> bytes:
 def _escaped(c: str) -> str:
     if c.isprintable():
         return c
-    return "".join(f"\\x{byte:02x}" for byte in c.encode("utf-8", "surrogateescape"))
+    # Errors may quote a lone surrogate that stands for no byte.
+    how = "surrogateescape" if "\udc80" <= c <= "\udcff" else "surrogatepass"
+    return "".join(f"\\x{byte:02x}" for byte in c.encode("utf-8", how))

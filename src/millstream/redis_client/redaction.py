@@ -4,7 +4,11 @@ An error about a mistyped URL quotes it. So only the known harmless parts of a U
 except the place where the password ought to be.
 """
 
+import logging
 import re
+import traceback
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 HIDDEN = "***"
@@ -74,6 +78,37 @@ def redact_text(text: str) -> str:
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
+
+
+def redact_own_records() -> None:
+    """From now on, remove credentials from every record that millstream logs in this process, whatever formats it.
+
+    May be repeated, as an app may replace the factory of records.
+    """
+    make = logging.getLogRecordFactory()
+    if not isinstance(make, _RedactingFactory):
+        logging.setLogRecordFactory(_RedactingFactory(make))
+
+
+class _RedactingFactory:
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self._make = make
+
+    def __call__(self, *args: Any, **options: Any) -> logging.LogRecord:
+        record = self._make(*args, **options)
+        if record.name.partition(".")[0] == "millstream":
+            _redact_record(record)
+        return record
+
+
+def _redact_record(record: logging.LogRecord) -> None:
+    message = record.getMessage()
+    if (redacted := redact_text(message)) != message:
+        record.msg, record.args = redacted, ()
+    if record.exc_info:
+        text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        if (redacted := redact_text(text)) != text:
+            record.exc_info, record.exc_text = None, redacted
 
 
 def _parts(rest: str) -> tuple[str | None, ...]:

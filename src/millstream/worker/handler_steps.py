@@ -23,6 +23,7 @@ from millstream.handlers.attempt import (
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
 from millstream.model import Message
+from millstream.observability.failure_log import FailureLog
 from millstream.observability.tracing import NO_TRACING, TracedRun, tracing
 from millstream.redis_client.key_names import REDRIVE_FIELD
 
@@ -30,12 +31,13 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 class HandlerSteps:
     """The steps of a message of one handler: decode, run, then commit, dead-letter or retry.
 
-    Subclass it to do something before or after a step; call the step itself, and return what it returns. Several
+    `failures` logs the attempts that fail, and the dead letters. Subclass it to do something before or after a step; call the step itself, and return what it returns. Several
     threads may call any of them at once.
     """
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
+        self.failures = FailureLog(handler)
         self._has_key = handler.key is not None
         self._label = handler.label.encode()
         self._tracing = tracing()
@@ -138,6 +140,14 @@ class HandlerSteps:
     def retry(self, delivery: Delivery, retry_later: RetryLater) -> float:
         """Return how long a message waits before its next attempt, in milliseconds."""
         return retry_later.delay_ms
+
+    def log_failure(self, delivery: Delivery, outcome: RetryLater | Parked, delay_ms: float = 0.0) -> None:
+        """Log a failed attempt, after which the message waits for `delay_ms` milliseconds or its key is parked."""
+        lease = delivery.lease
+        self.failures.attempt_failed(
+            delivery.stream.stream, delivery.id.decode(), None if lease is None else lease.key, delivery.attempt,
+            outcome, delay_ms=delay_ms,
+        )  # fmt: skip
 
 
 def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:

@@ -162,6 +162,7 @@ class ReadingLoop:
         self._ordering.close()
         for client in (self._client, self._blocking_client, self._scan_client):
             client.close()
+        self._steps.failures.close()
         if self._failures:
             raise self._failures[0]
         return [one for one in leftovers if one.running]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from millstream.delivery.effects import FAILED_SUFFIX
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
+from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter, Reason
@@ -132,7 +133,8 @@ class Delegator:
         policy = self._settings.retry
         attempts = lease.queued[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
-            outcome, result = "retry", LeaseRelease(lease, "backoff", round(policy.delay_after(attempts)), attempts)
+            delay_ms = round(policy.delay_after(attempts))
+            outcome, result = "retry", LeaseRelease(lease, "backoff", delay_ms, attempts, LastError(error=error).pack())
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
             letter = self.dead_letter(lease.queued[0], "failed" if retry else "rejected", error)
@@ -140,7 +142,7 @@ class Delegator:
                 raise self._lost_lease_refusal(name, message_id)
             return "dead-letter", self._assign_next(name)
         else:
-            outcome, result = "park", LeaseRelease(lease, "park", error, attempts)
+            outcome, result = "park", LeaseRelease(lease, "park", error, attempts, LastError(error=error).pack())
             self._metrics.count(m.PARKED, handler=self._settings.label)
         if self.group_stream.release_leases([result]):
             raise self._lost_lease_refusal(name, message_id)

@@ -20,8 +20,8 @@ from millstream.handlers.attempt import (
     attempt_batch_plain,
 )
 from millstream.model import Message
-from millstream.spark.engine.key_run import DeferReason, KeyRun
-from millstream.spark.engine.task import PartitionTask
+from millstream.spark.engine.key_run import KeyRun
+from millstream.spark.engine.task import PartitionTask, make_defer_reason
 
 
 class BatchTask(PartitionTask):
@@ -66,9 +66,14 @@ class BatchTask(PartitionTask):
         failed = [run for run, _, one in outcomes if isinstance(one, RetryLater)]
         if failed and isinstance(outcome, RetryLater):
             self._metrics[stream].retries += len(failed)
+            for run, message, one in outcomes:
+                if isinstance(one, RetryLater):
+                    self._failures.attempt_failed(
+                        stream, message.id, run.key, message.attempt, one, delay_ms=one.delay_ms
+                    )
             if self._must_defer(failed[0], outcome):
                 for run in failed:
-                    self._defer_later(run, DeferReason("backoff", round(outcome.delay_ms), run.attempt))
+                    self._defer_later(run, make_defer_reason(outcome, run.attempt))
                 return
             self._flush()
             group.create_task(self._run_batches(remaining, group))  # other batches go on while these back off

@@ -19,10 +19,11 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.deferral import RunnableKeys, runnable_keys
 from millstream.errors import Unfinished
+from millstream.observability.failure_log import FailureLog
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.entry_points import run_deferred
 from millstream.spark.engine.task import Job
-from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, sum_counters
+from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, log_failures, sum_counters
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,16 @@ class _Snapshot(NamedTuple):
 class DeferredJobs:
     """The deferred keys of one handler, on `streams` and on the streams it is notified of.
 
-    `give_up` returns True once waiting for Redis is pointless. One thread calls `run`; any thread may call the rest.
+    `give_up` returns True once waiting for Redis is pointless; `failures` logs what fails. One thread calls `run`; any thread may call the rest.
     Methods raise StaleOwner if a newer run has begun, and RedisError.
     """
 
     def __init__(
         self, job: Job, spark: SparkSession, *, streams: Iterable[str], give_up: Callable[[], bool],
-        clock: Clock = SYSTEM_CLOCK,
+        failures: FailureLog | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._job = job
+        self._failures = failures or FailureLog(job.handler)
         self._spark = spark
         self._give_up = give_up
         self._clock = clock
@@ -90,6 +92,7 @@ class DeferredJobs:
         if not queues:
             return None
         rows = self._run_job(queues)
+        log_failures(self._failures, rows)
         self.notify(rows)
         return Totals(
             handler=self._job.handler.name, seconds=(self._clock.monotonic_ms() - began_ms) / 1000, **sum_counters(rows)

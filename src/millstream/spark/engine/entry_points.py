@@ -7,6 +7,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from millstream.redis_client.client import Client, shared_client
+from millstream.redis_client.redaction import redact_own_records
 from millstream.spark.engine.batch_task import BatchTask
 from millstream.spark.engine.task import Job, PartitionTask
 
@@ -26,6 +27,7 @@ def run_deferred(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
 
 
 def _current_task(job: Job) -> PartitionTask:
+    redact_own_records()
     context = TaskContext.get()
     return task_of(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
 

@@ -37,6 +37,7 @@ class DeferReason(NamedTuple):
     mode: DeferMode = "append"
     detail: Arg = ""
     failed_attempts: int | None = None
+    last_error: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,10 +92,10 @@ class KeyRun:
     def deferral(self) -> Deferral:
         """The deferral of its remaining entries; valid once its effects are committed."""
         ids = [str(entry.id) for entry in self.entries]
-        how, detail, failed = self.defer_reason
+        how, detail, failed, last_error = self.defer_reason
         return Deferral(
             queue=self.offset_field, expected_offset=self.effects.expected_offset, mode=how, detail=detail, failed_attempts=failed,
-            ids=ids[:1] if self.from_queue else ids,
+            last_error=last_error, ids=ids[:1] if self.from_queue else ids,
         )  # fmt: skip
 
     def on_committed(self) -> None:

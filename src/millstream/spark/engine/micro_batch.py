@@ -17,23 +17,27 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.errors import DecodeError
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId, Message
+from millstream.observability.failure_log import FailureLog
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import run_partition
 from millstream.spark.engine.key_run import unpack_fields
 from millstream.spark.engine.task import Job
-from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, sum_counters
+from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, log_failures, sum_counters
 
 
 class Engine:
     """Processes the micro-batches of one handler; pass it to `DataStreamWriter.foreachBatch`.
 
     The keys are spread over as many tasks as there are cores. Every finished batch calls `on_batch`; `deferred_jobs` is
-    notified of the streams on which it deferred messages.
+    notified of the streams on which it deferred messages, and `failures` logs what failed.
     """
 
-    def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], deferred_jobs: DeferredJobs) -> None:
+    def __init__(
+        self, job: Job, *, on_batch: Callable[[BatchTotals], None], deferred_jobs: DeferredJobs, failures: FailureLog
+    ) -> None:
         self._job = job
+        self._failures = failures
         self._deferred_jobs = deferred_jobs
         self._on_batch = on_batch
         self._client = shared_client(job.url)
@@ -44,6 +48,7 @@ class Engine:
         self._deferred_jobs.wait_for_capacity()
         began_s = time.monotonic()
         rows = self._run(frame)
+        log_failures(self._failures, rows)
         self._deferred_jobs.notify(rows)
         self._advance(rows)
         seconds = time.monotonic() - began_s

@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore, CommittedPosition
 from millstream.delivery.deferral import Deferral, defer, deferred_keys, read_queue
-from millstream.delivery.effects import FAILED_SUFFIX, Effects
+from millstream.delivery.effects import ERROR_SUFFIX, FAILED_SUFFIX, Effects
+from millstream.delivery.last_error import LastError
 from millstream.handlers.attempt import (
     DeadLettered,
     Done,
@@ -33,6 +34,7 @@ from millstream.handlers.attempt import (
 )
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message
+from millstream.observability.failure_log import FailureRecorder
 from millstream.redis_client.client import Client
 from millstream.spark.engine.key_run import DeferReason, Entry, KeyRun, _check_finished, _unpack, unpack_fields
 from millstream.spark.engine.loop_heartbeat import LoopHeartbeat
@@ -69,6 +71,14 @@ class Job:
     token: int
 
 
+def make_defer_reason(outcome: RetryLater | Parked, attempt: int) -> DeferReason:
+    """Return why a run is deferred after a failed attempt on its first message."""
+    error = LastError.of(outcome).pack()
+    if isinstance(outcome, Parked):
+        return DeferReason("park", f"{outcome.reason}: {outcome.error}", attempt, error)
+    return DeferReason("backoff", round(outcome.delay_ms), attempt, error)
+
+
 def _partition_migration(client: Client, handler: Handler) -> "PartitionMigration":
     from millstream.spark.engine.key_migration import PartitionMigration
 
@@ -97,6 +107,7 @@ class PartitionTask:
         self._isolated_left = ISOLATED_MESSAGES if retried else 0
         self._positions: dict[str, CommittedPosition] = {}
         self._metrics: dict[str, TaskMetrics] = {}
+        self._failures = FailureRecorder(handler)
         self._staged: list[KeyRun] = []
         self._to_defer: list[KeyRun] = []
         self._staged_messages = 0
@@ -163,8 +174,11 @@ class PartitionTask:
                 outcome = Done((), run.state)
             if isinstance(outcome, RetryLater):
                 self._metrics[run.stream].retries += 1
+                self._failures.attempt_failed(
+                    run.stream, message.id, run.key, message.attempt, outcome, delay_ms=outcome.delay_ms
+                )
                 if self._must_defer(run, outcome):
-                    self._defer_later(run, DeferReason("backoff", round(outcome.delay_ms), message.attempt))
+                    self._defer_later(run, make_defer_reason(outcome, message.attempt))
                     return
                 self._stage_commit(run)
                 self._flush()
@@ -175,7 +189,8 @@ class PartitionTask:
                 await self._back_off([run], outcome)
                 continue
             if isinstance(outcome, Parked):
-                self._defer_later(run, DeferReason("park", f"{outcome.reason}: {outcome.error}", message.attempt))
+                self._failures.attempt_failed(run.stream, message.id, run.key, message.attempt, outcome)
+                self._defer_later(run, make_defer_reason(outcome, message.attempt))
                 return
             self._add_outcome(run, message, outcome)
             if (
@@ -399,7 +414,7 @@ class PartitionTask:
         if self._isolated_left > 0:
             effects.clear_crash_counts(message.id)
         if run.from_queue and message.attempt > 1:
-            effects.clear_crash_counts(message.id + FAILED_SUFFIX)
+            effects.clear_crash_counts(message.id + FAILED_SUFFIX, message.id + ERROR_SUFFIX)
         if isinstance(outcome, DeadLettered):
             effects.add_dead_letter(dead_letter_of(self._handler, message, outcome).items())
             self._staged_bytes += sum(map(len, message.pairs))
@@ -445,6 +460,7 @@ class PartitionTask:
             else:
                 metrics.committed += run.effects.message_count
                 metrics.dead += len(run.effects.dead_letters)
+                self._failures.dead_lettered(run.effects.dead_letters)
                 for other in run.others:
                     other.covered = []
                 run.on_committed()
@@ -467,13 +483,15 @@ class PartitionTask:
                     run.entries.clear()
 
     def report(self) -> pa.RecordBatch:
-        """Return the task's metrics, one row per stream."""
+        """Return the task's metrics, one row per stream; the first has the failures that it recorded."""
+        failures = [self._failures.pack()]
         rows = [
             {
                 "stream": stream,
                 "last_id": str(metrics.last_id),
                 **{name: getattr(metrics, name) for name in COUNTERS},
                 "lines": self._may_have_queues(stream),
+                "failures": failures.pop() if failures else None,
             }
             for stream, metrics in self._metrics.items()
         ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from millstream.model import EntryId
+from millstream.observability.failure_log import FailureLog
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
@@ -20,6 +21,7 @@ METRICS_SCHEMA = pa.schema(
         ("last_id", pa.string()),
         *((name, pa.int64()) for name in COUNTERS),
         ("lines", pa.bool_()),
+        ("failures", pa.binary()),
     ]
 )
 
@@ -56,6 +58,13 @@ class BatchTotals(Totals):
     """Totals of one finished batch."""
 
     batch: int
+
+
+def log_failures(failures: FailureLog, rows: "Iterable[Row]") -> None:
+    """Log, on the driver, what the tasks recorded: their own logs are in executors, or nowhere."""
+    for row in rows:
+        if row["failures"]:
+            failures.merge(bytes(row["failures"]))
 
 
 def sum_counters(rows: "Iterable[Row]") -> dict[str, int]:

@@ -15,6 +15,7 @@ from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
 from millstream.errors import MillstreamError
 from millstream.handlers.handler import Handler
+from millstream.observability.failure_log import FailureLog
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.deferred_jobs import DeferredJobs
@@ -48,6 +49,7 @@ class HandlerQuery(SupervisedQuery):
         self._deferred_jobs: DeferredJobs | None = None
         self._membership: ServiceMembership | None = None
         self._deferred_thread: threading.Thread | None = None
+        self._failure_log = FailureLog(handler, clock=context.clock)
 
     def streams(self) -> list[str]:
         """The streams that it names, that match its pattern, its partitions, or the announced ones, as of now."""
@@ -91,6 +93,12 @@ class HandlerQuery(SupervisedQuery):
         """Wait for the deferred keys' thread, so that its last event is emitted."""
         if self._deferred_thread is not None:
             self._deferred_thread.join(within_s)
+        self._failure_log.close()
+
+    def watch(self) -> None:
+        """See SupervisedQuery. Also logs how many failures the log has left out."""
+        super().watch()
+        self._failure_log.report_omitted()
 
     def is_finished(self) -> bool:
         """Whether no deferred key will make progress by itself."""
@@ -125,9 +133,12 @@ class HandlerQuery(SupervisedQuery):
         job = Job(handler=handler, url=context.settings.url, token=token)
         deferred = [stream for stream, position in positions.items() if position.has_queues]
         self._deferred_jobs = DeferredJobs(
-            job, context.spark, streams=deferred, give_up=context.ended.is_set, clock=context.clock
-        )
-        engine = Engine(job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs)
+            job, context.spark, streams=deferred, give_up=context.ended.is_set, failures=self._failure_log,
+            clock=context.clock,
+        )  # fmt: skip
+        engine = Engine(
+            job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs, failures=self._failure_log
+        )  # fmt: skip
         frame = context.spark.readStream.format("redis-streams").options(**options).load()
         return self._start_query(frame.writeStream.foreachBatch(self._batch_function(engine)))
 

@@ -9,7 +9,7 @@ from millstream.clock import Clock
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
-from millstream.handlers.attempt import DeadLettered, timed_out
+from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Reply
@@ -110,6 +110,7 @@ class ClaimRenewal:
             self._loop_metrics.set_backlog([stream.backlog() for stream in self.streams if not stream.leaving])
         self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
         self._loop_metrics.on_reply()
+        self._steps.failures.report_omitted()
         self._loop_metrics.set_paused(bool(self._streams) and all(stream.paused for stream in self.streams))
 
     def recover(self, stream: ReliableStream) -> None:
@@ -269,7 +270,10 @@ class ClaimRenewal:
                 effects: Effects = self._steps.dead_letter(delivery, outcome)
                 if not stream.commit([effects]):
                     self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
+                    self._steps.failures.dead_lettered(effects.dead_letters)
             else:
+                assert isinstance(outcome, RetryLater)  # entries without a key are never parked
+                self._steps.log_failure(delivery, outcome)
                 stream.record_failures([delivery])
                 self._loop_metrics.count_retried(1)
                 stream.end_isolation([delivery])

@@ -83,7 +83,9 @@ class Committer:
                 assert isinstance(outcome, RetryLater)  # entries without a key are never parked
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.state_since_ms = False, now_ms
-                delivery.due_ms = now_ms + self._steps.retry(delivery, outcome)
+                delay_ms = self._steps.retry(delivery, outcome)
+                self._steps.log_failure(delivery, outcome, delay_ms)
+                delivery.due_ms = now_ms + delay_ms
                 heapq.heappush(self._retries, (delivery.due_ms, next(self._sequence), delivery))
         for stream, deliveries in failed.items():
             self._loop_metrics.count_retried(len(deliveries))
@@ -135,7 +137,9 @@ class Committer:
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
-        dead = [reason for _, one in written if one.dead_letters for reason in map(reason_of, one.dead_letters)]
+        letters = [letter for _, one in written for letter in one.dead_letters]
+        dead = list(map(reason_of, letters))
+        self._steps.failures.dead_lettered(letters)
         deliveries = _deliveries(some)
         self._loop_metrics.count_committed(_deliveries(written) if refused_ids else deliveries, dead, took_s)
         if refused:

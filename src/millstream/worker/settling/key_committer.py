@@ -9,11 +9,12 @@ from typing import Any
 
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
+from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
 from millstream.handlers.dead_letter import reason_of
-from millstream.redis_client.resp import Reply
+from millstream.redis_client.resp import Arg, Reply
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.settling.committer import Committer
 
@@ -25,13 +26,17 @@ Runs = list[tuple[Delivery, Outcome]]
 
 @dataclass(slots=True, eq=False)
 class _LeaseOutcome:
-    """Actions for one lease: effects to commit, and a release other than the requeue at the end of its slice."""
+    """Actions for one lease: effects to commit, and a release other than the requeue at the end of its slice.
+
+    `delay_ms`: how long its failed entry waits for the next attempt.
+    """
 
     lease: KeyLease
     runs: Runs
     done: Sequence[Delivery] = ()
     effects: Effects | None = None
     release: LeaseRelease | None = None
+    delay_ms: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -91,9 +96,12 @@ class KeyCommitter(Committer):
                 outcome.effects.unfinished = lease.in_flight_count - len(done)
         last, result = runs[-1]
         if isinstance(result, RetryLater):
-            outcome.release = LeaseRelease(lease, "backoff", self._steps.retry(last, result), last.attempt)
+            outcome.delay_ms = self._steps.retry(last, result)
+            error = LastError.of(result).pack()
+            outcome.release = LeaseRelease(lease, "backoff", outcome.delay_ms, last.attempt, error)
         elif isinstance(result, Parked):
-            outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt)
+            error = LastError.of(result).pack()
+            outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt, error)
         return outcome
 
     def _commit_pipelined(
@@ -126,6 +134,10 @@ class KeyCommitter(Committer):
             self._loop_metrics.count_parked(sum(release.mode == "park" for release in releases))
             for lease in self._retry_while_unavailable(lambda: stream.release_leases(releases)):
                 self._drop_lost(lease)
+            for one in outcomes:
+                delivery, result = one.runs[-1]
+                if isinstance(result, (RetryLater, Parked)) and not one.lease.expired:
+                    self._steps.log_failure(delivery, result, one.delay_ms)
         over = [one for one in outcomes if one.is_over]
         for one in over:
             self._in_flight.remove_lease(one.lease)
@@ -173,16 +185,17 @@ class KeyCommitter(Committer):
         for one in refused:
             self._drop_lost(by_effects.pop(id(one)).lease)
         done: list[Delivery] = []
-        dead: list[str] = []
+        letters: list[Sequence[Arg]] = []
         for outcome in by_effects.values():
             assert outcome.effects is not None
             outcome.lease.in_flight_count -= len(outcome.done)
             if outcome.effects.state is not None:
                 outcome.lease.committed_state = outcome.effects.state
             done += outcome.done
-            dead += map(reason_of, outcome.effects.dead_letters)
+            letters += outcome.effects.dead_letters
+        self._steps.failures.dead_lettered(letters)
         self._in_flight.remove(done)
-        self._loop_metrics.count_committed(done, dead, took_s)
+        self._loop_metrics.count_committed(done, list(map(reason_of, letters)), took_s)
 
     def _drop_lost(self, lease: KeyLease) -> None:
         """Drop a key whose lease another worker has taken, or an operator has ended by changing the key."""

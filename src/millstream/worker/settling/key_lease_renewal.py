@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
+from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater, timed_out
@@ -129,14 +130,17 @@ class KeyLeaseRenewal(ClaimRenewal):
         lease.releasing = True
         outcome = timed_out(self._steps.handler, message)
         if isinstance(outcome, DeadLettered):
-            if not lease.stream.commit([self._steps.commit_key(lease, [(delivery, outcome)])]):
+            effects = self._steps.commit_key(lease, [(delivery, outcome)])
+            if not lease.stream.commit([effects]):
                 self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
+                self._steps.failures.dead_lettered(effects.dead_letters)
         elif isinstance(outcome, RetryLater):
+            self._steps.log_failure(delivery, outcome)
             lease.stream.record_failures([delivery])
             self._loop_metrics.count_retried(1)
             lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
-            lease.stream.release_leases(
-                [LeaseRelease(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)]
-            )
+            self._steps.log_failure(delivery, outcome)
+            reason, error = f"{outcome.reason}: {outcome.error}", LastError.of(outcome).pack()
+            lease.stream.release_leases([LeaseRelease(lease, "park", reason, delivery.attempt, error)])
         self._in_flight.remove_lease(lease)

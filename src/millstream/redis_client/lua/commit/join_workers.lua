@@ -42,7 +42,7 @@ local function make_deferred_incomplete(committed_id)
       if committed_id and not less(committed_id, id) then
         redis.call('HSET', KEYS[6], id, WAITING)
       else
-        redis.call('HDEL', KEYS[4], id, id .. 'f')
+        redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'e')
       end
     end
   end

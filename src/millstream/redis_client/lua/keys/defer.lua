@@ -7,6 +7,7 @@
 --         'append' (behind others of its key), 'backoff' (until its next attempt) or 'park' (until an operator acts)
 --         milliseconds from now, for 'backoff'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, or ''
+--         why the last one failed: a line, then the traceback; or ''
 --         number of ids, the ids: all entries of the key in the batch from the first deferred one on ('queue': the first)
 -- REPLY list of the numbers (1 = first) of those that were refused, of which nothing was changed: their offset has
 --       moved on, the key waits by now, or does not wait any more
@@ -18,6 +19,7 @@
 
 -- include ids
 -- include key_queues
+-- include failed_attempts
 -- include group_state
 
 local group = ARGV[2]
@@ -46,9 +48,9 @@ local function add(name, ids)
   if not max_offset or less(max_offset, ids[#ids]) then max_offset = ids[#ids] end
 end
 
-local function back_off_or_park(name, how, detail, head, failed)
+local function back_off_or_park(name, how, detail, head, failed, last_error)
   redis.call('HDEL', KEYS[4], head) -- the task survived it
-  if failed ~= '' then redis.call('HSET', KEYS[4], head .. 'f', failed) end
+  if failed ~= '' then store_failed_attempts(head, failed, last_error) end
   if redis.call('HEXISTS', PARKED, name) == 1 then return end
   if how == 'park' then
     redis.call('HSET', PARKED, name, now .. ' ' .. detail)
@@ -60,10 +62,10 @@ end
 local refused, number, at = {}, 0, 3
 while at <= #ARGV do
   number = number + 1
-  local name, expected, how, detail, failed, count = unpack(ARGV, at, at + 5)
+  local name, expected, how, detail, failed, last_error, count = unpack(ARGV, at, at + 6)
   count = tonumber(count)
-  local ids = {unpack(ARGV, at + 6, at + 5 + count)}
-  at = at + 6 + count
+  local ids = {unpack(ARGV, at + 7, at + 6 + count)}
+  at = at + 7 + count
   local accepted
   if expected == 'queue' then
     accepted = redis.call('LINDEX', queue_of(name), 0) == ids[1]
@@ -75,7 +77,7 @@ while at <= #ARGV do
   if not accepted then
     refused[#refused + 1] = number
   elseif how ~= 'append' then
-    back_off_or_park(name, how, detail, ids[1], failed)
+    back_off_or_park(name, how, detail, ids[1], failed, last_error)
   end
 end
 if max_offset then redis.call('HSET', KEYS[1], 'max_offset', max_offset) end

@@ -7,6 +7,7 @@
 --         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off) or 'park'
 --         milliseconds from now, for 'backoff'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, '' if it was not attempted
+--         why the last one failed: a line, then the traceback; '' if that is not known
 -- REPLY names of the queues that the token did not hold any more, of which nothing was changed
 -- ERROR STALE when a newer run has taken over
 --
@@ -15,6 +16,7 @@
 -- include ids
 -- include refusal
 -- include key_queues
+-- include failed_attempts
 
 local group = ARGV[2]
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
@@ -24,15 +26,13 @@ if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 
 local refused, ready = {}, 0
 local now = now_ms()
-for i = 3, #ARGV, 6 do
-  local name, token, claimed, how, detail, failed = unpack(ARGV, i, i + 5)
+for i = 3, #ARGV, 7 do
+  local name, token, claimed, how, detail, failed, last_error = unpack(ARGV, i, i + 6)
   if holds_lease(name, token) then
     end_lease(group, name, tonumber(claimed))
     local head = redis.call('LINDEX', queue_of(name), 0)
     if head then
-      if failed ~= '' then
-        redis.call('HSET', KEYS[4], head .. 'f', failed)
-      end
+      if failed ~= '' then store_failed_attempts(head, failed, last_error) end
       -- The process survived the run. If the entry was not begun, the marker is of another run, which may have died of
       -- it.
       if how ~= 'return' then redis.call('HDEL', KEYS[4], head .. 'a') end

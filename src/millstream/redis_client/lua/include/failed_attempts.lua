@@ -1,0 +1,10 @@
+-- The failed attempts on the first entry of a key queue: their number ('f'), and why the last one failed ('e': the error
+-- in one line, then the traceback). KEYS as in commit.lua.
+local MOST_FIELDS = 10000
+
+local function store_failed_attempts(id, number, last_error)
+  -- Where so many keys wait, most wait for the same reason: the tracebacks of all could fill the memory.
+  if redis.call('HLEN', KEYS[4]) >= MOST_FIELDS then last_error = string.match(last_error, '^[^\n]*') end
+  redis.call('HSET', KEYS[4], id .. 'f', number)
+  if last_error ~= '' then redis.call('HSET', KEYS[4], id .. 'e', last_error) end
+end
