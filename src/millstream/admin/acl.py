@@ -210,7 +210,7 @@ ROLES: Mapping[RoleName, Role] = {
         ),
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
-        optional="client|tracking",
+        optional="client|tracking info",
         never_executed="lpush",
         stream_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from millstream.admin.server_checks import warn_of_data_loss
 from millstream.app import load_app
 from millstream.cli.options import DEFAULT_URL, Json, Url
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
 from millstream.redis_client.client import Client
-from millstream.redis_client.eviction import warn_if_evicting
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
@@ -86,7 +86,7 @@ def worker(
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
-            warn_if_evicting(client)
+            warn_of_data_loss(client)
             if app.stages:
                 print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
             lines.started(app.name, processes)

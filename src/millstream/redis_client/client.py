@@ -159,6 +159,16 @@ class Client:
         """Run a keyless command on the primary that has `key`."""
         return self._execute_on(command, self._route_pool(key))
 
+    def execute_on_primaries(self, *command: Arg) -> list[tuple[str, Reply]]:
+        """Run a keyless command on each primary; return each address (`HOST:PORT`, or a socket's path) with the reply.
+
+        Raises the first error.
+        """
+        with self._lock:
+            pools = self._translating_errors(lambda: list(self._route.pools()), None)
+            replies = [(pool, self._execute_on(command, pool)) for pool in pools]
+            return [(_address(self._connection(pool)), reply) for pool, reply in replies]
+
     def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         """Run many commands in one round trip per node; return the replies in order, error replies as RedisError.
 
@@ -395,6 +405,11 @@ class Client:
             if self.is_cluster:
                 self._cached_route = None
             raise translate(error, self.url, command) from error
+
+
+def _address(connection: Any) -> str:
+    path = getattr(connection, "path", None)
+    return str(path) if path else f"{connection.host}:{connection.port}"
 
 
 @functools.cache
