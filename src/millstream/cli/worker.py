@@ -14,10 +14,12 @@ import typer
 
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.app import load_app
+from millstream.cli.alerts import AlertCommand, AlertUrl, FigureAlerts
 from millstream.cli.options import DEFAULT_URL, Json, Url
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
+from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.redis_client.client import Client
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
@@ -64,6 +66,8 @@ def worker(
     stop_s: StopS = 25.0,
     trim: Trim = False,
     health_port: HealthPort = 0,
+    alert_url: AlertUrl = "",
+    alert_command: AlertCommand = "",
     as_json: Json = False,
 ) -> None:
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
@@ -74,15 +78,18 @@ def worker(
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
     app = load_app(target)
     checked = WorkerProcess(app, settings)  # reports errors of the app here, once
-    lines = _SupervisorOutput(as_json=as_json)
-    with Client(url, timeout_ms=_TIMEOUT_MS) as client:
+    with (
+        Client(url, timeout_ms=_TIMEOUT_MS) as client,
+        DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
+    ):
+        lines = _SupervisorOutput(as_json=as_json)
         names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
             names,
             partial(_program, target, settings, health_port),
             stop_ms=policy.stop_ms,
             frozen_after_ms=checked.frozen_after_ms,
-            on_line=lines.add_figures,
+            on_line=partial(_on_figures, lines, FigureAlerts(app.name, alerts)),
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
@@ -109,6 +116,12 @@ def _program(target: str, settings: WorkerSettings, health_port: int, launch: La
         arguments=(sys.executable, "-P", "-m", "millstream.cli.worker_child", launch.name),
         first_line=msgspec.json.encode(job),
     )
+
+
+def _on_figures(lines: "_SupervisorOutput", alerts: FigureAlerts, name: str, line: Any) -> bool:
+    """Pass on the figures of a worker process; return whether it has committed any message."""
+    alerts.add(name, line["pid"], line["handlers"])
+    return lines.add_figures(name, line)
 
 
 class _SupervisorOutput:
