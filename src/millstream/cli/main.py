@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "tail": ("millstream.cli.tail:tail", "Print the entries of streams as they arrive."),
     "info": ("millstream.cli.info:info", "Show readers, their lag, live workers and dead letters."),
     "doctor": ("millstream.cli.doctor:doctor", "Check Redis, the machine and the data, and say how to mend them."),
+    "forget": ("millstream.cli.forget:forget", "Remove what a handler or an app has left in Redis."),
     "state": ("millstream.cli.state:state", "Show, list and reset the state of keys."),
     "groups": ("millstream.cli.groups:groups", "List and change consumer groups."),
     "pending": ("millstream.cli.pending:pending", "Show the pending entries of a group."),

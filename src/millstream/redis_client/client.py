@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REDIRECTS = 8
+_SCAN_PAGE = 1_000
 _SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
 
 
@@ -236,14 +237,21 @@ class Client:
     def scan_pages(self, pattern: str) -> Iterator[list[str]]:
         """The names of `scan_streams`, page by page, unsorted and with duplicates: one round trip per page."""
         own = b"" if pattern.startswith(f"{PREFIX}:") else f"{PREFIX}:".encode()
+        for names in self._scan("MATCH", pattern, "COUNT", _SCAN_PAGE, "TYPE", "stream"):
+            yield [from_wire(name) for name in names if not own or not name.startswith(own)]
+
+    def scan_key_pages(self, pattern: str) -> Iterator[list[bytes]]:
+        """Keys of any type, millstream's too, that match the glob `pattern`, page by page, unsorted, with duplicates."""
+        return self._scan("MATCH", pattern, "COUNT", _SCAN_PAGE)
+
+    def _scan(self, *options: Arg) -> Iterator[list[bytes]]:
         with self._lock:
             pools = list(self._route.pools())
         for pool in pools:  # other threads may use the connection between two pages
             cursor: Arg = "0"
             while cursor != b"0":
-                command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
-                cursor, names = self._execute_on(command, pool)
-                yield [from_wire(name) for name in names if not own or not name.startswith(own)]
+                cursor, names = self._execute_on(("SCAN", cursor, *options), pool)
+                yield names
 
     # Waiting
 
