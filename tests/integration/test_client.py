@@ -22,7 +22,6 @@ from millstream.errors import (
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.error_translation import translate
-from millstream.redis_client.eviction import warn_if_evicting
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.redaction import redact_url
 from millstream.redis_client.scripts import Script
@@ -151,20 +150,6 @@ def test_a_replica_says_that_it_is_one() -> None:
             client.execute("XADD", "s", "*", "a", "1")
         sentinel = server.url.replace("redis://", "redis+sentinel://") + "/name"
         assert "failing over" in str(translate(redis.exceptions.ReadOnlyError("READONLY"), sentinel, ("XADD", "s")))
-
-
-def test_a_redis_that_evicts_keys_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with EmbeddedServer(extra={"maxmemory-policy": "allkeys-lru"}) as server, Client(server.url) as client:
-        warn_if_evicting(client)
-        assert caplog.text == ""  # it has no limit
-        client.execute("CONFIG", "SET", "maxmemory", "100mb")
-        warn_if_evicting(client)
-        assert "evicts keys at maxmemory (maxmemory-policy allkeys-lru)" in caplog.text
-        caplog.clear()
-        client.execute("CONFIG", "SET", "maxmemory-policy", "noeviction")
-        warn_if_evicting(client)
-        assert caplog.text == ""
-    warn_if_evicting(client)  # a Redis that is away is for others to tell
 
 
 @pytest.mark.parametrize("user", ["", "clerk:pw@"])

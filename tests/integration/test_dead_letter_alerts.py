@@ -19,9 +19,12 @@ from typing import Any
 
 import pytest
 
+from millstream.cli.alerts import FigureAlerts
 from millstream.errors import ConfigError
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
+from millstream.redis_client.client import Client
 from tests.support.clocks import HandClock
+from tests.support.commandline import ended, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
@@ -311,3 +314,54 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_command(tmp_path: Path)
         eventually(lambda: told.exists() and told.read_text(), "process")
     assert int(told.read_text()) != os.getpgid(0)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- On workers ---
+
+WORKER_APP = """
+from millstream import App, Reject
+
+app = App("shop")
+
+@app.handler("orders")
+def refuse(message):
+    raise Reject("no")
+
+@app.handler("orders", key="n")
+def fail(message):
+    if message.text("n") == "0":
+        raise Reject("no")
+"""
+
+
+def test_a_worker_alerts_by_webhook_and_command_of_each_dead_letter_once(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "alerting_app.py").write_text(WORKER_APP)
+    told = tmp_path / "told"
+    command = python("import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))", told)
+
+    def dead(alerts: list[dict[str, Any]], handler: str) -> int:
+        return sum(one["dead"] for alert in alerts for one in alert["summaries"] if one["handler"] == handler)
+
+    client.pipeline([("XADD", "orders", "*", "n", n) for n in range(5)])
+    with webhook() as hook:
+        options = ("--processes", "2", "--alert-url", hook.url, "--alert-command", command)
+        with running("worker", str(tmp_path / "alerting_app.py"), *options, url=client.url) as worker:
+            eventually(lambda: (dead(hook.heard, "refuse"), dead(hook.heard, "fail")) == (5, 1), "the alerts")
+            client.pipeline([("XADD", "orders", "*", "n", n) for n in range(5, 7)])
+            eventually(lambda: dead(hook.heard, "refuse") == 7, "the alerts of the new ones")
+            worker.terminate()
+            assert ended(worker).code == 0
+        assert (dead(hook.heard, "refuse"), dead(hook.heard, "fail")) == (7, 1)
+    assert {one["app"] for alert in hook.heard for one in alert["summaries"]} == {"shop"}
+    given = [json.loads(line) for line in told.read_text().splitlines()]
+    assert (dead(given, "refuse"), dead(given, "fail")) == (7, 1)
+
+
+def test_a_process_that_was_restarted_counts_from_0_again() -> None:
+    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0) as bell:
+        alerts = FigureAlerts("shop", bell)
+        for pid, dead in ((1, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 1)):
+            alerts.add("w-0", pid, {"bill": {"dead": dead}})
+        alerts.add("w-1", 3, {"bill": {"dead": 4}})
+        close(bell)
+    assert sum(one["dead"] for alert in hook.heard for one in alert["summaries"]) == 2 + 1 + 1 + 4

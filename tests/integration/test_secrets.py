@@ -34,6 +34,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("list", "s"), ("consumers", "s", "g"), ("create", "s", "g"), ("clean", "s"), ("pending", "s", "g"),
         ("claim", "s", "g", "c", "1-0"),
     ),
+    "forget": (("a.h", "--yes"),),
     "pause": (("a.h",),),
     "resume": (("a.h",),),
     "key": (
@@ -58,7 +59,7 @@ SERVICES = {
 }
 """Commands that go on until they are stopped, and wait for Redis meanwhile."""
 
-ELSEWHERE = {"run": "tests/spark/test_run_command.py", "demo": "starts what `run` starts"}
+ELSEWHERE = {"doctor": "below", "run": "tests/spark/test_run_command.py", "demo": "starts what `run` starts"}
 WITHOUT_URL = {"dev", "acl"}
 
 
@@ -88,6 +89,15 @@ def test_no_command_shows_the_password_of_any_url_nor_does_its_traceback(name: s
             assert told_all.code in (2, 3), (url, told_all)
             assert "error: " in told_all.err
             assert not told(told_all.out + told_all.err), (url, told_all)
+
+
+@pytest.mark.parametrize("url", FORMS)
+@pytest.mark.usefixtures("quiet_again")
+def test_doctor_shows_no_password_of_a_url_that_leads_nowhere(url: str) -> None:
+    for more in ((), ("--json",)):
+        shown = call("--debug", "doctor", *more, "--url", url)
+        assert shown.code in (1, 2), (url, shown)
+        assert not told(shown.out + shown.err), (url, shown)
 
 
 @pytest.mark.parametrize("url", FORMS)

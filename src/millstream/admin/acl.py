@@ -210,7 +210,7 @@ ROLES: Mapping[RoleName, Role] = {
         ),
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
-        optional="client|tracking",
+        optional="client|tracking info",
         never_executed="lpush",
         stream_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
@@ -300,11 +300,11 @@ ROLES: Mapping[RoleName, Role] = {
             "leases/end_leases",
             *_GROW,
         ),
-        direct="client|setname exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time "
+        direct="client|setname exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time unlink "
         "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
         "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zrange",
         optional="client|tracking",
-        never_executed="hkeys sadd scard srandmember unlink",
+        never_executed="hkeys sadd scard srandmember",
         scans="always",
         stream_keys=("*",),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),

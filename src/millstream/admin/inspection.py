@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 from millstream.admin.group_lag import complete_groups, has_stage_group, other_groups
@@ -26,18 +27,25 @@ C = TypeVar("C", bound=Collection[object])
 
 
 def inspect(
-    client: Client, app: str | None = None, *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+    client: Client,
+    app: str | None = None,
+    *,
+    max_streams: int | None = None,
+    budget_ms: float = 1_000.0,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Inspection:
     """Inspect all streams and handlers, or those of `app`, that this user may access. Raises RedisError.
 
     Lags are counted at the server for `budget_ms` milliseconds in total, but at least one chunk each. A lag that is not
-    counted completely is reported as a lower bound.
+    counted completely is reported as a lower bound. `max_streams`: inspect a sample of this size, which is looked for
+    during `budget_ms`; then handlers are known by their groups only, unless there are no more streams.
     """
+    names, is_sample = _find_streams(client, max_streams, budget_ms, clock)
     end_ms = clock.monotonic_ms() + budget_ms
     hidden_streams: list[AccessDenied] = []
     hidden_handlers: list[AccessDenied] = []
-    streams = {stream.name: stream for stream in _streams(client, client.scan_streams(), hidden_streams)}
-    known = _handlers(client, streams.values())
+    streams = {stream.name: stream for stream in _streams(client, names, hidden_streams)}
+    known = _handlers(client, streams.values(), by_group_only=is_sample)
     found = [keys for keys in known if app in (None, keys.app)]
     handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock, hidden_handlers))
     shown = {name: stream for name, stream in streams.items() if app is None or has_stage_group(app, stream)}
@@ -46,7 +54,7 @@ def inspect(
     left_ms = end_ms - clock.monotonic_ms()
     return Inspection(
         streams=complete_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
-        hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers),
+        hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers), is_sample=is_sample,
     )  # fmt: skip
 
 
@@ -132,6 +140,19 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 # --- Streams ---
 
 
+def _find_streams(client: Client, most: int | None, budget_ms: float, clock: Clock) -> tuple[list[str], bool]:
+    """Names of streams, sorted, and whether there may be more: Redis returns keys in the order of their hashes."""
+    if most is None:
+        return client.scan_streams(), False
+    end_ms = clock.monotonic_ms() + budget_ms
+    found: set[str] = set()
+    for page in client.scan_pages("*"):
+        found.update(page)
+        if len(found) > most or clock.monotonic_ms() >= end_ms:
+            return sorted(islice(found, most)), True
+    return sorted(found), False
+
+
 def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:
     now_ms = server_time_ms(client)
     reports = _readable(names, send_all(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
@@ -166,13 +187,13 @@ def _group(values: dict[bytes, Any]) -> GroupReport:
 # --- Handlers ---
 
 
-def _handlers(client: Client, streams: Iterable[StreamReport]) -> list[HandlerKeys]:
-    """Handlers that have a group on the streams, or keys of their own."""
+def _handlers(client: Client, streams: Iterable[StreamReport], *, by_group_only: bool = False) -> list[HandlerKeys]:
+    """Handlers that have a group on the streams, or, unless `by_group_only`, keys of their own."""
     # On Redis Cluster the scan below covers one node only; the groups are known from all nodes.
     found: set[HandlerKeys] = set()
     for stream in streams:
         found.update(keys for group in stream.groups if (keys := handler_of(stream.name, group.name)))
-    for name in _scan(client, f"{PREFIX}:*:meta"):
+    for name in () if by_group_only else _scan(client, f"{PREFIX}:*:meta"):
         try:
             found.add(HandlerKeys.parse(name))
         except ConfigError:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from millstream.balancer.protocol import service_of
 from millstream.delivery.key_queues import WAITING
-from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
+from millstream.errors import AccessDenied, ConfigError, WrongType
+from millstream.groups.group import consumers_of
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, run_name, to_wire, worker_name_key
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, run_name, worker_name_key
 from millstream.redis_client.pipelining import send_all
-from millstream.redis_client.resp import Command, Reply
+from millstream.redis_client.resp import Command
 
 _LIVE_MS = 60_000.0
 
@@ -86,12 +87,5 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
 
 def _consumers(client: Client, places: Sequence[StreamGroup]) -> dict[StreamGroup, dict[str, int]]:
     """Name and idle time, in milliseconds, of each consumer except WAITING."""
-    replies = send_all(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
-    return {place: _idle(reply) for place, reply in zip(places, replies, strict=True)}
-
-
-def _idle(reply: Reply) -> dict[str, int]:
-    if isinstance(reply, RedisError):
-        return {}  # the group is gone, or this user may not access it
-    found = [dict(zip(one[::2], one[1::2], strict=True)) for one in reply]
-    return {from_wire(one[b"name"]): one[b"idle"] for one in found if from_wire(one[b"name"]) != WAITING}
+    found = consumers_of(client, places)
+    return {place: {one.name: one.idle_ms for one in found.get(place, ()) if one.name != WAITING} for place in places}

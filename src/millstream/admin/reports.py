@@ -96,10 +96,12 @@ class HandlerReport:
 class Inspection:
     """Streams, sorted by name, and handlers on them, sorted by handler.
 
-    `hidden_streams`, `hidden_handlers`: numbers of those that this user may not access.
+    `hidden_streams`, `hidden_handlers`: numbers of those that this user may not access. `is_sample`: there may be more
+    streams.
     """
 
     streams: tuple[StreamReport, ...]
     handlers: tuple[HandlerReport, ...]
     hidden_streams: int = 0
     hidden_handlers: int = 0
+    is_sample: bool = False

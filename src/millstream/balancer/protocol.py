@@ -262,6 +262,15 @@ def record_workers(client: Client, service: str, label: str) -> str:
     return from_wire(known)
 
 
+def disown_service(client: Client, label: str) -> None:
+    """Take back that the consumers of a service with a name of its own are this handler's workers. Raises RedisError."""
+    service = service_of(client, label)
+    if service is not None and service != ServiceKeys.of_handler(label).service:
+        meta = ServiceKeys(service).meta
+        if client.execute("HGET", meta, _HANDLER) == to_wire(label):
+            client.execute("HDEL", meta, _HANDLER)
+
+
 def claim_service(client: Client, service: str, label: str) -> None:
     """Record that a service belongs to this handler. Raises ConfigError if it is another's, RedisError."""
     known = record_workers(client, service, label)

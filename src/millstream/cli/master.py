@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from millstream.admin.server_checks import warn_of_data_loss_at
 from millstream.cli.config_file import require_modules
 from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
 from millstream.errors import ConfigError
 from millstream.model import Retry
-from millstream.redis_client.eviction import warn_if_url_evicting
 
 if TYPE_CHECKING:
     from millstream.services.master.scopes import Tokens
@@ -118,7 +118,7 @@ def master(
         host_names=None if tokens else AllowedHosts(host, allow_host or ()),
         limits=Limits(connections=connections, request_s=request_timeout, body_bytes=max_body),
     )  # fmt: skip
-    warn_if_url_evicting(url)
+    warn_of_data_loss_at(url)
 
     def ready(where: str) -> None:
         if as_json:

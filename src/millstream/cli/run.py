@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from millstream.app import App, add_to_path, app_folder, load_app
+from millstream.cli.alerts import AlertCommand, AlertUrl
 from millstream.cli.log_output import finish_logging
 from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.signals import orderly_stop
@@ -168,8 +169,6 @@ AllowLoss = Annotated[
     bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping.")
 ]
 Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; repeatable.")]
-AlertUrl = Annotated[str, typer.Option(help="POST a JSON summary to this URL when messages are dead-lettered.")]
-AlertCommand = Annotated[str, typer.Option(help="Run this command, with the summary on its stdin.")]
 MetricsPort = Annotated[int, typer.Option(help="Serve /metrics for Prometheus on 127.0.0.1 at this port.")]
 SparkLog = Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")]
 
@@ -190,8 +189,8 @@ def run(
     allow_data_loss: AllowLoss = False,
     conf: Conf = None,
     py_files: PyFiles = None,
-    bell_url: AlertUrl = "",
-    bell_command: AlertCommand = "",
+    alert_url: AlertUrl = "",
+    alert_command: AlertCommand = "",
     metrics_port: MetricsPort = 0,
     as_json: Json = False,
     spark_log: SparkLog = False,
@@ -219,7 +218,7 @@ def run(
         _serve_metrics(metrics_port) as metrics,
         orderly_stop() as stopping,
         Progress(app.name, as_json=as_json) as progress,
-        DeadLetterAlerts(bell_url or None, bell_command or None) as alerts,
+        DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
         on_event = _on_event(app, progress, alerts, metrics or NO_METRICS)
         session = partial(

@@ -11,15 +11,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from millstream.admin.server_checks import warn_of_data_loss
 from millstream.app import load_app
+from millstream.cli.alerts import AlertCommand, AlertUrl, FigureAlerts
 from millstream.cli.log_output import finish_logging
 from millstream.cli.log_output import settings as log_settings
 from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
+from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.redis_client.client import Client
-from millstream.redis_client.eviction import warn_if_evicting
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
@@ -65,6 +67,8 @@ def worker(
     stop_timeout: StopTimeout = Duration("25s"),
     trim: Trim = False,
     health_port: HealthPort = 0,
+    alert_url: AlertUrl = "",
+    alert_command: AlertCommand = "",
     as_json: Json = False,
 ) -> None:
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
@@ -76,19 +80,22 @@ def worker(
     app = load_app(target)
     finish_logging()
     checked = WorkerProcess(app, settings)  # reports errors of the app here, once
-    lines = _SupervisorOutput(as_json=as_json)
-    with Client(url, timeout_ms=_TIMEOUT_MS) as client:
+    with (
+        Client(url, timeout_ms=_TIMEOUT_MS) as client,
+        DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
+    ):
+        lines = _SupervisorOutput(as_json=as_json)
         names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
             names,
             partial(_program, target, settings, health_port),
             stop_ms=policy.stop_ms,
             frozen_after_ms=checked.frozen_after_ms,
-            on_line=lines.add_figures,
+            on_line=partial(_on_figures, lines, FigureAlerts(app.name, alerts)),
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
-            warn_if_evicting(client)
+            warn_of_data_loss(client)
             if app.stages:
                 print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
             lines.started(app.name, processes)
@@ -111,6 +118,12 @@ def _program(target: str, settings: WorkerSettings, health_port: int, launch: La
         arguments=(sys.executable, "-P", "-m", "millstream.cli.worker_child", launch.name),
         first_line=msgspec.json.encode(job),
     )
+
+
+def _on_figures(lines: "_SupervisorOutput", alerts: FigureAlerts, name: str, line: Any) -> bool:
+    """Pass on the figures of a worker process; return whether it has committed any message."""
+    alerts.add(name, line["pid"], line["handlers"])
+    return lines.add_figures(name, line)
 
 
 class _SupervisorOutput:

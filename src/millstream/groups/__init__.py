@@ -12,7 +12,15 @@ After "Redis Streams: consumer groups v2" (S. Sanfilippo, 2018); `docs/consumer-
 from millstream.groups.consumer import Consumer
 from millstream.groups.entries import BEGINNING, END, Batch, Delivered
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
-from millstream.groups.group import ConsumerInfo, DeletedConsumer, Group, GroupInfo, delete_if_empty, groups_of
+from millstream.groups.group import (
+    ConsumerInfo,
+    DeletedConsumer,
+    Group,
+    GroupInfo,
+    consumers_of,
+    delete_if_empty,
+    groups_of,
+)
 from millstream.groups.pending import ClaimedIds, ClaimOptions, PendingEntry, PendingList, PendingSummary
 from millstream.groups.processed_ids import ProcessedIds
 from millstream.groups.reader import Reader, ReadPolicy
@@ -56,6 +64,7 @@ __all__ = [
     "StreamDetails",
     "StreamFigures",
     "StreamInfo",
+    "consumers_of",
     "delete_if_empty",
     "groups_of",
     "stream_details",

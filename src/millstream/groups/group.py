@@ -4,11 +4,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from millstream.errors import CommandFailed, ConfigError
+from millstream.errors import CommandFailed, ConfigError, RedisError
 from millstream.groups.entries import BEGINNING, Id, execute_on, to_mapping, wire_id
 from millstream.groups.pending import PendingList
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, to_wire
+from millstream.redis_client.pipelining import send_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
@@ -134,18 +135,7 @@ class Group:
 
     def consumers(self) -> list[ConsumerInfo]:
         """Return all consumers, by name."""
-        found = []
-        for item in self._execute("XINFO", "CONSUMERS", *self._names):
-            info = to_mapping(item)
-            found.append(
-                ConsumerInfo(
-                    name=from_wire(info[b"name"]),
-                    pending=info[b"pending"],
-                    idle_ms=info[b"idle"],
-                    inactive_ms=info.get(b"inactive"),
-                )
-            )
-        return sorted(found, key=lambda consumer: consumer.name)
+        return _to_consumers(self._execute("XINFO", "CONSUMERS", *self._names))
 
     def create_consumer(self, consumer: str) -> bool:
         """Create a consumer before its first read; False if it exists."""
@@ -211,6 +201,33 @@ def delete_if_empty(client: Client, groups: Sequence[Group], consumer: str) -> N
     calls = [one._delete_call(consumer, "", 0) for one in groups]
     for at in range(0, len(calls), _AT_ONCE):
         client.scripts(calls[at : at + _AT_ONCE])
+
+
+def consumers_of(client: Client, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[ConsumerInfo]]:
+    """Return the consumers of many groups, each given by its stream and its name, in few round trips.
+
+    Groups that are gone, or that this user may not access, are left out. Raises RedisError.
+    """
+    replies = send_all(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
+    return {
+        place: _to_consumers(reply)
+        for place, reply in zip(places, replies, strict=True)
+        if not isinstance(reply, RedisError)
+    }
+
+
+def _to_consumers(reply: Reply) -> list[ConsumerInfo]:
+    found = [to_mapping(item) for item in reply]
+    consumers = [
+        ConsumerInfo(
+            name=from_wire(info[b"name"]),
+            pending=info[b"pending"],
+            idle_ms=info[b"idle"],
+            inactive_ms=info.get(b"inactive"),
+        )
+        for info in found
+    ]
+    return sorted(consumers, key=lambda consumer: consumer.name)
 
 
 def _entries_read(count: int | None) -> Sequence[Arg]:

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Self
-
-import httpx
+from typing import TYPE_CHECKING, Any, Self
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class DeadLetterAlerts:
             self._closing.wait(self._min_interval_s)
 
     def _post(self, text: str) -> None:
+        import httpx  # slow, and most processes send no alerts
+
         problem = ""
         for wait_s in _RETRY_WAITS_S:
             # No wait once closing: the remaining attempts are made at once.
@@ -184,7 +187,9 @@ class _Pending:
         return json.dumps({"events": self.events, "summaries": list(self._by_kind.values()), **omitted})
 
 
-def _checked(url: str) -> httpx.URL:
+def _checked(url: str) -> "httpx.URL":
+    import httpx
+
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:

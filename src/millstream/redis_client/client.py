@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REDIRECTS = 8
+_SCAN_PAGE = 1_000
 _SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
 
 
@@ -159,6 +160,16 @@ class Client:
         """Run a keyless command on the primary that has `key`."""
         return self._execute_on(command, self._route_pool(key))
 
+    def execute_on_primaries(self, *command: Arg) -> list[tuple[str, Reply]]:
+        """Run a keyless command on each primary; return each address (`HOST:PORT`, or a socket's path) with the reply.
+
+        Raises the first error.
+        """
+        with self._lock:
+            pools = self._translating_errors(lambda: list(self._route.pools()), None)
+            replies = [(pool, self._execute_on(command, pool)) for pool in pools]
+            return [(_address(self._connection(pool)), reply) for pool, reply in replies]
+
     def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         """Run many commands in one round trip per node; return the replies in order, error replies as RedisError.
 
@@ -226,14 +237,21 @@ class Client:
     def scan_pages(self, pattern: str) -> Iterator[list[str]]:
         """The names of `scan_streams`, page by page, unsorted and with duplicates: one round trip per page."""
         own = b"" if pattern.startswith(f"{PREFIX}:") else f"{PREFIX}:".encode()
+        for names in self._scan("MATCH", pattern, "COUNT", _SCAN_PAGE, "TYPE", "stream"):
+            yield [from_wire(name) for name in names if not own or not name.startswith(own)]
+
+    def scan_key_pages(self, pattern: str) -> Iterator[list[bytes]]:
+        """Keys of any type, millstream's too, that match the glob `pattern`, page by page, unsorted, with duplicates."""
+        return self._scan("MATCH", pattern, "COUNT", _SCAN_PAGE)
+
+    def _scan(self, *options: Arg) -> Iterator[list[bytes]]:
         with self._lock:
             pools = list(self._route.pools())
         for pool in pools:  # other threads may use the connection between two pages
             cursor: Arg = "0"
             while cursor != b"0":
-                command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
-                cursor, names = self._execute_on(command, pool)
-                yield [from_wire(name) for name in names if not own or not name.startswith(own)]
+                cursor, names = self._execute_on(("SCAN", cursor, *options), pool)
+                yield names
 
     # Waiting
 
@@ -395,6 +413,11 @@ class Client:
             if self.is_cluster:
                 self._cached_route = None
             raise translate(error, self.url, command) from error
+
+
+def _address(connection: Any) -> str:
+    path = getattr(connection, "path", None)
+    return str(path) if path else f"{connection.host}:{connection.port}"
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from millstream.delivery.key_queues import list_queues, park, skip, unpark
 from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.acl_scenarios.lease import oversee
 from tests.support.acl_scenarios.worker import KEYS, add, keyed, letter, reliable, take_one
 from tests.support.commandline import call
@@ -53,6 +54,10 @@ def operate(url: str, admin: Client) -> None:
     command(url, "group", "delete-consumer", "orders", "g", "a", "--heir", "b", "--yes")
     command(url, "group", "clean", "orders", "--idle", "1h", "--yes")
     command(url, "group", "delete", "orders", "g", "--yes")
+    gone = HandlerKeys("shop", "gone", "orders")
+    admin.execute("HSET", gone.meta, "committed_id", "0-0")
+    command(url, "forget", "shop.gone", "--yes")
+    assert not admin.execute("EXISTS", gone.meta)
     command(url, "tail", "orders", "--no-follow")
     command(url, "tail", "orders", "--from", "earliest", "--limit", "1")
 

@@ -4,13 +4,13 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from millstream.admin.server_checks import warn_of_data_loss
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.key_queues import list_queues
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.model import Retry
 from millstream.observability.health import Progress
 from millstream.redis_client.client import Client
-from millstream.redis_client.eviction import warn_if_evicting
 from millstream.services.master.acknowledgements import Acknowledger, AckRequest
 from millstream.services.master.consumer import ACK_OWNED
 from millstream.services.master.delegation import Delegator
@@ -55,7 +55,7 @@ def give(desk: Delegator, registry: Registry, name: str, count: int = 10) -> lis
 def direct(url: str, admin: Client) -> None:
     """Every operation of a master, which first takes over from workers of another kind."""
     with Client(url) as client:
-        warn_if_evicting(client)
+        warn_of_data_loss(client)
         registry = Registry(client, KEYS)
         desk = Delegator(client, registry, SETTINGS)
         publish(admin, "A")

@@ -4,6 +4,7 @@ import threading
 from collections import defaultdict
 
 from millstream import App
+from millstream.admin.server_checks import warn_of_data_loss
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.deferral import Deferral, defer, deferred_keys, read_queue, runnable_keys
 from millstream.delivery.effects import FROM_QUEUE, Effects
@@ -35,6 +36,7 @@ def run_on_spark(url: str, admin: Client) -> None:
 
     ids = add(admin, 30)
     with Client(url) as client:
+        warn_of_data_loss(client)
         announce_run(client, "shop", ["bill"])
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 
 from millstream import App, Message, Reject
+from millstream.admin.server_checks import warn_of_data_loss
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
@@ -17,7 +18,6 @@ from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
-from millstream.redis_client.eviction import warn_if_evicting
 from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from millstream.worker import ReadingLoop
 from millstream.worker.delayed_mover import TrackedDelayedMessages
@@ -51,7 +51,7 @@ def work(url: str, admin: Client) -> None:
     """Every operation of a worker without a key."""
     add(admin, 8)
     with Client(url) as client:
-        warn_if_evicting(client)
+        warn_of_data_loss(client)
         names = StaticMembership(client, "shop", "w")
         names.acquire(1)
         names.record_end("t-1", ProcessEnd(died=True, cause=""))

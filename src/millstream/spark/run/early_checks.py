@@ -4,6 +4,7 @@ import difflib
 import logging
 import re
 
+from millstream.admin.server_checks import warn_of_data_loss
 from millstream.app import App
 from millstream.errors import ConfigError, Unavailable
 from millstream.handlers.stage import Input
@@ -26,7 +27,10 @@ _OTHERS = (
 
 
 def check_early(app: App, url: str) -> None:
-    """Raise ConfigError or AccessDenied for what only an operator can fix; an unavailable Redis is only logged."""
+    """Raise ConfigError or AccessDenied for what only an operator can fix.
+
+    An unavailable Redis, and settings of Redis that lose data, are only logged.
+    """
     for stage in app.stages.values():
         for one in stage.inputs:
             check_input(stage.label, one, url)
@@ -35,6 +39,8 @@ def check_early(app: App, url: str) -> None:
             client.dial().close()
         except Unavailable as error:
             logger.warning("%s; starting Spark meanwhile", error)
+        else:
+            warn_of_data_loss(client)
 
 
 def check_input(label: str, one: Input, url: str) -> None:

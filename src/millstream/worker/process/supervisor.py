@@ -48,6 +48,7 @@ _RENEW_MS = 5_000.0
 _STOP_MESSAGE = b"stop"
 _STDERR = 2
 _DRAIN_PIPE_MS = 5_000.0
+_LAST_REPORT_S = 1.0
 _SLACK_MS = 5_000.0
 _BACK_OFF_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
@@ -281,6 +282,8 @@ class Supervisor:
                 process.wait()
             if hangs or self._is_killed:
                 self._record_end(child, _KILLED_AT_STOP)
+            if child.listener is not None:
+                child.listener.join(_LAST_REPORT_S)  # not for longer: a child of the process may hold the pipe
             child.close_watchdog()
 
 

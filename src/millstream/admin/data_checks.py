@@ -1,0 +1,310 @@
+"""Checks of the data in Redis: streams that only grow, what waits without a worker, dead letters, what is left over.
+
+Findings are summed up by handler: a handler of 100,000 streams has one line for each kind of trouble.
+"""
+
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from millstream.admin.findings import Finding
+from millstream.admin.inspection import inspect
+from millstream.admin.reports import HandlerReport, Inspection, StreamReport
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.key_queues import WAITING
+from millstream.errors import RedisError
+from millstream.groups.group import ConsumerInfo, consumers_of
+from millstream.model import EntryId
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape
+from millstream.redis_client.key_names import HandlerKeys, to_wire
+from millstream.redis_client.pipelining import call_all, send_all
+
+_FINISHED_ENTRIES = 10_000
+_UNREAD_ENTRIES = 1_000_000
+_NAMED = 3
+_WATCHED = 100
+_MEASURED_STREAMS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What the checks look at.
+
+    * `found`: streams and handlers; `consumers`: of each handler on a stream
+    * `idle`: pending entries that were idle for `old_ms`, on streams with a live worker
+    * `known`: names of the handlers in the app's file, by app; {} if no file was given
+    * `cli`: the redis-cli command that reaches the streams
+    """
+
+    found: Inspection
+    consumers: Mapping[tuple[str, str], Sequence[ConsumerInfo]]
+    idle: Mapping[tuple[str, str], int]
+    old_ms: int
+    known: Mapping[str, Collection[str]]
+    cli: str
+
+
+def read_data(
+    client: Client,
+    *,
+    app: str | None,
+    known: Mapping[str, Collection[str]],
+    cli: str,
+    max_streams: int,
+    old_ms: int,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Data:
+    """Read what the checks need of at most `max_streams` streams, in a bounded number of calls. Raises RedisError."""
+    found = inspect(client, app, max_streams=max_streams, clock=clock)
+    places = [(one.stream, _keys(one).group) for one in found.handlers if one.problem is None]
+    consumers = consumers_of(client, places)
+    alive = [(one.stream, _keys(one).group) for one in found.handlers if one.pending and one.consumers]
+    return Data(
+        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), old_ms=old_ms, known=known, cli=cli
+    )
+
+
+def largest_entry_bytes(client: Client) -> int:
+    """Average size of the entries of the stream with the largest ones, of some streams. Raises RedisError.
+
+    No entry is read: one that is too large for the output buffer would end the connection.
+    """
+    names = [to_wire(name) for name in islice(chain.from_iterable(client.scan_pages("*")), _MEASURED_STREAMS)]
+    lengths = call_all(client, [("XLEN", name) for name in names])
+    sizes = call_all(client, [("MEMORY", "USAGE", name) for name in names])
+    return max((size // length for size, length in zip(sizes, lengths, strict=True) if size and length), default=0)
+
+
+def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) -> dict[tuple[str, str], int]:
+    """How many of the lowest pending entries were idle for so long, though they are in the hands of a worker."""
+    replies = send_all(
+        client,
+        [("XPENDING", to_wire(stream), to_wire(group), "IDLE", old_ms, "-", "+", _WATCHED) for stream, group in places],
+    )
+    counts = {
+        place: sum(1 for entry in reply if entry[1] != WAITING.encode())
+        for place, reply in zip(places, replies, strict=True)
+        if not isinstance(reply, RedisError)
+    }
+    return {place: count for place, count in counts.items() if count}
+
+
+# --- The checks ---
+
+
+def check_growth(data: Data) -> Iterator[Finding]:
+    """Streams whose entries all groups have finished, and which were never trimmed."""
+    finished = {one.name: _finished(one) for one in data.found.streams if one.groups and one.added == one.length}
+    growing = {name: count for name, count in finished.items() if count >= _FINISHED_ENTRIES}
+    if growing:
+        worst = sorted(growing, key=lambda name: -growing[name])
+        yield Finding(
+            check="growth", severity="warning",
+            what=f"{_streams(worst)}: {sum(growing.values()):,} entries that all groups have finished, and nothing trims",
+            why="a stream that is never trimmed grows until Redis is full",
+            mend=(
+                f"{data.cli} XTRIM {_quote(worst[0])} MAXLEN '~' {_FINISHED_ENTRIES}  # or: millstream worker APP --trim",
+            ),
+        )  # fmt: skip
+    unread = [one for one in data.found.streams if not one.groups and one.added == one.length >= _UNREAD_ENTRIES]
+    if unread:
+        yield Finding(
+            check="growth", severity="warning",
+            what=f"{_streams([one.name for one in unread])}: {sum(one.length for one in unread):,} entries without a "
+            "consumer group, and nothing trims",
+            why="a stream that is never trimmed grows until Redis is full",
+            mend=(f"{data.cli} XTRIM {_quote(unread[0].name)} MAXLEN '~' {_UNREAD_ENTRIES}",),
+        )  # fmt: skip
+
+
+def check_dead_consumers(data: Data) -> Iterator[Finding]:
+    """Consumers that are gone: with pending entries, which wait, or without, which are names that stay behind."""
+    for label, some in _by_handler(data.found.handlers).items():
+        gone = [
+            (one, consumer) for one in some for consumer in data.consumers.get((one.stream, _keys(one).group), ())
+            if consumer.idle_ms >= data.old_ms and consumer.name not in one.workers and consumer.name != WAITING
+        ]  # fmt: skip
+        holding = [(one, consumer) for one, consumer in gone if consumer.pending]
+        empty = [(one, consumer) for one, consumer in gone if not consumer.pending]
+        if holding:
+            one = holding[0][0]
+            where = f"{_quote(one.stream)} {_quote(_keys(one).group)}"
+            heirs = [name for each in some for name in each.workers if each.engine == "workers"]
+            yield Finding(
+                check="dead-consumers", severity="problem",
+                what=f"{label}: {sum(each.pending for _, each in holding):,} pending entries of {_names(holding)}, idle "
+                f"for {_age(min(each.idle_ms for _, each in holding))}, on {_streams([each.stream for each, _ in holding])}",
+                why="these messages wait until a live worker claims them",
+                mend=(
+                    f"millstream group claim {where} {_quote(heirs[0])} --min-idle {data.old_ms // 1000}s"
+                    if heirs else f"millstream worker {some[0].app}  # with the file of the app",
+                ),
+            )  # fmt: skip
+        if empty:
+            one = empty[0][0]
+            yield Finding(
+                check="dead-consumers", severity="warning",
+                what=f"{label}: {len(empty):,} consumers of workers that are gone ({_names(empty)}), with nothing pending",
+                why="they are only names, but hide who is alive",
+                mend=(
+                    f"millstream group clean {_quote(one.stream)} {_quote(_keys(one).group)} --idle {data.old_ms // 1000}s",
+                ),
+            )  # fmt: skip
+
+
+def check_idle_entries(data: Data) -> Iterator[Finding]:
+    """Entries that nothing has touched for long, though workers are alive: they claim what is idle."""
+    for label, some in _by_handler(data.found.handlers).items():
+        places = [place for one in some if (place := (one.stream, _keys(one).group)) in data.idle]
+        if places:
+            stream, group = places[0]
+            yield Finding(
+                check="idle-entries", severity="warning",
+                what=f"{label}: {sum(data.idle[place] for place in places):,} entries or more are pending and idle for "
+                f"{_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
+                why="live workers renew or claim pending entries: these workers hang, or have a longer --claim",
+                mend=(f"millstream group pending {_quote(stream)} {_quote(group)} --min-idle {data.old_ms // 1000}s",),
+            )  # fmt: skip
+
+
+def check_waiting(data: Data) -> Iterator[Finding]:
+    """Backlogs with no worker and no run alive."""
+    for label, some in _by_handler(data.found.handlers).items():
+        waiting = [one for one in some if one.lag and not one.consumers and (one.oldest_age_ms or 0) >= data.old_ms]
+        if waiting and not any(one.consumers for one in some):
+            engine = waiting[0].engine
+            yield Finding(
+                check="waiting", severity="warning",
+                what=f"{label}: {sum(one.lag or 0 for one in waiting):,} entries wait, for "
+                f"{_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
+                why="nothing processes them",
+                mend=(f"millstream {'worker' if engine == 'workers' else 'run'} {some[0].app}  # with the file of the app",),
+            )  # fmt: skip
+
+
+def check_dead_letters(data: Data) -> Iterator[Finding]:
+    """Dead letters that wait for an operator."""
+    for label, some in _by_handler(data.found.handlers).items():
+        if count := sum(one.dead_letters for one in some):
+            yield Finding(
+                check="dead-letters", severity="warning", what=f"{label}: {count:,} dead letters",
+                why="these messages were not processed, and stay in Redis until they are redriven or purged",
+                mend=(f"millstream dlq list {label}", f"millstream dlq redrive {label}"),
+            )  # fmt: skip
+
+
+def check_parked(data: Data) -> Iterator[Finding]:
+    """Keys that are parked."""
+    for label, some in _by_handler(data.found.handlers).items():
+        if count := sum(one.parked for one in some):
+            yield Finding(
+                check="parked", severity="warning", what=f"{label}: {count:,} parked keys",
+                why="their messages wait until an operator unparks the key",
+                mend=(f"millstream key list {label}", f"millstream key unpark {label} KEY"),
+            )  # fmt: skip
+
+
+def check_paused(data: Data) -> Iterator[Finding]:
+    """Handlers that are paused."""
+    for label, some in _by_handler(data.found.handlers).items():
+        if paused := [one.stream for one in some if one.paused]:
+            yield Finding(
+                check="paused", severity="warning", what=f"{label}: paused on {_streams(paused)}",
+                why="its workers read nothing new", mend=(f"millstream resume {label}",),
+            )  # fmt: skip
+
+
+def check_unreadable(data: Data) -> Iterator[Finding]:
+    """Handlers whose keys hold something that no handler has written."""
+    for label, some in _by_handler(data.found.handlers).items():
+        if unreadable := [one for one in some if one.problem is not None]:
+            yield Finding(
+                check="unreadable", severity="problem",
+                what=f"{label}: its keys on {_streams([one.stream for one in unreadable])} are unreadable: "
+                f"{unreadable[0].problem}",
+                why="another program has written there; the handler cannot commit",
+                mend=(f"{data.cli} TYPE {_quote(_keys(unreadable[0]).meta)}",),
+            )  # fmt: skip
+
+
+def check_leftovers(data: Data) -> Iterator[Finding]:
+    """Handlers whose app or stream is gone."""
+    there = {one.name for one in data.found.streams}
+    for label, some in _by_handler(data.found.handlers).items():
+        app, _, handler = label.partition(".")
+        gone = [one.stream for one in some if one.stream not in there and not data.found.hidden_streams]
+        if app in data.known and handler not in data.known[app]:
+            yield Finding(
+                check="leftovers", severity="warning", what=f"{label}: the app {app} has no handler {handler} any more",
+                why="its progress, state and groups stay in Redis, and its groups keep streams from being trimmed",
+                mend=(f"millstream forget {label} --dry-run",),
+            )  # fmt: skip
+        elif gone and not data.found.is_sample:
+            yield Finding(
+                check="leftovers", severity="warning", what=f"{label}: its streams are gone: {_streams(gone)}",
+                why="its progress and state stay in Redis", mend=(f"millstream forget {label} --dry-run",),
+            )  # fmt: skip
+
+
+DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
+    "unreadable": check_unreadable,
+    "dead-consumers": check_dead_consumers,
+    "idle-entries": check_idle_entries,
+    "waiting": check_waiting,
+    "dead-letters": check_dead_letters,
+    "parked": check_parked,
+    "paused": check_paused,
+    "growth": check_growth,
+    "leftovers": check_leftovers,
+}
+
+
+# --- Texts and sums ---
+
+
+def _keys(report: HandlerReport) -> HandlerKeys:
+    return HandlerKeys(report.app, report.handler, report.stream)
+
+
+def _by_handler(reports: Iterable[HandlerReport]) -> dict[str, list[HandlerReport]]:
+    found: dict[str, list[HandlerReport]] = {}
+    for one in reports:
+        found.setdefault(f"{one.app}.{one.handler}", []).append(one)
+    return found
+
+
+def _finished(stream: StreamReport) -> int:
+    """How many entries at the beginning of a stream that was never trimmed all its groups have finished, about.
+
+    0 if it is unknown, or if the first entry is still needed.
+    """
+    read = [group.entries_read for group in stream.groups]
+    if stream.first_id is None or any(count is None for count in read):
+        return 0
+    if any(EntryId.parse(group.last_delivered_id) < EntryId.parse(stream.first_id) for group in stream.groups):
+        return 0
+    return max(0, min(count or 0 for count in read) - max(group.pending for group in stream.groups))
+
+
+def _streams(names: Iterable[str]) -> str:
+    found = sorted(set(names))
+    some = ", ".join(map(escape, found[:_NAMED]))
+    return some if len(found) <= _NAMED else f"{some} and {len(found) - _NAMED:,} more streams"
+
+
+def _names(consumers: Sequence[tuple[HandlerReport, ConsumerInfo]]) -> str:
+    found = sorted({consumer.name for _, consumer in consumers})
+    return ", ".join(map(escape, found[:_NAMED])) + (", ..." if len(found) > _NAMED else "")
+
+
+def _quote(name: str) -> str:
+    return shlex.quote(escape(name))
+
+
+def _age(duration_ms: float) -> str:
+    for unit, length_ms in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000)):
+        if duration_ms >= 2 * length_ms:
+            return f"{duration_ms / length_ms:.0f} {unit}"
+    return f"{duration_ms / 1000:.0f} s"

@@ -1,0 +1,124 @@
+"""Diagnosis of a deployment: runs every check of Redis, of the machine and of the data, and returns what they found."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from millstream.admin.data_checks import DATA_CHECKS, Data, largest_entry_bytes, read_data
+from millstream.admin.findings import Finding, run_check
+from millstream.admin.machine_checks import MACHINE_CHECKS
+from millstream.admin.rights_check import check_rights
+from millstream.admin.server_checks import SERVER_CHECKS, Server, check_buffers, check_cluster, read_servers, redis_cli
+from millstream.errors import AccessDenied, RedisError
+from millstream.redis_client.client import Client
+
+_DEFAULT_OLD_MS = 600_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The findings, those of the data last; `streams`: how many were looked at; `is_sample`: there may be more."""
+
+    findings: tuple[Finding, ...]
+    streams: int = 0
+    is_sample: bool = False
+
+    def count(self, severity: str) -> int:
+        """How many findings have this severity."""
+        return sum(one.severity == severity for one in self.findings)
+
+
+def diagnose(
+    client: Client,
+    *,
+    app: str | None = None,
+    known: Mapping[str, Collection[str]] | None = None,
+    max_streams: int = 1_000,
+    old_ms: int = _DEFAULT_OLD_MS,
+) -> Diagnosis:
+    """Run all checks. Changes nothing. A check that Redis refuses is a finding of its own, and the others go on.
+
+    * `app`: look at the handlers of this app only; `known`: by app, the names of the handlers that its file has
+    * `max_streams`: of more streams, look at a sample of this size
+    * `old_ms`: from which age on pending entries, backlogs and silent consumers are findings, in milliseconds
+
+    Raises ConfigError for an invalid URL.
+    """
+    findings = [one for name, check in MACHINE_CHECKS.items() for one in run_check(name, check)]
+    cli = "redis-cli"
+    try:
+        cli = redis_cli(client.url, client.execute_on_primaries("PING")[0][0]) + (" -c" if client.is_cluster else "")
+    except AccessDenied:
+        pass  # the checks below say what the user may not do
+    except RedisError as error:
+        why = "nothing can be read or written"
+        findings.append(Finding(check="reachable", severity="problem", what=str(error), why=why))
+        return Diagnosis(findings=tuple(findings))
+    data: list[Data] = []
+
+    def read() -> Iterator[Finding]:
+        data.append(read_data(client, app=app, known=known or {}, cli=cli, max_streams=max_streams, old_ms=old_ms))
+        yield from _hidden(data[0])
+
+    read_findings = [*run_check("data", read)]
+    servers = _Servers(client)
+    findings += servers.check()
+    findings += run_check("rights", partial(check_rights, client))
+    findings += read_findings
+    if not data and not servers.found:
+        what, why = "Redis refuses this user all that the checks ask", "it cannot work with streams either"
+        findings.append(Finding(check="access", severity="problem", what=what, why=why, mend=("millstream acl",)))
+    for name, check in DATA_CHECKS.items() if data else ():
+        findings += run_check(name, partial(check, data[0]))
+    return Diagnosis(
+        findings=tuple(findings), streams=sum(len(one.found.streams) for one in data),
+        is_sample=any(one.found.is_sample for one in data),
+    )  # fmt: skip
+
+
+class _Servers:
+    """The primaries, once they are read, and their checks."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.found: list[Server] = []
+
+    def check(self) -> Iterator[Finding]:
+        """The findings on all primaries, and on the cluster."""
+        largest = partial(largest_entry_bytes, self._client)
+        yield from run_check("settings", self._read)
+        for server in self.found:
+            for name, check in SERVER_CHECKS.items():
+                yield from run_check(name, partial(check, server))
+            yield from run_check("buffers", partial(check_buffers, server, largest_entry_bytes=largest))
+            yield from run_check("cluster", partial(check_cluster, server, is_cluster=self._client.is_cluster))
+        if self._client.is_cluster:
+            yield from run_check("cluster", partial(_check_cluster_state, self._client))
+
+    def _read(self) -> Iterable[Finding]:
+        self.found = read_servers(self._client)
+        return ()
+
+
+def _check_cluster_state(client: Client) -> Iterator[Finding]:
+    for address, reply in client.execute_on_primaries("CLUSTER", "INFO"):
+        fields = dict(line.split(":", 1) for line in reply.decode().splitlines() if ":" in line)
+        if fields.get("cluster_state") != "ok":
+            yield Finding(
+                check="cluster", severity="problem",
+                what=f"the cluster is not ok, says {address}: {fields.get('cluster_slots_ok', '?')} of 16384 slots are served",
+                why="streams in the other slots can be neither read nor written",
+                mend=(f"redis-cli --cluster check {address}",),
+            )  # fmt: skip
+            return
+    yield Finding(check="cluster", severity="ok", what="all slots are served")
+
+
+def _hidden(data: Data) -> Iterator[Finding]:
+    streams, handlers = data.found.hidden_streams, data.found.hidden_handlers
+    if streams or handlers:
+        yield Finding(
+            check="data", severity="warning",
+            what=f"not checked: {streams:,} streams and {handlers:,} handlers on streams that this Redis user may not access",
+            mend=("millstream acl operator",),
+        )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Finding: what a check of `millstream doctor` found, why it matters, and the command that mends it. No I/O."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from millstream.errors import MillstreamError
+
+Severity = Literal["problem", "warning", "ok"]
+"""`problem`: messages, states or progress may be lost or do not go on; `warning`: something to know or to mend soon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one check.
+
+    * `check`: name of the check; `what`: the fact; `why`: what follows from it, "" if nothing does
+    * `mend`: the commands that mend it, each complete; () if there is nothing to do
+    """
+
+    check: str
+    severity: Severity
+    what: str
+    why: str = ""
+    mend: tuple[str, ...] = ()
+
+
+def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """The findings of `check`; if it cannot be made, one warning that says so."""
+    try:
+        yield from tuple(check())
+    except MillstreamError as error:
+        yield Finding(check=name, severity="warning", what=f"not checked: {error}")

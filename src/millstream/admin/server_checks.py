@@ -1,0 +1,286 @@
+"""Checks of the settings of Redis: what loses data, and what stops writes. `millstream doctor` runs all of them.
+
+`warn_of_data_loss` runs those that concern data loss at the start of workers, runs and masters.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from millstream.admin.findings import Finding, run_check
+from millstream.errors import AccessDenied, RedisError
+from millstream.redis_client.client import Client
+from millstream.redis_client.redaction import redact_url
+
+logger = logging.getLogger(__name__)
+
+_MIN_VERSION = (7, 0)
+_SETTINGS = ("appendfsync", "save", "min-replicas-to-write", "client-output-buffer-limit")
+_FULL_SHARE, _MACHINE_SHARE = 0.8, 0.75
+_READ_BYTES = 64 * 2**20  # what a worker reads at once by default (--prefetch-mb)
+_START_TIMEOUT_MS = 3_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """What one primary says about itself.
+
+    * `cli`: the redis-cli command that reaches it; `name`: its address where there are several primaries, else ""
+    * `info`: the fields of INFO; `settings`: reads those of CONFIG GET, which many users may not
+    """
+
+    cli: str
+    name: str
+    info: Mapping[str, str]
+    settings: Callable[[], Mapping[str, str]]
+
+    def setting(self, name: str) -> str:
+        """A setting. Raises RedisError if Redis refuses CONFIG GET."""
+        return self.settings().get(name, "")
+
+    def number(self, name: str) -> int:
+        """A number in INFO; 0 if it is missing."""
+        return int(self.info.get(name, "0"))
+
+    @property
+    def where(self) -> str:
+        """The subject of a sentence about it."""
+        return f"Redis at {self.name}" if self.name else "Redis"
+
+
+def read_servers(client: Client) -> list[Server]:
+    """Each primary of the deployment. Raises RedisError. CONFIG GET is sent when a setting is first asked for."""
+    replies = client.execute_on_primaries("INFO")
+
+    @functools.cache
+    def settings() -> Mapping[str, Mapping[str, str]]:
+        found = client.execute_on_primaries("CONFIG", "GET", *_SETTINGS)
+        return {address: _to_settings(reply) for address, reply in found}
+
+    return [
+        Server(
+            cli=redis_cli(client.url, address), name=address if len(replies) > 1 else "", info=_to_info(reply),
+            settings=functools.partial(_settings_of, settings, address),
+        )
+        for address, reply in replies
+    ]  # fmt: skip
+
+
+def warn_of_data_loss(client: Client) -> None:
+    """Log a warning for each setting of Redis that loses data, with the command that mends it.
+
+    A failed check stops no start: it is only logged.
+    """
+    try:
+        servers = read_servers(client)
+    except AccessDenied:
+        logger.warning("cannot check whether Redis may lose data: the Redis user has no right to `info`")
+        return
+    except RedisError as error:
+        logger.debug("cannot check whether Redis may lose data: %s", error)
+        return
+    for server in servers:
+        for check in (check_eviction, check_persistence):
+            for found in run_check("", functools.partial(check, server)):
+                if found.severity == "problem":
+                    logger.warning(
+                        "%s (%s): %s; %s", found.what, redact_url(client.url), found.why, "; ".join(found.mend)
+                    )
+
+
+def warn_of_data_loss_at(url: str) -> None:
+    """Like `warn_of_data_loss`, on a short-lived connection. Raises ConfigError for an invalid URL."""
+    with Client(url, timeout_ms=_START_TIMEOUT_MS) as client:
+        warn_of_data_loss(client)
+
+
+# --- The checks, each of one server ---
+
+
+def check_version(server: Server) -> Iterator[Finding]:
+    """Redis 7.0 or later, or Valkey."""
+    redis, valkey = server.info.get("redis_version", "0"), server.info.get("valkey_version")
+    product = f"Valkey {valkey} (as Redis {redis})" if valkey else f"Redis {redis}"
+    if tuple(int(part) for part in redis.split(".")[:2] if part.isdigit()) < _MIN_VERSION:
+        yield Finding(
+            check="version", severity="problem", what=f"{product} is too old",
+            why="scripts of millstream need Redis 7.0 or later, or Valkey",
+        )  # fmt: skip
+    else:
+        yield Finding(check="version", severity="ok", what=product)
+
+
+def check_role(server: Server) -> Iterator[Finding]:
+    """The server is a primary."""
+    if server.info.get("role", "master") != "master":
+        yield Finding(
+            check="role", severity="problem", what=f"{server.where} is a replica", why="it refuses writes",
+            mend=("millstream doctor --url redis+sentinel://HOST:26379/NAME/0  # or the URL of its primary",),
+        )  # fmt: skip
+
+
+def check_cluster(server: Server, *, is_cluster: bool) -> Iterator[Finding]:
+    """A server of a cluster is reached as such."""
+    if server.info.get("cluster_enabled") == "1" and not is_cluster:
+        yield Finding(
+            check="cluster", severity="problem", what=f"{server.where} is part of a Redis Cluster",
+            why="a client of one server reaches the keys of that server only",
+            mend=("millstream doctor --url redis+cluster://HOST:PORT",),
+        )  # fmt: skip
+
+
+def check_eviction(server: Server) -> Iterator[Finding]:
+    """Redis keeps its keys at maxmemory."""
+    policy, limit = server.info.get("maxmemory_policy", "noeviction"), server.number("maxmemory")
+    if policy == "noeviction":
+        yield Finding(check="eviction", severity="ok", what="maxmemory-policy noeviction")
+        return
+    mend = (f"{server.cli} CONFIG SET maxmemory-policy noeviction",)
+    if limit:
+        yield Finding(
+            check="eviction", severity="problem",
+            what=f"{server.where} evicts keys at maxmemory (maxmemory-policy {policy})",
+            why="messages, states and progress would be lost silently", mend=mend,
+        )  # fmt: skip
+    else:
+        yield Finding(
+            check="eviction", severity="warning", what=f"{server.where} has maxmemory-policy {policy}",
+            why="as soon as it has a maxmemory, it loses messages, states and progress silently", mend=mend,
+        )  # fmt: skip
+
+
+def check_persistence(server: Server) -> Iterator[Finding]:
+    """Redis writes what it has to disk."""
+    mend = (f"{server.cli} CONFIG SET appendonly yes",)
+    if server.info.get("aof_enabled") == "1":
+        yield Finding(check="persistence", severity="ok", what="append-only file")
+    elif server.setting("save"):
+        yield Finding(
+            check="persistence", severity="warning",
+            what=f"{server.where} writes snapshots only (appendonly no, save {server.setting('save')})",
+            why="a Redis that dies forgets all since its last snapshot: messages, states and progress", mend=mend,
+        )  # fmt: skip
+    else:
+        yield Finding(
+            check="persistence", severity="problem",
+            what=f'{server.where} writes nothing to disk (appendonly no, save "")',
+            why="a restart loses all messages, states and progress", mend=mend,
+        )  # fmt: skip
+
+
+def check_sync(server: Server) -> Iterator[Finding]:
+    """The append-only file reaches the disk within a second."""
+    if server.info.get("aof_enabled") == "1" and server.setting("appendfsync") == "no":
+        yield Finding(
+            check="sync", severity="warning", what=f"{server.where} has appendfsync no",
+            why="a machine that fails loses what its kernel had not written, up to half a minute",
+            mend=(f"{server.cli} CONFIG SET appendfsync everysec",),
+        )  # fmt: skip
+
+
+def check_disk(server: Server) -> Iterator[Finding]:
+    """The last writes to disk have succeeded."""
+    for field, thing in (
+        ("aof_last_write_status", "append to the append-only file"),
+        ("aof_last_bgrewrite_status", "rewrite of the append-only file"),
+        ("rdb_last_bgsave_status", "snapshot"),
+    ):
+        if server.info.get(field, "ok") != "ok":
+            yield Finding(
+                check="disk", severity="problem", what=f"the last {thing} of {server.where} failed ({field})",
+                why="Redis may refuse writes, and a restart loses what is not on disk", mend=("df -h",),
+            )  # fmt: skip
+
+
+def check_replicas(server: Server) -> Iterator[Finding]:
+    """A primary that has lost its replicas refuses writes, which a failover would forget."""
+    replicas = server.number("connected_slaves")
+    if replicas and server.setting("min-replicas-to-write") in ("", "0"):
+        yield Finding(
+            check="replicas", severity="warning",
+            what=f"{server.where} has {replicas} connected replicas and min-replicas-to-write 0",
+            why="a primary that is cut off goes on accepting writes, which a failover forgets",
+            mend=(f"{server.cli} CONFIG SET min-replicas-to-write 1",),
+        )  # fmt: skip
+
+
+def check_memory(server: Server) -> Iterator[Finding]:
+    """Redis has room for more."""
+    used, limit, machine = (server.number(name) for name in ("used_memory", "maxmemory", "total_system_memory"))
+    if limit and used > _FULL_SHARE * limit:
+        yield Finding(
+            check="memory", severity="problem" if used >= limit else "warning",
+            what=f"{server.where} uses {used / limit:.0%} of maxmemory ({limit:,} bytes)",
+            why="at maxmemory it refuses writes: producers and handlers with effects wait",
+            mend=(f"{server.cli} CONFIG SET maxmemory {2 * limit}  # or trim: millstream worker APP --trim",),
+        )  # fmt: skip
+    elif not limit and machine and used > _MACHINE_SHARE * machine:
+        yield Finding(
+            check="memory", severity="warning",
+            what=f"{server.where} has no maxmemory and uses {used / machine:.0%} of its machine's memory",
+            why="the kernel kills a Redis that fills the machine's memory",
+            mend=(f"{server.cli} CONFIG SET maxmemory {int(_MACHINE_SHARE * machine)}",),
+        )  # fmt: skip
+    else:
+        bound = f"{used / limit:.0%} of maxmemory" if limit else "no maxmemory"
+        yield Finding(check="memory", severity="ok", what=f"{used:,} bytes used, {bound}")
+
+
+def check_buffers(server: Server, *, largest_entry_bytes: Callable[[], int]) -> Iterator[Finding]:
+    """A reply fits into the buffer that Redis has for a client. `largest_entry_bytes` is asked only if it matters."""
+    words = server.setting("client-output-buffer-limit").split()
+    limits = {words[at]: int(words[at + 1]) for at in range(0, len(words), 4)}
+    limit = limits.get("normal", 0)
+    if not limit or limit >= _READ_BYTES:
+        return
+    largest = largest_entry_bytes()
+    yield Finding(
+        check="buffers", severity="problem" if largest >= limit else "warning",
+        what=f"{server.where} ends a client whose reply exceeds {limit:,} bytes; the largest entries seen have about {largest:,}",
+        why=f"a worker reads up to {_READ_BYTES:,} bytes at once (--prefetch-mb), and a larger entry cannot be read",
+        mend=(f"{server.cli} CONFIG SET client-output-buffer-limit 'normal 0 0 0'",),
+    )  # fmt: skip
+
+
+SERVER_CHECKS: Mapping[str, Callable[[Server], Iterable[Finding]]] = {
+    "version": check_version,
+    "role": check_role,
+    "eviction": check_eviction,
+    "persistence": check_persistence,
+    "sync": check_sync,
+    "disk": check_disk,
+    "replicas": check_replicas,
+    "memory": check_memory,
+}
+"""The checks that need nothing but the server."""
+
+
+# --- Replies and commands ---
+
+
+def _settings_of(read: Callable[[], Mapping[str, Mapping[str, str]]], address: str) -> Mapping[str, str]:
+    return read()[address]
+
+
+def _to_info(reply: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in reply.decode("utf-8", "replace").splitlines())
+    return {name: value for name, colon, value in lines if colon}
+
+
+def _to_settings(reply: Sequence[bytes]) -> dict[str, str]:
+    texts = [part.decode("utf-8", "replace") for part in reply]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def redis_cli(url: str, address: str) -> str:
+    """The redis-cli command for a server of the deployment at `url`. It asks for the password."""
+    if address.startswith("/"):
+        place = f" -s {address}"
+    else:
+        host, _, port = address.rpartition(":")
+        place = f" -h {host} -p {port}"
+    credentials = url.partition("://")[2].rpartition("@")[0]
+    user = credentials.partition(":")[0]
+    login = (f" --user {user}" if user else "") + " --askpass" if credentials else ""
+    return f"redis-cli{place}{' --tls' if url.startswith('rediss') else ''}{login}"

@@ -1,0 +1,340 @@
+"""`millstream doctor`: every check finds its trouble on a real Redis, and the command that it prints mends it."""
+
+import logging
+import shlex
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream import Message, Reject
+from millstream.admin import inspection, machine_checks
+from millstream.admin.acl import RoleName, acl_rule
+from millstream.admin.doctor import Diagnosis, diagnose
+from millstream.admin.findings import Finding
+from millstream.admin.liveness import find_workers
+from millstream.admin.server_checks import Server, check_role, check_version, warn_of_data_loss
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.reliable_stream import ReliableStream
+from millstream.groups import Group
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import worker_name_key
+from tests.support.commandline import call
+from tests.support.deployments import lent_cluster
+from tests.support.waiting import eventually
+from tests.support.workers import KEYS, double, fill, make, outputs, pending, working
+
+pytestmark = [pytest.mark.cli]
+
+APP = """
+from millstream import App
+
+app = App("app")
+
+
+@app.handler("in", name="other")
+def other(message):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    """A server whose settings these tests change."""
+    with EmbeddedServer() as started:
+        yield started
+
+
+@pytest.fixture
+def admin(server: EmbeddedServer) -> Iterator[Client]:
+    """A client of that server, which is empty and well configured."""
+    with Client(server.url) as client:
+        client.execute("FLUSHALL")
+        client.execute(
+            *("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction", "appendonly", "yes", "appendfsync"),
+            *("everysec", "save", "", "min-replicas-to-write", "0", "client-output-buffer-limit", "normal 0 0 0"),
+        )
+        yield client
+
+
+def found(diagnosis: Diagnosis, check: str) -> list[Finding]:
+    """The findings of a check that are not ok."""
+    return [one for one in diagnosis.findings if one.check == check and one.severity != "ok"]
+
+
+def only(client: Client, check: str, **options: Any) -> Finding:
+    """The one finding of a check that is not ok."""
+    (one,) = found(diagnose(client, **options), check)
+    return one
+
+
+# --- Redis ---
+
+SETTINGS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("eviction", "problem", ("maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")),
+    ("eviction", "warning", ("maxmemory-policy", "volatile-ttl")),
+    ("persistence", "problem", ("appendonly", "no")),
+    ("persistence", "warning", ("appendonly", "no", "save", "3600 1")),
+    ("sync", "warning", ("appendfsync", "no")),
+    ("memory", "problem", ("maxmemory", "1mb")),
+    ("buffers", "warning", ("client-output-buffer-limit", "normal 1mb 0 0")),
+]
+
+
+@pytest.mark.parametrize(("check", "severity", "settings"), SETTINGS)
+def test_a_setting_that_harms_is_found_and_the_printed_command_mends_it(
+    admin: Client, check: str, severity: str, settings: tuple[str, ...]
+) -> None:
+    fill(admin, 3)
+    assert found(diagnose(admin), check) == []
+    if "maxmemory" in settings:
+        admin.execute("SET", "big", "x" * 2_000_000)
+    admin.execute("CONFIG", "SET", *settings)
+    one = only(admin, check)
+    assert (one.severity, bool(one.why)) == (severity, True)
+    command = shlex.split(one.mend[0], comments=True)
+    assert command[0] == "redis-cli"
+    admin.execute(*command[command.index("CONFIG") :])
+    if check != "memory":  # twice the limit is still less than a server without data uses
+        assert found(diagnose(admin), check) == []
+
+
+def test_an_entry_that_the_output_buffer_cannot_hold_is_a_problem(admin: Client) -> None:
+    admin.execute("XADD", "in", "*", "n", "x" * 3_000_000)
+    admin.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 2mb 0 0")
+    diagnosis = diagnose(admin)
+    assert [one.severity for one in found(diagnosis, "buffers")] == ["problem"]
+    assert "not checked" in found(diagnosis, "data")[0].what, "Redis ends the connection that reads the entry"
+
+
+def test_versions_and_valkey_are_told_apart() -> None:
+    def version(**info: str) -> Finding:
+        (one,) = check_version(Server(cli="redis-cli", name="", info=info, settings=dict))
+        return one
+
+    assert version(redis_version="6.2.14").severity == "problem"
+    assert version(redis_version="7.0.0").severity == version(redis_version="8.2.1").severity == "ok"
+    valkey = version(redis_version="7.2.4", server_name="valkey", valkey_version="9.0.1")
+    assert (valkey.severity, valkey.what) == ("ok", "Valkey 9.0.1 (as Redis 7.2.4)")
+
+
+def test_a_replica_is_a_problem_and_a_primary_that_writes_without_replicas_a_warning(admin: Client) -> None:
+    with EmbeddedServer() as replica, Client(replica.url) as client:
+        host, port = admin.url.rpartition("/")[2].split(":")[0], admin.url.rsplit(":", 1)[1].split("/")[0]
+        client.execute("REPLICAOF", host or "127.0.0.1", port)
+        assert only(client, "role").severity == "problem"
+        eventually(lambda: b"connected_slaves:1" in admin.execute("INFO", "replication"), "the replica")
+        one = only(admin, "replicas")
+        assert "min-replicas-to-write 0" in one.what
+        admin.execute("CONFIG", "SET", "min-replicas-to-write", "1")
+        assert found(diagnose(admin), "replicas") == []
+        admin.execute("CONFIG", "SET", "min-replicas-to-write", "0")
+    assert list(check_role(Server(cli="", name="", info={"role": "master"}, settings=dict))) == []
+
+
+def test_a_cluster_is_ok_as_a_cluster_and_a_problem_as_one_server(request: pytest.FixtureRequest) -> None:
+    deployed = lent_cluster(request)
+    with Client(deployed.url) as client:
+        diagnosis = diagnose(client)
+        assert found(diagnosis, "cluster") == []
+        assert sum(one.check == "version" for one in diagnosis.findings) == 3
+    with Client(deployed.nodes[0].url) as client:
+        assert only(client, "cluster").severity == "problem"
+
+
+def test_a_redis_that_is_away_is_a_problem_and_the_machine_is_checked_all_the_same() -> None:
+    outcome = call("doctor", "--json", url="redis://127.0.0.1:1")
+    checks = {one["check"]: one["severity"] for one in outcome.json()["findings"]}
+    assert (outcome.code, checks["reachable"], checks["python"]) == (1, "problem", "ok")
+
+
+def test_a_user_of_one_role_is_told_what_it_may_not_check_and_the_rest_goes_on(admin: Client) -> None:
+    fill(admin, 3)
+    ReliableStream(admin, "in", app="app", handler="handle", consumer="w").join()
+    admin.execute("XADD", KEYS.dead_letters, "*", "a", "b")
+    rights = acl_rule("clerk", [RoleName.OPERATOR]).line.split()
+    admin.execute(*rights, ">secret")
+    with Client(admin.url.replace("://", "://clerk:secret@")) as client:
+        diagnosis = diagnose(client)
+        assert only(client, "dead-letters").severity == "warning"
+        for check, command in (("settings", "INFO"), ("rights", "ACL WHOAMI")):
+            (one,) = found(diagnosis, check)
+            assert (one.severity, command in one.what) == ("warning", True)
+        admin.execute(*rights, "+acl|whoami", "+acl|dryrun", "+command|info")
+        (rights_found,) = [one for one in diagnose(client).findings if one.check == "rights"]
+        assert "operator" in rights_found.what
+        assert "worker" not in rights_found.what
+    admin.execute("ACL", "SETUSER", "clerk", "reset", "on", ">secret", "~*", "+get")
+    with Client(admin.url.replace("://", "://clerk:secret@")) as client:
+        assert only(client, "access").severity == "problem"
+
+
+def test_the_default_user_has_the_rights_of_all_roles(admin: Client) -> None:
+    (one,) = [one for one in diagnose(admin).findings if one.check == "rights"]
+    assert one.severity == "ok"
+    admin.execute("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-xadd", "-ping", "-xread")
+    with Client(admin.url.replace("://", "://reader:secret@")) as client:
+        (one,) = [one for one in diagnose(client).findings if one.check == "rights"]
+    assert "group-source" in one.what
+    assert "worker" not in one.what
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("appendonly", "no"), "writes nothing to disk"),
+        (("maxmemory", "100mb", "maxmemory-policy", "allkeys-lru"), "evicts keys at maxmemory (maxmemory-policy"),
+    ],
+)
+def test_at_its_start_a_process_warns_once_of_what_loses_data(
+    admin: Client, settings: tuple[str, ...], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_of_data_loss(admin)
+        assert caplog.messages == []
+        admin.execute("CONFIG", "SET", *settings)
+        warn_of_data_loss(admin)
+    (line,) = caplog.messages
+    assert words in line
+    assert "CONFIG SET" in line
+    with Client("redis://127.0.0.1:1") as away:
+        warn_of_data_loss(away)  # a Redis that is away is reported elsewhere
+
+
+# --- The machine ---
+
+
+def test_a_java_or_a_pyspark_that_does_not_fit_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def spark() -> Finding:
+        (one,) = machine_checks.check_spark()
+        return one
+
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    assert (spark().severity, "no Java" in spark().what) == ("warning", True)
+    for version, severity in (("1.8.0_402", "warning"), ("11.0.2", "warning"), ("21.0.1", "ok")):
+        java.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2024-01-16' >&2\n")
+        java.chmod(0o700)
+        assert spark().severity == severity
+    monkeypatch.setattr(machine_checks, "version", lambda _: "3.0.1")
+    assert "PySpark 3.0.1 is not supported" in spark().what
+
+
+# --- The data ---
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options with which consumers count as gone as soon as their name is free, and ages count from 0."""
+    monkeypatch.setattr(inspection, "find_workers", partial(find_workers, idle_ms=0))
+    return {"old_ms": 0}
+
+
+def test_a_healthy_handler_has_no_finding(client: Client, at_once: dict[str, Any]) -> None:
+    fill(client, 20)
+    client.execute("SET", worker_name_key("app", "w1"), "its supervisor")
+    with working(client, make(double), "w1"):
+        eventually(lambda: len(outputs(client)) == 20 and pending(client) == 0)
+        diagnosis = diagnose(client, **at_once)
+    names = ("dead-consumers", "idle-entries", "waiting", "dead-letters", "parked", "paused", "growth", "leftovers")
+    assert [one for name in names for one in found(diagnosis, name)] == []
+
+
+def test_what_dead_workers_hold_is_a_problem_and_their_empty_names_a_warning(
+    client: Client, at_once: dict[str, Any]
+) -> None:
+    fill(client, 3)
+    dead = ReliableStream(client, "in", app="app", handler="handle", consumer="dead")
+    dead.join()
+    assert len(dead.fetch(count=2)) == 2
+    Group(client, "in", KEYS.group).create_consumer("empty")
+    holding, empty = found(diagnose(client, **at_once), "dead-consumers")
+    assert (holding.severity, "2 pending entries of dead" in holding.what) == ("problem", True)
+    assert holding.mend[0].startswith("millstream worker app")
+    assert (empty.severity, "(empty)" in empty.what) == ("warning", True)
+    assert only(client, "waiting", **at_once).what.startswith("app.handle: 3 entries wait")
+    client.execute("SET", worker_name_key("app", "alive"), "its supervisor")
+    Group(client, "in", KEYS.group).create_consumer("alive")
+    holding, _ = found(diagnose(client, **at_once), "dead-consumers")
+    assert "group claim in millstream:app.handle alive" in holding.mend[0]
+    assert only(client, "idle-entries", **at_once).severity == "warning"
+    assert found(diagnose(client, old_ms=3_600_000), "dead-consumers") == []
+
+
+def test_dead_letters_parked_keys_and_pauses_are_told_with_their_commands(client: Client) -> None:
+    def refuse(message: Message) -> None:
+        raise Reject("no")
+
+    fill(client, 3)
+    with working(client, make(refuse)):
+        eventually(lambda: client.execute("XLEN", KEYS.dead_letters) == 3)
+    client.execute("HSET", KEYS.parked, b"kA", "1 why")
+    CommitStore(client, app="app", handler="handle").set_paused(["in"], paused=True)
+    diagnosis = diagnose(client, app="app")
+    texts = {name: found(diagnosis, name)[0] for name in ("dead-letters", "parked", "paused")}
+    assert [one.what for one in texts.values()] == [
+        "app.handle: 3 dead letters", "app.handle: 1 parked keys", "app.handle: paused on in"
+    ]  # fmt: skip
+    assert [one.mend[0] for one in texts.values()] == [
+        "millstream dlq list app.handle", "millstream key list app.handle", "millstream resume app.handle"
+    ]  # fmt: skip
+    assert found(diagnose(client, app="another"), "dead-letters") == []
+
+
+def test_a_stream_that_only_grows_is_found_until_it_is_trimmed(client: Client) -> None:
+    ids = client.pipeline([("XADD", "in", "*", "n", n) for n in range(12_000)])
+    for group in ("a", "b"):
+        Group(client, "in", group).create(ids[-1], entries_read=12_000)
+    one = only(client, "growth")
+    assert "in: 12,000 entries" in one.what
+    Group(client, "in", "b").set_id(ids[10], entries_read=11)
+    assert found(diagnose(client), "growth") == [], "a group still needs them"
+    Group(client, "in", "b").set_id(ids[-1], entries_read=12_000)
+    command = shlex.split(one.mend[0], comments=True)
+    client.execute(*command[command.index("XTRIM") :])
+    assert found(diagnose(client), "growth") == []
+
+
+def test_leftovers_are_handlers_that_the_file_lacks_and_those_whose_streams_are_gone(
+    client: Client, tmp_path: Path
+) -> None:
+    fill(client, 1)
+    with working(client, make(double)):
+        eventually(lambda: len(outputs(client)) == 1)
+    assert found(diagnose(client), "leftovers") == []
+    (tmp_path / "shop_of_doctor.py").write_text(APP)
+    shown = call("doctor", "--app", str(tmp_path / "shop_of_doctor.py"), "--json", url=client.url).json()
+    (one,) = [each for each in shown["findings"] if each["check"] == "leftovers"]
+    assert one["mend"] == ["millstream forget app.handle --dry-run"]
+    client.execute("DEL", "in")
+    assert "its streams are gone: in" in only(client, "leftovers").what
+
+
+def test_keys_that_hold_something_else_are_a_problem(client: Client) -> None:
+    fill(client, 1)
+    Group(client, "in", KEYS.group).create()
+    client.execute("SET", KEYS.meta, "x")
+    assert only(client, "unreadable").severity == "problem"
+
+
+def test_of_many_streams_it_looks_at_a_sample_and_says_so(client: Client) -> None:
+    client.pipeline([("XADD", f"s:{n}", "1-0", "n", n) for n in range(2_500)])
+    diagnosis = diagnose(client, max_streams=100)
+    assert (diagnosis.streams, diagnosis.is_sample) == (100, True)
+    assert not diagnose(client, max_streams=2_500).is_sample
+    outcome = call("doctor", "--limit", "50", url=client.url)
+    assert "looked at a sample of 50 streams" in outcome.err
+
+
+def test_the_command_ends_with_1_only_if_there_is_a_problem(admin: Client) -> None:
+    outcome = call("doctor", url=admin.url)
+    assert (outcome.code, outcome.err.splitlines()[-1].startswith("0 problems")) == (0, True)
+    admin.execute("CONFIG", "SET", "appendonly", "no")
+    outcome = call("doctor", url=admin.url)
+    assert outcome.code == 1
+    assert outcome.out.startswith('problem  persistence: Redis writes nothing to disk (appendonly no, save "")')
+    assert "CONFIG REWRITE" in outcome.err
