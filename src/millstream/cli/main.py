@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "master": ("millstream.cli.master:master", "Delegate messages to consumers in any language."),
     "consumer": ("millstream.cli.consumer:consumer", "Run a function as a consumer of a master."),
     "serve": ("millstream.cli.serve:serve", "Serve streams live to browsers."),
+    "exporter": ("millstream.cli.exporter:exporter", "Serve what Redis shows of all handlers to Prometheus."),
     "dev": ("millstream.cli.dev:dev", "Run a local redis-server for development."),
     "demo": ("millstream.cli.demo:demo", "Run a pipeline over real flights and verify it."),
     "publish": ("millstream.cli.publish:publish", "Publish a CSV or JSON lines file to a stream."),

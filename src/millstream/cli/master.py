@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from millstream.cli.config_file import Config, require_modules
-from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
-from millstream.cli.terminal import print_json, print_message
+from millstream.cli.metrics_server import new_recorder, print_started
+from millstream.cli.options import DEFAULT_URL, Connections, Json, MetricsAddress, RequestS, Url, parse_address
 from millstream.errors import ConfigError
 from millstream.model import Retry
 from millstream.redis_client.eviction import warn_if_url_evicting
@@ -99,6 +99,7 @@ def master(
     request_s: RequestS = 10.0,
     most_body: MostBody = 65_536,
     most_page: MostPage = 1_000,
+    metrics_address: MetricsAddress = "",
     as_json: Json = False,
     config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
@@ -123,16 +124,15 @@ def master(
         url=url, tokens=tokens, host=host, port=port, allow_list=AllowList(allow_health or LOOPBACK), max_page=most_page,
         host_names=None if tokens else AllowedHosts(host, allow_host or ()),
         limits=Limits(connections=connections, request_s=request_s, body_bytes=most_body),
+        metrics_address=parse_address(metrics_address),
     )  # fmt: skip
     warn_if_url_evicting(url)
 
-    def ready(where: str) -> None:
-        if as_json:
-            print_json({"event": "started", "master": master, "url": where}, flush=True)
-        else:
-            print_message(f"master {master} listens on {where}; Ctrl-C stops")
+    def ready(where: str, metrics_url: str | None) -> None:
+        text = f"master {master} listens on {where}; Ctrl-C stops"
+        print_started(text, metrics_url, as_json=as_json, master=master, url=where)
 
-    run_master(settings, serving, on_ready=ready)
+    run_master(settings, serving, recorder=new_recorder("master"), on_ready=ready)
 
 
 def _tokens(token: str, path: Path | None, *, insecure: bool) -> "Tokens":

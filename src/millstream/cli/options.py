@@ -22,6 +22,15 @@ Connections = Annotated[int, typer.Option("--connections", help="Maximum number 
 RequestS = Annotated[
     float, typer.Option("--request-s", help="Seconds within which a request must arrive on a connection.", min=0.1)
 ]
+MetricsAddress = Annotated[
+    str,
+    typer.Option(
+        "--metrics-address",
+        metavar="[HOST:]PORT",
+        show_default=False,
+        help="Serve /metrics, /healthz and /readyz here; the host is 127.0.0.1 unless given, port 0 finds a free port.",
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 
@@ -59,6 +68,17 @@ def parse_duration_ms(text: str) -> int:
     if not found:
         raise ConfigError(f"{text!r} is not a duration: write 30s, 5m, 2h or 1d")
     return int(found[1]) * _UNITS_S[found[2]] * 1000
+
+
+def parse_address(text: str) -> tuple[str, int] | None:
+    """Host and port of `[HOST:]PORT`, such as 9464, 0.0.0.0:9464 or [::]:9464; None for "". Raises ConfigError."""
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdigit() and int(port) < 65_536) or (":" in host and host != f"[{bare}]"):
+        raise ConfigError(f"{text!r} is not an address: write PORT, HOST:PORT or [HOST]:PORT, such as 0.0.0.0:9464")
+    return bare or "127.0.0.1", int(port)
 
 
 def parse_start(text: str) -> EntryId | None:

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 import typer
 
 from millstream.cli.config_file import Config, require_modules
-from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
-from millstream.cli.terminal import print_json, print_message
+from millstream.cli.metrics_server import new_recorder, print_started
+from millstream.cli.options import DEFAULT_URL, Connections, Json, MetricsAddress, RequestS, Url, parse_address
+from millstream.cli.terminal import print_json
 from millstream.errors import ConfigError
 
 Host = Annotated[
@@ -53,10 +54,6 @@ PerToken = Annotated[
     ),
 ]
 StopS = Annotated[float, typer.Option("--stop-s", help="Maximum seconds of a stop.", min=0.1)]
-HealthPort = Annotated[
-    int | None,
-    typer.Option("--health-port", help="Serve /healthz, /readyz and /metrics on 127.0.0.1 here.", min=0, max=65_535),
-]
 
 
 def serve(
@@ -78,7 +75,7 @@ def serve(
     per_token: PerToken = None,
     request_s: RequestS = 10.0,
     stop_s: StopS = 5.0,
-    health_port: HealthPort = None,
+    metrics_address: MetricsAddress = "",
     as_json: Json = False,
     config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
@@ -98,7 +95,7 @@ def serve(
     serving = GatewayOptions(
         url=url, authorizer=Authorizer(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port,
         origins=allow_origin or (), pages=page, host_names=None if tokens or insecure_no_token else LOOPBACK,
-        health_port=health_port, request_s=request_s, stop_s=stop_s,
+        metrics_address=parse_address(metrics_address), request_s=request_s, stop_s=stop_s,
         flow=FlowControl(
             heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes,
             budget_bytes=budget_bytes, when_full=when_full,
@@ -106,12 +103,9 @@ def serve(
         limits=ConnectionLimits(connections=connections, per_token=per_token or connections),
     )  # fmt: skip
 
-    def ready(where: str) -> None:
-        if as_json:
-            print_json({"event": "started", "url": where}, flush=True)
-        else:
-            print_message(f"serving streams on {where}; Ctrl-C stops")
+    def ready(where: str, metrics_url: str | None) -> None:
+        print_started(f"serving streams on {where}; Ctrl-C stops", metrics_url, as_json=as_json, url=where)
 
-    run_gateway(serving, on_ready=ready)
+    run_gateway(serving, recorder=new_recorder("gateway"), on_ready=ready)
     if as_json:
         print_json({"event": "stopped"}, flush=True)

@@ -12,14 +12,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from millstream.admin.redis_metrics import places_of
 from millstream.app import load_app
-from millstream.cli.options import DEFAULT_URL, Json, Url
+from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
+from millstream.cli.options import DEFAULT_URL, Json, MetricsAddress, Url
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
+from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.eviction import warn_if_evicting
 from millstream.worker.policy import WorkerPolicy
+from millstream.worker.process.process_reports import ProcessReports
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
 from millstream.worker.static_membership import StaticMembership
@@ -38,13 +42,6 @@ LookAhead = Annotated[int, typer.Option(help="Maximum number of messages of a st
 ClaimS = Annotated[float, typer.Option(help="Seconds after which a silent worker's messages are claimed.", min=1)]
 StopS = Annotated[float, typer.Option(help="Seconds that a stop waits for running messages.", min=0)]
 Trim = Annotated[bool, typer.Option("--trim", help="Trim entries that no consumer group needs any more.")]
-HealthPort = Annotated[
-    int,
-    typer.Option(
-        help="Serve /healthz, /readyz and /metrics on 127.0.0.1: one port per process, starting with this one."
-    ),
-]
-
 _LINE_INTERVAL_S = 5.0
 _TIMEOUT_MS = 3_000
 
@@ -63,7 +60,7 @@ def worker(
     claim_s: ClaimS = 30.0,
     stop_s: StopS = 25.0,
     trim: Trim = False,
-    health_port: HealthPort = 0,
+    metrics_address: MetricsAddress = "",
     as_json: Json = False,
 ) -> None:
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
@@ -73,33 +70,41 @@ def worker(
     )  # fmt: skip
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
     app = load_app(target)
-    checked = WorkerProcess(app, settings)  # reports errors of the app here, once
+    zeros = Recorder()
+    checked = WorkerProcess(app, settings, metrics=zeros)  # reports errors of the app here, once
     lines = _SupervisorOutput(as_json=as_json)
-    with Client(url, timeout_ms=_TIMEOUT_MS) as client:
+    recorder = new_recorder("worker")
+    reports = ProcessReports(recorder, zeros.snapshot())
+    discover = partial(places_of, handlers=[one for one in app.handlers.values() if not only or one.name in only])
+    with (
+        serve_metrics(metrics_address, url, discover, recorder, health=reports, more=[reports]) as metrics_url,
+        Client(url, timeout_ms=_TIMEOUT_MS) as client,
+    ):
         names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
             names,
-            partial(_program, target, settings, health_port),
+            partial(_program, target, settings, metrics_url is not None),
             stop_ms=policy.stop_ms,
             frozen_after_ms=checked.frozen_after_ms,
             on_line=lines.add_figures,
+            reports=reports,
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
             warn_if_evicting(client)
             if app.stages:
                 print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
-            lines.started(app.name, processes)
+            lines.started(app.name, processes, metrics_url)
             supervisor.run(stopping)
             lines.finished()
 
 
-def _program(target: str, settings: WorkerSettings, health_port: int, launch: Launch) -> Program:
+def _program(target: str, settings: WorkerSettings, reports: bool, launch: Launch) -> Program:
     """One worker process. Its settings are not in its arguments: any user of the machine may read those."""
     job = WorkerJob(
         target=target,
         settings=replace(settings, consumer=launch.name, incarnation=launch.incarnation),
-        health_port=health_port + int(launch.name.rpartition("-")[2]) if health_port else 0,
+        reports=reports,
         report_to=launch.report_to,
         heartbeat_to=launch.heartbeat_to,
         debug=logging.getLogger("millstream").isEnabledFor(logging.DEBUG),
@@ -124,12 +129,11 @@ class _SupervisorOutput:
         self._timer = threading.Timer(_LINE_INTERVAL_S, self._tick)
         self._timer.daemon = True
 
-    def started(self, app: str, processes: int) -> None:
-        """Print that the supervisor has started."""
-        if self._as_json:
-            print_json({"event": "started", "app": app, "processes": processes}, flush=True)
-        else:
-            print_message(f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops")
+    def started(self, app: str, processes: int, metrics_url: str | None = None) -> None:
+        """Print that the supervisor has started, and where its metrics are served."""
+        text = f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops"
+        print_started(text, metrics_url, as_json=self._as_json, app=app, processes=processes)
+        if not self._as_json:
             self._timer.start()
 
     def add_figures(self, name: str, line: Any) -> bool:
