@@ -15,6 +15,7 @@ from millstream.balancer import announce
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import ReliableStream
+from millstream.errors import ConfigError
 from millstream.observability import metrics as m
 from millstream.observability.health import HealthServer
 from millstream.observability.metrics import Recorder
@@ -248,6 +249,16 @@ def test_what_the_page_on_scaling_tells_an_autoscaler_to_read_is_a_number_in_the
     assert {name: answer.json()[name] for name in locations} == {"waiting": 11, "keys_ready": 1, "in_flight": 2}
     assert set(re.findall(r'"(\w+)":', page.partition("curl")[2].partition("```")[0])) == answer.json().keys()
     assert refused.status_code == 404
+
+
+def test_no_error_of_a_reading_ends_the_readings(client: Client, recorder: Recorder) -> None:
+    def discover(found: Client) -> Places:
+        raise ConfigError("two generations of partitions")
+
+    figures = RedisMetrics(client, discover, recorder)
+    figures.read_all()
+    assert recorder.value(m.REDIS_UP) == 0
+    assert scale(figures, "shop.pay") == (503, {"error": "two generations of partitions"})
 
 
 def test_a_handler_that_is_not_there_is_refused_and_the_others_are_named(client: Client, recorder: Recorder) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from millstream.admin.handler_figures import REASONS, STATES, HandlerFigures, add_figures
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, RedisError
+from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.handler import Handler
 from millstream.observability import metrics as m
 from millstream.observability.health import Progress
@@ -105,13 +105,13 @@ class RedisMetrics:
             stopping.wait(max(_REST * min(took_ms, self._every_ms), self._every_ms - took_ms) / 1000)
 
     def read_all(self, stopping: threading.Event | None = None) -> None:
-        """Read the figures of all handlers once. An error of Redis is logged, and shown by the figures."""
+        """Read the figures of all handlers once. An error is logged, and shown by the figures."""
         try:
             self._find_places()
             for label, places in self._places.items():
                 if not self._read(label, places, stopping or threading.Event()):
                     return
-        except RedisError as error:
+        except MillstreamError as error:
             self._fail(redact_text(str(error)))
         else:
             self._failure = None
