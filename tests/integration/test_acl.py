@@ -25,6 +25,7 @@ from millstream.spark.sink import Publication, WriteOptions
 from millstream.testing.topologies import cluster
 from tests.support import masters
 from tests.support.acl_scenarios.commands import operate, publish
+from tests.support.acl_scenarios.exporter import export
 from tests.support.acl_scenarios.group import take_from_group
 from tests.support.acl_scenarios.lease import serve
 from tests.support.acl_scenarios.master import SETTINGS, consume, direct
@@ -89,6 +90,7 @@ DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.MASTER: direct,
     RoleName.CONSUMER: consume,
     RoleName.ROUTER: follow,
+    RoleName.EXPORTER: export,
     RoleName.OPERATOR: operate,
 }
 

@@ -12,6 +12,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.commandline import call
+from tests.support.keyed_fixtures import keys_in_each_state
 
 pytestmark = [pytest.mark.cli, pytest.mark.keys]
 
@@ -24,22 +25,7 @@ def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
 
 @pytest.fixture
 def stream(client: Client) -> KeyedStream:
-    """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
-    opened = KeyedStream(
-        client, "orders", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
-        consumer="w-0",
-    )  # fmt: skip
-    opened.join()
-    for key, count in (("a", 5), ("b", 3), ("c", 2), ("d", 1)):
-        for n in range(count):
-            client.execute("XADD", "orders", "*", "key", key, "n", n)
-    opened.enqueue_new(count=100, most_pending=1_000)
-    taken = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
-    _, b, c = taken.leases
-    opened.release_leases(
-        [LeaseRelease(b, "backoff", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)]
-    )
-    return opened
+    return keys_in_each_state(client)
 
 
 def asked(client: Client, *words: str) -> Any:

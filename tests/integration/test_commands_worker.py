@@ -1,5 +1,6 @@
 """`millstream worker`, as processes of its own, on a real Redis."""
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.process.supervisor import STUCK_CODE
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import HandClock
-from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, reserved_port, running
+from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.worker]
@@ -191,18 +192,39 @@ def _handed_back(client: Client) -> int:
     return len(client.execute("XPENDING", "orders", "millstream:shop.handle", *arguments))
 
 
-def test_health_is_progress_and_metrics_are_served(client: Client, app: str) -> None:
+def test_one_port_serves_the_health_and_the_metrics_of_all_processes_also_when_one_of_them_dies(
+    client: Client, app: str
+) -> None:
     fill(client, 5)
-    wanted = 'millstream_messages_committed_total{handler="shop.handle"} 5.0'
-    with (
-        reserved_port() as port,
-        running("worker", app, "--health-port", str(port), url=client.url) as worker,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=FAIL_SAFE_S, trust_env=False) as http,
-    ):
-        eventually(lambda: len(done(client)) == 5, "all messages to be done")
-        assert http.get("/healthz").json()["status"] == "ok"
-        assert http.get("/readyz").status_code == 200
-        eventually(lambda: wanted in http.get("/metrics").text, "the figures")
+    restarts = "millstream_worker_restarts_total"
+    with running(
+        "worker", app, "--processes", "2", "--name", "till", "--metrics-address", "0.0.0.0:0", "--json", url=client.url
+    ) as worker:
+        assert worker.stdout is not None
+        where = json.loads(worker.stdout.readline())["metrics"].replace("0.0.0.0", "127.0.0.1")
+
+        def page(path: str) -> httpx.Response:
+            return httpx.get(where.replace("/metrics", path), timeout=FAIL_SAFE_S, trust_env=False)
+
+        def figures() -> dict[str, float]:
+            lines = (one.rpartition(" ") for one in page("/metrics").text.splitlines() if not one.startswith("#"))
+            return {name: float(value) for name, _, value in lines}
+
+        def committed() -> float:
+            return sum(figures()[f'{committed_total}{{handler="shop.handle",worker="till-{n}"}}'] for n in (0, 1))
+
+        committed_total = "millstream_messages_committed_total"
+        assert committed() == 0, "the counters of all processes are there from the beginning"
+        eventually(lambda: committed() == 5, "the figures of both processes")
+        eventually(lambda: page("/readyz").status_code == 200, "both processes to be ready")
+        assert page("/healthz").json()["status"] == "ok"
+        eventually(lambda: page("/scale?handler=shop.handle").json().get("waiting") == 0, "what an autoscaler reads")
+        first = int(done(client)[0][b"pid"])
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: sum(figures()[f'{restarts}{{worker="till-{n}"}}'] for n in (0, 1)) == 1, "the restart")
+        assert committed() == 5, "what a dead process has counted stays"
+        eventually(lambda: page("/readyz").status_code == 200, "its successor to be ready")
+        assert committed() == 5
         assert end(worker).code == 0
 
 

@@ -307,15 +307,6 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
             assert [found.name for found in Group(client, one.stream, one.group).consumers()] == held
 
 
-def test_what_waits_on_a_stream_and_what_died_there(client: Client) -> None:
-    fill(client, 5)
-    mine = worker(client)
-    assert mine.backlog() == (5, None, 0)
-    found = mine.fetch(count=3)
-    assert mine.dead_letter((found[0], mine.new_dead_letter(found[0], reason="failed", error="no"))) == []
-    assert mine.backlog() == (2, 2, 1)
-
-
 def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(client: Client) -> None:
     fill(client, 10)
     mine = worker(client)
@@ -383,7 +374,7 @@ def test_looking_and_trimming_survive_the_loss_of_the_group_and_the_stream(
     client: Client, harm: tuple[str, ...]
 ) -> None:
     mine = worker(client)
-    for step in (mine.backlog, mine.trim, lambda: mine.report_trimmed([b"1-0"])):
+    for step in (mine.trim, lambda: mine.report_trimmed([b"1-0"])):
         client.execute(*harm)
         step()
 

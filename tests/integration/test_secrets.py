@@ -56,6 +56,7 @@ SERVICES = {
         *("--master-acknowledge-api-url", "http://127.0.0.1:1/api/messages/acknowledge"),
     ),
     "serve": ("--insecure-no-token", "--port", "0"),
+    "exporter": ("--metrics-address", "0"),
 }
 """Commands that go on until they are stopped, and wait for Redis meanwhile."""
 

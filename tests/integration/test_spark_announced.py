@@ -7,12 +7,12 @@ import pytest
 
 from millstream import App
 from millstream.balancer import announce
-from millstream.balancer.protocol import end_leases, service_of
+from millstream.balancer.protocol import announced_streams, end_leases, service_of
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import ConfigError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys
-from millstream.spark.run.service_membership import ServiceMembership, announced_streams
+from millstream.spark.run.service_membership import ServiceMembership
 from millstream.spark.source.options import parse
 from millstream.spark.source.subscription import subscription
 from tests.support.balancers import Watch

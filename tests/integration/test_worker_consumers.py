@@ -17,7 +17,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import worker_name_key
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, double, ending, fill, make, outputs, pending, working
+from tests.support.workers import KEYS, double, ending, figure, fill, make, outputs, pending, working
 
 pytestmark = [pytest.mark.worker]
 
@@ -126,7 +126,6 @@ def test_a_letter_that_its_process_could_not_count_is_seen_in_the_figures_of_oth
         release.wait(FAIL_SAFE_S)
 
     fill(client, 1)
-    recorder = Recorder()
     with ending(
         HandlerStuck, client, make(handle, time_limit_ms=600_000, retry=Retry(attempts=1)), "hangs", clock=clock
     ):
@@ -134,8 +133,7 @@ def test_a_letter_that_its_process_could_not_count_is_seen_in_the_figures_of_oth
         clock.leap(602_000)
     release.set()
     assert client.execute("XLEN", KEYS.dead_letters) == 1
-    with working(client, make(double), "next", metrics=recorder):
-        eventually(lambda: recorder.value(m.DEAD_LETTERS, handler="app.handle") == 1)
+    assert figure(client, m.DEAD_LETTERS, reason="failed") == 1
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["entries", "keys", "streams"])
@@ -143,14 +141,9 @@ def test_dead_letters_are_counted_in_redis_until_they_are_sent_back(client: Clie
     def refuse(message: Message) -> None:
         raise Reject("no")
 
-    def lying() -> float:
-        return recorder.value(m.DEAD_LETTERS, handler="app.handle")
-
     fill(client, 3)
     with working(client, make(refuse, **options), "first"):
         eventually(lambda: client.execute("XLEN", KEYS.dead_letters) == 3)
-    recorder = Recorder()
-    with working(client, make(double, **options), "next", metrics=recorder):
-        eventually(lambda: lying() == 3)
-        client.execute("XTRIM", KEYS.dead_letters, "MAXLEN", 0)
-        eventually(lambda: lying() == 0)
+    assert figure(client, m.DEAD_LETTERS, reason="rejected") == 3
+    client.execute("XTRIM", KEYS.dead_letters, "MAXLEN", 0)
+    assert figure(client, m.DEAD_LETTERS, reason="rejected") == 0

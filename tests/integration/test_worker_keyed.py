@@ -14,13 +14,12 @@ from millstream import Message, Reject, Retry, State
 from millstream.delivery.key_queues import check_invariants, list_queues, unpark
 from millstream.errors import HandlerStuck
 from millstream.observability import metrics as m
-from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, QUICK, dead, double, ending, make, pending, working
+from tests.support.workers import KEYS, QUICK, dead, double, ending, figure, make, pending, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -368,32 +367,30 @@ def test_a_lag_counts_what_waits_in_lines(client: Client) -> None:
 
     over = threading.Event()
     fill(client, 500, 100)
-    recorder = Recorder()
-    with working(client, make(hang, key="key", into=None), metrics=recorder):
-        eventually(lambda: recorder.value(m.LAG, handler="app.handle") > 300)
+    with working(client, make(hang, key="key", into=None)):
+        eventually(lambda: (pending(client) or 0) > 300)
+        assert figure(client, m.LAG) == 500
         over.set()
 
 
 def test_before_one_key_fills_all_that_may_wait_in_lines_it_is_said_and_measured(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder()
-
     def work(message: Message) -> None:
         if message.key == b"k0":
             raise RuntimeError("not yet")
 
     handler = make(work, key="key", into=None, retry=Retry(attempts=2, delay_ms=3_600_000, then="block"))
-    with working(client, handler, policy=replace(QUICK, look_ahead=50), metrics=recorder):
+    with working(client, handler, policy=replace(QUICK, look_ahead=50)):
         fill(client, 30, 1)
         eventually(lambda: pending(client) == 30)
         fill(client, 10, 1)
-        eventually(lambda: recorder.value(m.LOOK_AHEAD_USED, handler="app.handle") == 0.8)
-        assert caplog.text.count("raise --look-ahead") == 1
+        eventually(lambda: figure(client, m.LOOK_AHEAD_USED) == 0.8)
+        eventually(lambda: caplog.text.count("raise --look-ahead") == 1)
         assert "routing is paused" not in caplog.text
         fill(client, 20, 1)
-        eventually(lambda: recorder.value(m.LOOK_AHEAD_USED, handler="app.handle") == 1)
-        assert caplog.text.count("routing is paused") == 1
+        eventually(lambda: figure(client, m.LOOK_AHEAD_USED) == 1)
+        eventually(lambda: caplog.text.count("routing is paused") == 1)
 
 
 def test_a_stream_of_a_pattern_that_cannot_be_processed_is_tried_again_without_a_restart(

@@ -92,7 +92,7 @@ def tell(message: Message) -> None:
 def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path) -> None:
     (tmp_path / "teller.py").write_text(TELLER)
     port = free_port()
-    options = ("--metrics-port", str(port))
+    options = ("--metrics-address", str(port))
     driver = Driver(str(tmp_path / "teller.py"), url=millstream_url, folder=tmp_path, options=options)
     with Client(millstream_url) as client:
         client.pipeline([("XADD", "in", "*", "k", n) for n in range(10)])
@@ -105,7 +105,7 @@ def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path)
     driver.start()
     try:
         eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
-        eventually(lambda: "millstream_spark_batch_seconds_count" in page(), "Spark has told", log=driver.errors)
+        eventually(lambda: 'spark_rows_total{query="app.tell"} 10.0' in page(), "Spark has told", log=driver.errors)
         text = page()
         for line in (
             'millstream_messages_read_total{handler="app.tell"} 10.0',

@@ -21,7 +21,7 @@ class Server:
 
     def __init__(self, url: str, *options: str) -> None:
         port = free_port()
-        self._command = [*PROGRAM, "serve", "--port", "0", "--health-port", str(port), "--json", *options]
+        self._command = [*PROGRAM, "serve", "--port", "0", "--metrics-address", str(port), "--json", *options]
         self._health = httpx.Client(
             base_url=f"http://127.0.0.1:{port}", timeout=FAIL_SAFE_S, trust_env=False, verify=False
         )

@@ -164,3 +164,22 @@ def _commit_on_spark(ledger: CommitStore, entry_id: bytes, mark: bytes) -> int:
     unit.add_outputs([[b"line", mark, b"id", entry_id, b"fence", str(ledger.token)]])
     assert ledger.commit({"in": [unit]}) == []
     return 1
+
+
+def keys_in_each_state(client: Client) -> KeyedStream:
+    """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
+    opened = KeyedStream(
+        client, "orders", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
+        consumer="w-0",
+    )  # fmt: skip
+    opened.join()
+    for key, count in (("a", 5), ("b", 3), ("c", 2), ("d", 1)):
+        for n in range(count):
+            client.execute("XADD", "orders", "*", "key", key, "n", n)
+    opened.enqueue_new(count=100, most_pending=1_000)
+    taken = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
+    _, b, c = taken.leases
+    opened.release_leases(
+        [LeaseRelease(b, "backoff", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)]
+    )
+    return opened

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
+from millstream.admin.redis_metrics import RedisMetrics, all_places
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import GroupMissing
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
+from millstream.observability.metrics import Metric, Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker import ReadingLoop, WorkerPolicy
@@ -136,6 +138,13 @@ def wait_for_reads(health: Health, clock: LeapClock, times: int = 3) -> None:
     for _ in range(times):
         clock.leap(READ_WITHIN_MS + 1_000)
         eventually(lambda: not health.failures(), "a sign of life")
+
+
+def figure(client: Client, metric: Metric, **labels: str) -> float:
+    """Return a figure of the handler, as it is read from Redis now."""
+    recorder = Recorder()
+    RedisMetrics(client, all_places, recorder).read_all()
+    return recorder.value(metric, handler="app.handle", **labels)
 
 
 def outputs(client: Client) -> list[int]:

@@ -121,10 +121,18 @@ def test_what_cannot_stand_in_a_rule_stands_for_any_byte() -> None:
 def test_only_who_looks_for_streams_may_scan() -> None:
     for role in RoleName:
         named = acl_rule("u", [role], streams=["orders"]).commands
-        assert ("scan" in named) == (role is RoleName.OPERATOR)
+        assert ("scan" in named) == (role in (RoleName.OPERATOR, RoleName.EXPORTER))
         by_pattern = acl_rule("u", [role], streams=["orders*"]).commands
         assert ("scan" in by_pattern) == (
-            role in (RoleName.WORKER, RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE, RoleName.OPERATOR)
+            role
+            not in (
+                RoleName.SINK,
+                RoleName.PRODUCER,
+                RoleName.LEASES,
+                RoleName.MASTER,
+                RoleName.CONSUMER,
+                RoleName.ROUTER,
+            )
         )
 
 

@@ -1,7 +1,9 @@
-"""URLs of Redis deployments."""
+"""URLs of Redis deployments, and addresses to serve on."""
 
 import pytest
 
+from millstream.cli.options import parse_address
+from millstream.errors import ConfigError
 from millstream.redis_client.urls import url_of_node
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
@@ -24,3 +26,26 @@ def test_another_node_of_a_deployment_is_reached_as_the_deployment_is(url: str, 
 
 def test_an_address_of_ipv6_stands_in_brackets() -> None:
     assert url_of_node("redis://h", ("::1", 7)) == "redis://[::1]:7"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("9464", ("127.0.0.1", 9464)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),
+        (":9464", ("127.0.0.1", 9464)),
+        ("[::]:9464", ("::", 9464)),
+        ("metrics.internal:80", ("metrics.internal", 80)),
+    ],
+)
+def test_an_address_to_serve_on_is_a_port_on_this_machine_unless_it_names_a_host(
+    text: str, expected: tuple[str, int] | None
+) -> None:
+    assert parse_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["x", "host", "host:", "host:x", "1:65536", "::1:80", "-1", "[::1]"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not an address: write PORT, HOST:PORT"):
+        parse_address(text)

@@ -28,7 +28,6 @@ ALLOWED: Mapping[str, str] = {
     "escape_line": "a line of text",
     "escape_lines": "lines of text",
     "print_line": "a line of text",
-    "set_look_ahead_used": "the option --look-ahead",
 }
 
 # "Somebody" and "nobody" stand in for a component that has a name.

@@ -1,6 +1,5 @@
 """Metrics: one catalogue, cheap when nobody listens, right when Prometheus does, and described as they are."""
 
-import math
 import re
 import threading
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millstream.delivery.reliable_stream import StreamBacklog
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import Reason
 from millstream.observability import metrics
@@ -87,17 +85,6 @@ def test_every_metric_is_reported_by_somebody() -> None:
     text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "metrics.py")
     reported = set(re.findall(r"\.(?:count|set|observe|observe_all)\(\s*(?:m|metrics)\.([A-Z_]+)", text))
     assert set(names.values()) == reported
-
-
-def test_the_lag_is_unknown_where_that_of_any_stream_is() -> None:
-    recorder = Recorder()
-    report = LoopMetrics("a.b", time_limit_ms=1_000, metrics=recorder)
-    report.set_backlog([StreamBacklog(2, None, 1), StreamBacklog(3, None, 4)])
-    assert recorder.value(metrics.LAG, handler="a.b") == 5
-    assert recorder.value(metrics.DEAD_LETTERS, handler="a.b") == 5
-    report.set_backlog([StreamBacklog(2, None, 1), StreamBacklog(None, None, 0)])
-    assert math.isnan(recorder.value(metrics.LAG, handler="a.b"))
-    assert math.isnan(exported(recorder)["millstream_lag_messages", frozenset({("handler", "a.b")})])
 
 
 def test_a_loop_that_has_done_nothing_yet_shows_each_of_its_counters_at_nought() -> None:

@@ -39,6 +39,7 @@ class RoleName(StrEnum):
     MASTER = "master"
     CONSUMER = "consumer"
     ROUTER = "router"
+    EXPORTER = "exporter"
     OPERATOR = "operator"
 
 
@@ -68,6 +69,7 @@ SCRIPTS: Mapping[str, str] = {
     "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",
     "commit/commit": f"{_QUEUES} get hincrby hmget hset ltrim set type xack xadd xpending",
     "groups/count_entries": "xrange",
+    "commit/count_dead_letters": "xrevrange",
     "groups/delete_consumer": "xclaim xgroup|delconsumer xinfo|consumers xpending",
     "producer/move_due": "hdel hget time type xadd zrange zrangebyscore zrem",
     "partitions/await_keys": f"{_QUEUES} hincrby hset hsetnx",
@@ -162,6 +164,7 @@ _KEYED = (
     "keys/recover_leases",
     "keys/lowest_queued_id",
 )
+_FIGURES = ("groups/count_entries", "commit/count_dead_letters")
 _GROW = ("partitions/close", "shared/compare_and_set")
 _MIGRATE = (
     "partitions/await_keys",
@@ -188,6 +191,7 @@ ROLES: Mapping[RoleName, Role] = {
             "commit/reserve_rate",
             "commit/trim",
             "groups/delete_consumer",
+            *_FIGURES,
         ),
         direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xlen xpending xrange xread xreadgroup",
         optional="client|tracking info",
@@ -207,9 +211,10 @@ ROLES: Mapping[RoleName, Role] = {
             "producer/move_due",
             *_GROW,
             *_MIGRATE,
+            *_FIGURES,
         ),
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
-        "xinfo|stream xrange xreadgroup xrevrange",
+        "xinfo|stream xlen xpending xrange xreadgroup xrevrange zcard",
         optional="client|tracking info",
         never_executed="lpush",
         stream_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
@@ -290,6 +295,13 @@ ROLES: Mapping[RoleName, Role] = {
         direct="client|setname client|tracking ping xinfo|stream xrange xread",
         writes=False,
         scans="never",
+    ),
+    RoleName.EXPORTER: Role(
+        scripts=_FIGURES,
+        direct="hlen hmget hscan lindex llen lrange time xinfo|groups xinfo|stream xlen xpending xrange zcard zrange",
+        writes=False,
+        scans="always",
+        stream_keys=(_HANDLERS, "due"),
     ),
     RoleName.OPERATOR: Role(
         scripts=(

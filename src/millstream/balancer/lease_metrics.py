@@ -1,12 +1,20 @@
 """LeaseMetrics: the metrics of redis-stream-client-go's recorder, by service and never by stream."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from millstream.balancer.notifications import Notice, Why
+from millstream.errors import AlreadyOwned, LeaseLost, StreamNotFound, Unavailable
 from millstream.observability import metrics as m
-from millstream.observability.metrics import Metrics
+from millstream.observability.metrics import Metrics, init_series
 
 if TYPE_CHECKING:
     from millstream.balancer.protocol import HeartbeatReply
+
+_OF_SERVICES = (
+    m.LEASES_ASSIGNED, m.LEASE_EXPIRATIONS, m.LEASE_HELD_SECONDS, m.LEASE_HEARTBEAT_SECONDS, m.LEASE_RECOVERY_SECONDS,
+    m.LEASE_CLAIM_SECONDS,
+)  # fmt: skip
+_CLAIM_ERRORS = (StreamNotFound, AlreadyOwned, LeaseLost, Unavailable)
 
 
 class LeaseMetrics:
@@ -15,6 +23,13 @@ class LeaseMetrics:
     def __init__(self, metrics: Metrics, service: str) -> None:
         self._metrics = metrics
         self._service = service
+        init_series(metrics, *_OF_SERVICES, service=service)
+        for how in (*get_args(Why), "released", "done", "refused", "closed"):
+            init_series(metrics, m.LEASES_ENDED, service=service, how=how)
+        for outcome in ("ok", *(one.__name__ for one in _CLAIM_ERRORS)):
+            init_series(metrics, m.LEASE_CLAIMS, service=service, outcome=outcome)
+        for notice in get_args(Notice):
+            init_series(metrics, m.LEASE_NOTIFICATIONS, service=service, notice=notice.__name__)
 
     def heartbeat(self, reply: "HeartbeatReply", took_ms: float) -> None:
         """One heartbeat, and its reply."""

@@ -231,6 +231,11 @@ def announce_all(client: Client, service: str, streams: Sequence[str], info: obj
     ]
 
 
+def announced_streams(client: Client, service: str) -> list[str]:
+    """Return the streams of `service`: announced, read by a consumer, and not done. Raises RedisError."""
+    return sorted(from_wire(name) for name in client.execute("HKEYS", ServiceKeys(service).streams))
+
+
 def service_of(client: Client, label: str) -> str | None:
     """The service whose consumers are the workers of a handler, as these have recorded it; None if they have not.
 

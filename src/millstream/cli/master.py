@@ -7,8 +7,18 @@ import typer
 
 from millstream.admin.server_checks import warn_of_data_loss_at
 from millstream.cli.config_file import require_modules
-from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
-from millstream.cli.terminal import print_json, print_message
+from millstream.cli.metrics_server import new_recorder, print_started
+from millstream.cli.options import (
+    DEFAULT_URL,
+    Connections,
+    Duration,
+    Json,
+    MetricsAddress,
+    RequestTimeout,
+    Url,
+    duration,
+    parse_address,
+)
 from millstream.errors import ConfigError
 from millstream.model import Retry
 
@@ -94,6 +104,7 @@ def master(
     request_timeout: RequestTimeout = Duration("10s"),
     max_body: MaxBody = 65_536,
     max_page_size: MaxPageSize = 1_000,
+    metrics_address: MetricsAddress = "",
     as_json: Json = False,
 ) -> None:
     """Delegate a group's messages to consumers in any language, one at a time per ticket. Several masters may run."""
@@ -117,16 +128,15 @@ def master(
         url=url, tokens=tokens, host=host, port=port, allow_list=AllowList(allow_health or LOOPBACK), max_page=max_page_size,
         host_names=None if tokens else AllowedHosts(host, allow_host or ()),
         limits=Limits(connections=connections, request_s=request_timeout, body_bytes=max_body),
+        metrics_address=parse_address(metrics_address),
     )  # fmt: skip
     warn_of_data_loss_at(url)
 
-    def ready(where: str) -> None:
-        if as_json:
-            print_json({"event": "started", "master": name, "url": where}, flush=True)
-        else:
-            print_message(f"master {name} listens on {where}; Ctrl-C stops")
+    def ready(where: str, metrics_url: str | None) -> None:
+        text = f"master {name} listens on {where}; Ctrl-C stops"
+        print_started(text, metrics_url, as_json=as_json, master=name, url=where)
 
-    run_master(settings, serving, on_ready=ready)
+    run_master(settings, serving, recorder=new_recorder("master"), on_ready=ready)
 
 
 def _tokens(token: str, path: Path | None, *, insecure: bool) -> "Tokens":

@@ -70,6 +70,15 @@ Connections = Annotated[int, typer.Option("--connections", help="Maximum number 
 RequestTimeout = Annotated[
     Duration, duration("--request-timeout", "Time within which a request must arrive on a connection.", least="100ms")
 ]
+MetricsAddress = Annotated[
+    str,
+    typer.Option(
+        "--metrics-address",
+        metavar="[HOST:]PORT",
+        show_default=False,
+        help="Serve /metrics, /healthz and /readyz here; the host is 127.0.0.1 unless given, port 0 finds a free port.",
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 
@@ -96,6 +105,17 @@ def parse_time_ms(text: str) -> int:
         ) from error
     with_zone = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return int(with_zone.timestamp() * 1000)
+
+
+def parse_address(text: str) -> tuple[str, int] | None:
+    """Host and port of `[HOST:]PORT`, such as 9464, 0.0.0.0:9464 or [::]:9464; None for "". Raises ConfigError."""
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdigit() and int(port) < 65_536) or (":" in host and host != f"[{bare}]"):
+        raise ConfigError(f"{text!r} is not an address: write PORT, HOST:PORT or [HOST]:PORT, such as 0.0.0.0:9464")
+    return bare or "127.0.0.1", int(port)
 
 
 def parse_start(text: str) -> EntryId | None:

@@ -17,17 +17,19 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from millstream.admin.redis_metrics import places_of
 from millstream.app import App, add_to_path, app_folder, load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl
 from millstream.cli.log_output import finish_logging
-from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
+from millstream.cli.metrics_server import new_recorder, serve_metrics
+from millstream.cli.options import DEFAULT_URL, Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, pluralize, print_message
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, SessionEnded
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
-from millstream.observability.health import HealthServer
-from millstream.observability.metrics import NO_METRICS, Metrics, Recorder
+from millstream.observability.health import Health
+from millstream.observability.metrics import Metrics, Recorder
 from millstream.redis_client.escaping import escape_line
 from millstream.redis_client.redaction import redact_text
 
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _WORK = ("batch", "caught-up")
 _COUNTED = ("messages", "committed", "dead", "retries")
+_WATCHED_WITHIN_MS = 600_000.0
+"""How old the last look at the queries of a healthy run may be: a Spark session takes minutes to start at times."""
 _MAX_SHORT_SESSIONS, _SHORT_SESSION_MS, _MAX_WAIT_S = 10, 600_000.0, 30.0
 
 
@@ -123,6 +127,8 @@ class Progress:
         match event["event"]:
             case "started":
                 return f"{name} started"
+            case "metrics":
+                return f"metrics: {event['url']}"
             case "running":
                 batch = f"batch {event['batch']}" if "batch" in event else "a batch"
                 why = f": {event['reason']}" if "reason" in event else ""
@@ -169,7 +175,6 @@ AllowLoss = Annotated[
     bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping.")
 ]
 Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; repeatable.")]
-MetricsPort = Annotated[int, typer.Option(help="Serve /metrics for Prometheus on 127.0.0.1 at this port.")]
 SparkLog = Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")]
 
 
@@ -191,7 +196,7 @@ def run(
     py_files: PyFiles = None,
     alert_url: AlertUrl = "",
     alert_command: AlertCommand = "",
-    metrics_port: MetricsPort = 0,
+    metrics_address: MetricsAddress = "",
     as_json: Json = False,
     spark_log: SparkLog = False,
 ) -> None:
@@ -215,20 +220,20 @@ def run(
     os.environ["MILLSTREAM_URL"] = url  # the default Redis of the streams that a stage itself reads and writes
     code = (app_folder(target), py_files or ())
     with (
-        _serve_metrics(metrics_port) as metrics,
         orderly_stop() as stopping,
         Progress(app.name, as_json=as_json) as progress,
+        _serve_run(metrics_address, url, app, progress) as (recorder, on_watch),
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
-        on_event = _on_event(app, progress, alerts, metrics or NO_METRICS)
+        on_event = _on_event(app, progress, alerts, recorder)
         session = partial(
             _session, stopping, app, code, master=spark_master, conf=settings, checkpoint=checkpoint, verbose=spark_log
         )
 
         def run_on(spark: Any, chosen: RunSettings) -> None:
-            if metrics:
-                spark.streams.addListener(QueryMetrics(metrics))
-            Supervisor(app, spark, chosen, on_event=on_event, on_watch=progress.on_watch, stopping=stopping).run()
+            if metrics_address:
+                spark.streams.addListener(QueryMetrics(recorder))
+            Supervisor(app, spark, chosen, on_event=on_event, on_watch=on_watch, stopping=stopping).run()
 
         _in_sessions(session, run_on, run_settings, stopping)
 
@@ -282,14 +287,29 @@ def _in_sessions(
 
 
 @contextmanager
-def _serve_metrics(port: int) -> Iterator[Recorder | None]:
-    """A recorder, served at `port` within the block; None for port 0."""
-    if not port:
-        yield None
-        return
-    recorder = Recorder()
-    with HealthServer(None, recorder, port=port):
-        yield recorder
+def _serve_run(
+    address: str, url: str, app: App, progress: Progress
+) -> Iterator[tuple[Recorder, Callable[[int | None], None]]]:
+    """Serve the metrics and the health of a run at `address`, if it is not "", within the block.
+
+    Yields the recorder, and what to call when the queries have been looked at, with the lag.
+    """
+    from millstream.spark.run.query_metrics import init_run
+
+    recorder, health = new_recorder("spark"), Health(read_within_ms=_WATCHED_WITHIN_MS)
+    watched = health.progress(app.name, run_within_ms=_WATCHED_WITHIN_MS)
+    init_run(recorder, app.handlers.values())
+
+    def on_watch(lag: int | None) -> None:
+        watched.on_read()
+        progress.on_watch(lag)
+
+    discover = partial(places_of, handlers=app.handlers.values())
+    with serve_metrics(address, url, discover, recorder, health=health) as metrics_url:
+        if metrics_url:
+            progress.on_event({"event": "metrics", "url": metrics_url})
+        yield recorder, on_watch
+        health.on_stopping()
 
 
 def _on_event(

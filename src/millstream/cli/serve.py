@@ -6,8 +6,19 @@ from typing import Annotated, Literal
 import typer
 
 from millstream.cli.config_file import require_modules
-from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
-from millstream.cli.terminal import print_json, print_message
+from millstream.cli.metrics_server import new_recorder, print_started
+from millstream.cli.options import (
+    DEFAULT_URL,
+    Connections,
+    Duration,
+    Json,
+    MetricsAddress,
+    RequestTimeout,
+    Url,
+    duration,
+    parse_address,
+)
+from millstream.cli.terminal import print_json
 from millstream.errors import ConfigError
 
 Host = Annotated[
@@ -51,10 +62,6 @@ PerToken = Annotated[
     ),
 ]
 StopTimeout = Annotated[Duration, duration("--stop-timeout", "Maximum time of a stop.", least="100ms")]
-HealthPort = Annotated[
-    int | None,
-    typer.Option("--health-port", help="Serve /healthz, /readyz and /metrics on 127.0.0.1 here.", min=0, max=65_535),
-]
 
 
 def serve(
@@ -76,7 +83,7 @@ def serve(
     per_token: PerToken = None,
     request_timeout: RequestTimeout = Duration("10s"),
     stop_timeout: StopTimeout = Duration("5s"),
-    health_port: HealthPort = None,
+    metrics_address: MetricsAddress = "",
     as_json: Json = False,
 ) -> None:
     """Serve streams live to browsers: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
@@ -95,7 +102,7 @@ def serve(
     serving = GatewayOptions(
         url=url, authorizer=Authorizer(tokens, ticket_s=ticket), token_file=token_file, host=host, port=port,
         origins=allow_origin or (), pages=page, host_names=None if tokens or insecure_no_token else LOOPBACK,
-        health_port=health_port, request_s=request_timeout, stop_s=stop_timeout,
+        metrics_address=parse_address(metrics_address), request_s=request_timeout, stop_s=stop_timeout,
         flow=FlowControl(
             heartbeat_s=heartbeat, stall_s=stall, buffer=buffer, buffer_bytes=buffer_bytes,
             budget_bytes=budget_bytes, when_full=when_full,
@@ -103,12 +110,9 @@ def serve(
         limits=ConnectionLimits(connections=connections, per_token=per_token or connections),
     )  # fmt: skip
 
-    def ready(where: str) -> None:
-        if as_json:
-            print_json({"event": "started", "url": where}, flush=True)
-        else:
-            print_message(f"serving streams on {where}; Ctrl-C stops")
+    def ready(where: str, metrics_url: str | None) -> None:
+        print_started(f"serving streams on {where}; Ctrl-C stops", metrics_url, as_json=as_json, url=where)
 
-    run_gateway(serving, on_ready=ready)
+    run_gateway(serving, recorder=new_recorder("gateway"), on_ready=ready)
     if as_json:
         print_json({"event": "stopped"}, flush=True)

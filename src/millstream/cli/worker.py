@@ -11,18 +11,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from millstream.admin.redis_metrics import places_of
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.app import load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl, FigureAlerts
 from millstream.cli.log_output import finish_logging
 from millstream.cli.log_output import settings as log_settings
-from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
+from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
+from millstream.cli.options import DEFAULT_URL, Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
+from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.worker.policy import WorkerPolicy
+from millstream.worker.process.process_reports import ProcessReports
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
 from millstream.worker.static_membership import StaticMembership
@@ -41,13 +45,6 @@ LookAhead = Annotated[int, typer.Option(help="Maximum number of messages of a st
 Claim = Annotated[Duration, duration("--claim", "Time after which a silent worker's messages are claimed.", least="1s")]
 StopTimeout = Annotated[Duration, duration("--stop-timeout", "Time that a stop waits for running messages.")]
 Trim = Annotated[bool, typer.Option("--trim", help="Trim entries that no consumer group needs any more.")]
-HealthPort = Annotated[
-    int,
-    typer.Option(
-        help="Serve /healthz, /readyz and /metrics on 127.0.0.1: one port per process, starting with this one."
-    ),
-]
-
 _LINE_INTERVAL_S = 5.0
 _TIMEOUT_MS = 3_000
 
@@ -66,9 +63,9 @@ def worker(
     claim: Claim = Duration("30s"),
     stop_timeout: StopTimeout = Duration("25s"),
     trim: Trim = False,
-    health_port: HealthPort = 0,
     alert_url: AlertUrl = "",
     alert_command: AlertCommand = "",
+    metrics_address: MetricsAddress = "",
     as_json: Json = False,
 ) -> None:
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
@@ -79,36 +76,42 @@ def worker(
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
     app = load_app(target)
     finish_logging()
-    checked = WorkerProcess(app, settings)  # reports errors of the app here, once
+    zeros = Recorder()
+    checked = WorkerProcess(app, settings, metrics=zeros)  # reports errors of the app here, once
+    lines = _SupervisorOutput(as_json=as_json)
+    recorder = new_recorder("worker")
+    reports = ProcessReports(recorder, zeros.snapshot())
+    discover = partial(places_of, handlers=[one for one in app.handlers.values() if not only or one.name in only])
     with (
+        serve_metrics(metrics_address, url, discover, recorder, health=reports, more=[reports]) as metrics_url,
         Client(url, timeout_ms=_TIMEOUT_MS) as client,
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
-        lines = _SupervisorOutput(as_json=as_json)
         names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
             names,
-            partial(_program, target, settings, health_port),
+            partial(_program, target, settings, metrics_url is not None),
             stop_ms=policy.stop_ms,
             frozen_after_ms=checked.frozen_after_ms,
             on_line=partial(_on_figures, lines, FigureAlerts(app.name, alerts)),
+            reports=reports,
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
             warn_of_data_loss(client)
             if app.stages:
                 print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
-            lines.started(app.name, processes)
+            lines.started(app.name, processes, metrics_url)
             supervisor.run(stopping)
             lines.finished()
 
 
-def _program(target: str, settings: WorkerSettings, health_port: int, launch: Launch) -> Program:
+def _program(target: str, settings: WorkerSettings, reports: bool, launch: Launch) -> Program:
     """One worker process. Its settings are not in its arguments: any user of the machine may read those."""
     job = WorkerJob(
         target=target,
         settings=replace(settings, consumer=launch.name, incarnation=launch.incarnation),
-        health_port=health_port + int(launch.name.rpartition("-")[2]) if health_port else 0,
+        reports=reports,
         report_to=launch.report_to,
         heartbeat_to=launch.heartbeat_to,
         log=replace(log_settings(), worker=launch.name),
@@ -139,12 +142,11 @@ class _SupervisorOutput:
         self._timer = threading.Timer(_LINE_INTERVAL_S, self._tick)
         self._timer.daemon = True
 
-    def started(self, app: str, processes: int) -> None:
-        """Print that the supervisor has started."""
-        if self._as_json:
-            print_json({"event": "started", "app": app, "processes": processes}, flush=True)
-        else:
-            print_message(f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops")
+    def started(self, app: str, processes: int, metrics_url: str | None = None) -> None:
+        """Print that the supervisor has started, and where its metrics are served."""
+        text = f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops"
+        print_started(text, metrics_url, as_json=self._as_json, app=app, processes=processes)
+        if not self._as_json:
             self._timer.start()
 
     def add_figures(self, name: str, line: Any) -> bool:

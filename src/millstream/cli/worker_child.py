@@ -8,9 +8,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -20,9 +21,10 @@ from millstream.cli.signals import stopping_at_signals
 from millstream.cli.terminal import print_message, print_message_text, redact_uncaught_exceptions
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, MillstreamError
-from millstream.observability.health import Health, HealthServer
+from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Recorder
 from millstream.worker.process.heartbeat import Heartbeat
+from millstream.worker.process.process_reports import ProcessReport, make_report
 from millstream.worker.process.supervisor import (
     FINAL_CODE,
     ORPHAN_END_MS,
@@ -39,14 +41,14 @@ class WorkerJob:
     """The settings of one worker process.
 
     * `target`: the app, as on the command line
-    * `health_port`: port of its health and metrics server; 0 for none
+    * `reports`: it reports its metrics and its health to the supervisor
     * `report_to`, `heartbeat_to`: inherited file descriptors of its reports and of its heartbeat
     * `log`: its logging
     """
 
     target: str
     settings: WorkerSettings = field(repr=False)
-    health_port: int
+    reports: bool
     report_to: int
     heartbeat_to: int
     log: LogSettings
@@ -84,23 +86,20 @@ def _run(job: WorkerJob) -> Sequence[Delivery]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that the output of handlers appears at once
     os.set_inheritable(job.report_to, False)
-    with ExitStack() as stack:
-        recorder, health = (Recorder(), Health()) if job.health_port else (NO_METRICS, None)
-        if health is not None and isinstance(recorder, Recorder):
-            stack.enter_context(HealthServer(health, recorder, port=job.health_port))
-        app = load_app(job.target)
-        finish_logging()
-        process = WorkerProcess(
-            app,
-            job.settings,
-            metrics=recorder,
-            health=health,
-            on_figures=_figure_writer(job.report_to),
-            end_process=_end_stuck,
-        )
-        Heartbeat(job.heartbeat_to, cpu_limit_ms=max(ORPHAN_END_MS, process.frozen_after_ms)).start()
-        exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
-        return process.run(stopping)
+    recorder, health = Recorder(), Health()
+    app = load_app(job.target)
+    finish_logging()
+    process = WorkerProcess(
+        app,
+        job.settings,
+        metrics=recorder if job.reports else NO_METRICS,
+        health=health if job.reports else None,
+        on_figures=_figure_writer(job.report_to, partial(make_report, recorder, health) if job.reports else None),
+        end_process=_end_stuck,
+    )
+    Heartbeat(job.heartbeat_to, cpu_limit_ms=max(ORPHAN_END_MS, process.frozen_after_ms)).start()
+    exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
+    return process.run(stopping)
 
 
 def _end_stuck(error: HandlerStuck) -> NoReturn:
@@ -115,13 +114,18 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _figure_writer(report_to: int) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
-    pipe = os.fdopen(report_to, "wb", buffering=0)
+def _figure_writer(
+    report_to: int, report: Callable[[], ProcessReport] | None
+) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
+    pipe = os.fdopen(report_to, "wb")  # buffered, as one system call need not write a long line as a whole
 
     def write(figures: Mapping[str, Mapping[str, int]]) -> None:
-        line = {"event": "figures", "pid": os.getpid(), "handlers": figures}
+        line: dict[str, Any] = {"event": "figures", "pid": os.getpid(), "handlers": figures}
+        if report is not None:
+            line["report"] = report()
         with suppress(BrokenPipeError):  # the supervisor has died; the end of standard input ends this process
             pipe.write(msgspec.json.encode(line) + b"\n")
+            pipe.flush()
 
     return write
 

@@ -12,13 +12,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
 from millstream.delivery.effects import Effects
-from millstream.delivery.key_queues import WAITING, check_invariants
+from millstream.delivery.key_queues import check_invariants
 from millstream.delivery.reliable_stream import (
     NO_LIMIT,
     Delivery,
     LeasedKey,
     ReliableStream,
-    StreamBacklog,
     crash_counts_of,
 )
 from millstream.errors import Unavailable
@@ -357,12 +356,6 @@ class KeyedStream(ReliableStream):
             if one.deliveries > 1 or one.attempt > 1:
                 unit.clear_crash_counts(*crash_counts_of(entry_id))
         return unit
-
-    def _backlog(self) -> StreamBacklog:
-        """Entries in key queues that no worker has leased count as not given out yet."""
-        found = super()._backlog()
-        waiting = self._group.pending.summary().by_consumer.get(WAITING, 0)
-        return found if found.lag is None else found._replace(lag=found.lag + waiting)
 
     def check_invariants(self) -> list[str]:
         """Return the violated invariants of the key queues, for tests; nothing else may change the stream meanwhile."""

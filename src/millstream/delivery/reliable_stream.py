@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
 from millstream.delivery.effects import ERROR_SUFFIX, EXPIRED_SUFFIX, FAILED_SUFFIX, ISOLATED_SUFFIX, Effects
@@ -85,19 +85,6 @@ class Delivery:
     def __post_init__(self) -> None:
         self.entry_ref = (self.stream.stream, self.id)
         self.size = sum(map(len, self.pairs))
-
-
-class StreamBacklog(NamedTuple):
-    """The backlog of a stream.
-
-    * `lag`: how many entries the group was not given yet; None where Redis cannot say
-    * `oldest_ms`: when the lowest pending entry was added, in Unix milliseconds, by its id; None if nothing is pending
-    * `dead_letters`: how many dead letters the handler's dead-letter stream holds, of whichever run
-    """
-
-    lag: int | None
-    oldest_ms: int | None
-    dead_letters: int
 
 
 @dataclass(slots=True, eq=False)
@@ -527,20 +514,6 @@ class ReliableStream:
     def record_failures(self, deliveries: Sequence[Delivery]) -> None:
         """Store that the current attempts have failed, so that the worker that tries next counts them."""
         self._store.record_failures(self.stream, {delivery.id: delivery.attempt for delivery in deliveries})
-
-    def backlog(self) -> StreamBacklog:
-        """Return the backlog of the stream."""
-        return self._with_rejoin(self._backlog)
-
-    def _backlog(self) -> StreamBacklog:
-        info = self._group.info()
-        lowest = self._group.pending.summary().lowest
-        dead_letters = self._client.execute("XLEN", self._store.keys(self.stream).dead_letters)
-        return StreamBacklog(
-            None if info is None else info.lag,
-            None if lowest is None else int(lowest.partition(b"-")[0]),
-            int(dead_letters),
-        )
 
     def trim(self) -> int:
         """Remove, about, the entries before the lowest that any group of the stream still needs; return how many."""

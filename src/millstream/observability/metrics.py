@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["messages", "bytes", "ratio", "consumers", "streams", "seconds", "times", "yes or no", "unix time"]
+Unit = Literal[
+    "messages", "bytes", "ratio", "consumers", "streams", "seconds", "times", "keys", "yes or no", "unix time"
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,23 +101,66 @@ BUDGET_REACHED = _counter(
     "in_flight_budget_reached", "times", "Fetching stopped because of too many bytes in flight.", "handler"
 )
 QUEUED = _gauge("messages_queued", "messages", "Messages in flight that wait for a run.", "handler")
-LAG = _gauge(
-    "lag_messages", "messages", "Messages not yet read by the group, as Redis reports; NaN if unknown.", "handler"
-)
-DEAD_LETTERS = _gauge("dead_letters", "messages", "Dead letters in Redis, whichever process wrote them.", "handler")
-OLDEST_PENDING = _gauge("oldest_pending_seconds", "seconds", "Age of the oldest uncommitted entry.", "handler")
-PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused.", "handler")
-LOOK_AHEAD_USED = _gauge(
-    "look_ahead_used_ratio",
-    "ratio",
-    "Used part of --look-ahead on the stream with the most queued messages; 0 below 0.8. At 1 no other key goes on.",
-    "handler",
-)
 LAST_POLL = _gauge(
     "last_poll_timestamp_seconds",
     "unix time",
     "When Redis last answered a read, or a status query while nothing was to be read.",
     "handler",
+)
+
+# Read from Redis, by one process for all of them: `admin/redis_metrics.py`.
+LAG = _gauge(
+    "lag_messages",
+    "messages",
+    "Messages that are not committed: unread, in key queues or in flight; a lower bound if they had to be counted.",
+    "handler",
+)
+OLDEST_MESSAGE = _gauge(
+    "oldest_message_seconds",
+    "seconds",
+    "Age of the oldest message that is not committed; 0 if there is none.",
+    "handler",
+)
+DEAD_LETTERS = _gauge(
+    "dead_letters",
+    "messages",
+    "Dead letters in Redis, by reason; `other` if unreadable or not among the newest 1,000 of their stream.",
+    "handler",
+    "reason",
+)
+DELAYED = _gauge("delayed_messages", "messages", "Delayed messages of its streams that are not due yet.", "handler")
+KEYS = _gauge("keys", "keys", "Keys with messages, by state: ready, leased, backing_off or parked.", "handler", "state")
+OLDEST_KEY = _gauge(
+    "oldest_key_wait_seconds",
+    "seconds",
+    "Age of the oldest first message of the keys in a state, of at most 100 keys of each stream; 0 if there is none.",
+    "handler",
+    "state",
+)
+LOOK_AHEAD_USED = _gauge(
+    "look_ahead_used_ratio",
+    "ratio",
+    "Used part of --look-ahead on the stream where it is greatest. At 1 no other key of the stream goes on.",
+    "handler",
+)
+PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused on all its streams.", "handler")
+REDIS_READ_AT = _gauge(
+    "redis_figures_timestamp_seconds",
+    "unix time",
+    "When the figures of the handler were last read from Redis.",
+    "handler",
+)
+REDIS_UP = _gauge("redis_up", "yes or no", "1 if the figures of all handlers could be read from Redis the last time.")
+
+WORKER_UP = _gauge("worker_up", "yes or no", "1 while a worker process runs and reports to its supervisor.", "worker")
+WORKER_RESTARTS = _counter("worker_restarts", "times", "Worker processes that ended and were started again.", "worker")
+BUILD_INFO = _gauge(
+    "build_info",
+    "yes or no",
+    "1, with the versions of millstream and Python, and what runs.",
+    "version",
+    "python",
+    "engine",
 )
 
 CONSUMERS = _gauge("consumers", "consumers", "Consumers registered with masters, by state.", "handler", "state")
@@ -219,10 +264,23 @@ NO_METRICS = Metrics()
 """Discards all values."""
 
 
-def init_counters(metrics: Metrics, *counters: Metric, **labels: str) -> None:
-    """Create counters with the value 0: Prometheus sees no increase in a counter that appears with its first event."""
-    for counter in counters:
-        metrics.count(counter, 0, **labels)
+def init_series(metrics: Metrics, *series: Metric, **labels: str) -> None:
+    """Create counters and histograms with the value 0: Prometheus sees no increase in one that appears with its event.
+
+    Call it for each value of a label that is known at the start.
+    """
+    for metric in series:
+        if metric.kind == "histogram":
+            metrics.observe_all(metric, (), **labels)
+        else:
+            metrics.count(metric, 0, **labels)
+
+
+Values = dict[tuple[str, ...], float | tuple[list[int], float]]
+"""The values of one metric by those of its labels: a number, or the buckets and the sum of a histogram."""
+
+Snapshot = dict[str, list[tuple[tuple[str, ...], float | tuple[list[int], float]]]]
+"""All values of a recorder by metric, as JSON can hold them."""
 
 
 @dataclass(slots=True)
@@ -239,6 +297,10 @@ class _Series:
 
     numbers: dict[tuple[str, ...], float] = field(default_factory=dict)
     histograms: dict[tuple[str, ...], _Histogram] = field(default_factory=dict)
+
+    def values(self) -> Values:
+        found: Values = dict(self.numbers)
+        return found | {key: (list(one.counts), one.sum) for key, one in self.histograms.items()}
 
 
 class Recorder(Metrics):
@@ -297,10 +359,15 @@ class Recorder(Metrics):
             histogram = series.histograms.get(key)
             return series.numbers.get(key, 0) if histogram is None else sum(histogram.counts)
 
+    def snapshot(self) -> Snapshot:
+        """All values, to be sent to another process. See `millstream.observability.merged_metrics`."""
+        with self._lock:
+            return {metric.name: list(series.values().items()) for metric, series in self._series.items()}
+
     def collect(self) -> "Iterator[Family]":
         """The metric families, for prometheus_client."""
         with self._lock:
-            families = [_family(metric, series) for metric, series in self._series.items()]
+            families = [family_of(metric, [((), series.values())]) for metric, series in self._series.items()]
         return iter(families)
 
     def _series_of(self, metric: Metric) -> _Series:
@@ -321,21 +388,25 @@ def _key(metric: Metric, kind: Kind, labels: dict[str, str]) -> tuple[str, ...]:
     raise ConfigError(f"{metric.name} has the labels ({', '.join(names)}), not ({', '.join(labels)})")
 
 
-def _family(metric: Metric, series: _Series) -> "Family":
+def family_of(metric: Metric, groups: Iterable[tuple[tuple[str, ...], Values]], *more_labels: str) -> "Family":
+    """The family of a metric for prometheus_client. Each group of values has a value for each of `more_labels`."""
     # Imported here: it takes longer to import than the rest of this module, and most commands export no metrics.
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    if metric.kind == "histogram":
-        histograms = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-        bounds = [*map(str, metric.buckets), "+Inf"]
-        for key, found in series.histograms.items():
-            histograms.add_metric(key, list(zip(bounds, accumulate(found.counts), strict=True)), found.sum)
-        return histograms
-    family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    numbers = family(metric.name, metric.help, labels=metric.labels)
-    for key, number in series.numbers.items():
-        numbers.add_metric(key, number)
-    return numbers
+    labels = (*metric.labels, *more_labels)
+    bounds = [*map(str, metric.buckets), "+Inf"]
+    histograms = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+    numbers = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+        metric.name, metric.help, labels=labels
+    )
+    for more, values in groups:
+        for key, value in values.items():
+            if isinstance(value, tuple):
+                counts, total = value
+                histograms.add_metric((*key, *more), list(zip(bounds, accumulate(counts), strict=True)), total)
+            else:
+                numbers.add_metric((*key, *more), value)
+    return histograms if metric.kind == "histogram" else numbers
 
 
 def exposition(recorder: Recorder) -> tuple[bytes, str]:

@@ -12,10 +12,21 @@ from functools import partial
 from threading import Lock
 from typing import Self, TypeVar
 
-from millstream.errors import ConfigError, NotReplicated, PartitionClosed, RedisError
+from millstream.errors import (
+    AccessDenied,
+    CommandFailed,
+    ConfigError,
+    NotReplicated,
+    OutOfMemory,
+    PartitionClosed,
+    RedisError,
+    StreamFull,
+    Unavailable,
+    WrongType,
+)
 from millstream.handlers.encoding import encode_output
 from millstream.observability import metrics as m
-from millstream.observability.metrics import NO_METRICS, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 from millstream.observability.tracing import tracing
 from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, ProducerSession, PublishOptions, new_token
 from millstream.redis_client.client import Client
@@ -23,6 +34,9 @@ from millstream.redis_client.client import Client
 DedupeId = str | bytes
 Identified = tuple[object, DedupeId | None]
 T = TypeVar("T")
+
+_ERRORS = (Unavailable, OutOfMemory, StreamFull, NotReplicated, AccessDenied, WrongType, CommandFailed)
+"""What ends the sending of a batch."""
 
 
 class Publishing:
@@ -50,6 +64,9 @@ class Publishing:
         self._sessions: dict[str, ProducerSession] = {}
         self._patience_ms = patience_ms
         self._metrics = metrics
+        init_series(metrics, m.PUBLISHED, m.PUBLISH_SECONDS)
+        for error in _ERRORS:
+            init_series(metrics, m.PUBLISH_ERRORS, error=error.__name__)
         self._tracing = tracing()
         # A batch larger than the limit would wait for ever.
         self._most_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)

@@ -11,7 +11,8 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError
 from millstream.groups.entries import BEGINNING, Id, wire_id
 from millstream.model import EntryId
-from millstream.observability.metrics import NO_METRICS, Metrics
+from millstream.observability import metrics as m
+from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
 from millstream.router.asyncio_reactor import AsyncioReactor
@@ -20,7 +21,7 @@ from millstream.router.cursors import NEWEST, CursorCallbacks, CursorTable
 from millstream.router.nodes import ClusterNodes
 from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy, Settings
 from millstream.router.reactor import Reactor, ThreadReactor
-from millstream.router.stream_events import WhenFull
+from millstream.router.stream_events import Reason, WhenFull
 from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
 from millstream.router.subscription import Subscription
 
@@ -106,6 +107,9 @@ class Router:
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
         self._clock = clock
         self._metrics = metrics
+        init_series(metrics, m.ROUTER_CHANGED, m.ROUTER_POLLED, m.ROUTER_DROPPED)
+        for reason in get_args(Reason):
+            init_series(metrics, m.ROUTER_GAPS, reason=reason)
         self._settings = Settings(reader=reader, read=read, pool=pool)
         self._build(ThreadReactor(clock, self._on_crash))
         self._lock = threading.Lock()

@@ -1,27 +1,28 @@
 """Loop metrics: the counts of a reading loop for operators, its metrics, and its progress for health checks."""
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
-from millstream.delivery.reliable_stream import Delivery, StreamBacklog
-from millstream.errors import Unavailable
+from millstream.delivery.reliable_stream import Delivery
+from millstream.errors import OutOfMemory, Unavailable
 from millstream.handlers.dead_letter import Reason
 from millstream.observability import metrics as m
 from millstream.observability.health import Health, Progress
-from millstream.observability.metrics import NO_METRICS, Metrics, init_counters
+from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 
 _OF_HANDLERS = (
     m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.RELEASED, m.CLAIMED, m.TRIMMED, m.REFUSED, m.BUDGET_REACHED,
+    m.HANDLER_SECONDS, m.COMMIT_SECONDS, m.AGE_SECONDS,
 )  # fmt: skip
-"""The counters that have the label `handler` only."""
+"""The counters and histograms that have the label `handler` only."""
 
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 600.0
+_REDIS_ERRORS = (Unavailable, OutOfMemory)
 
 
 class LoopMetrics:
@@ -37,15 +38,16 @@ class LoopMetrics:
         self.read = self.adopted = self.committed = self.dead = 0
         self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
         self._is_poll_wanted = self._at_budget = False
-        self._warn_due_s = self._look_ahead_used = 0.0
+        self._warn_due_s = 0.0
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
-        init_counters(metrics, *_OF_HANDLERS, handler=handler)
+        init_series(metrics, *_OF_HANDLERS, handler=handler)
         for reason in get_args(Reason):
-            init_counters(metrics, m.DEAD_LETTERED, handler=handler, reason=reason)
-        init_counters(metrics, m.DELAYED_MOVED, m.RECONNECTS)
-        init_counters(metrics, m.REDIS_ERRORS, error=Unavailable.__name__)
+            init_series(metrics, m.DEAD_LETTERED, handler=handler, reason=reason)
+        init_series(metrics, m.DELAYED_MOVED, m.RECONNECTS)
+        for error in _REDIS_ERRORS:
+            init_series(metrics, m.REDIS_ERRORS, error=error.__name__)
 
     def counts(self) -> dict[str, int]:
         """Return all counts by name."""
@@ -156,29 +158,10 @@ class LoopMetrics:
                 )  # fmt: skip
         self._at_budget = at_budget
 
-    def set_look_ahead_used(self, share: float) -> None:
-        """Set the used share of `look_ahead`, on the stream where it is highest; 0 below a threshold."""
-        if share != self._look_ahead_used:
-            self._look_ahead_used = share
-            self._metrics.set(m.LOOK_AHEAD_USED, share, handler=self._handler)
-
     @property
     def has_backend(self) -> bool:
         """True if a metrics backend is configured."""
         return self._metrics is not NO_METRICS
-
-    def set_backlog(self, backlogs: Sequence[StreamBacklog]) -> None:
-        """Set the lag, dead letters and oldest pending age, from the backlog of each stream."""
-        lags = [math.nan if one.lag is None else one.lag for one in backlogs]
-        self._metrics.set(m.LAG, sum(lags), handler=self._handler)
-        self._metrics.set(m.DEAD_LETTERS, sum(one.dead_letters for one in backlogs), handler=self._handler)
-        oldest = min((one.oldest_ms for one in backlogs if one.oldest_ms is not None), default=None)
-        age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
-        self._metrics.set(m.OLDEST_PENDING, age_s, handler=self._handler)
-
-    def set_paused(self, paused: bool) -> None:
-        """Set whether all streams of the loop are paused."""
-        self._metrics.set(m.PAUSED, float(paused), handler=self._handler)
 
     def count_trimmed(self, count: int) -> None:
         """Count entries that were removed from their stream while they were pending."""

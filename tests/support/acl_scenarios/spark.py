@@ -20,6 +20,7 @@ from tests.support.acl_scenarios.worker import (
     keyed,
     letter,
     move_a_delayed_message,
+    read_figures,
     reliable,
 )
 from tests.support.partition_fixtures import BASE, Publisher, moved_key
@@ -78,6 +79,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         keyed(admin).join()  # workers of a keyed handler take over, and have entries in key queues
         keyed(admin).enqueue_new(count=4, most_pending=100)
         ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])
+        read_figures(client)
         keep_lines(client, admin, KEYS)
         move_keys(client, admin, "shop", "bill")
         move_a_delayed_message(client, admin)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 
 from millstream import App, Message, Reject
+from millstream.admin.handler_figures import HandlerFigures, add_figures
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.delayed_messages import DelayedMessages
@@ -73,7 +74,6 @@ def work(url: str, admin: Client) -> None:
         assert stream.remove_idle_consumers() == ["gone"]
         remove_consumers(client, [stream])
         stream.refresh()
-        stream.backlog()
         stream.reserve_rate(1_000.0, 7)
         found = stream.fetch(count=7)
         effects = stream.effects_of(found[0])
@@ -101,9 +101,15 @@ def work(url: str, admin: Client) -> None:
         taken_over.join()
         assert beyond not in [one.id for one in taken_over.fetch(count=100)]
         taken_over.trim()
+        read_figures(client)
         move_a_delayed_message(client, admin)
         work_by_keys(client, admin)
         work_on_partitions(client, admin)
+
+
+def read_figures(client: Client) -> None:
+    """What its supervisor reads for its metrics."""
+    add_figures(client, [KEYS], HandlerFigures(), SYSTEM_CLOCK)
 
 
 def keyed(client: Client, name: str = "w-0") -> KeyedStream:
@@ -143,6 +149,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     again.join()
     assert again.recover_leases([], run=10)[0] == 1
     lease = take_one(again)
+    read_figures(client)
     admin.execute("ZADD", KEYS.leases, 1, lease.queue)
     admin.execute("XDEL", "orders", lease.queued[0].id)
     take_one(again)

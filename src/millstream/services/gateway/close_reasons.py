@@ -6,6 +6,11 @@ from typing import Literal
 from millstream.errors import MillstreamError
 from millstream.router import TooSlow
 
+EndReason = Literal["left", "slow", "stalled", "stopping", "failed"]
+
+REFUSALS = (400, 401, 403, 405, 429, 503)
+"""The HTTP statuses with which a connection is refused before it begins."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseReason:
@@ -16,7 +21,7 @@ class CloseReason:
     * `reconnect_ms`: about when an EventSource should reconnect, in milliseconds
     """
 
-    reason: Literal["left", "slow", "stalled", "stopping", "failed"]
+    reason: EndReason
     code: int
     text: str
     reconnect_ms: int = 1_000

@@ -4,14 +4,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from millstream.observability import metrics as m
-from millstream.observability.metrics import Metrics
+from millstream.observability.metrics import Metrics, init_series
 from millstream.router import Router
-from millstream.services.gateway.close_reasons import STOPPING
+from millstream.services.gateway.close_reasons import REFUSALS, STOPPING, EndReason
 from millstream.services.gateway.connection import Connection, FlowControl
 from millstream.services.gateway.gc_freeze import ConnectionCounts
-from millstream.services.gateway.transports import Transport
+from millstream.services.gateway.transports import Kind, Transport
 from millstream.services.web.errors import Refused
 
 
@@ -31,6 +32,13 @@ class ConnectionManager:
         self._limits = limits
         self._flow = pace
         self._metrics = metrics
+        for kind in get_args(Kind):
+            metrics.set(m.SERVE_CONNECTIONS, 0, kind=kind)
+            init_series(metrics, m.SERVE_SENT, m.SERVE_DROPPED, kind=kind)
+        for reason in get_args(EndReason):
+            init_series(metrics, m.SERVE_ENDED, reason=reason)
+        for status in REFUSALS:
+            init_series(metrics, m.SERVE_REFUSED, status=str(status))
         self._open: set[Connection] = set()
         self._by_kind: Counter[str] = Counter()
         self._by_principal: Counter[bytes] = Counter()

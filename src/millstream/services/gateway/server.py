@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from millstream.errors import ConfigError, MillstreamError
@@ -42,7 +43,7 @@ class GatewayOptions:
     * `host_names`: accepted Host names; None: any
     * `pages`: a folder of static files to serve
     * `request_s`: seconds in which a request must arrive
-    * `health_port`: port for `/healthz`, `/readyz` and `/metrics`, on 127.0.0.1; None: no such port
+    * `metrics_address`: host and port of `/healthz`, `/readyz` and `/metrics`; None: these are not served
     * `stop_s`: how long a stop may take, in seconds
     """
 
@@ -55,32 +56,36 @@ class GatewayOptions:
     host_names: Container[str] | None = None
     pages: Path | None = None
     request_s: float = 10.0
-    health_port: int | None = None
+    metrics_address: tuple[str, int] | None = None
     flow: FlowControl = field(default_factory=FlowControl)
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     stop_s: float = 5.0
 
 
-def run_gateway(serving: GatewayOptions, *, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; `on_ready` gets the URL.
+def run_gateway(
+    serving: GatewayOptions, *, recorder: Recorder | None = None, on_ready: Callable[[str, str | None], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT; `on_ready` gets the URL, and that of /metrics or None.
 
     Raises ConfigError where the limit of open files is too low, ServerError, and Unavailable if Redis does not answer
     at the start.
     """
     # Beside connections that follow streams there are requests for tickets, pages and health.
     limits = Limits(connections=serving.limits.connections + _OTHER_CONNECTIONS, request_s=serving.request_s)
-    recorder, health = Recorder(), Health()
+    recorder, health, metrics_url = recorder or Recorder(), Health(), None
     with ExitStack() as stack:
         client = stack.enter_context(Client(serving.url))
         client.execute("PING")
-        if serving.health_port is not None:
-            stack.enter_context(HealthServer(health, recorder, port=serving.health_port))
+        if serving.metrics_address is not None:
+            host, port = serving.metrics_address
+            metrics_url = f"{stack.enter_context(HealthServer(health, recorder, host=host, port=port)).url}/metrics"
         listener = listen(serving.host, serving.port, connections=limits.connections, stall_s=serving.flow.stall_s)
         stack.callback(listener.close)
         # uvicorn raises the signal that ended it again, after its last request: ignore it.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        asyncio.run(_serve(serving, limits, client, listener, (recorder, health), on_ready))
+        ready = partial(on_ready, url_of(listener), metrics_url)
+        asyncio.run(_serve(serving, limits, client, listener, (recorder, health), ready))
 
 
 async def _serve(
@@ -89,7 +94,7 @@ async def _serve(
     client: Client,
     listener: socket.socket,
     observability: tuple[Recorder, Health],
-    on_ready: Callable[[str], None],
+    on_ready: Callable[[], None],
 ) -> None:
     recorder, health = observability
     progress = health.progress("serve", run_within_ms=0)
@@ -125,7 +130,7 @@ async def _serve(
             sockets=sockets,
             on_shutdown=lambda: manager.close(serving.stop_s),
         )
-        on_ready(url_of(listener))
+        on_ready()
         await server.serve([listener])
         health.on_stopping()
         for task in background:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from millstream.delivery.effects import FAILED_SUFFIX
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
@@ -11,7 +12,7 @@ from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
 from millstream.observability import metrics as m
-from millstream.observability.metrics import NO_METRICS, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import MASTER
 from millstream.services.master.leases import AckOutcome, ConsumerStream, GroupStream
@@ -36,6 +37,11 @@ class Delegator:
         self._registry = registry
         self._settings = settings
         self._metrics = metrics
+        init_series(
+            metrics, m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.REFUSED, m.CLAIMED, handler=settings.label
+        )  # also what the loop and the acknowledgements of this master count
+        for reason in get_args(Reason):
+            init_series(metrics, m.DEAD_LETTERED, handler=settings.label, reason=reason)
         self._keys = settings.keys
         self._consumer_streams: dict[str, ConsumerStream] = {}
         self._queue_cache: dict[bytes, bytes] = {}

@@ -4,9 +4,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Container
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from millstream.observability.health import Health
+from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.services.master.acknowledgements import Acknowledger
@@ -35,6 +36,7 @@ class MasterServerOptions:
     * `names`: accepted host names of requests; None: any
     * `limits`: limits of its HTTP connections
     * `most_page`: maximum number of items on a page
+    * `metrics_address`: host and port of `/healthz`, `/readyz` and `/metrics` without a token; None: not served there
     """
 
     url: str = field(repr=False)
@@ -45,17 +47,24 @@ class MasterServerOptions:
     host_names: Container[str] | None = None
     limits: Limits = field(default_factory=lambda: Limits(connections=2_000))
     max_page: int = 1_000
+    metrics_address: tuple[str, int] | None = None
 
 
-def run_master(settings: MasterSettings, serving: MasterServerOptions, *, on_ready: Callable[[str], None]) -> None:
-    """Run a master until SIGTERM or SIGINT. `on_ready` is called with its URL.
+def run_master(
+    settings: MasterSettings, serving: MasterServerOptions, *, recorder: Recorder | None = None,
+    on_ready: Callable[[str, str | None], None],
+) -> None:  # fmt: skip
+    """Run a master until SIGTERM or SIGINT. `on_ready` is called with its URL, and that of /metrics or None.
 
     Leases stay when it stops: another master goes on with them, or this one after its restart. Raises ServerError, and
     the exception that ended the delegation loop.
     """
     stopping = threading.Event()
-    recorder, health = Recorder(), Health()
-    with Client(serving.url) as client:
+    recorder, health, metrics_url = recorder or Recorder(), Health(), None
+    with Client(serving.url) as client, ExitStack() as stack:
+        if serving.metrics_address is not None:
+            host, port = serving.metrics_address
+            metrics_url = f"{stack.enter_context(HealthServer(health, recorder, host=host, port=port)).url}/metrics"
         registry = Registry(client, settings.keys)
         delegator = Delegator(client, registry, settings, metrics=recorder)
         progress = health.progress(settings.label, run_within_ms=_ROUND_WITHIN_MS)
@@ -72,7 +81,9 @@ def run_master(settings: MasterSettings, serving: MasterServerOptions, *, on_rea
         )  # fmt: skip
         listener = listen(serving.host, serving.port, connections=serving.limits.connections)
         server = Server(api, serving.limits, metrics=recorder, stop_s=_STOP_S)
-        serve_with_worker(server, listener, lambda: loop.run(stopping), stopping, on_ready=on_ready)
+        serve_with_worker(
+            server, listener, lambda: loop.run(stopping), stopping, on_ready=lambda url: on_ready(url, metrics_url)
+        )
 
 
 def serve_with_worker(

@@ -8,11 +8,11 @@ sent its request is never closed to make room ([docs/decisions/0024-one-guard-of
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.observability import metrics as m
-from millstream.observability.metrics import Metrics
+from millstream.observability.metrics import Metrics, init_series
 
 if TYPE_CHECKING:
     from asyncio import Transport
@@ -24,6 +24,9 @@ _SWEEPS = 10
 
 Awaited = Literal["head", "body", "reading"]
 """What the server awaits: the head of a request, its body, or that the client reads what was sent."""
+
+CutReason = Literal["late", "crowded"]
+"""Why a connection is cut: no request in time, or too many connections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,8 @@ class Connections:
         self.limits = limits
         self.sweep_s = limits.request_s / _SWEEPS
         self._metrics = metrics
+        for reason in get_args(CutReason):
+            init_series(metrics, m.HTTP_DROPPED, reason=reason)
         self._clock = clock
         self._open: set[Connection] = set()
         self._awaited: OrderedDict[Connection, None] = OrderedDict()  # the longest wait first
@@ -163,7 +168,7 @@ class Connections:
             self._cut(oldest, "crowded")
             self._warn()
 
-    def _cut(self, connection: Connection, reason: Literal["late", "crowded"]) -> None:
+    def _cut(self, connection: Connection, reason: CutReason) -> None:
         self._remove(connection)
         self._metrics.count(m.HTTP_DROPPED, reason=reason)
         connection.abort()

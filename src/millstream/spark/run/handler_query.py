@@ -11,6 +11,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
+from millstream.balancer.protocol import announced_streams
 from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
 from millstream.errors import MillstreamError
@@ -26,7 +27,7 @@ from millstream.spark.engine.task_metrics import BatchTotals
 from millstream.spark.run.failures import failure_of
 from millstream.spark.run.first_start import check_slots, commit_store_of, prepare_new
 from millstream.spark.run.query import MAX_FAILURES, Batch, RunContext, SupervisedQuery
-from millstream.spark.run.service_membership import ServiceMembership, announced_streams
+from millstream.spark.run.service_membership import ServiceMembership
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """QueryMetrics: reports the progress of Spark's queries to millstream's metrics."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pyspark.sql.streaming.listener import (
@@ -13,6 +13,7 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryProgress,
 )
 
+from millstream.handlers.handler import Handler
 from millstream.observability import metrics as m
 from millstream.spark.run.offsets_behind import entries_behind
 
@@ -31,8 +32,9 @@ class QueryMetrics(StreamingQueryListener):
         self._reported: dict[str, set[str]] = {}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's names
-        """Store the query's name, which the termination event lacks."""
-        self._names[str(event.runId)] = event.name or str(event.id)
+        """Store the query's name, which the termination event lacks; its counters exist from now on."""
+        query = self._names[str(event.runId)] = event.name or str(event.id)
+        m.init_series(self._metrics, m.SPARK_ROWS, m.SPARK_BATCH_SECONDS, query=query)
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802
         """Report a batch, and the query's lag after it."""
@@ -78,6 +80,14 @@ def _lags(progress: StreamingQueryProgress) -> dict[str, int | None]:
     for source in progress.sources:
         found |= entries_behind(source.endOffset, source.latestOffset)
     return found
+
+
+def init_run(metrics: m.Metrics, handlers: Iterable[Handler]) -> None:
+    """Create the counters of a run before anything happens."""
+    for one in handlers:
+        m.init_series(metrics, m.READ, m.COMMITTED, m.RETRIED, m.REFUSED, handler=one.label)
+        m.init_series(metrics, m.DEAD_LETTERED, handler=one.label, reason="")
+        m.init_series(metrics, m.SPARK_ROWS, m.SPARK_BATCH_SECONDS, query=one.label)
 
 
 def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> None:

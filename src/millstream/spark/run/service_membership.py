@@ -14,17 +14,12 @@ from millstream.balancer.protocol import claim_service
 from millstream.errors import MillstreamError
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import ServiceKeys, from_wire, host_name
+from millstream.redis_client.key_names import host_name
 
 logger = logging.getLogger(__name__)
 
 _LEASE_MS = 10_000
 _HOST_CHARS = 40
-
-
-def announced_streams(client: Client, service: str) -> list[str]:
-    """Return the streams of `service`: announced, read by a consumer, and not done. Raises RedisError."""
-    return sorted(from_wire(name) for name in client.execute("HKEYS", ServiceKeys(service).streams))
 
 
 class ServiceMembership:

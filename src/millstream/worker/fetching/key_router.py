@@ -44,7 +44,6 @@ class KeyRouter:
     def __init__(
         self, client: Client, clock: Clock, policy: WorkerPolicy, *, token: str,
         keys_of: Callable[[str], HandlerKeys], readable: Callable[[str], bool],
-        on_filled: Callable[[float], None] = lambda share: None,
     ) -> None:  # fmt: skip
         self._client = client
         self._clock = clock
@@ -55,8 +54,7 @@ class KeyRouter:
         self._role_due_ms = 0.0
         self._role_requested: set[str] = set()
         self._owned_names: set[str] = set()
-        self._on_filled = on_filled
-        self._fill_shares: dict[str, float] = {}
+        self._nearly_full: set[str] = set()
         self._full: set[str] = set()
         self._with_new: set[str] = set()
         self._check_all_due_ms = 0.0
@@ -180,16 +178,16 @@ class KeyRouter:
         for stream in mine:
             name, share = stream.stream, stream.pending_count / most
             if share < _NEARLY_FULL:
-                self._fill_shares.pop(name, None)
+                self._nearly_full.discard(name)
                 self._full.discard(name)
                 continue
-            if name not in self._fill_shares:
+            if name not in self._nearly_full:
+                self._nearly_full.add(name)
                 logger.warning(
                     "key queues of %s are nearly full: they hold %d entries of at most %d; full queues block all other "
                     "keys. Run `millstream key list` to see which keys fill them, and unblock those, or raise --look-ahead",
                     name, stream.pending_count, most,
                 )  # fmt: skip
-            self._fill_shares[name] = share
             if share < 1:
                 self._full.discard(name)
             elif name not in self._full:
@@ -198,7 +196,6 @@ class KeyRouter:
                     "key queues of %s are full: they hold %d entries; routing is paused until there are fewer",
                     name, stream.pending_count,
                 )  # fmt: skip
-        self._on_filled(max(self._fill_shares.values(), default=0.0))
 
     def _wait(self, mine: Sequence[KeyedStream], stopping: threading.Event) -> None:
         if not mine or (self._client.is_cluster and len(mine) > 1):

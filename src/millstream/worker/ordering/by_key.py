@@ -58,7 +58,6 @@ class ByKey:
             "token": secrets.token_hex(8),
             "keys_of": self._keys_of,
             "readable": lambda name: name in self.streams and self.streams[name].readable,
-            "on_filled": c.loop_metrics.set_look_ahead_used,
         }
         if ready_streams is None and self._shares_many:
             return SharedKeyRouter(

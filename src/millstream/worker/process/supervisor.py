@@ -21,6 +21,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import MillstreamError, PipelineFailed, RedisError, StaleOwner, Unavailable
 from millstream.worker.incarnations import ProcessEnd
 from millstream.worker.process.heartbeat import Watchdog
+from millstream.worker.process.process_reports import ProcessReports
 from millstream.worker.static_membership import StaticMembership
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class Supervisor:
     process that ends by a signal or with any code is restarted, at once if it has committed anything or ran for long,
     else with back-off; but FINAL_CODE ends all. A process frozen for `frozen_after_ms` is killed. The end of each
     process is recorded under its incarnation.
+
+    * `reports`: receives the starts and ends of processes, and what their lines have in the field `report`
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Supervisor:
         stop_ms: float,
         frozen_after_ms: float,
         on_line: Callable[[str, Any], bool],
+        reports: ProcessReports | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._names = names
@@ -120,6 +124,7 @@ class Supervisor:
         self._stop_ms = stop_ms
         self._frozen_after_ms = frozen_after_ms
         self._on_line = on_line
+        self._reports = reports
         self._clock = clock
         self._children: list[_Child] = []
         self._start_count = 0
@@ -134,6 +139,8 @@ class Supervisor:
         Raises PipelineFailed if one of them cannot continue, StaleOwner, and errors of `on_line`.
         """
         self._children = [_Child(name) for name in self._names.names]
+        if self._reports is not None:
+            self._reports.expect(self._names.names)
         try:
             while not stopping.wait(_TICK_S):
                 if self._failure is not None:
@@ -182,6 +189,8 @@ class Supervisor:
         child.process = None
         child.close_watchdog()
         how = self._describe_end(child, code)
+        if self._reports is not None:
+            self._reports.on_ended(child.name, how)
         self._record_end(child, ProcessEnd(died=code not in _NOT_CRASHES, cause=how))
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot continue; see its error above")
@@ -249,6 +258,8 @@ class Supervisor:
         if child.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended already: `_check` restarts it
                 child.process.stdin.write(program.first_line + b"\n")
+        if self._reports is not None:
+            self._reports.on_started(child.name)
         child.listener = threading.Thread(target=self._read_pipe, args=(child, os.fdopen(read_end, "rb")), daemon=True)
         child.listener.start()
 
@@ -257,18 +268,27 @@ class Supervisor:
             for line in lines:
                 if self._failure is None:
                     try:
-                        child.has_worked |= self._on_line(child.name, msgspec.json.decode(line))
+                        child.has_worked |= self._on_line(child.name, self._without_report(child.name, line))
                     except Exception as error:  # noqa: BLE001 - `run` raises it; the pipe must not fill up meanwhile
                         self._failure = error
 
+    def _without_report(self, name: str, text: bytes) -> Any:
+        """A line of a process, decoded. Its report goes to `reports`."""
+        line = msgspec.json.decode(text)
+        report = line.pop("report", None)
+        if report is not None and self._reports is not None:
+            self._reports.on_report(name, line["pid"], report)
+        return line
+
     def _stop(self) -> None:
+        if self._reports is not None:
+            self._reports.on_stopping()
         self._record_ends()
         running = [(child, child.process) for child in self._children if child.process is not None]
         for _, process in running:
             if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # the process has ended by itself
+                with contextlib.suppress(BrokenPipeError), process.stdin:  # the process has ended by itself
                     process.stdin.write(_STOP_MESSAGE)
-                process.stdin.close()
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
         while any(process.poll() is None for _, process in running) and self._clock.monotonic_ms() < deadline_ms:
             with contextlib.suppress(StaleOwner):

@@ -26,7 +26,6 @@ _REFRESH_MS_EACH = 2.0
 _REFRESHED_AT_ONCE = 100
 _RENEWALS_PER_CLAIM = 3
 _GRACE_MS = 1_000.0
-_MEASURE_MS = 5_000.0
 _WARN_EVERY_MS = 60_000.0
 _CLAIMED_AT_ONCE = 100
 _SOON_S = 0.02
@@ -56,7 +55,6 @@ class ClaimRenewal:
         self._claim_lock = threading.Lock()
         self._renew_due_ms = 0.0
         self._longest_in_flight_ms = _longest_in_flight_ms(pipeline.handler, policy)
-        self._measure_due_ms = 0.0
         self._committed_at_checkpoint = -1
         self._more_to_claim = False
         self._warn_due_ms: dict[str, float] = {}
@@ -105,13 +103,9 @@ class ClaimRenewal:
         """Renew claims, checkpoint, check time limits, and report figures, once."""
         self._maintain_all()
         self._check_time_limits()
-        if self._loop_metrics.has_backend and self._clock.monotonic_ms() >= self._measure_due_ms:
-            self._measure_due_ms = self._clock.monotonic_ms() + _MEASURE_MS
-            self._loop_metrics.set_backlog([stream.backlog() for stream in self.streams if not stream.leaving])
         self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
         self._loop_metrics.on_reply()
         self._steps.failures.report_omitted()
-        self._loop_metrics.set_paused(bool(self._streams) and all(stream.paused for stream in self.streams))
 
     def recover(self, stream: ReliableStream) -> None:
         """Add to flight the entries that this worker holds in Redis only: from before a restart, or from a lost reply.

@@ -1,0 +1,155 @@
+"""ProcessReports: the metrics and the health of all worker processes of a supervisor, as they report them.
+
+A process that hangs, or is being restarted, cannot answer for itself, so the supervisor answers for all of them.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.observability import metrics as m
+from millstream.observability.health import Health
+from millstream.observability.merged_metrics import MergedMetrics
+from millstream.observability.metrics import Recorder, Snapshot, init_series
+
+_SILENT_MS = 30_000.0
+
+
+class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The health of one process: why it is not healthy, why it is not ready, and the page that says so."""
+
+    failures: list[str]
+    readiness_failures: list[str]
+    page: msgspec.Raw
+
+
+class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process tells its supervisor for the pages of health and metrics."""
+
+    metrics: Snapshot
+    health: HealthReport
+
+
+def make_report(recorder: Recorder, health: Health) -> ProcessReport:
+    """The report of this process."""
+    failures = health.failures()
+    return ProcessReport(
+        metrics=recorder.snapshot(),
+        health=HealthReport(
+            failures=failures,
+            readiness_failures=health.readiness_failures(),
+            page=msgspec.Raw(health.page(failures)),
+        ),
+    )
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One worker by name. `ended`: how its last process ended, until the next one is started."""
+
+    ended: str | None = None
+    has_run: bool = False
+    reported_ms: float | None = None
+    health: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ProcessReports:
+    """The reports of worker processes by name: their metrics, and their health as one.
+
+    They are healthy while each process runs, is healthy by its own account and goes on reporting; ready when each has
+    said so. A process that has just been started is healthy, and not ready. Any thread may use it.
+
+    * `recorder`: receives what the supervisor itself knows of the processes
+    * `zeros`: what each process reports before it has done anything
+    """
+
+    def __init__(self, recorder: Recorder, zeros: Snapshot, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._recorder = recorder
+        self._zeros = zeros
+        self._metrics = MergedMetrics()
+        self._stopping = False
+        self._workers: dict[str, _Worker] = {}
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Expect a process of each of these names."""
+        for name in names:
+            init_series(self._recorder, m.WORKER_RESTARTS, worker=name)
+            self._recorder.set(m.WORKER_UP, 0, worker=name)
+            self._metrics.begin(name, self._zeros)
+        with self._lock:
+            self._workers = {name: _Worker() for name in names}
+
+    def on_started(self, name: str) -> None:
+        """A process of this name was started."""
+        with self._lock:
+            worker = self._workers[name]
+            if worker.has_run:
+                self._recorder.count(m.WORKER_RESTARTS, worker=name)
+            worker.ended, worker.has_run, worker.reported_ms, worker.health = None, True, None, {}
+
+    def on_ended(self, name: str, how: str) -> None:
+        """The process of this name has ended."""
+        with self._lock:
+            self._workers[name].ended = how
+            self._recorder.set(m.WORKER_UP, 0, worker=name)
+        self._metrics.end(name)
+
+    def on_stopping(self) -> None:
+        """The supervisor stops: it is not ready, and need not hear from its processes to be healthy."""
+        self._stopping = True
+
+    def on_report(self, name: str, process_id: int, report: Mapping[str, Any]) -> None:
+        """A report of `make_report` has come, as decoded JSON."""
+        self._metrics.update(name, process_id, report["metrics"])
+        with self._lock:
+            worker = self._workers[name]
+            worker.health, worker.reported_ms = report["health"], self._clock.monotonic_ms()
+            self._recorder.set(m.WORKER_UP, 1, worker=name)
+
+    def failures(self) -> list[str]:
+        """The reasons why the processes are not healthy; empty if they are."""
+        with self._lock:
+            return [f"worker {name}: {why}" for name, one in self._workers.items() for why in self._failures(one)]
+
+    def readiness_failures(self) -> list[str]:
+        """The reasons why they are not ready; empty if they are."""
+        with self._lock:
+            reasons = [
+                f"worker {name}: {why}"
+                for name, one in self._workers.items()
+                for why in (*self._failures(one, "readiness_failures"), *self._starting(one))
+            ]
+            if not self._workers:
+                reasons.append("no worker has started: waiting for Redis")
+        return [*reasons, "it is stopping"] if self._stopping else reasons
+
+    def page(self, reasons: list[str]) -> bytes:
+        """The health page in JSON: the status, its reasons and the page of each process."""
+        with self._lock:
+            pages = {name: one.health.get("page") for name, one in self._workers.items()}
+        status = "failing" if reasons else "ok"
+        return msgspec.json.encode({"status": status, "reasons": reasons, "workers": pages})
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families of all processes, for prometheus_client."""
+        return self._metrics.collect()
+
+    def _failures(self, worker: _Worker, kind: str = "failures") -> Iterator[str]:
+        if worker.ended is not None:
+            if not self._stopping:
+                yield f"it {worker.ended}; it is being restarted"
+            return
+        yield from worker.health.get(kind, ())
+        silent_ms = 0.0 if worker.reported_ms is None else self._clock.monotonic_ms() - worker.reported_ms
+        if silent_ms > _SILENT_MS and not self._stopping:
+            yield f"it has not reported for {silent_ms / 1000:.1f} s"
+
+    def _starting(self, worker: _Worker) -> Iterator[str]:
+        if worker.ended is None and worker.reported_ms is None:
+            yield "it is starting"

@@ -1,0 +1,76 @@
+"""Every counter exists, at 0, before its first event: `increase` sees no change in one that appears with it."""
+
+from pathlib import Path
+
+import pytest
+
+from millstream import App, Message
+from millstream.balancer import Balancer
+from millstream.errors import Unavailable
+from millstream.observability.metrics import CATALOGUE, Recorder
+from millstream.producer.producer import Producer
+from millstream.redis_client.client import Client
+from millstream.router import ReadPolicy, Router
+from millstream.services.gateway.connection import FlowControl
+from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
+from millstream.services.master.delegation import Delegator
+from millstream.services.master.registry import Registry
+from millstream.services.master.settings import MasterSettings
+from millstream.services.web.connections import Connections, Limits
+from millstream.spark.run.query_metrics import init_run
+from millstream.worker.process.process_reports import ProcessReports
+from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
+
+pytestmark = [pytest.mark.worker]
+
+DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+def app() -> App:
+    made = App("shop")
+
+    @made.handler("orders", key="customer")
+    def pay(message: Message) -> None:
+        """Do nothing."""
+
+    return made
+
+
+def start_everything(recorder: Recorder) -> None:
+    """Make, but not run, every component that counts anything, as its command makes it."""
+    WorkerProcess(app(), WorkerSettings(url=NOWHERE, consumer="w-0"), metrics=recorder)
+    ProcessReports(recorder, {}).expect(["w-0"])
+    init_run(recorder, app().handlers.values())
+    Balancer(NOWHERE, "calls", consumer="c-0", metrics=recorder)
+    Producer(NOWHERE, metrics=recorder).close()
+    router = Router(NOWHERE, read=ReadPolicy(), metrics=recorder)
+    ConnectionManager(router, limits=ConnectionLimits(connections=1, per_token=1), pace=FlowControl(), metrics=recorder)
+    Connections(Limits(connections=1), metrics=recorder)
+    settings = MasterSettings(ticket_stream="tickets", group="g")
+    with Client(NOWHERE) as client:
+        Delegator(client, Registry(client, settings.keys), settings, metrics=recorder)
+
+
+def test_every_counter_and_histogram_of_the_document_is_there_before_anything_has_happened() -> None:
+    recorder = Recorder()
+    start_everything(recorder)
+    shown = {sample.name: sample.value for family in recorder.collect() for sample in family.samples}
+    rows = [line.split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| `millstream_")]
+    documented = {name.strip("| `"): kind for name, kind, *_ in rows}
+    assert documented.keys() == {metric.name for metric in CATALOGUE}
+    wanted = [name if kind == "counter" else f"{name}_count" for name, kind in documented.items() if kind != "gauge"]
+    assert [name for name in wanted if name not in shown] == []
+    assert [name for name in wanted if shown[name] != 0] == []
+
+
+def test_a_producer_that_gives_up_has_counted_that_error_from_0() -> None:
+    recorder = Recorder()
+    with Producer(NOWHERE, metrics=recorder):
+        errors = {
+            sample.labels["error"]
+            for family in recorder.collect()
+            if family.name == "millstream_publish_errors"
+            for sample in family.samples
+        }
+    assert Unavailable.__name__ in errors

@@ -1,0 +1,145 @@
+"""One port for several processes: their metrics side by side, which never go back, and their health as one."""
+
+import json
+import os
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from millstream.observability import metrics as m
+from millstream.observability.health import Health, HealthServer
+from millstream.observability.metrics import Recorder
+from millstream.worker.process.process_reports import ProcessReports, make_report
+from tests.support.clocks import HandClock
+
+pytestmark = [pytest.mark.worker]
+
+READ = "millstream_messages_read_total"
+
+
+class Process:
+    """A worker process as its supervisor sees it."""
+
+    def __init__(self, clock: HandClock) -> None:
+        self.recorder = Recorder()
+        self.health = Health(clock=clock)
+        self.progress = self.health.progress("shop.pay", run_within_ms=1_000)
+
+    def work(self, count: int) -> None:
+        self.progress.on_read()
+        self.recorder.count(m.READ, count, handler="shop.pay")
+        self.recorder.observe(m.HANDLER_SECONDS, 0.001, handler="shop.pay")
+        self.recorder.set(m.IN_FLIGHT, count, handler="shop.pay")
+
+    def report(self) -> Any:
+        return json.loads(msgspec.json.encode(make_report(self.recorder, self.health)))
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock(1_000_000.0)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def reports(clock: HandClock, recorder: Recorder) -> ProcessReports:
+    zeros = Recorder()
+    m.init_series(zeros, m.READ, m.HANDLER_SECONDS, handler="shop.pay")
+    found = ProcessReports(recorder, zeros.snapshot(), clock=clock)
+    found.expect(["w-0", "w-1"])
+    for name in ("w-0", "w-1"):
+        found.on_started(name)
+    return found
+
+
+def values(reports: ProcessReports, name: str) -> dict[str, float]:
+    """The values of a metric by worker."""
+    samples = [one for family in reports.collect() for one in family.samples if one.name == name]
+    return {one.labels["worker"]: one.value for one in samples}
+
+
+def test_counters_are_there_at_0_before_any_process_has_reported(reports: ProcessReports) -> None:
+    assert values(reports, READ) == values(reports, "millstream_handler_seconds_count") == {"w-0": 0, "w-1": 0}
+
+
+def test_no_counter_goes_back_when_a_process_dies_and_its_gauges_go_with_it(
+    reports: ProcessReports, clock: HandClock
+) -> None:
+    first, second = Process(clock), Process(clock)
+    first.work(5)
+    reports.on_report("w-0", 11, first.report())
+    reports.on_report("w-0", 11, first.report())
+    assert values(reports, READ) == {"w-0": 5, "w-1": 0}
+    reports.on_ended("w-0", "ended with code 9")
+    assert values(reports, READ) == {"w-0": 5, "w-1": 0}
+    assert values(reports, m.IN_FLIGHT.name) == {}
+    reports.on_started("w-0")
+    second.work(2)
+    reports.on_report("w-0", 12, second.report())
+    assert values(reports, READ) == {"w-0": 7, "w-1": 0}
+    assert values(reports, "millstream_handler_seconds_count")["w-0"] == 2
+    assert values(reports, "millstream_handler_seconds_sum")["w-0"] == pytest.approx(0.002)
+    assert values(reports, m.IN_FLIGHT.name) == {"w-0": 2}
+
+
+def test_all_are_ready_when_each_has_read_and_a_process_that_is_restarted_is_named(
+    reports: ProcessReports, clock: HandClock, recorder: Recorder
+) -> None:
+    one, other = Process(clock), Process(clock)
+    assert reports.readiness_failures() == ["worker w-0: it is starting", "worker w-1: it is starting"]
+    assert reports.failures() == []
+    one.work(1)
+    reports.on_report("w-0", 11, one.report())
+    reports.on_report("w-1", 12, other.report())
+    assert reports.readiness_failures() == ["worker w-1: shop.pay: no read yet"]
+    other.work(1)
+    reports.on_report("w-1", 12, other.report())
+    assert reports.readiness_failures() == []
+    reports.on_ended("w-1", "was ended by SIGKILL")
+    assert reports.failures() == ["worker w-1: it was ended by SIGKILL; it is being restarted"]
+    assert (recorder.value(m.WORKER_UP, worker="w-1"), recorder.value(m.WORKER_RESTARTS, worker="w-1")) == (0, 0)
+    reports.on_started("w-1")
+    assert reports.failures() == []
+    assert recorder.value(m.WORKER_RESTARTS, worker="w-1") == 1
+    assert reports.readiness_failures() == ["worker w-1: it is starting"]
+
+
+def test_a_process_that_is_not_healthy_or_reports_no_more_makes_all_unhealthy_unless_they_stop(
+    reports: ProcessReports, clock: HandClock
+) -> None:
+    process = Process(clock)
+    process.work(1)
+    clock.sleep_ms(30_001)
+    reports.on_report("w-0", 11, process.report())
+    assert reports.failures() == ["worker w-0: shop.pay: Redis has not answered a read for 30.0 s"]
+    process.work(1)
+    reports.on_report("w-0", 11, process.report())
+    clock.sleep_ms(30_001)
+    assert reports.failures() == ["worker w-0: it has not reported for 30.0 s"]
+    reports.on_stopping()
+    assert reports.failures() == []
+    assert reports.readiness_failures()[-1] == "it is stopping"
+
+
+def test_the_pages_have_what_the_supervisor_and_the_processes_know_each_family_once(
+    reports: ProcessReports, clock: HandClock, recorder: Recorder
+) -> None:
+    process = Process(clock)
+    process.work(3)
+    recorder.count(m.READ, 1, handler="the supervisor's own")
+
+    reports.on_report("w-0", os.getpid(), process.report())
+    with HealthServer(reports, [recorder, reports]) as server:
+        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        page = httpx.get(f"{server.url}/readyz", trust_env=False)
+    assert f'{READ}{{handler="shop.pay",worker="w-0"}} 3.0' in text
+    assert 'process_cpu_seconds_total{worker="w-0"}' in text
+    assert text.count(f"# TYPE {READ} ") == text.count("# TYPE process_cpu_seconds_total ") == 1
+    assert page.status_code == 503
+    assert page.json()["workers"]["w-0"]["handlers"]["shop.pay"]["running"] == 0
