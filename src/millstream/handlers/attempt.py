@@ -5,6 +5,7 @@ Nothing here does I/O or waits: the engine commits, retries, dead-letters or par
 
 import asyncio
 import contextlib
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +37,12 @@ class Done:
 
 @dataclass(slots=True)
 class DeadLettered:
-    """The message cannot be processed: commit its dead letter."""
+    """The message cannot be processed: commit its dead letter. `place`: the error's type and where it was raised."""
 
     reason: Reason
     error: str
     traceback: str = ""
+    place: str = ""
 
 
 @dataclass(slots=True)
@@ -280,14 +282,16 @@ def _failure_outcome(handler: Handler, message: Message, error: BaseException) -
     if message.attempt < handler.retry.attempts or handler.retry.then == "block":
         return RetryLater(handler.retry.delay_after(message.attempt), text)
     # The frames above the user's own are millstream's and tell a reader nothing.
-    user_frames = frame = error.__traceback__
+    user_frames = frame = last = error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_globals is globals():
             user_frames = frame.tb_next
-        frame = frame.tb_next
-    return outcome_after_last_attempt(
-        handler, DeadLettered("failed", text, "".join(traceback.format_exception(type(error), error, user_frames)))
-    )
+        frame, last = frame.tb_next, frame
+    trace = "".join(traceback.format_exception(type(error), error, user_frames))
+    place = type(error).__name__
+    if last is not None and not isinstance(error, TimeLimit):  # a limit strikes anywhere
+        place += f" at {os.path.basename(last.tb_frame.f_code.co_filename)}:{last.tb_lineno}"
+    return outcome_after_last_attempt(handler, DeadLettered("failed", text, trace, place))
 
 
 def outcome_after_last_attempt(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:

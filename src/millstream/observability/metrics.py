@@ -105,6 +105,7 @@ LAG = _gauge(
 DEAD_LETTERS = _gauge("dead_letters", "messages", "Dead letters in Redis, whichever process wrote them.", "handler")
 OLDEST_PENDING = _gauge("oldest_pending_seconds", "seconds", "Age of the oldest uncommitted entry.", "handler")
 PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused.", "handler")
+BREAKER_OPEN = _gauge("breaker_open", "yes or no", "1 while the handler is paused by its breaker.", "handler")
 LOOK_AHEAD_USED = _gauge(
     "look_ahead_used_ratio",
     "ratio",

@@ -176,9 +176,10 @@ class LoopMetrics:
         age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
         self._metrics.set(m.OLDEST_PENDING, age_s, handler=self._handler)
 
-    def set_paused(self, paused: bool) -> None:
-        """Set whether all streams of the loop are paused."""
+    def set_paused(self, paused: bool, *, by_breaker: bool) -> None:
+        """Set whether all streams of the loop are paused, and whether the breaker has paused any."""
         self._metrics.set(m.PAUSED, float(paused), handler=self._handler)
+        self._metrics.set(m.BREAKER_OPEN, float(by_breaker), handler=self._handler)
 
     def count_trimmed(self, count: int) -> None:
         """Count entries that were removed from their stream while they were pending."""

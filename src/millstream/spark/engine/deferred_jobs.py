@@ -154,7 +154,7 @@ class DeferredJobs:
         paused = (
             self._client.retry_while_unavailable(read, what=self._job.handler.label, give_up=self._give_up)
             if some
-            else set()
+            else {}
         )
         return [(stream, ready) for stream, ready in found if stream not in paused]
 
