@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
@@ -10,11 +11,13 @@ from millstream.admin.inspection import existing_handlers, find_handlers
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
 from millstream.cli.pause import Name, resolve_handler
 from millstream.cli.terminal import confirm, pluralize, print_json, print_line, print_message, print_table, truncate
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import KeyQueue, list_queues, queue_usage
 from millstream.delivery.key_queues import park as park_queue
 from millstream.delivery.key_queues import skip as skip_first
 from millstream.delivery.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
+from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, ConfigError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
@@ -44,6 +47,7 @@ def keys(
     found: list[tuple[HandlerKeys, KeyQueue]] = []
     refusals: list[AccessDenied] = []
     used: dict[str, tuple[int, int]] = {}
+    pauses: dict[str, Pause] = {}
     seen = False
     with Client(url) as client:
         for handler_keys in existing_handlers(client, resolve_handler(find_handlers(client), handler, stream)):
@@ -57,6 +61,9 @@ def keys(
                 )
             else:
                 seen = True
+                pauses |= CommitStore(client, app=handler_keys.app, handler=handler_keys.handler).paused_streams(
+                    [handler_keys.stream]
+                )
                 if (of := queue_usage(client, handler_keys)) is not None:
                     used[handler_keys.stream] = of
                 found += [(handler_keys, queue) for queue in queues if wanted is None or queue.key == wanted]
@@ -69,8 +76,13 @@ def keys(
         rows = [_row(handler_keys, queue) for handler_keys, queue in shown[:count]]
         crowded = {name: {"queued": queued, "look_ahead": most} for name, (queued, most) in used.items()}
         messages = sum(queue.length for _, queue in found)
-        print_json({"keys": len(found), "messages": messages, "states": counts, "streams": crowded, "shown": rows})
+        paused = {name: asdict(pause) for name, pause in pauses.items()}
+        print_json(
+            {"keys": len(found), "messages": messages, "states": counts, "streams": crowded, "paused": paused, "shown": rows}
+        )  # fmt: skip
         return
+    for name, pause in pauses.items():
+        print_message(f"on {escape(name)} the handler is {pause.describe(handler)}")
     _show(found, counts, shown[:count])
     for name, (queued, most) in used.items():
         if queued >= _CROWDED * most:

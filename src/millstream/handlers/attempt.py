@@ -5,11 +5,11 @@ Nothing here does I/O or waits: the engine commits, retries, dead-letters or par
 
 import asyncio
 import contextlib
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -290,7 +290,7 @@ def _failure_outcome(handler: Handler, message: Message, error: BaseException) -
     trace = "".join(traceback.format_exception(type(error), error, user_frames))
     place = type(error).__name__
     if last is not None and not isinstance(error, TimeLimit):  # a limit strikes anywhere
-        place += f" at {os.path.basename(last.tb_frame.f_code.co_filename)}:{last.tb_lineno}"
+        place += f" at {PurePath(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}"
     return outcome_after_last_attempt(handler, DeadLettered("failed", text, trace, place))
 
 
