@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WORK = ("batch", "caught-up")
+_WORK = ("batch", "caught-up", "paused")
 _COUNTED = ("messages", "committed", "dead", "retries")
 _MAX_SHORT_SESSIONS, _SHORT_SESSION_MS, _MAX_WAIT_S = 10, 600_000.0, 30.0
 
@@ -115,6 +115,10 @@ class Progress:
                 batch = f"batch {event['batch']}" if "batch" in event else "a batch"
                 why = f": {event['reason']}" if "reason" in event else ""
                 return f"{name}: {batch} running for {event['seconds']:,} s{why}"
+            case "paused":
+                return f"{name} is {event['reason']}"
+            case "resumed":
+                return f"{name} is resumed"
             case "stopped":
                 return self._describe_end(event)
         return ""
@@ -278,7 +282,7 @@ def _on_event(
     app: App, progress: Progress, alerts: DeadLetterAlerts, metrics: Metrics
 ) -> Callable[[Mapping[str, Any]], None]:
     """A callback that passes the supervisor's events to progress, metrics and alerts."""
-    from millstream.spark.run.query_metrics import report_batch
+    from millstream.spark.run.query_metrics import report_batch, set_breaker
 
     def on_event(event: Mapping[str, Any]) -> None:
         progress.on_event(event)
@@ -286,6 +290,8 @@ def _on_event(
             report_batch(metrics, app.handlers[event["handler"]].label, event)
             if event["dead"]:
                 alerts.send({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
+        if event["event"] in ("started", "paused", "resumed") and "handler" in event:
+            set_breaker(metrics, app.handlers[event["handler"]].label, is_open=event["event"] == "paused")
 
     return on_event
 

@@ -20,6 +20,9 @@ from millstream.handlers.encoding import encode_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
 
+KEY_FUNCTION = "key function"
+"""The `place` of an error that kept a message from having a key."""
+
 MAX_ITEMS = 7_000
 """Most names and values in one entry: a script cannot pass on more (Lua's `unpack`)."""
 
@@ -270,7 +273,7 @@ def check_key(handler: Handler, message: Message) -> DeadLettered | None:
     try:
         handler.key_of(message)
     except DecodeError as error:
-        return DeadLettered("undecodable", str(error))
+        return DeadLettered("undecodable", str(error), place=KEY_FUNCTION)
     if handler.missing_key == "unordered":
         return None
     missing: MissingKey = handler.missing_key_error()

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from millstream.handlers.attempt import DeadLettered
+from millstream.handlers.attempt import KEY_FUNCTION, DeadLettered
 from millstream.model import Breaker
 
 _ERROR_CHARS = 300
@@ -26,6 +26,11 @@ def cause_of(dead: DeadLettered) -> str | None:
     if dead.reason in ("rejected", "crashed", "skipped"):
         return None
     return f"{dead.reason} ({dead.place})" if dead.place else dead.reason
+
+
+def is_keyless(dead: DeadLettered) -> bool:
+    """Return whether a message is dead because it has no key. Engines count these where they look for the keys."""
+    return dead.reason == "missing-key" or dead.place == KEY_FUNCTION
 
 
 class BreakerWindow:

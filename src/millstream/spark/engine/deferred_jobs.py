@@ -6,10 +6,10 @@ Batches skip a key that has deferred messages, so a job and a batch never run on
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyspark.sql import Row, SparkSession
@@ -21,6 +21,7 @@ from millstream.delivery.deferral import RunnableKeys, runnable_keys
 from millstream.errors import Unfinished
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.entry_points import run_deferred
+from millstream.spark.engine.run_breaker import RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, sum_counters
 
@@ -53,9 +54,10 @@ class DeferredJobs:
 
     def __init__(
         self, job: Job, spark: SparkSession, *, streams: Iterable[str], give_up: Callable[[], bool],
-        clock: Clock = SYSTEM_CLOCK,
+        clock: Clock = SYSTEM_CLOCK, breaker: RunBreaker | None = None,
     ) -> None:  # fmt: skip
         self._job = job
+        self._breaker = breaker
         self._spark = spark
         self._give_up = give_up
         self._clock = clock
@@ -66,7 +68,7 @@ class DeferredJobs:
         self._full_refresh_at_ms = 0.0
         self._lock = threading.Lock()
 
-    def notify(self, rows: Iterable[Row]) -> None:
+    def notify(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the streams that, by the tasks' reports in `rows`, have deferred keys."""
         self.add_streams([row["stream"] for row in rows if row["lines"]])
 
@@ -91,6 +93,8 @@ class DeferredJobs:
             return None
         rows = self._run_job(queues)
         self.notify(rows)
+        if self._breaker is not None:
+            self._breaker.check(rows)
         return Totals(
             handler=self._job.handler.name, seconds=(self._clock.monotonic_ms() - began_ms) / 1000, **sum_counters(rows)
         )

@@ -1,8 +1,8 @@
 """TaskMetrics: the counters of a task per stream, and their totals over jobs and batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -20,6 +20,8 @@ METRICS_SCHEMA = pa.schema(
         ("last_id", pa.string()),
         *((name, pa.int64()) for name in COUNTERS),
         ("lines", pa.bool_()),
+        ("causes", pa.string()),
+        ("trip", pa.string()),
     ]
 )
 
@@ -58,7 +60,7 @@ class BatchTotals(Totals):
     batch: int
 
 
-def sum_counters(rows: "Iterable[Row]") -> dict[str, int]:
+def sum_counters(rows: "Iterable[Row | Mapping[str, Any]]") -> dict[str, int]:
     """Sum the counters of all rows that tasks report."""
     totals = dict.fromkeys(COUNTERS, 0)
     for row in rows:

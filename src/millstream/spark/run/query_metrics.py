@@ -87,3 +87,8 @@ def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> 
     metrics.count(m.RETRIED, batch["retries"], handler=handler)
     metrics.count(m.REFUSED, batch["refused"], handler=handler)
     metrics.count(m.DEAD_LETTERED, batch["dead"], handler=handler, reason="")
+
+
+def set_breaker(metrics: m.Metrics, handler: str, *, is_open: bool) -> None:
+    """Set whether the breaker of `handler` (`app.name`) has paused it."""
+    metrics.set(m.BREAKER_OPEN, float(is_open), handler=handler)

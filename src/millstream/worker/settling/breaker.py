@@ -7,7 +7,7 @@ from millstream.delivery.commit_store import ENTRY_PREFIX
 from millstream.delivery.pause import Pause, pause_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import DeadLettered
-from millstream.handlers.breaker import BreakerWindow, Trip, cause_of
+from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, is_keyless
 from millstream.handlers.handler import Handler
 from millstream.model import Breaker
 from millstream.redis_client.key_names import REDRIVE_FIELD
@@ -60,7 +60,7 @@ class HandlerBreaker:
                 self._routed.on_processed()
                 continue
             first = at if first < 0 else first
-            if (trip := self._routed.on_dead(dead.reason, redact_text(dead.error))) is not None:
+            if (trip := self._routed.on_dead(cause_of(dead) or "", redact_text(dead.error))) is not None:
                 self._open(self._policy, trip)
                 return first
         return len(queues)
@@ -72,7 +72,7 @@ class HandlerBreaker:
             if dead.reason == "rejected":
                 self.on_processed(1)
             return True
-        if dead.reason == "missing-key":  # the router has counted it, and lets few pass
+        if is_keyless(dead):  # the router has counted it, and lets few pass
             return True
         if self._opened is not None:
             return False
