@@ -13,6 +13,8 @@ from millstream.handlers.handler import Handler
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.testing.proxy import Proxy
 from tests.support.commandline import call
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, dead, double, fill, make, outputs, working
@@ -143,6 +145,34 @@ def test_it_stays_closed(client: Client, kind: str) -> None:
     with working(client, make(handle, retry=Retry(attempts=1), **options)) as loop:
         eventually(lambda: loop.loop_metrics.committed == 300, "all of them")
     assert stored(client) is None
+
+
+def test_it_stays_open_until_redis_has_stored_the_pause(client: Client, millstream_server: EmbeddedServer) -> None:
+    fill(client, BACKLOG)
+    with Proxy(millstream_server.port) as proxy:
+        proxy.cut_before("HSET", containing="breaker", times=8)  # each call is tried twice
+        with (
+            Client(proxy.url) as unlucky,
+            working(unlucky, make(fails, retry=Retry(attempts=1))) as loop,
+        ):
+            eventually(lambda: stored(client) is not None, "the pause")
+            assert proxy.cuts["before", "HSET"] == 8
+            eventually(lambda: len(loop._in_flight) == 0, "the end of what was in flight")
+    assert len(dead(client)) == 20
+
+
+def test_an_error_that_is_not_valid_text_can_be_stored_with_the_pause(client: Client) -> None:
+    def raises_oddly(message: Message) -> None:
+        raise ValueError("\ud800 of redis://user:secret@host:1 " + 1_000 * "x")
+
+    fill(client, 50)
+    with working(client, make(raises_oddly, retry=Retry(attempts=1))):
+        eventually(lambda: stored(client) is not None, "the pause")
+    pause = stored(client)
+    assert pause is not None
+    assert pause.error.startswith("ValueError: \\ud800 of redis://")
+    assert "secret" not in pause.error
+    assert len(pause.error) < 400
 
 
 def test_with_a_retry_time_it_probes_by_itself(client: Client) -> None:

@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "worker": ("millstream.cli.worker:worker", "Run an app on low-latency workers."),
     "master": ("millstream.cli.master:master", "Delegate messages to consumers in any language."),
     "consumer": ("millstream.cli.consumer:consumer", "Run a function as a consumer of a master."),
+    "check": ("millstream.cli.check:check", "Run handlers on real entries and commit nothing."),
     "serve": ("millstream.cli.serve:serve", "Serve streams live to browsers."),
     "dev": ("millstream.cli.dev:dev", "Run a local redis-server for development."),
     "demo": ("millstream.cli.demo:demo", "Run a pipeline over real flights and verify it."),

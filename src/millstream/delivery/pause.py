@@ -1,7 +1,7 @@
 """Pause: why a handler reads nothing new of a stream, as it is stored in Redis."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import msgspec
@@ -47,7 +47,7 @@ def pause_of(policy: Breaker, trip: Trip, worker: str) -> Pause:
     """Return the pause of a breaker that opens now."""
     now_ms = time.time_ns() // 1_000_000
     until_ms = None if policy.retry_after_s is None else now_ms + round(policy.retry_after_s * 1000)
-    return Pause(by="breaker", at_ms=now_ms, until_ms=until_ms, worker=worker, **trip._asdict())
+    return Pause(by="breaker", at_ms=now_ms, until_ms=until_ms, worker=worker, **asdict(trip))
 
 
 def parse_pause(stored: bytes | None, now_ms: float) -> Pause | None:

@@ -2,15 +2,17 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from millstream.handlers.attempt import KEY_FUNCTION, DeadLettered
 from millstream.model import Breaker
+from millstream.redis_client.redaction import redact_text
 
 _ERROR_CHARS = 300
 
 
-class Trip(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Trip:
     """Why a breaker opens: `count` of the last `of` messages became dead letters for `cause`; `error`: one of theirs."""
 
     cause: str
@@ -25,7 +27,16 @@ def cause_of(dead: DeadLettered) -> str | None:
     """
     if dead.reason in ("rejected", "crashed", "skipped"):
         return None
-    return f"{dead.reason} ({dead.place})" if dead.place else dead.reason
+    return _plain(f"{dead.reason} ({dead.place})" if dead.place else dead.reason)
+
+
+def example_of(dead: DeadLettered) -> str:
+    """Return the error of a dead letter, short, without passwords in URLs, and as valid text."""
+    return _plain(redact_text(dead.error)[:_ERROR_CHARS])
+
+
+def _plain(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def is_keyless(dead: DeadLettered) -> bool:
@@ -58,7 +69,7 @@ class BreakerWindow:
         opens = count == self._total >= policy.first or (
             self._total >= policy.window and count >= policy.share * policy.window
         )
-        return Trip(cause, count, seen, error[:_ERROR_CHARS]) if opens else None
+        return Trip(cause, count, seen, error) if opens else None
 
     def on_mixed(self, processed: int, dead: Mapping[str, tuple[int, str]]) -> Trip | None:
         """Note outcomes whose order is unknown, as if they were mixed evenly. `dead`: count and error of each cause."""

@@ -6,13 +6,13 @@ Batches skip a key that has deferred messages, so a job and a batch never run on
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -21,7 +21,7 @@ from millstream.delivery.deferral import RunnableKeys, runnable_keys
 from millstream.errors import Unfinished
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.entry_points import run_deferred
-from millstream.spark.engine.run_breaker import RunBreaker
+from millstream.spark.engine.run_breaker import Rows, RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, sum_counters
 
@@ -68,7 +68,7 @@ class DeferredJobs:
         self._full_refresh_at_ms = 0.0
         self._lock = threading.Lock()
 
-    def notify(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def notify(self, rows: Rows) -> None:
         """Add the streams that, by the tasks' reports in `rows`, have deferred keys."""
         self.add_streams([row["stream"] for row in rows if row["lines"]])
 
@@ -180,7 +180,7 @@ class DeferredJobs:
             give_up=self._give_up,
         )
 
-    def _run_job(self, queues: Sequence[tuple[str, bytes]]) -> list[Row]:
+    def _run_job(self, queues: Sequence[tuple[str, bytes]]) -> Rows:
         job = self._job
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -188,7 +188,7 @@ class DeferredJobs:
 
         tasks = min(self._spark.sparkContext.defaultParallelism, len(queues))
         frame = self._spark.createDataFrame(queues, _SCHEMA).repartition(tasks)
-        return frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()
+        return [row.asDict() for row in frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()]
 
 
 def _round_robin(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:

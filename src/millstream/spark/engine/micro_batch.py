@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, Row
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -55,7 +55,7 @@ class Engine:
             BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=seconds, **sum_counters(rows))
         )
 
-    def _run(self, job: Job, frame: DataFrame) -> list[Row]:
+    def _run(self, job: Job, frame: DataFrame) -> Rows:
         if callable(job.handler.key):
             frame = frame.mapInArrow(_KeyColumn(job.handler), frame.schema)
         if job.handler.key is not None:
@@ -69,7 +69,7 @@ class Engine:
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
 
-        return frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()
+        return [row.asDict() for row in frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()]
 
     def _advance(self, rows: Rows) -> None:
         ends: dict[str, EntryId] = {}

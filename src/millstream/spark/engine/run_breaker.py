@@ -66,7 +66,7 @@ class RunBreaker:
             rows = run_tasks(job)
             has_stopped = any(row["trip"] for row in rows)
             trip = None if job.handler.breaker is None else self._judge(rows)
-            counted = [*earlier, *({**_as_dict(row), "messages": 0} for row in rows)]
+            counted = [*earlier, *({**row, "messages": 0} for row in rows)]
             if trip is not None:
                 self._pause(trip, sum_counters(counted) if has_stopped else {})
             if not has_stopped:
@@ -136,7 +136,3 @@ class RunBreaker:
         """The pause of a breaker on one of the streams."""
         pauses = self._store.paused_streams(list(self._streams())).values()
         return next((one for one in pauses if one.by == "breaker"), None)
-
-
-def _as_dict(row: Any) -> dict[str, Any]:
-    return dict(row) if isinstance(row, Mapping) else dict(row.asDict())

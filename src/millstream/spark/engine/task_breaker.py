@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from millstream.handlers.attempt import DeadLettered
-from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, is_keyless
+from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, example_of, is_keyless
 from millstream.model import Breaker
-from millstream.redis_client.redaction import redact_text
 
 Causes = dict[str, tuple[int, str]]
 """Of each cause of dead letters: how many there were, and the error of one."""
@@ -46,7 +45,7 @@ class TaskBreaker:
             return False
         if is_keyless(dead):  # `on_keyless` has counted it
             return True
-        error = redact_text(dead.error)
+        error = example_of(dead)
         count, example = self.causes.get(cause, (0, error))
         self.causes[cause] = count + 1, example
         self.trip = self._window.on_dead(cause, error)
@@ -62,7 +61,7 @@ class TaskBreaker:
             return
         found: Causes = {}
         for one in dead:
-            cause, error = cause_of(one) or "", redact_text(one.error)
+            cause, error = cause_of(one) or "", example_of(one)
             found[cause] = found.get(cause, (0, error))[0] + 1, error
         self.trip = self._keyless.on_mixed(of - len(dead), found)
         if self.is_open:

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from millstream.model import EntryId
-
-if TYPE_CHECKING:
-    from pyspark.sql import Row
 
 COUNTERS = ("messages", "committed", "dead", "retries", "refused", "aside")
 """The counters of a task on each stream."""
@@ -60,7 +57,7 @@ class BatchTotals(Totals):
     batch: int
 
 
-def sum_counters(rows: "Iterable[Row | Mapping[str, Any]]") -> dict[str, int]:
+def sum_counters(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Sum the counters of all rows that tasks report."""
     totals = dict.fromkeys(COUNTERS, 0)
     for row in rows:

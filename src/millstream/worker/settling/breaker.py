@@ -7,11 +7,10 @@ from millstream.delivery.commit_store import ENTRY_PREFIX
 from millstream.delivery.pause import Pause, pause_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import DeadLettered
-from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, is_keyless
+from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, example_of, is_keyless
 from millstream.handlers.handler import Handler
 from millstream.model import Breaker
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from millstream.redis_client.redaction import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class HandlerBreaker:
                 self._routed.on_processed()
                 continue
             first = at if first < 0 else first
-            if (trip := self._routed.on_dead(cause_of(dead) or "", redact_text(dead.error))) is not None:
+            if (trip := self._routed.on_dead(cause_of(dead) or "", example_of(dead))) is not None:
                 self._open(self._policy, trip)
                 return first
         return len(queues)
@@ -78,7 +77,7 @@ class HandlerBreaker:
             return False
         if delivery.pairs[0] == REDRIVE_FIELD:  # it was dead before: no news about this deployment
             return True
-        if (trip := self._window.on_dead(cause, redact_text(dead.error))) is not None:
+        if (trip := self._window.on_dead(cause, example_of(dead))) is not None:
             self._open(self._policy, trip)
         return True
 
