@@ -75,15 +75,6 @@ def test_messages_without_a_key_among_many_with_one_become_dead_letters_though_t
     assert (found["committed"], found["dead"], found["trip"]) == (500, 100, "")
 
 
-def test_a_suspect_that_was_held_back_is_not_counted_as_a_crash(client: Client) -> None:
-    tasks = TaskFixture(client)
-    rows = tasks.rows(*((n, None, {"n": n}) for n in range(1, 101)))
-    broken = only(App("app"), fails, name="handle", retry=Retry(attempts=1))
-    tasks.process(broken, rows, retried=True)
-    keys = CommitStore(client, app="app", handler="handle").keys("in")
-    assert {int(count) for count in client.execute("HVALS", keys.crashes)} <= {0}
-
-
 # --- The driver ---
 
 

@@ -48,6 +48,7 @@ def keys(
     refusals: list[AccessDenied] = []
     used: dict[str, tuple[int, int]] = {}
     pauses: dict[str, Pause] = {}
+    label = handler
     seen = False
     with Client(url) as client:
         for handler_keys in existing_handlers(client, resolve_handler(find_handlers(client), handler, stream)):
@@ -61,6 +62,7 @@ def keys(
                 )
             else:
                 seen = True
+                label = f"{handler_keys.app}.{handler_keys.handler}"
                 pauses |= CommitStore(client, app=handler_keys.app, handler=handler_keys.handler).paused_streams(
                     [handler_keys.stream]
                 )
@@ -82,7 +84,7 @@ def keys(
         )  # fmt: skip
         return
     for name, pause in pauses.items():
-        print_message(f"on {escape(name)} the handler is {pause.describe(handler)}")
+        print_message(f"on {escape(name)} {label} is {pause.describe(label)}")
     _show(found, counts, shown[:count])
     for name, (queued, most) in used.items():
         if queued >= _CROWDED * most:

@@ -38,7 +38,7 @@ class Pause:
         if self.by == "operator":
             return f"paused by an operator; to go on: millstream resume {label}"
         return (
-            f"paused by its breaker: {self.count:,} of {self.of:,} messages failed as {self.cause} ({self.error}); "
+            f"paused by its breaker: {self.count:,} of {self.of:,} messages ended as {self.cause} ({self.error}); "
             f"fix the cause, then: millstream resume {label}"
         )
 

@@ -190,7 +190,7 @@ class PartitionTask:
             if isinstance(outcome, Parked):
                 self._defer_later(run, DeferReason("park", f"{outcome.reason}: {outcome.error}", message.attempt))
                 return
-            if not self._admits(run, message, outcome):
+            if not self._admits(run, outcome):
                 break
             self._add_outcome(run, message, outcome)
             if (
@@ -418,18 +418,13 @@ class PartitionTask:
                 keyless += [] if refusal is None else [refusal]
         self._breaker.on_keyless(keyless, of=sum(len(run.entries) for run in runs))
 
-    def _admits(self, run: KeyRun, message: Message, outcome: Outcome) -> bool:
+    def _admits(self, run: KeyRun, outcome: Outcome) -> bool:
         """Count an outcome for the breaker; return False if it must not be committed, as the breaker is open."""
         if isinstance(outcome, Done):
             self._breaker.on_processed()
         elif isinstance(outcome, DeadLettered):
             redriven = unpack_fields(run.entries[0].packed)[1] is not None
-            if not self._breaker.admits(outcome, redriven=redriven):
-                if self._isolated_left > 0:  # it did not crash
-                    self._retry_while_unavailable(
-                        partial(self._commit_store.count_crash, message.stream, message.id, by=-1)
-                    )
-                return False
+            return self._breaker.admits(outcome, redriven=redriven)
         return True
 
     def _add_outcome(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
