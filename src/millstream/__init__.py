@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from millstream.app import App, load_app
     from millstream.errors import MillstreamError, Reject
     from millstream.handlers.stage import Rows
-    from millstream.model import EntryId, Message, Retry, State
+    from millstream.model import Breaker, EntryId, Message, Retry, State
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "millstream.app": ("App", "load_app"),
             "millstream.errors": ("MillstreamError", "Reject"),
-            "millstream.model": ("EntryId", "Message", "Retry", "State"),
+            "millstream.model": ("Breaker", "EntryId", "Message", "Retry", "State"),
             "millstream.handlers.stage": ("Rows",),
         },
     )
 
-__all__ = ["App", "EntryId", "Message", "MillstreamError", "Reject", "Retry", "Rows", "State", "load_app"]
+__all__ = ["App", "Breaker", "EntryId", "Message", "MillstreamError", "Reject", "Retry", "Rows", "State", "load_app"]
 __version__ = "0.1.0"

@@ -26,6 +26,7 @@ MillstreamError
 │   └── NameHeld           another live process holds the consumer's name
 ├── StaleOwner             a newer run has taken over; this one must stop
 ├── Unfinished             work was left undone, by a handler's cancellation or a stop; it is repeated
+├── HandlerPaused          the handler's breaker has paused it: fix the cause, then resume it
 ├── HandlerStuck           a handler exceeded its time limit and cannot be interrupted: end the process
 ├── DataLoss               entries were gone from the stream before they were read
 └── PipelineFailed         the pipeline stopped and cannot recover by itself
@@ -169,6 +170,10 @@ class StaleOwner(MillstreamError):
 
 class Unfinished(MillstreamError):
     """Work was left undone: a handler cancelled tasks that are not its own, or the run was stopped. It is repeated."""
+
+
+class HandlerPaused(MillstreamError):
+    """The breaker of a handler has paused it, as nearly all messages became dead letters. Resume it once it is fixed."""
 
 
 class HandlerStuck(MillstreamError):

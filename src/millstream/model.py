@@ -1,5 +1,6 @@
-"""The data types of millstream: entry ids, messages, keyed state and the retry policy. No I/O."""
+"""The data types of millstream: entry ids, messages, keyed state, retry and breaker policy. No I/O."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,3 +127,30 @@ class Retry:
     def _delay(self, attempt: int) -> float:
         exponent = min(attempt - 1, 64)
         return min(self.delay_ms * self.factor**exponent, self.max_delay_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breaker:
+    """Circuit breaker of a handler: pauses it when nearly all messages become dead letters for the same cause.
+
+    * `first`: it opens when the first so many messages, since a process started or the handler was resumed, have all
+      become dead letters for one cause
+    * `window`, `share`: it also opens when at least this share (0.9 = 90 %) of the last `window` messages have
+    * `retry_after_s`: the pause ends by itself after so many seconds, and the next `first` messages decide whether it
+      begins again; None: it lasts until `millstream resume`
+
+    Raises ConfigError for values out of range.
+    """
+
+    first: int = 20
+    share: float = 0.9
+    window: int = 100
+    retry_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.window < self.first:
+            raise ConfigError(f"Breaker(first={self.first}, window={self.window}): use 1 <= first <= window")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"Breaker(share={self.share}): use a share above 0 and at most 1, like 0.9")
+        if self.retry_after_s is not None and not 0 < self.retry_after_s < math.inf:
+            raise ConfigError(f"Breaker(retry_after_s={self.retry_after_s}): use seconds above 0, or None")

@@ -90,7 +90,7 @@ def test_keys_are_counted_by_handler_stream_and_state(client: Client, stream: Ke
     counted = listed(client, "shop.pay", "--count")
     states = {"leased": 1, "backing off": 1, "parked": 1, "ready": 1}
     assert counted == [
-        {"handler": "shop.pay", "stream": "orders", "keys": 4, "messages": 11, "states": states, "queued": 11,
+        {"handler": "shop.pay", "stream": "orders", "keys": 4, "messages": 11, "states": states, "queued": 11, "pause": None,
          "look_ahead": 1_000}
     ]  # fmt: skip
     said = call("key", "list", "--count", url=client.url).out

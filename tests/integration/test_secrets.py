@@ -27,6 +27,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "delayed": (("list", "s"), ("cancel", "s", "1-0", "--yes")),
     "tail": (("s",), ("s*", "--no-follow")),
     "info": ((), ("--json",)),
+    "check": (("APP:app", "--yes"),),
     "state": (
         ("show", "a.h", "k"), ("list", "a.h", "--stream", "s"), ("reset", "a.h", "--stream", "s", "k", "--yes"),
     ),
@@ -83,10 +84,11 @@ def test_every_command_is_tried() -> None:
 
 @pytest.mark.parametrize("name", BRIEF)
 @pytest.mark.usefixtures("quiet_again")
-def test_no_command_shows_the_password_of_any_url_nor_does_its_traceback(name: str) -> None:
+def test_no_command_shows_the_password_of_any_url_nor_does_its_traceback(name: str, app: str) -> None:
     for arguments in BRIEF[name]:
         for url in FORMS:
-            told_all = call("--debug", name, *arguments, "--url", url, stdin=b"a\n1\n")
+            given = [one.replace("APP", app) for one in arguments]
+            told_all = call("--debug", name, *given, "--url", url, stdin=b"a\n1\n")
             assert told_all.code in (2, 3), (url, told_all)
             assert "error: " in told_all.err
             assert not told(told_all.out + told_all.err), (url, told_all)

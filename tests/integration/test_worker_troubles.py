@@ -27,6 +27,7 @@ from millstream.worker import HandlerSteps, WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ProcessEnd, record_end
 from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.settling.breaker import HandlerBreaker
 from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -273,7 +274,10 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     hand = InFlight(WorkerPolicy(), 1)
     hand.add(found, 0)
     report = LoopMetrics(handler.label, time_limit_ms=1_000)
-    settler = Committer(HandlerSteps(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False)
+    settler = Committer(
+        HandlerSteps(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False,
+        breaker=HandlerBreaker(handler, "w"), release=lambda deliveries: None,
+    )  # fmt: skip
     waiting, going_on = threading.Event(), threading.Event()
     commit = streams[0].commit
 

@@ -209,10 +209,13 @@ def check_parked(data: Data) -> Iterator[Finding]:
 def check_paused(data: Data) -> Iterator[Finding]:
     """Handlers that are paused."""
     for label, some in _by_handler(data.found.handlers).items():
-        if paused := [one.stream for one in some if one.paused]:
+        paused = [one.stream for one in some if one.paused]
+        if paused:
+            opened = next((one.pause for one in some if one.pause and one.pause.by == "breaker"), None)
             yield Finding(
                 check="paused", severity="warning", what=f"{label}: paused on {_streams(paused)}",
-                why="its workers read nothing new", mend=(f"millstream resume {label}",),
+                why=f"it is {opened.describe(label)}" if opened else "its workers read nothing new",
+                mend=(f"millstream resume {label}",),
             )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import get_args
 from millstream.admin.lag import StreamLag, age_ms, count_lags
 from millstream.clock import Clock
 from millstream.delivery.key_queues import WAITING
+from millstream.delivery.pause import parse_pause
 from millstream.errors import AccessDenied, RedisError, Unavailable
 from millstream.handlers.dead_letter import Reason
 from millstream.model import ZERO_ID
@@ -34,7 +35,7 @@ _COUNT_MS = 50.0
 class HandlerFigures:
     """The figures of one handler, summed up over the streams that were read.
 
-    * `streams`, `paused`: the number of its streams, and of those on which it is paused
+    * `streams`, `paused`, `paused_by_breaker`: the number of its streams, and of those on which it is paused
     * `waiting`: messages that are not committed: unread, in key queues or in flight
     * `in_flight`: those of them that workers have
     * `oldest_ms`: age of the oldest of them, in milliseconds; None if there is none
@@ -47,6 +48,7 @@ class HandlerFigures:
 
     streams: int = 0
     paused: int = 0
+    paused_by_breaker: int = 0
     waiting: int = 0
     in_flight: int = 0
     oldest_ms: int | None = None
@@ -97,7 +99,9 @@ def add_figures(client: Client, places: Sequence[HandlerKeys], figures: HandlerF
     _add_first_unread(client, found)
     for one in found:
         figures.streams += 1
-        figures.paused += one.meta[2] is not None
+        pause = parse_pause(one.meta[2], now_ms)
+        figures.paused += pause is not None
+        figures.paused_by_breaker += pause is not None and pause.by == "breaker"
         figures.waiting += (one.lag.count or 0) + one.pending_count
         figures.in_flight += one.pending_count - one.queued_count
         figures.delayed += one.delayed

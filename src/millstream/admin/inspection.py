@@ -1,5 +1,6 @@
 """Inspection of streams, handlers and the state of keys. Reads only, except `reset_states`."""
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,6 +11,7 @@ from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.pause import Pause, parse_pause
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.handlers.attempt import parse_state
 from millstream.model import EntryId
@@ -238,7 +240,7 @@ class _Meta:
     engine: bytes | None = None
     keyed: bool = False
     committed_id: str | None = None
-    paused: bool = False
+    pause: Pause | None = None
     counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
     dead_letters: int = 0
     parked: int = 0
@@ -257,7 +259,7 @@ class _Meta:
                 engine=engine,
                 keyed=engine == b"keyed" or (engine is None and keyed is not None),
                 committed_id=None if committed_id is None else str(EntryId.parse(committed_id)),
-                paused=paused is not None,
+                pause=parse_pause(paused, time.time() * 1000),
                 counters={name: int(count or 0) for name, count in zip(_COUNTERS, counters, strict=True)},
                 dead_letters=dead_letters,
                 parked=parked,
@@ -342,7 +344,8 @@ def _handler_reports(
             oldest_pending_age_ms=age_ms(first_pending, now_ms) if first_pending else None,
             dead_letters=meta.dead_letters,
             parked=meta.parked,
-            paused=meta.paused,
+            paused=meta.pause is not None,
+            pause=meta.pause,
             problem=meta.problem,
             **meta.counters,
         )

@@ -178,6 +178,7 @@ class RedisMetrics:
             recorder.set(m.OLDEST_KEY, figures.oldest_key_ms.get(state, 0) / 1000, handler=label, state=state)
         recorder.set(m.LOOK_AHEAD_USED, figures.look_ahead_used, handler=label)
         recorder.set(m.PAUSED, float(0 < figures.streams == figures.paused), handler=label)
+        recorder.set(m.BREAKER_OPEN, float(figures.paused_by_breaker > 0), handler=label)
         recorder.set(m.REDIS_READ_AT, time.time(), handler=label)
 
     def _fail(self, why: str) -> None:
@@ -194,7 +195,15 @@ class RedisMetrics:
         with self._lock:
             del self._shown[label]
         recorder = self._recorder
-        for metric in (m.LAG, m.OLDEST_MESSAGE, m.DELAYED, m.LOOK_AHEAD_USED, m.PAUSED, m.REDIS_READ_AT):
+        for metric in (
+            m.LAG,
+            m.OLDEST_MESSAGE,
+            m.DELAYED,
+            m.LOOK_AHEAD_USED,
+            m.PAUSED,
+            m.BREAKER_OPEN,
+            m.REDIS_READ_AT,
+        ):
             recorder.remove(metric, handler=label)
         for reason in REASONS:
             recorder.remove(m.DEAD_LETTERS, handler=label, reason=reason)

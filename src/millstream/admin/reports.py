@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from millstream.delivery.pause import Pause
+
 Engine = Literal["workers", "spark"]
 
 
@@ -64,7 +66,7 @@ class HandlerReport:
       commits refused because another run had made them
     * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked, or wait to move to another
       partition
-    * `paused`: its workers read no new entries
+    * `paused`: its workers read no new entries; `pause`: why, and since when
     * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
       readable
     """
@@ -89,6 +91,7 @@ class HandlerReport:
     dead_letters: int
     parked: int
     paused: bool
+    pause: Pause | None = None
     problem: str | None = None
 
 

@@ -53,6 +53,7 @@ def info(
     if app is not None and not summed:
         print_message(f"no handler or stage of an app named {app!r} has run on this Redis")
     _show_readers(summed, rates, limit)
+    _show_breakers(found.handlers)
     _show_handlers(found.handlers, limit)
     _show_streams(found, limit)
 
@@ -132,6 +133,15 @@ def _number(count: int | None, *, exact: bool = True) -> str:
     if count is None:
         return "?"
     return f"{'' if exact else '>'}{count:,}"
+
+
+def _show_breakers(handlers: Sequence[HandlerReport]) -> None:
+    """Show why breakers have paused handlers, once for each handler."""
+    by_handler = {f"{one.app}.{one.handler}": one.pause for one in handlers if one.pause and one.pause.by == "breaker"}
+    for label, pause in by_handler.items():
+        print_line(f"{label} is {pause.describe(label)}")
+    if by_handler:
+        print_line("")
 
 
 # --- Handlers, stream by stream ---

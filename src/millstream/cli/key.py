@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import typer
@@ -21,6 +21,7 @@ from millstream.cli.terminal import (
     print_text,
     truncate,
 )
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import (
     KeyQueue,
     QueueState,
@@ -35,6 +36,7 @@ from millstream.delivery.key_queues import skip as skip_first
 from millstream.delivery.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
+from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, MillstreamError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
@@ -62,9 +64,10 @@ _KEY_CHARS, _WHY_CHARS, _ERROR_CHARS = 40, 200, 120
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """A handler on a stream, with its key queues; `usage` is how many messages they hold, and the limit."""
+    """A handler on a stream, with its key queues, and its pause; `usage`: how many messages they hold, and the limit."""
 
     keys: HandlerKeys
+    pause: Pause | None = None
     queues: list[KeyQueue] = field(default_factory=list)
     usage: tuple[int, int] | None = None
 
@@ -99,6 +102,7 @@ def list_(
     else:
         _print_keys(found, errors)
     if not as_json:
+        _print_pauses(places)
         _print_crowded(places)
     if len(found) > limit and not count:
         print_message(f"{len(found) - limit:,} more; use --limit to show them")
@@ -139,8 +143,10 @@ def _read_places(client: Client, selected: Sequence[HandlerKeys], *, stuck_only:
     refusals: list[AccessDenied] = []
     for keys in having_stuck_keys(client, existing) if stuck_only else existing:
         try:
+            pauses = CommitStore(client, app=keys.app, handler=keys.handler).paused_streams([keys.stream])
+            queues = list_queues(client, keys, most=_MOST)
             places.append(
-                _Place(keys=keys, queues=list_queues(client, keys, most=_MOST), usage=queue_usage(client, keys))
+                _Place(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys.stream))
             )
         except AccessDenied as error:
             refusals.append(error)
@@ -170,12 +176,9 @@ def _print_counts(places: Sequence[_Place], wanted: Collection[str] | None, *, a
         if as_json:
             queued, look_ahead = place.usage or (None, None)
             figures = {
-                "keys": len(chosen),
-                "messages": messages,
-                "states": states,
-                "queued": queued,
-                "look_ahead": look_ahead,
-            }
+                "keys": len(chosen), "messages": messages, "states": states, "queued": queued,
+                "look_ahead": look_ahead, "pause": asdict(place.pause) if place.pause else None,
+            }  # fmt: skip
             print_json({"handler": name, "stream": place.keys.stream, **figures})
         else:
             print_line(f"{name} on {escape(place.keys.stream)}: {_describe(states, messages)}")
@@ -210,6 +213,13 @@ def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[
     ]
     columns = ("key", "stream", "state", ">messages", "first", "why", "last error")
     print_table((*(("handler",) if several else ()), *columns), rows)
+
+
+def _print_pauses(places: Sequence[_Place]) -> None:
+    for place in places:
+        if place.pause is not None:
+            label = f"{place.keys.app}.{place.keys.handler}"
+            print_message(f"{label} on {escape(place.keys.stream)} is {place.pause.describe(label)}")
 
 
 def _print_crowded(places: Sequence[_Place]) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WORK = ("batch", "caught-up")
+_WORK = ("batch", "caught-up", "paused")
 _COUNTED = ("messages", "committed", "dead", "retries")
 _WATCHED_WITHIN_MS = 600_000.0
 """How old the last look at the queries of a healthy run may be: a Spark session takes minutes to start at times."""
@@ -133,6 +133,10 @@ class Progress:
                 batch = f"batch {event['batch']}" if "batch" in event else "a batch"
                 why = f": {event['reason']}" if "reason" in event else ""
                 return f"{name}: {batch} running for {event['seconds']:,} s{why}"
+            case "paused":
+                return f"{name} is {event['reason']}"
+            case "resumed":
+                return f"{name} is resumed"
             case "stopped":
                 return self._describe_end(event)
         return ""

@@ -8,11 +8,13 @@ Both engines commit through this one module and its one script.
 """
 
 import copy
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from millstream.delivery.effects import FAILED_SUFFIX, Effects, _order, _partition_bare
+from millstream.delivery.pause import Pause, parse_pause
 from millstream.errors import CommandFailed, ConfigError, StaleOwner
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
@@ -262,35 +264,41 @@ class CommitStore:
         ((token, lost),) = self._run(JOIN_WORKERS, [(self._script_keys(stream), args)])
         return self.with_token(int(token)), bool(lost)
 
-    def check_paused(self, stream: str) -> bool:
-        """Return whether the handler is paused on `stream`. Raises StaleOwner if a newer run has begun."""
+    def check_paused(self, stream: str) -> Pause | None:
+        """Return the handler's pause on `stream`, if it is paused. Raises StaleOwner if a newer run has begun."""
         return self.parse_check_paused(self._client.execute(*self.check_paused_command(stream)))
 
     def check_paused_command(self, stream: str) -> Command:
         """Return the command that `check_paused` sends, for callers that pipeline many streams."""
         return ("HMGET", self.keys(stream).meta, "epoch", "paused")
 
-    def parse_check_paused(self, reply: Reply) -> bool:
+    def parse_check_paused(self, reply: Reply) -> Pause | None:
         """Parse the reply to `check_paused_command`; return and raise as `check_paused`."""
         epoch, paused = reply
         if epoch is not None and int(epoch) > self.token:
             raise self._stale_owner()
-        return paused is not None
+        return None if paused is None else parse_pause(paused, time.time() * 1000)
 
     def is_owned_by_workers(self, stream: str, kind: WorkerKind = "workers") -> bool:
         """Return whether workers of that kind own `stream`, under any token."""
         return bool(self._client.execute("HGET", self.keys(stream).meta, "owner") == kind.encode())
 
-    def set_paused(self, streams: Sequence[str], *, paused: bool) -> None:
-        """Stop workers from reading new entries of `streams`, or let them go on. They finish the entries in flight."""
+    def set_paused(self, streams: Sequence[str], *, paused: bool, why: Pause | None = None) -> None:
+        """Stop workers from reading new entries of `streams`, or let them go on. They finish the entries in flight.
+
+        `why`: what is stored with the pause; default: an operator wants it.
+        """
+        stored = (why or Pause(at_ms=time.time_ns() // 1_000_000)).encode()
         for stream in streams:
             meta = self.keys(stream).meta
-            self._client.execute(*(("HSET", meta, "paused", 1) if paused else ("HDEL", meta, "paused")))
+            self._client.execute(*(("HSET", meta, "paused", stored) if paused else ("HDEL", meta, "paused")))
 
-    def paused_streams(self, streams: Sequence[str]) -> set[str]:
-        """Return those of `streams` on which the handler is paused. Raises RedisError."""
-        replies = call_all(self._client, [("HEXISTS", self.keys(stream).meta, "paused") for stream in streams])
-        return {stream for stream, found in zip(streams, replies, strict=True) if found}
+    def paused_streams(self, streams: Sequence[str]) -> dict[str, Pause]:
+        """Return the pause of each of `streams` on which the handler is paused. Raises RedisError."""
+        replies = call_all(self._client, [("HGET", self.keys(stream).meta, "paused") for stream in streams])
+        now_ms = time.time() * 1000
+        pauses = {stream: parse_pause(stored, now_ms) for stream, stored in zip(streams, replies, strict=True)}
+        return {stream: pause for stream, pause in pauses.items() if pause is not None}
 
     def reserve_rate(self, stream: str, rate: float, count: int) -> float:
         """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in

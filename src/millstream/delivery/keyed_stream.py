@@ -119,6 +119,10 @@ class KeyedStream(ReliableStream):
             start=start, on_trimmed=on_trimmed,
         )  # fmt: skip
         self._queue_of = queue_of
+        self.may_enqueue: Callable[[Sequence[tuple[bytes, Sequence[bytes]]], Sequence[bytes]], int] = (
+            lambda entries, queues: len(queues)
+        )
+        """Returns how many of these entries may be enqueued into these queues; the rest stay in the stream for now."""
         self._enqueued_id: bytes | None = None
         self.entry_sizes = EntrySizes()
         self._reads_one = False
@@ -162,6 +166,8 @@ class KeyedStream(ReliableStream):
             queues = self._queue_args(some)
             self._before_enqueue(queues[1::2])
             calls.append(self._enqueue_args(after, queues, most_pending))
+            if len(queues) < 2 * len(some):
+                break
             after = some[-1][0] if some else after
         return self._enqueue_all(calls)
 
@@ -194,7 +200,9 @@ class KeyedStream(ReliableStream):
         """Prepare these key queues before entries are appended to them (a hook for partitions)."""
 
     def _queue_args(self, entries: Sequence[Any]) -> list[Arg]:
-        return [part for entry_id, pairs in entries for part in (entry_id, self._queue_name(entry_id, pairs))]
+        queues = [self._queue_name(entry_id, pairs) for entry_id, pairs in entries]
+        most = self.may_enqueue(entries, queues)
+        return [part for (entry_id, _), name in zip(entries[:most], queues, strict=False) for part in (entry_id, name)]
 
     def _queue_name(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         return self._queue_of(entry_id, pairs)

@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, TypeVar
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
 from millstream.delivery.effects import ERROR_SUFFIX, EXPIRED_SUFFIX, FAILED_SUFFIX, ISOLATED_SUFFIX, Effects
 from millstream.delivery.key_queues import WAITING
+from millstream.delivery.pause import Pause
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.handlers.dead_letter import DeadLetter, Reason
@@ -176,15 +177,20 @@ class ReliableStream:
         self._committed_by_spark: frozenset[bytes] = frozenset()
         self._held_since: dict[tuple[bytes, str], float] = {}
         self.claim_room_bytes: Callable[[], int] = lambda: NO_LIMIT
-        """Returns how many bytes of entries may be claimed now: no more are, except one entry."""
+        """Returns how many bytes of entries may be claimed now; one entry may be in any case."""
         self.max_takeover_epoch: int | None = None
         """Server time in microseconds: this worker takes over from no Spark run that began later. None: from any."""
-        self.leaving = False
-        """The worker has to leave the stream: it must read nothing new of it."""
+        self.leaving = False  # then it must read nothing new of the stream
         self.on_stream_error: Callable[[MillstreamError], None] | None = None
         """Called with an error that concerns only this stream, where it is one of many; None raises the error."""
-        self.paused = False
-        """An operator paused the handler on this stream, as of the last `refresh`."""
+        self.pause: Pause | None = None
+        """The handler's pause that is stored in Redis, as of the last `refresh`."""
+        self.is_held: Callable[[], bool] = lambda: False  # whether this process must read nothing, whatever Redis says
+
+    @property
+    def paused(self) -> bool:
+        """True if the handler is paused, or if this process must read nothing."""
+        return self.pause is not None or self.is_held()
 
     @property
     def readable(self) -> bool:
@@ -252,7 +258,7 @@ class ReliableStream:
 
     def refresh(self) -> None:
         """Refresh whether the stream is paused, and check that workers still own it."""
-        self.paused = self._with_rejoin(lambda: self._store.check_paused(self.stream))
+        self.pause = self._with_rejoin(lambda: self._store.check_paused(self.stream))
 
     def refresh_command(self) -> Command:
         """Return the command that `refresh` sends, for callers that pipeline many streams."""
@@ -261,9 +267,13 @@ class ReliableStream:
     def apply_refresh(self, reply: Reply) -> None:
         """Apply the reply to `refresh_command`."""
         try:
-            self.paused = self._store.parse_check_paused(raise_if_error(reply))
+            self.pause = self._store.parse_check_paused(raise_if_error(reply))
         except MillstreamError:
             self.refresh()  # which joins again, if that is enough
+
+    def store_pause(self, pause: Pause) -> None:
+        """Pause the handler here, for all its workers. May safely be repeated."""
+        self._store.set_paused([self.stream], paused=True, why=pause)
 
     # Reading
 

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,9 @@ from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.handlers.encoding import encode_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
+
+KEY_FUNCTION = "key function"
+"""The `place` of an error that kept a message from having a key."""
 
 MAX_ITEMS = 7_000
 """Most names and values in one entry: a script cannot pass on more (Lua's `unpack`)."""
@@ -37,11 +41,12 @@ class Done:
 
 @dataclass(slots=True)
 class DeadLettered:
-    """The message cannot be processed: commit its dead letter."""
+    """The message cannot be processed: commit its dead letter. `place`: the error's type and where it was raised."""
 
     reason: Reason
     error: str
     traceback: str = ""
+    place: str = ""
 
 
 @dataclass(slots=True)
@@ -272,7 +277,7 @@ def check_key(handler: Handler, message: Message) -> DeadLettered | None:
     try:
         handler.key_of(message)
     except DecodeError as error:
-        return DeadLettered("undecodable", str(error))
+        return DeadLettered("undecodable", str(error), place=KEY_FUNCTION)
     if handler.missing_key == "unordered":
         return None
     missing: MissingKey = handler.missing_key_error()
@@ -283,7 +288,17 @@ def _failure_outcome(handler: Handler, message: Message, error: BaseException) -
     text = _error_text(handler, error)
     if message.attempt < handler.retry.attempts or handler.retry.then == "block":
         return RetryLater(handler.retry.delay_after(message.attempt), text, error)
-    return outcome_after_last_attempt(handler, DeadLettered("failed", text, traceback_of(error)))
+    return outcome_after_last_attempt(handler, DeadLettered("failed", text, traceback_of(error), _place_of(error)))
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the type of the error and the line that raised it: the same for failures of one cause."""
+    last = error.__traceback__
+    if last is None or isinstance(error, TimeLimit):  # a limit strikes anywhere
+        return type(error).__name__
+    while last.tb_next is not None:
+        last = last.tb_next
+    return f"{type(error).__name__} at {PurePath(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}"
 
 
 def traceback_of(error: BaseException | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard
 
 from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
 from millstream.handlers.decoding import compile_decoder, wire_types
-from millstream.model import Message, Retry, State
+from millstream.model import Breaker, Message, Retry, State
 from millstream.redis_client.key_names import (
     check_base,
     check_identifier,
@@ -26,7 +26,7 @@ Source = Literal["message", "model", "state"]
 
 OPTIONS = (
     "pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "rate",
-    "batch_size", "batch_wait_ms", "partitions", "order", "announced", "name",
+    "batch_size", "batch_wait_ms", "partitions", "order", "announced", "breaker", "name",
 )  # fmt: skip
 
 _MAX_BATCH = 1_000
@@ -53,6 +53,7 @@ class Handler:
     * `order`: "stream" keeps all messages of a stream in order, one at a time: its `key` is the stream's name. Workers
       then lease whole streams, one owner each.
     * `partitions`: `streams` are bases, each created with so many partitions unless it exists already; or None
+    * `breaker`: pauses the handler when nearly all messages become dead letters for the same cause; None: nothing does
     """
 
     app: str
@@ -74,6 +75,7 @@ class Handler:
     partitions: int | None = None
     order: Literal["key", "stream"] = "key"
     announced: str | None = None
+    breaker: Breaker | None = field(default_factory=Breaker)
     arguments: tuple[tuple[str, Source], ...] = ()
     model: type | None = None
     is_async: bool = False
@@ -227,6 +229,8 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
         raise ConfigError(f"{where}: the key function must be a plain function, not async")
     if not isinstance(options.get("retry", Retry()), Retry):
         raise ConfigError(f"{where}: retry must be a Retry, like retry=Retry(attempts=4)")
+    if not isinstance(options.get("breaker"), Breaker | None):
+        raise ConfigError(f"{where}: breaker must be a Breaker, like breaker=Breaker(first=50), or None for none")
     if key is None and options.get("order") != "stream" and options.get("retry", Retry()).then == "park":
         raise ConfigError(f'{where}: Retry(then="park") parks keys, and the handler has none; give it key="field"')
     into = options.get("into")

@@ -144,6 +144,9 @@ LOOK_AHEAD_USED = _gauge(
     "handler",
 )
 PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused on all its streams.", "handler")
+BREAKER_OPEN = _gauge(
+    "breaker_open", "yes or no", "1 while its breaker pauses the handler on any of its streams.", "handler"
+)
 REDIS_READ_AT = _gauge(
     "redis_figures_timestamp_seconds",
     "unix time",

@@ -12,6 +12,7 @@ from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.policy import WorkerPolicy
+from millstream.worker.settling.breaker import HandlerBreaker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class WorkerContext:
     * `client`, `blocking_client`: connections for quick commands, and for reads that block
     * `on_suspect`: called with an entry that may have crashed its worker
     * `cancel_run`: called with an entry that must not run any longer
+    * `breaker`: the handler's breaker in this process
     * `give_up`: returns True when waiting for Redis is pointless, as the stop deadline has passed
     """
 
@@ -37,4 +39,5 @@ class WorkerContext:
     blocking_client: Client
     on_suspect: Callable[[Delivery], None]
     cancel_run: Callable[[Delivery], None]
+    breaker: HandlerBreaker
     give_up: Callable[[], bool]

@@ -53,6 +53,10 @@ class HandlerSteps:
             key = None  # running it dead-letters it
         return queue_of_key(key, entry_id)
 
+    def refusal_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> DeadLettered | None:
+        """Return the outcome of an entry that has no key; None if the handler may process it, or if it was redriven."""
+        return None if pairs[0] == REDRIVE_FIELD else check_key(self.handler, Message(stream, entry_id.decode(), pairs))
+
     def decode(self, delivery: Delivery) -> Message | None:
         """Make a message of an entry; None if it was redriven for another handler of the stream."""
         pairs: Sequence[bytes] | None = delivery.pairs

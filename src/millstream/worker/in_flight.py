@@ -270,6 +270,14 @@ class InFlight:
 
     def remove_waiting(self) -> list[Delivery]:
         """Remove all entries that have not started, so that nothing runs them any more; return them."""
+        waiting = self.remove_unstarted()
+        with contextlib.suppress(Empty):
+            while True:
+                self.buffer.get_nowait()
+        return waiting
+
+    def remove_unstarted(self) -> list[Delivery]:
+        """As `remove_waiting`, while entries may still be added: leaves the buffer to the runners, which skip them."""
         waiting: list[Delivery] = []
         with self._lock:
             for delivery in self.deliveries:
@@ -279,7 +287,4 @@ class InFlight:
                         self._add((delivery,))
                     else:
                         waiting.append(delivery)
-        with contextlib.suppress(Empty):
-            while True:
-                self.buffer.get_nowait()
         return waiting

@@ -35,6 +35,7 @@ from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatc
 from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import ThreadRunner
+from millstream.worker.settling.breaker import HandlerBreaker
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class ReadingLoop:
             handler=handler, steps=self._steps, in_flight=self._in_flight, loop_metrics=self.loop_metrics, clock=clock,
             policy=policy, consumer=consumer, start=start, url=url, client=self._client, blocking_client=self._blocking_client,
             on_suspect=self._isolation.add_suspect, cancel_run=self._runner.cancel_run, give_up=self._is_past_deadline,
+            breaker=HandlerBreaker(handler, consumer),
         )  # fmt: skip
         self._ordering = _make_ordering(context)
 

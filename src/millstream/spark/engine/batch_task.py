@@ -39,6 +39,8 @@ class BatchTask(PartitionTask):
 
     async def _run_batches(self, remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
         for batch in remaining:
+            if self._breaker.is_open:
+                return
             await self._run_batch(batch, remaining, group)
 
     async def _run_batch(
@@ -55,6 +57,7 @@ class BatchTask(PartitionTask):
         await self._rate_limit.acquire(stream, len(wanted))
         dead, outcome = await self._attempt_batch([message for _, message in wanted])
         outcomes = [(run, message, refusal or outcome) for (run, message), refusal in zip(wanted, dead, strict=True)]
+        outcomes = [one for one in outcomes if self._admits(one[0], one[2])]
         done = [(run, message) for run, message, one in outcomes if isinstance(one, Done)]
         has_outputs = isinstance(outcome, Done) and outcome.outputs
         for some in [done] * bool(done) if has_outputs else [[one] for one in done]:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import pyarrow as pa
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -22,6 +22,7 @@ from millstream.errors import Unfinished
 from millstream.observability.failure_log import FailureLog
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.entry_points import run_deferred
+from millstream.spark.engine.run_breaker import Rows, RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, log_failures, sum_counters
 
@@ -54,10 +55,11 @@ class DeferredJobs:
 
     def __init__(
         self, job: Job, spark: SparkSession, *, streams: Iterable[str], give_up: Callable[[], bool],
-        failures: FailureLog | None = None, clock: Clock = SYSTEM_CLOCK,
+        failures: FailureLog | None = None, breaker: RunBreaker | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._job = job
         self._failures = failures or FailureLog(job.handler)
+        self._breaker = breaker
         self._spark = spark
         self._give_up = give_up
         self._clock = clock
@@ -68,7 +70,7 @@ class DeferredJobs:
         self._full_refresh_at_ms = 0.0
         self._lock = threading.Lock()
 
-    def notify(self, rows: Iterable[Row]) -> None:
+    def notify(self, rows: Rows) -> None:
         """Add the streams that, by the tasks' reports in `rows`, have deferred keys."""
         self.add_streams([row["stream"] for row in rows if row["lines"]])
 
@@ -94,6 +96,8 @@ class DeferredJobs:
         rows = self._run_job(queues)
         log_failures(self._failures, rows)
         self.notify(rows)
+        if self._breaker is not None:
+            self._breaker.check(rows)
         return Totals(
             handler=self._job.handler.name, seconds=(self._clock.monotonic_ms() - began_ms) / 1000, **sum_counters(rows)
         )
@@ -157,7 +161,7 @@ class DeferredJobs:
         paused = (
             self._client.retry_while_unavailable(read, what=self._job.handler.label, give_up=self._give_up)
             if some
-            else set()
+            else {}
         )
         return [(stream, ready) for stream, ready in found if stream not in paused]
 
@@ -179,7 +183,7 @@ class DeferredJobs:
             give_up=self._give_up,
         )
 
-    def _run_job(self, queues: Sequence[tuple[str, bytes]]) -> list[Row]:
+    def _run_job(self, queues: Sequence[tuple[str, bytes]]) -> Rows:
         job = self._job
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -187,7 +191,7 @@ class DeferredJobs:
 
         tasks = min(self._spark.sparkContext.defaultParallelism, len(queues))
         frame = self._spark.createDataFrame(queues, _SCHEMA).repartition(tasks)
-        return frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()
+        return [row.asDict() for row in frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()]
 
 
 def _round_robin(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, Row
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -22,6 +22,7 @@ from millstream.redis_client.client import shared_client
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import run_partition
 from millstream.spark.engine.key_run import unpack_fields
+from millstream.spark.engine.run_breaker import Rows, RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, log_failures, sum_counters
 
@@ -30,14 +31,17 @@ class Engine:
     """Processes the micro-batches of one handler; pass it to `DataStreamWriter.foreachBatch`.
 
     The keys are spread over as many tasks as there are cores. Every finished batch calls `on_batch`; `deferred_jobs` is
-    notified of the streams on which it deferred messages, and `failures` logs what failed.
+    notified of the streams on which it deferred messages, `failures` logs what failed, and `breaker` waits while the
+    handler is paused.
     """
 
     def __init__(
-        self, job: Job, *, on_batch: Callable[[BatchTotals], None], deferred_jobs: DeferredJobs, failures: FailureLog
-    ) -> None:
+        self, job: Job, *, on_batch: Callable[[BatchTotals], None], deferred_jobs: DeferredJobs, failures: FailureLog,
+        breaker: RunBreaker,
+    ) -> None:  # fmt: skip
         self._job = job
         self._failures = failures
+        self._breaker = breaker
         self._deferred_jobs = deferred_jobs
         self._on_batch = on_batch
         self._client = shared_client(job.url)
@@ -47,8 +51,7 @@ class Engine:
         """Process one micro-batch completely. Raises whatever fails it, so that Spark repeats it."""
         self._deferred_jobs.wait_for_capacity()
         began_s = time.monotonic()
-        rows = self._run(frame)
-        log_failures(self._failures, rows)
+        rows = self._breaker.run(lambda job: self._run(job, frame))
         self._deferred_jobs.notify(rows)
         self._advance(rows)
         seconds = time.monotonic() - began_s
@@ -56,8 +59,7 @@ class Engine:
             BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=seconds, **sum_counters(rows))
         )
 
-    def _run(self, frame: DataFrame) -> list[Row]:
-        job = self._job
+    def _run(self, job: Job, frame: DataFrame) -> Rows:
         if callable(job.handler.key):
             frame = frame.mapInArrow(_KeyColumn(job.handler), frame.schema)
         if job.handler.key is not None:
@@ -71,9 +73,11 @@ class Engine:
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
 
-        return frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()
+        rows = [row.asDict() for row in frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()]
+        log_failures(self._failures, rows)
+        return rows
 
-    def _advance(self, rows: Iterable[Row]) -> None:
+    def _advance(self, rows: Rows) -> None:
         ends: dict[str, EntryId] = {}
         for row in rows:
             last = EntryId.parse(row["last_id"])

@@ -39,6 +39,7 @@ from millstream.redis_client.client import Client
 from millstream.spark.engine.key_run import DeferReason, Entry, KeyRun, _check_finished, _unpack, unpack_fields
 from millstream.spark.engine.loop_heartbeat import LoopHeartbeat
 from millstream.spark.engine.rate_limit import RateLimit
+from millstream.spark.engine.task_breaker import TaskBreaker
 from millstream.spark.engine.task_metrics import COUNTERS, METRICS_SCHEMA, TaskMetrics
 from millstream.spark.engine.time_limit import AttemptTimeLimit
 
@@ -120,6 +121,7 @@ class PartitionTask:
         self._rate_limit = RateLimit(
             handler.rate, self._commit_store, call=self._retry_while_unavailable, sleep=self._sleep
         )
+        self._breaker = TaskBreaker(handler.breaker)
         self._migration: PartitionMigration | None = None
         if handler.partitions is not None:
             self._migration = self._retry_while_unavailable(lambda: _partition_migration(client, handler))
@@ -129,12 +131,19 @@ class PartitionTask:
     async def process(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run every message of `batches` and commit its effects."""
         for batch in batches:
+            if self._breaker.is_open:
+                continue  # the driver runs the batch again once the handler is resumed
             self._rate_limit.add_expected(Counter(batch.column("stream").to_pylist()) if self._handler.rate else {})
-            await self._process_runs(self._split_into_runs(batch))
+            runs = self._split_into_runs(batch)
+            self._count_keyless(runs)
+            if not self._breaker.is_open:
+                await self._process_runs(runs)
 
     async def process_deferred(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run deferred keys; `batches` have the columns `stream` and `line`. Runs the head of each key queue only."""
         for batch in batches:
+            if self._breaker.is_open:
+                continue
             await self._process_runs([self._run_of_queue(**row) for row in batch.to_pylist()])
 
     async def _process_runs(self, runs: list[KeyRun]) -> None:
@@ -144,6 +153,8 @@ class PartitionTask:
                 self._load_runs(runs)
                 await self._run_all([run for run in runs if run not in self._refused])
                 self._flush()
+                if self._breaker.is_open:
+                    return
                 _check_finished(run for run in runs if run not in self._refused)
                 runs, self._refused = self._refused, []
                 self._load_positions({run.stream for run in runs}, again=True)
@@ -160,11 +171,13 @@ class PartitionTask:
 
     async def _run_worker(self, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
         for run in remaining:
+            if self._breaker.is_open:
+                return
             await self._run_key(run, remaining, group)
 
     async def _run_key(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
         """Run the handler on the messages of one key, one by one."""
-        while run.entries:
+        while run.entries and not self._breaker.is_open:
             message, is_meant = self._unpack_next(run)
             if is_meant:
                 if run.attempt == 1:
@@ -192,6 +205,8 @@ class PartitionTask:
                 self._failures.attempt_failed(run.stream, message.id, run.key, message.attempt, outcome)
                 self._defer_later(run, make_defer_reason(outcome, message.attempt))
                 return
+            if not self._admits(run, outcome):
+                break
             self._add_outcome(run, message, outcome)
             if (
                 self._isolated_left > 0
@@ -407,6 +422,26 @@ class PartitionTask:
             raise asyncio.CancelledError  # a sibling failed: the whole Spark task fails, not this message
         return outcome
 
+    def _count_keyless(self, runs: Sequence[KeyRun]) -> None:
+        """Count the messages without a key for the breaker, before any message is run."""
+        if self._handler.key is None:
+            return
+        keyless: list[DeadLettered] = []
+        for run in runs:
+            if run.key is None and unpack_fields(run.entries[0].packed)[1] is None:
+                refusal = check_key(self._handler, self._unpack_next(run)[0])
+                keyless += [] if refusal is None else [refusal]
+        self._breaker.on_keyless(keyless, of=sum(len(run.entries) for run in runs))
+
+    def _admits(self, run: KeyRun, outcome: Outcome) -> bool:
+        """Count an outcome for the breaker; return False if it must not be committed, as the breaker is open."""
+        if isinstance(outcome, Done):
+            self._breaker.on_processed()
+        elif isinstance(outcome, DeadLettered):
+            redriven = unpack_fields(run.entries[0].packed)[1] is not None
+            return self._breaker.admits(outcome, redriven=redriven)
+        return True
+
     def _add_outcome(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
         """Add a processed message's outcome to its run's effects."""
         effects = run.effects
@@ -483,16 +518,18 @@ class PartitionTask:
                     run.entries.clear()
 
     def report(self) -> pa.RecordBatch:
-        """Return the task's metrics, one row per stream; the first has the failures that it recorded."""
-        failures = [self._failures.pack()]
+        """Return the task's metrics, one row per stream; the first has what is of the whole task."""
+        breaker = self._breaker.report()
         rows = [
             {
                 "stream": stream,
                 "last_id": str(metrics.last_id),
                 **{name: getattr(metrics, name) for name in COUNTERS},
-                "lines": self._may_have_queues(stream),
-                "failures": failures.pop() if failures else None,
+                "lines": stream in self._positions and self._may_have_queues(stream),
+                "failures": None if at else self._failures.pack(),
+                "trip": breaker["trip"],
+                "causes": "{}" if at else breaker["causes"],
             }
-            for stream, metrics in self._metrics.items()
+            for at, (stream, metrics) in enumerate(self._metrics.items())
         ]
         return pa.RecordBatch.from_pylist(rows, schema=METRICS_SCHEMA)

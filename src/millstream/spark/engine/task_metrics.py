@@ -1,16 +1,13 @@
 """TaskMetrics: the counters of a task per stream, and their totals over jobs and batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pyarrow as pa
 
 from millstream.model import EntryId
 from millstream.observability.failure_log import FailureLog
-
-if TYPE_CHECKING:
-    from pyspark.sql import Row
 
 COUNTERS = ("messages", "committed", "dead", "retries", "refused", "aside")
 """The counters of a task on each stream."""
@@ -22,6 +19,8 @@ METRICS_SCHEMA = pa.schema(
         *((name, pa.int64()) for name in COUNTERS),
         ("lines", pa.bool_()),
         ("failures", pa.binary()),
+        ("causes", pa.string()),
+        ("trip", pa.string()),
     ]
 )
 
@@ -60,14 +59,14 @@ class BatchTotals(Totals):
     batch: int
 
 
-def log_failures(failures: FailureLog, rows: "Iterable[Row]") -> None:
+def log_failures(failures: FailureLog, rows: Iterable[Mapping[str, Any]]) -> None:
     """Log, on the driver, what the tasks recorded: their own logs are in executors, or nowhere."""
     for row in rows:
         if row["failures"]:
             failures.merge(bytes(row["failures"]))
 
 
-def sum_counters(rows: "Iterable[Row]") -> dict[str, int]:
+def sum_counters(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Sum the counters of all rows that tasks report."""
     totals = dict.fromkeys(COUNTERS, 0)
     for row in rows:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from millstream.balancer.protocol import announced_streams
 from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
+from millstream.delivery.pause import Pause
 from millstream.errors import MillstreamError
 from millstream.handlers.handler import Handler
 from millstream.observability.failure_log import FailureLog
@@ -22,8 +23,9 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.key_migration import keep_migrating, partition_maps_of
 from millstream.spark.engine.micro_batch import Engine
+from millstream.spark.engine.run_breaker import RunBreaker
 from millstream.spark.engine.task import Job
-from millstream.spark.engine.task_metrics import BatchTotals
+from millstream.spark.engine.task_metrics import COUNTERS, BatchTotals
 from millstream.spark.run.failures import failure_of
 from millstream.spark.run.first_start import check_slots, commit_store_of, prepare_new
 from millstream.spark.run.query import MAX_FAILURES, Batch, RunContext, SupervisedQuery
@@ -133,13 +135,17 @@ class HandlerQuery(SupervisedQuery):
         }
         job = Job(handler=handler, url=context.settings.url, token=token)
         deferred = [stream for stream, position in positions.items() if position.has_queues]
+        breaker = RunBreaker(
+            job, context.client, streams=self.streams, give_up=context.ended.is_set, once=context.settings.once,
+            on_pause=self._on_pause, clock=context.clock,
+        )  # fmt: skip
         self._deferred_jobs = DeferredJobs(
             job, context.spark, streams=deferred, give_up=context.ended.is_set, failures=self._failure_log,
-            clock=context.clock,
+            breaker=breaker, clock=context.clock,
         )  # fmt: skip
         engine = Engine(
-            job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs, failures=self._failure_log
-        )  # fmt: skip
+            job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs, failures=self._failure_log, breaker=breaker
+        )
         frame = context.spark.readStream.format("redis-streams").options(**options).load()
         return self._start_query(frame.writeStream.foreachBatch(self._batch_function(engine)))
 
@@ -153,6 +159,12 @@ class HandlerQuery(SupervisedQuery):
     def _on_batch(self, batch: BatchTotals) -> None:
         self.failures = 0
         self._context.on_event({"event": "batch", **asdict(batch)})
+
+    def _on_pause(self, pause: Pause | None, counters: Mapping[str, int]) -> None:
+        if pause is None:
+            self.emit("resumed")
+        else:
+            self.emit("paused", reason=pause.describe(self.label), **{name: counters.get(name, 0) for name in COUNTERS})
 
     def _batch_function(self, engine: Engine) -> Callable[[DataFrame, int], None]:
         """Return the function that Spark calls for each batch: `engine`, with bookkeeping for the supervisor."""

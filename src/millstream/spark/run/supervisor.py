@@ -19,6 +19,7 @@ from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import (
     AccessDenied,
     ConfigError,
+    HandlerPaused,
     MillstreamError,
     PipelineFailed,
     RedisError,
@@ -75,6 +76,7 @@ class Supervisor:
         self._spark = spark
         self._settings = settings
         self._on_event = on_event
+        self._paused: MillstreamError | None = None
         self._on_watch = on_watch
         self._clock = clock
         self._client = Client(settings.url)
@@ -116,6 +118,8 @@ class Supervisor:
                 self._check_executors()
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
+            if self._paused is not None:
+                raise self._paused
         except Unavailable:
             if not self._stopping.is_set():
                 raise
@@ -256,6 +260,9 @@ class Supervisor:
         return sum(query.isActive and query.status["message"] == _INITIALIZING for query in queries)
 
     def _on_failure(self, supervised: SupervisedQuery, failure: Failure) -> None:
+        if failure.kind is HandlerPaused:  # the others go on to their ends
+            supervised.done, self._paused = True, _ended(supervised, failure)
+            return
         if failure.is_final:
             raise _ended(supervised, failure)
         progress = self._context.retry_while_unavailable(supervised.progress_count, supervised.label)

@@ -3,6 +3,7 @@
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -44,11 +45,11 @@ class ByKey:
         self._router = self._make_router(ready_streams)
         self.renewal = KeyLeaseRenewal(
             c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
-            on_suspect=c.on_suspect, cancel_run=c.cancel_run,
+            on_suspect=c.on_suspect, cancel_run=c.cancel_run, breaker=c.breaker,
         )  # fmt: skip
         self.committer: Committer = KeyCommitter(
-            c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up,
-            on_lease_end=(lambda name: None) if ready_streams is None else ready_streams.put,
+            c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up, breaker=c.breaker,
+            release=self.release, on_lease_end=(lambda name: None) if ready_streams is None else ready_streams.put,
         )  # fmt: skip
         self.fetcher = self._make_fetcher(ready_streams)
 
@@ -112,11 +113,15 @@ class ByKey:
         self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]
     ) -> S:
         c, handler, queue_of = self._context, self._context.handler, self._context.steps.queue_of
-        return kind(
+        stream = kind(
             client, name, queue_of=lambda entry_id, pairs: queue_of(name, entry_id, pairs), app=handler.app,
             handler=handler.name, consumer=c.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
             start=start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
+        stream.is_held = c.breaker.is_open
+        refusal_of = partial(c.steps.refusal_of, name)
+        stream.may_enqueue = lambda entries, queues: c.breaker.may_enqueue(entries, queues, refusal_of)
+        return stream
 
     def discover(self, scan_client: Client) -> Sequence[str]:
         """See Ordering."""

@@ -26,9 +26,12 @@ class Unordered:
         self.streams: dict[str, ReliableStream] = {}
         self.renewal = ClaimRenewal(
             c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
-            on_suspect=c.on_suspect,
+            on_suspect=c.on_suspect, breaker=c.breaker,
         )  # fmt: skip
-        self.committer = Committer(c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up)
+        self.committer = Committer(
+            c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up, breaker=c.breaker,
+            release=self.release,
+        )  # fmt: skip
         self.fetcher = EntryFetcher(
             c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy, streams=self.streams,
             consumer=c.consumer, rate_limiter=RateLimiter(c.handler.rate, c.clock),
@@ -46,6 +49,7 @@ class Unordered:
             into_maxlen=handler.into_maxlen, start=c.start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
         stream.claim_room_bytes = lambda: c.in_flight.free_bytes
+        stream.is_held = c.breaker.is_open
         stream.join()
         stream.remove_idle_consumers()
         stream.refresh()

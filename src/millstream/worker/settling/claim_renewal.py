@@ -18,6 +18,7 @@ from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.running.poison_isolation import isolated_after
+from millstream.worker.settling.breaker import HandlerBreaker
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ClaimRenewal:
     def __init__(
         self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
         client: Client, streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
+        breaker: HandlerBreaker,
     ) -> None:  # fmt: skip
         self._client = client
         self._streams = streams
@@ -52,6 +54,7 @@ class ClaimRenewal:
         self._clock = clock
         self._policy = policy
         self._on_suspect = on_suspect
+        self._breaker = breaker
         self._claim_lock = threading.Lock()
         self._renew_due_ms = 0.0
         self._longest_in_flight_ms = _longest_in_flight_ms(pipeline.handler, policy)
@@ -173,9 +176,9 @@ class ClaimRenewal:
             if renews:
                 self._renew(stream)
             return True
-        was_paused = stream.paused
+        before = stream.pause
         stream.apply_refresh(reply)
-        if was_paused and not stream.paused:
+        if self._breaker.follow(stream, before):
             self.reread_pending.set()
         if renews:
             self._renew(stream)

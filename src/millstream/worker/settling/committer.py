@@ -19,6 +19,7 @@ from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.settling.breaker import HandlerBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,13 @@ T = TypeVar("T")
 class Committer:
     """Commits the outcomes of a handler, as many at once as have arrived, and schedules the retries.
 
-    Used by one thread. `give_up` returns True when waiting for Redis is pointless.
+    Used by one thread. `give_up` returns True when waiting for Redis is pointless. `release` gives entries back that
+    must not be run, or whose dead letter must not be written, as the breaker is open.
     """
 
     def __init__(
         self, pipeline: HandlerSteps, hand: InFlight, client: Client, report: LoopMetrics, clock: Clock, *,
-        give_up: Callable[[], bool],
+        give_up: Callable[[], bool], breaker: HandlerBreaker, release: Callable[[Sequence[Delivery]], None],
     ) -> None:  # fmt: skip
         self._steps = pipeline
         self._in_flight = hand
@@ -44,6 +46,8 @@ class Committer:
         self._loop_metrics = report
         self._clock = clock
         self._give_up = give_up
+        self._breaker = breaker
+        self._release = release
         self._retries: list[tuple[float, int, Delivery]] = []
         self._sequence = count()
         self._postponed: list[PendingCommit] = []
@@ -66,6 +70,8 @@ class Committer:
         """Commit, retry or dead-letter each of these runs."""
         commits: list[PendingCommit] = []
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
+        held_back: list[Delivery] = []
+        processed = 0
         now_ms = self._clock.monotonic_ms()
         self._observe_run_times(finished)
         lost = self._in_flight.not_in_flight([one for deliveries, _ in finished for one in deliveries])
@@ -75,10 +81,16 @@ class Committer:
                 # The entry was given up, or lost to another worker, while it ran; the rest of its batch is run again.
                 self._run_again([one for one in deliveries if one not in lost], now_ms)
             elif isinstance(outcome, Done):
+                processed += len(deliveries)
                 effects = self._steps.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
                 commits.append((deliveries, effects or self._steps.commit(delivery, outcome)))
             elif isinstance(outcome, DeadLettered):
-                commits.append((deliveries, self._steps.dead_letter(delivery, outcome)))
+                self._breaker.on_processed(processed)
+                processed = 0
+                if self._breaker.admits(delivery, outcome):
+                    commits.append((deliveries, self._steps.dead_letter(delivery, outcome)))
+                else:
+                    held_back += deliveries
             else:
                 assert isinstance(outcome, RetryLater)  # entries without a key are never parked
                 failed[delivery.stream].append(delivery)
@@ -87,11 +99,17 @@ class Committer:
                 self._steps.log_failure(delivery, outcome, delay_ms)
                 delivery.due_ms = now_ms + delay_ms
                 heapq.heappush(self._retries, (delivery.due_ms, next(self._sequence), delivery))
+        self._breaker.on_processed(processed)
+        if self._breaker.is_open():
+            self._in_flight.remove(held_back)
+            held_back += self._in_flight.remove_unstarted()  # among them those that wait for their next attempt
         for stream, deliveries in failed.items():
             self._loop_metrics.count_retried(len(deliveries))
             self._record_failures(stream, deliveries)
         if commits:
             self._commit(commits)
+        if held_back:
+            self._release(held_back)
         self._loop_metrics.on_runs_settled(sum([len(deliveries) for deliveries, _ in finished]))
 
     def _record_failures(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:

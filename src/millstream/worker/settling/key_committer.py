@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,7 @@ Runs = list[tuple[Delivery, Outcome]]
 class _LeaseOutcome:
     """Actions for one lease: effects to commit, and a release other than the requeue at the end of its slice.
 
-    `delay_ms`: how long its failed entry waits for the next attempt.
+    `delay_ms`: how long its failed entry waits for the next attempt; `halted`: the breaker is open, so the rest of the key is released.
     """
 
     lease: KeyLease
@@ -37,11 +37,12 @@ class _LeaseOutcome:
     effects: Effects | None = None
     release: LeaseRelease | None = None
     delay_ms: float = 0.0
+    halted: bool = False
 
     @property
     def is_over(self) -> bool:
-        """True if no further entry of the key is run under this lease."""
-        return self.lease.last_run is self.runs[-1][0]
+        """True if no further entry of the key is run under this lease, and its end is settled with these runs."""
+        return not self.halted and self.lease.last_run is self.runs[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class KeyCommitter(Committer):
         super().__init__(*args, **options)
         self._on_lease_end = on_lease_end
         self._postponed_runs: dict[KeyLease, Runs] = {}
+        self._halted: set[KeyLease] = set()
 
     def settle(self, finished: Sequence[FinishedRun]) -> None:
         """Commit, retry, park or dead-letter each of these runs."""
@@ -83,11 +85,13 @@ class KeyCommitter(Committer):
         sent = self._commit_pipelined(by_stream) if len(by_stream) > 1 else {}
         for stream, outcomes in by_stream.items():
             self._settle_stream(stream, outcomes, sent.get(stream))
+        self._release_held_back(runs)
         self._loop_metrics.on_runs_settled(len(finished))
 
     def _make_outcome(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
-        outcome = _LeaseOutcome(lease, runs)
-        done = [(delivery, result) for delivery, result in runs if isinstance(result, (Done, DeadLettered))]
+        admitted = self._admitted(lease, runs)
+        outcome = _LeaseOutcome(lease, runs, halted=lease in self._halted)
+        done = [(delivery, result) for delivery, result in admitted if isinstance(result, (Done, DeadLettered))]
         lease.releasing = outcome.is_over
         if done:
             outcome.done = [delivery for delivery, _ in done]
@@ -95,6 +99,8 @@ class KeyCommitter(Committer):
             if outcome.is_over and len(done) == len(runs):
                 outcome.effects.unfinished = lease.in_flight_count - len(done)
         last, result = runs[-1]
+        if outcome.halted:
+            return outcome
         if isinstance(result, RetryLater):
             outcome.delay_ms = self._steps.retry(last, result)
             error = LastError.of(result).pack()
@@ -103,6 +109,34 @@ class KeyCommitter(Committer):
             error = LastError.of(result).pack()
             outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt, error)
         return outcome
+
+    def _admitted(self, lease: KeyLease, runs: Runs) -> Runs:
+        """Return the runs before the first dead letter that must not be written; drop that one and the later ones."""
+        admitted: Runs = []
+        for delivery, result in runs:
+            if isinstance(result, DeadLettered) and lease not in self._halted:
+                if not self._breaker.admits(delivery, result):
+                    self._halted.add(lease)
+            elif isinstance(result, Done):
+                self._breaker.on_processed(1)
+            if lease in self._halted:
+                self._in_flight.remove((delivery,))
+            else:
+                admitted.append((delivery, result))
+        return admitted
+
+    def _release_held_back(self, leases: Iterable[KeyLease]) -> None:
+        """Release what must not be run, and keys whose dead letters must not be written once none of them runs."""
+        if self._breaker.is_open():
+            waiting = self._in_flight.remove_unstarted()
+        elif self._halted:
+            waiting = []
+        else:
+            return
+        over = [lease for lease in leases if not any(one in self._in_flight for one in lease.entries)]
+        self._halted.difference_update(over)
+        if waiting := [*waiting, *(lease.entries[0] for lease in over if lease.entries)]:
+            self._release(waiting)
 
     def _commit_pipelined(
         self, by_stream: Mapping[KeyedStream, Sequence[_LeaseOutcome]]
@@ -200,6 +234,7 @@ class KeyCommitter(Committer):
     def _drop_lost(self, lease: KeyLease) -> None:
         """Drop a key whose lease another worker has taken, or an operator has ended by changing the key."""
         lease.expired = True
+        self._halted.discard(lease)
         self._on_lease_end(lease.stream.stream)
         lost = self._in_flight.remove_lease(lease)
         if lost:

@@ -1,0 +1,116 @@
+"""The breaker of a handler on a worker: stops a broken deployment from emptying a stream into the dead letters."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from millstream.delivery.commit_store import ENTRY_PREFIX
+from millstream.delivery.pause import Pause, pause_of
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.handlers.attempt import DeadLettered
+from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, example_of, is_keyless
+from millstream.handlers.handler import Handler
+from millstream.model import Breaker
+from millstream.redis_client.key_names import REDRIVE_FIELD
+
+logger = logging.getLogger(__name__)
+
+
+class HandlerBreaker:
+    """The breaker of one handler in one process. `consumer`: the worker's name, for the note beside the pause.
+
+    The committer asks it about each dead letter (`admits`). Once it is open, this process reads nothing more and writes
+    no more dead letters that a broken deployment could explain: these messages are released instead. The renewal thread
+    stores the pause in Redis, for the other processes, and closes the breaker when the pause has ended (`follow`).
+    """
+
+    def __init__(self, handler: Handler, consumer: str) -> None:
+        self._policy: Breaker | None = handler.breaker
+        self._label = handler.label
+        self._consumer = consumer
+        self._window = self._routed = BreakerWindow(Breaker())
+        self._reset()
+        self._opened: Pause | None = None
+        self._stored: set[str] = set()
+        self._reported: Pause | None = None
+
+    def is_open(self) -> bool:
+        """Return whether this process must read nothing: its breaker has opened, and was not reset since."""
+        return self._opened is not None
+
+    def on_processed(self, count: int) -> None:
+        """Note that messages were processed."""
+        self._window.on_processed(count)
+
+    def may_enqueue(
+        self, entries: Sequence[tuple[bytes, Sequence[bytes]]], queues: Sequence[bytes],
+        refusal_of: Callable[[bytes, Sequence[bytes]], DeadLettered | None],
+    ) -> int:  # fmt: skip
+        """Return how many of these entries the router may enqueue. May open the breaker.
+
+        An entry whose key is missing gets a queue of its own, where a corrected handler would not find the key either:
+        so the breaker opens here, and all these entries from the first without a key on stay in the stream.
+        """
+        if self._policy is None:
+            return len(queues)
+        first = -1
+        for at, (name, (entry_id, pairs)) in enumerate(zip(queues, entries, strict=True)):
+            dead = refusal_of(entry_id, pairs) if name.startswith(ENTRY_PREFIX) else None
+            if dead is None:
+                self._routed.on_processed()
+                continue
+            first = at if first < 0 else first
+            if (trip := self._routed.on_dead(cause_of(dead) or "", example_of(dead))) is not None:
+                self._open(self._policy, trip)
+                return first
+        return len(queues)
+
+    def admits(self, delivery: Delivery, dead: DeadLettered) -> bool:
+        """Return whether the dead letter may be written; if not, release the message. May open the breaker."""
+        cause = cause_of(dead)
+        if self._policy is None or cause is None:
+            if dead.reason == "rejected":
+                self.on_processed(1)
+            return True
+        if is_keyless(dead):  # the router has counted it, and lets few pass
+            return True
+        if self._opened is not None:
+            return False
+        if delivery.pairs[0] == REDRIVE_FIELD:  # it was dead before: no news about this deployment
+            return True
+        if (trip := self._window.on_dead(cause, example_of(dead))) is not None:
+            self._open(self._policy, trip)
+        return True
+
+    def _open(self, policy: Breaker, trip: Trip) -> None:
+        self._opened = self._reported = pause_of(policy, trip, self._consumer)
+        logger.error("%s is %s", self._label, self._opened.describe(self._label))
+
+    def follow(self, stream: ReliableStream, before: Pause | None) -> bool:
+        """After a refresh of `stream`: store the pause there, or notice its end; return True if it has ended.
+
+        `before`: its pause before the refresh. Raises RedisError if the pause cannot be stored: call it again.
+        """
+        opened = self._opened
+        if stream.pause is not None:
+            self._stored.add(stream.stream)
+            self._report(stream.pause)
+            return False
+        if opened is not None and stream.stream not in self._stored:
+            stream.store_pause(opened)
+            self._stored.add(stream.stream)
+            return False
+        if before is None and opened is None:
+            return False
+        self._stored.clear()
+        self._reset()
+        self._opened = None
+        logger.info("%s is resumed on %s", self._label, stream.stream)
+        return True
+
+    def _reset(self) -> None:
+        self._window, self._routed = BreakerWindow(self._policy or Breaker()), BreakerWindow(self._policy or Breaker())
+
+    def _report(self, pause: Pause) -> None:
+        if pause.by == "breaker" and pause != self._reported:
+            self._reported = pause
+            logger.warning("%s is %s (worker %s)", self._label, pause.describe(self._label), pause.worker)
