@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 import pyarrow as pa
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import DecodeError
@@ -23,6 +22,7 @@ from millstream.spark.engine.entry_points import run_partition
 from millstream.spark.engine.key_run import unpack_fields
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, sum_counters
+from millstream.spark.versions import spark_schema
 
 
 class Engine:
@@ -66,7 +66,7 @@ class Engine:
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
 
-        return frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()
+        return frame.mapInArrow(run, spark_schema(METRICS_SCHEMA)).collect()
 
     def _advance(self, rows: Iterable[Row]) -> None:
         ends: dict[str, EntryId] = {}

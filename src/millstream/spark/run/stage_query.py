@@ -34,6 +34,11 @@ class StageQuery(SupervisedQuery):
         self._last_batch = -1
         self._batch_count = 0
 
+    @property
+    def group(self) -> str:
+        """See SupervisedQuery."""
+        return self._group
+
     def streams(self) -> list[str]:
         """The streams that its inputs name, or that match their patterns now."""
         scan = self._context.client.scan_streams

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from millstream.model import EntryId
@@ -19,6 +18,7 @@ from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, dump, load
 from millstream.spark.source.options import SourceOptions
 from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema
+from millstream.spark.versions import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,6 +76,10 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         elif target is None:
             idle_wait(began)
         return start
+
+    def count_entries(self, start: dict[str, Any], end: dict[str, Any]) -> int | None:
+        """How many entries the batch that ends at `end` has."""
+        return sum(load(end).counts.values())
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark calls it first, for the last batch."""
