@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -18,6 +17,7 @@ from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.provider import RedisStreamReader, RedisStreamsSource
 from millstream.spark.source.row_layout import batch_maker
+from millstream.spark.versions import ReadAllAvailable, ReadMaxRows
 from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually
 

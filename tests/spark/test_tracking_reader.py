@@ -149,7 +149,7 @@ def test_the_log_says_that_a_trigger_may_end_too_early_unless_the_option_says_wh
 def test_options_that_a_version_of_spark_cannot_serve_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"url": "redis://localhost", "subscribe": "s"}
     monkeypatch.setattr(provider, "HAS_FILTERS", False)
-    with pytest.raises(ConfigError, match="pushDownPredicate needs Spark 4.1 or later"):
+    with pytest.raises(ConfigError, match=r"pushDownPredicate needs Spark 4\.1 or later"):
         RedisStreamsSource({**given, "pushDownPredicate": "true"})
     monkeypatch.setattr(provider, "HAS_LIMITS", True)
     with pytest.raises(ConfigError, match=r"set the trigger, \.trigger\(availableNow=True\)"):
