@@ -17,7 +17,7 @@ def look_up(monkeypatch: pytest.MonkeyPatch) -> type[DataSource]:
     monkeypatch.delitem(sys.modules, "pyspark_millstream", raising=False)
     found = importlib.import_module("pyspark_millstream").DefaultSource
     assert issubclass(found, DataSource)
-    arrived: type[DataSource] = loads(dumps(found))
+    arrived: type[DataSource] = loads(dumps(found))  # type: ignore[no-untyped-call]
     return arrived
 
 

@@ -14,6 +14,24 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
     from pyspark.sql.types import StructType
 
+__all__ = [
+    "CHECKPOINT_READERS",
+    "HAS_FILTERS",
+    "HAS_LIMITS",
+    "LOCAL_CHECKPOINTS",
+    "SETTINGS",
+    "SPARK_VERSION",
+    "SUPPORTED",
+    "DataSourceStreamArrowWriter",
+    "ReadAllAvailable",
+    "ReadLimit",
+    "ReadMaxRows",
+    "ReadMinRows",
+    "SupportsTriggerAvailableNow",
+    "arrow_schema",
+    "spark_schema",
+]
+
 SPARK_VERSION: str = pyspark.__version__
 
 SUPPORTED = "4.0 to 4.3"
@@ -108,6 +126,9 @@ LOCAL_CHECKPOINTS = (
 By default Spark writes them through Hadoop's FileContext, which starts the program `readlink` for each file that it
 renames: some 35 processes and 50 ms a batch (Hadoop, FileUtil.readLink). Both overwrite a file by one rename.
 """
+
+SETTINGS = {"spark.sql.execution.arrow.maxBytesPerBatch": "64m"} if _VERSION < (4, 1) else {}
+"""Settings that later versions have by default: 4.0 gives a task all rows of its share in one record batch."""
 
 CHECKPOINT_READERS = tuple(
     _STREAMING + part

@@ -24,7 +24,7 @@ from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
 from millstream.spark.run.connect_guard import refuse_connect
 from millstream.spark.run.failures import java_reason
-from millstream.spark.versions import LOCAL_CHECKPOINTS
+from millstream.spark.versions import LOCAL_CHECKPOINTS, SETTINGS
 
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _KEPT_LINES = 20
@@ -61,6 +61,7 @@ def default_settings(master: str, checkpoint: str = "") -> dict[str, str]:
         "spark.sql.streaming.minBatchesToRetain": "10",
         "spark.sql.streaming.numRecentProgressUpdates": "5",
         "spark.sql.streaming.stopTimeout": "20s",
+        **SETTINGS,
     }
     if master.startswith("local"):
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}

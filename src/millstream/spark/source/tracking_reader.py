@@ -124,7 +124,7 @@ class TrackingReader(DataSourceStreamReader):
             )
         return [] if start == end else self._reader.partitions(start, end)
 
-    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":  # type: ignore[override]
+    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition."""
         return self._reader.read(partition)
 
