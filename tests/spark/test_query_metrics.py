@@ -11,6 +11,7 @@ from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.spark.run.offsets_behind import entries_behind
 from millstream.spark.run.query_metrics import QueryMetrics
+from millstream.spark.versions import HAS_LIMITS
 from tests.support.commandline import free_port
 from tests.support.drivers import Driver
 from tests.support.sources import Bench
@@ -46,6 +47,7 @@ class Figures:
         return found
 
 
+@pytest.mark.skipif(not HAS_LIMITS, reason="Spark reports the newest offset since 4.2")
 def test_a_query_tells_rows_seconds_and_how_far_it_is_behind(bench: Bench) -> None:
     recorder = Recorder()
     listener = QueryMetrics(recorder, streams=2)

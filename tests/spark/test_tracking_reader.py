@@ -160,6 +160,11 @@ def test_options_that_a_version_of_spark_cannot_serve_are_refused(monkeypatch: p
     assert isinstance(one, TrackingReader)
 
 
+def test_the_task_of_an_empty_batch_reads_nothing(streams: Streams) -> None:
+    for options in (LOG, GROUP):
+        assert list(reader(streams, **options).read(None)) == []  # type: ignore[arg-type] # as Spark 4.0 has it
+
+
 def test_the_lag_of_queries_is_what_their_groups_have_not_read(streams: Streams) -> None:
     streams.add("a", 30)
     streams.add("b", 20)

@@ -16,7 +16,7 @@ from millstream.model import EntryId
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, dump, load
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
+from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait, planned
 from millstream.spark.source.schema import check_schema
 from millstream.spark.versions import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
@@ -95,9 +95,7 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         from millstream.spark.source.group_partition_reader import GroupPartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        portions: list[GroupPartition] = (
-            partition.value or []
-        )  # an empty batch gets a partition of Spark's own, without a value
+        portions: list[GroupPartition] = planned(partition)
         fail_on_data_loss = self._options.fail_on_data_loss
         reader = GroupPartitionReader(
             self._client, portions, limit_ms=None, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas
