@@ -1,9 +1,13 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint quick-java soak bench clean
+.PHONY: help setup demo test spark unit lint quick-java soak bench clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
+VERSION ?= 4.0.5
+ON_SPARK = PATH=$(CURDIR)/.venv/spark-$(VERSION)/bin:$$PATH $(CURDIR)/.venv/spark-$(VERSION)/bin/python
+SPARK_TESTS = tests/spark tests/unit/test_spark_lookup.py tests/faults/test_sink_faults.py \
+	tests/faults/test_exactly_once.py tests/faults/test_group_faults.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
@@ -18,6 +22,11 @@ test: setup ## lint and every test (AREA=keys: those of one area, see CONTRIBUTI
 	@$(MAKE) --no-print-directory -j2 lint quick-java
 	@mkdir -p build
 	$(BIN)/python -m pytest -n 4 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
+
+spark: setup ## the tests of Spark on another version of it, in an environment of its own (VERSION=4.0.5)
+	@scripts/spark-venv $(VERSION)
+	$(ON_SPARK) -m tests.support.java
+	$(ON_SPARK) -m pytest -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning -n 2 --dist loadgroup $(SPARK_TESTS) $(ARGS)
 
 unit: setup ## the tests of tests/unit only
 	$(BIN)/python -m pytest tests/unit $(ARGS)

@@ -7,9 +7,12 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream.redis_client.client import Client
+from millstream.spark.versions import HAS_FILTERS
 from tests.support.pipelines import Pipelines
 from tests.support.sessions import await_no_tasks, end_session, open_test_session
 from tests.support.sources import Bench, Streams
+
+collect_ignore = [] if HAS_FILTERS else ["test_source_filters.py"]
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from millstream.redis_client.client import Client
+from millstream.spark.versions import HAS_LIMITS
 from tests.support.connect_server import ConnectServer
 from tests.support.waiting import FAIL_SAFE_S
 
-pytestmark = [pytest.mark.drivers, pytest.mark.spark]
+pytestmark = [
+    pytest.mark.drivers,
+    pytest.mark.spark,
+    pytest.mark.skipif(not HAS_LIMITS, reason="limited batches with a trigger of their own since Spark 4.2"),
+]
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "pipelines"
 

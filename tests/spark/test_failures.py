@@ -16,6 +16,7 @@ from millstream.spark.run.failures import Failure, failure_of
 from millstream.spark.run.session import prefill_environment
 from tests.support.pipelines import Pipelines
 from tests.support.sources import Bench
+from tests.support.triggers import await_end, start_to_end
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
@@ -174,9 +175,9 @@ def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_
         .writeStream.option("checkpointLocation", str(bench.folder / "checkpoint"))
         .foreachBatch(fail_batch)
     )
-    query = writer.trigger(availableNow=True).start()
+    query = start_to_end(writer)
     with pytest.raises(PySparkException):
-        query.awaitTermination()
+        await_end(query)
     ended = query.exception()
     assert ended is not None
     batch = failure_of(ended)

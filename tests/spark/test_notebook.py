@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from millstream.spark.versions import HAS_FILTERS
 from tests.support.waiting import FAIL_SAFE_S
 
-pytestmark = [pytest.mark.drivers, pytest.mark.spark]
+pytestmark = [
+    pytest.mark.drivers,
+    pytest.mark.spark,
+    pytest.mark.skipif(not HAS_FILTERS, reason="one cell pushes a filter down: since Spark 4.1"),
+]
 PATIENT = "--conf spark.python.authenticate.socketTimeout=120s pyspark-shell"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

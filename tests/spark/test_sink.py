@@ -10,10 +10,10 @@ from pyspark import TaskContext
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame
 from pyspark.sql.functions import lit
-from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.redis_client.key_names import SinkKeys
 from tests.support.sources import Bench, pairs
+from tests.support.triggers import await_end, run_to_end, start_to_end
 
 pytestmark = [pytest.mark.sink, pytest.mark.spark]
 
@@ -26,9 +26,9 @@ def run(bench: Bench, frame: DataFrame, checkpoint: str = "checkpoint", mode: st
     """Write what is there now; return the id of the query."""
     writer = frame.writeStream.format("redis-streams").options(url=bench.url, **options).outputMode(mode)
     writer = writer.option("checkpointLocation", str(bench.folder / checkpoint)).queryName("mine")
-    query: StreamingQuery = writer.trigger(availableNow=True).start()
+    query = start_to_end(writer)
     bench.queries.append(query)
-    query.awaitTermination()
+    await_end(query)
     return query.id
 
 
@@ -182,7 +182,7 @@ def test_counts_that_change_are_upserted_batch_by_batch(bench: Bench) -> None:
         save(bench, changed, target="hash", keyColumn="k", keyPrefix="count:", guardColumn="count")
 
     query = counts.writeStream.outputMode("update").foreachBatch(write)
-    query.option("checkpointLocation", str(bench.folder / "c")).trigger(availableNow=True).start().awaitTermination()
+    run_to_end(query.option("checkpointLocation", str(bench.folder / "c")))
     assert [bench.client.execute("HGET", f"count:{k}", "count") for k in (0, 1)] == [b"5", b"5"]
 
 
@@ -195,7 +195,7 @@ def test_writing_in_foreach_batch_is_made_once_with_a_number(bench: Bench) -> No
 
     frame = bench.stream("in", startingOffsets="earliest", schema="n int")
     query = frame.writeStream.foreachBatch(write).option("checkpointLocation", str(bench.folder / "c"))
-    query.trigger(availableNow=True).start().awaitTermination()
+    run_to_end(query)
     assert sorted(numbers(bench, "out")) == list(range(20))
     assert pairs(bench.read("in").collect()[0])[b"n"] == b"0"
 

@@ -6,9 +6,9 @@ from millstream.errors import ConfigError, DataLoss
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.batch_planner import BatchPlanner
-from millstream.spark.source.filters import ReadFilter
 from millstream.spark.source.offsets import Position
 from millstream.spark.source.options import parse
+from millstream.spark.source.read_range import ReadRange
 
 pytestmark = [pytest.mark.spark]
 
@@ -85,7 +85,7 @@ def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Clien
     for stream in "abc":
         fill(client, stream, "10-0", "20-0", "30-0")
     plan = planner(client, "a,b,c", endingOffsetsByTimestamp='{"a": 20, "b": 99}', endingOffsets='{"c": "20-0"}')
-    pieces = [piece for task in plan.plan_batch_read(ReadFilter({})) for piece in task]
+    pieces = [piece for task in plan.plan_batch_read(ReadRange()) for piece in task]
     assert [(piece.stream, str(piece.until)) for piece in pieces] == [
         ("a", f"19-{2**64 - 1}"),
         ("b", "30-0"),
@@ -99,19 +99,19 @@ def test_a_batch_read_may_leave_out_one_stream_of_several_and_begins_early_where
     for stream in "abc":
         fill(client, stream, "10-0", "20-0")
     plan = planner(client, "a,b,c", startingOffsets='{"a": "10-0", "b": "latest"}')
-    pieces = [piece for task in plan.plan_batch_read(ReadFilter({})) for piece in task]
+    pieces = [piece for task in plan.plan_batch_read(ReadRange()) for piece in task]
     assert {piece.stream: piece.after < EntryId(10, 0) for piece in pieces} == {"a": False, "c": True}
 
 
 def test_a_batch_read_names_the_streams_that_are_not_there(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     fill(client, "orders", "10-0")
-    planner(client, "orders").plan_batch_read(ReadFilter({}))
+    planner(client, "orders").plan_batch_read(ReadRange())
     assert not caplog.records
-    assert planner(client, "order,orders,refund").plan_batch_read(ReadFilter({}))
+    assert planner(client, "order,orders,refund").plan_batch_read(ReadRange())
     assert "streams do not exist: 'order', 'refund'" in caplog.text
     caplog.clear()
     pattern = parse({"url": client.url, "subscribePattern": "oder*"}, {})
-    assert BatchPlanner(client, pattern, cores=1).plan_batch_read(ReadFilter({})) == []
+    assert BatchPlanner(client, pattern, cores=1).plan_batch_read(ReadRange()) == []
     assert "no subscribed stream exists" in caplog.text
 
 

@@ -4,7 +4,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 from millstream.redis_client.client import Client
 from millstream.spark.source import provider as source
@@ -14,6 +13,7 @@ from millstream.spark.source.options import parse
 from millstream.spark.source.provider import RedisStreamReader
 from millstream.spark.source.reader_base import DELAY_POLL_S
 from millstream.spark.source.schema import default_schema
+from millstream.spark.versions import ReadAllAvailable, ReadMaxRows, ReadMinRows
 from tests.support.clocks import HandClock
 from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually

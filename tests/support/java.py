@@ -2,7 +2,7 @@
 
 Two things cost most of a start: compiling with the optimising compiler what runs for seconds only, and loading
 some 15,000 classes from 300 archives. So tests run with the first compiler alone, and with a class-data archive
-(JEP 350), which is made once a clone by a training run: 10.7 s of processor time a start become 3.0.
+(JEP 350), which is made once an environment by a training run: 10.7 s of processor time a start become 3.0.
 
 Each query starts some Python, too, and Spark has it import PySpark from the archive `python/lib/pyspark.zip` in its home,
 which Python has to compile anew each time. So tests run with a home without that archive, where the same PySpark is
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-HOME = Path(__file__).parents[2] / ".venv" / "spark-home"
+HOME = Path(sys.prefix) / "spark-home"  # beside the PySpark that it is of
 ARCHIVE = HOME / "classes.jsa"
 VARIABLE = "JAVA_TOOL_OPTIONS"
 _QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:cds=off -Xlog:cds+dynamic=off"

@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.redis_client.client import Client
+from tests.support.triggers import await_end, start_to_end
 
 _numbers = itertools.count()
 
@@ -73,14 +74,14 @@ class Bench(Streams):
         """Start a query that collects its rows; with `once` it ends at the newest entries of now (availableNow)."""
         taken = Taken(f"query{next(_numbers)}")
         writer = frame.writeStream.foreachBatch(taken.take).option("checkpointLocation", str(self.folder / checkpoint))
-        taken.query = (writer.trigger(availableNow=True) if once else writer).start()
+        taken.query = start_to_end(writer) if once else writer.start()
         self.queries.append(taken.query)
         return taken
 
     def take(self, frame: DataFrame, checkpoint: str = "checkpoint") -> "Taken":
         """Run a query up to the newest entries of now."""
         taken = self.start(frame, checkpoint, once=True)
-        taken.query.awaitTermination()
+        await_end(taken.query)
         return taken
 
     def offsets(self, checkpoint: str = "checkpoint") -> list[dict[str, list[Any]]]:

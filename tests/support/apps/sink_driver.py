@@ -10,6 +10,7 @@ from pyspark.errors import StreamingQueryException
 
 from millstream.spark.run.session import open_session
 from tests.support.apps.sink_source import DeadlySource
+from tests.support.triggers import run_to_end
 
 
 def main(url: str, checkpoint: str, master: str, most: str, options: str) -> None:
@@ -23,7 +24,7 @@ def main(url: str, checkpoint: str, master: str, most: str, options: str) -> Non
         rows = frame.selectExpr("concat('out', n % 3) stream", "n")
         writer = rows.writeStream.format("deadly-streams").options(url=url, checkpointLocation=checkpoint)
         try:
-            writer.trigger(availableNow=True).start().awaitTermination()
+            run_to_end(writer)
             break
         except StreamingQueryException as error:
             print("begins again after:", str(error)[:2_000], file=sys.stderr, flush=True)  # noqa: T201

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import CommitStore
@@ -25,6 +24,7 @@ from millstream.spark.engine.entry_points import run_deferred
 from millstream.spark.engine.run_breaker import Rows, RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, log_failures, sum_counters
+from millstream.spark.versions import spark_schema
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class DeferredJobs:
 
         tasks = min(self._spark.sparkContext.defaultParallelism, len(queues))
         frame = self._spark.createDataFrame(queues, _SCHEMA).repartition(tasks)
-        return [row.asDict() for row in frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()]
+        return [row.asDict() for row in frame.mapInArrow(run, spark_schema(METRICS_SCHEMA)).collect()]
 
 
 def _round_robin(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import DecodeError
@@ -25,6 +24,7 @@ from millstream.spark.engine.key_run import unpack_fields
 from millstream.spark.engine.run_breaker import Rows, RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, log_failures, sum_counters
+from millstream.spark.versions import spark_schema
 
 
 class Engine:
@@ -73,7 +73,7 @@ class Engine:
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
 
-        rows = [row.asDict() for row in frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()]
+        rows = [row.asDict() for row in frame.mapInArrow(run, spark_schema(METRICS_SCHEMA)).collect()]
         log_failures(self._failures, rows)
         return rows
 

@@ -8,6 +8,7 @@ from py4j.protocol import Py4JError, Py4JJavaError
 
 from millstream import errors
 from millstream.errors import AccessDenied, ConfigError, DataLoss, MillstreamError, StaleOwner, WrongType
+from millstream.spark.versions import CHECKPOINT_READERS
 
 _FINAL = (StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType)
 _OUR_ERROR = re.compile(r"millstream\.errors\.(\w+): (.*)")
@@ -19,13 +20,10 @@ _PYTHON_LATE = "Python worker failed to connect back"
 _VAGUE = ("Task not serializable", "Task serialization failed")
 """Spark's text for every serialization error; the innermost cause tells what could not be serialized."""
 
-# Java's stack traces, and which of Spark's classes read a checkpoint: https://github.com/apache/spark, branch-4.x,
-# sql/core/src/main/scala/org/apache/spark/sql/execution/streaming
+# Java's stack traces
 _CAUSE = re.compile(r"^(?:Caused by)?: ", re.MULTILINE)  # py4j writes the first after a colon
 _FRAME = re.compile(r"^\s*at (?:[\w.$@-]+/)*(org\.apache\.spark\.[\w.$]+)", re.MULTILINE)
 _ONLY_RAISES = ("org.apache.spark.sql.errors.", "org.apache.spark.SparkException", "org.apache.spark.util.Utils")
-_STREAMING = "org.apache.spark.sql.execution.streaming."
-_READ_CHECKPOINTS = tuple(_STREAMING + part for part in ("checkpointing.", "state.", "runtime.StreamMetadata"))
 _WRITES = re.compile(
     r"(\$anonfun\$)?(do)?(commit|write|add|close|create|upload|rename|delete|maintenance)", re.IGNORECASE
 )
@@ -106,7 +104,7 @@ def _is_raised_in_checkpoint(trace: str) -> bool:
     for part in reversed(parts):
         for frame in _FRAME.findall(part):
             if not frame.startswith(_ONLY_RAISES):
-                return frame.startswith(_READ_CHECKPOINTS) and not _WRITES.match(frame.rpartition(".")[2])
+                return frame.startswith(CHECKPOINT_READERS) and not _WRITES.match(frame.rpartition(".")[2])
     return False
 
 

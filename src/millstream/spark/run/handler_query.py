@@ -63,6 +63,11 @@ class HandlerQuery(SupervisedQuery):
             return [stream for base in partition_maps_of(client, handler) for stream in base.streams]
         return list(handler.streams) or client.scan_streams(handler.pattern or "*")
 
+    @property
+    def group(self) -> str:
+        """See SupervisedQuery."""
+        return HandlerKeys(self._handler.app, self._handler.name, "").group
+
     def join(self) -> None:
         """Join the service that its streams are announced to, as a consumer."""
         if self._handler.announced is not None:
@@ -129,7 +134,7 @@ class HandlerQuery(SupervisedQuery):
             "layout": "packed",
             "frontierApp": handler.app,
             "frontierHandler": handler.name,
-            "group": HandlerKeys(handler.app, handler.name, "").group,
+            "group": self.group,
             "startingOffsets": "frontier",
             **({"keyField": handler.key_field} if handler.key_field else {}),
         }

@@ -1,11 +1,15 @@
 """SupervisedQuery: one query of an app, a handler's or a stage's, and its state as the supervisor sees it."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event as Flag
 from typing import Any, ClassVar, Literal, TypeVar
 
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
@@ -16,6 +20,7 @@ from millstream.redis_client.client import Client
 from millstream.spark.run.failures import Failure
 from millstream.spark.run.first_start import Start, StartAt
 from millstream.spark.run.session import checkpoint_begun, clear_unfinished, has_executors, is_cluster
+from millstream.spark.versions import HAS_LIMITS
 
 Event = Mapping[str, Any]
 T = TypeVar("T")
@@ -120,6 +125,11 @@ class SupervisedQuery(ABC):
     def streams(self) -> list[str]:
         """The streams that it reads, as known now."""
 
+    @property
+    @abstractmethod
+    def group(self) -> str:
+        """The consumer group that shows its progress on its streams."""
+
     def join(self) -> None:
         """Join the service of its streams, if any, before `prepare`. Raises ConfigError, RedisError."""
         return
@@ -186,6 +196,7 @@ class SupervisedQuery(ABC):
             "maxOffsetsPerTrigger": settings.max_per_batch,
             "failOnDataLoss": settings.fail_on_data_loss,
             "readFrom": settings.read_from,
+            **({} if HAS_LIMITS else {"availableNow": settings.once}),
             # On a cluster the source sees only the driver's own cores.
             **({"minPartitions": context.defaultParallelism} if is_cluster(str(context.master)) else {}),
         }
@@ -194,11 +205,20 @@ class SupervisedQuery(ABC):
         """Start the query of `writer` with the label as its name, the checkpoint, and the trigger of the settings."""
         settings = self._context.settings
         writer = writer.queryName(self.label).option("checkpointLocation", self.checkpoint)
-        if settings.once:
+        if settings.once and HAS_LIMITS:
             writer = writer.trigger(availableNow=True)
         elif settings.interval_ms:
             writer = writer.trigger(processingTime=f"{settings.interval_ms} milliseconds")
         clear_unfinished(self._context.spark, self.checkpoint)
         query = writer.start()
+        if settings.once and not HAS_LIMITS:
+            threading.Thread(target=_stop_at_end, args=(query,), name="millstream-once", daemon=True).start()
         self.has_started = True
         return query
+
+
+def _stop_at_end(query: StreamingQuery) -> None:
+    """Stop `query` once it has read all: with the option availableNow its sources have an end, on Spark 4.0 and 4.1."""
+    with suppress(PySparkException, Py4JError, OSError):  # it has failed, which the supervisor sees, or Java has ended
+        query.processAllAvailable()
+        query.stop()

@@ -16,6 +16,7 @@ from pyspark.sql.streaming.listener import (
 from millstream.handlers.handler import Handler
 from millstream.observability import metrics as m
 from millstream.spark.run.offsets_behind import entries_behind
+from millstream.spark.versions import HAS_LIMITS
 
 
 class QueryMetrics(StreamingQueryListener):
@@ -75,7 +76,12 @@ class QueryMetrics(StreamingQueryListener):
 
 
 def _lags(progress: StreamingQueryProgress) -> dict[str, int | None]:
-    """Return the lag of the query in each stream of all its sources."""
+    """Return the lag of the query in each stream of all its sources.
+
+    Before Spark 4.2 it is unknown: a report there has the end of the batch as the newest offset.
+    """
+    if not HAS_LIMITS:
+        return {}
     found: dict[str, int | None] = {}
     for source in progress.sources:
         found |= entries_behind(source.endOffset, source.latestOffset)

@@ -24,6 +24,7 @@ from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
 from millstream.spark.run.connect_guard import refuse_connect
 from millstream.spark.run.failures import java_reason
+from millstream.spark.versions import LOCAL_CHECKPOINTS, SETTINGS
 
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _KEPT_LINES = 20
@@ -36,12 +37,6 @@ _LOG_END_S = 2.0
 _JAVA_EXIT_S = 20.0
 _NO_MASTER = "Cannot call methods on a stopped SparkContext."
 _FORMAT = "redis-streams"
-_LOCAL_CHECKPOINTS = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
-"""Writes checkpoints on a local disk without help of other programs.
-
-By default Spark writes them through Hadoop's FileContext, which starts the program `readlink` for each file that it
-renames: some 35 processes and 50 ms a batch (Hadoop, FileUtil.readLink). Both overwrite a file by one rename.
-"""
 
 
 def task_attempts(handlers: Iterable[Handler]) -> int:
@@ -66,13 +61,14 @@ def default_settings(master: str, checkpoint: str = "") -> dict[str, str]:
         "spark.sql.streaming.minBatchesToRetain": "10",
         "spark.sql.streaming.numRecentProgressUpdates": "5",
         "spark.sql.streaming.stopTimeout": "20s",
+        **SETTINGS,
     }
     if master.startswith("local"):
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     if not is_cluster(master):
         settings["spark.sql.shuffle.partitions"] = str(os.cpu_count())
         if "://" not in checkpoint:  # on a cluster, a path may be on its file system
-            settings["spark.sql.streaming.checkpointFileManagerClass"] = _LOCAL_CHECKPOINTS
+            settings["spark.sql.streaming.checkpointFileManagerClass"] = LOCAL_CHECKPOINTS
     return settings
 
 

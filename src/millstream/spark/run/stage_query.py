@@ -34,6 +34,11 @@ class StageQuery(SupervisedQuery):
         self._last_batch = -1
         self._batch_count = 0
 
+    @property
+    def group(self) -> str:
+        """See SupervisedQuery."""
+        return self._group
+
     def streams(self) -> list[str]:
         """The streams that its inputs name, or that match their patterns now."""
         scan = self._context.client.scan_streams
@@ -115,8 +120,9 @@ class StageQuery(SupervisedQuery):
         # A redriven entry is meant for the handler that failed on it; the stage has read the original.
         options |= {"group": self._group, "startingOffsets": begins_at, "redriven": "skip"}
         options |= one.options
+        options = {name: value for name, value in options.items() if value is not None}  # as Spark 4.3 does
         # Checked now: Spark parses the options only when the query starts.
-        parse({name: text_of_option(value) for name, value in options.items() if value is not None})
+        parse({name: text_of_option(value) for name, value in options.items()})
         reader = self._context.spark.readStream.format("redis-streams").options(**options)
         return (reader if one.schema is None else reader.schema(schema_of(one.schema))).load()
 

@@ -34,8 +34,10 @@ from millstream.spark.run.handler_query import HandlerQuery
 from millstream.spark.run.liveness import keep_announced
 from millstream.spark.run.offsets_behind import entries_behind
 from millstream.spark.run.query import MAX_FAILURES, Event, RunContext, RunSettings, SupervisedQuery
+from millstream.spark.run.redis_lag import RedisLag
 from millstream.spark.run.session import has_executors, has_stopped, java_has_ended, make_active, prefill_environment
 from millstream.spark.run.stage_query import StageQuery
+from millstream.spark.versions import HAS_LIMITS
 
 __all__ = ["RunSettings", "Supervisor"]
 
@@ -80,6 +82,7 @@ class Supervisor:
         self._on_watch = on_watch
         self._clock = clock
         self._client = Client(settings.url)
+        self._redis_lag = RedisLag(self._client, clock)
         self._stopping = stopping or threading.Event()
         self._ended = threading.Event()
         self._environment_ready = self._had_executors = False
@@ -186,6 +189,8 @@ class Supervisor:
 
     def lag(self) -> int | None:
         """The lag in entries, over all handlers and stages; None until it is known."""
+        if not HAS_LIMITS:
+            return self._redis_lag.total((one.group, one.streams()) for one in self._supervised)
         total: int | None = None
         for supervised in self._supervised:
             progress = supervised.query.lastProgress if supervised.query is not None else None

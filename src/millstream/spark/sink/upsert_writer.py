@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import IntegralType, StringType, StructField, StructType
 
 from millstream.errors import ConfigError, OutputError
 from millstream.spark.sink.options import SinkOptions, UpsertLayout
+from millstream.spark.versions import DataSourceStreamArrowWriter
 
 if TYPE_CHECKING:
     import pyarrow as pa

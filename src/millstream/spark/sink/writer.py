@@ -12,13 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from millstream.errors import ConfigError
 from millstream.spark.error_boundary import clean_tracebacks
 from millstream.spark.sink.manifest import StagedPart, StagedTask
 from millstream.spark.sink.options import SinkOptions
+from millstream.spark.versions import DataSourceStreamArrowWriter
 
 if TYPE_CHECKING:
     import pyarrow as pa

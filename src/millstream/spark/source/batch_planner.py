@@ -14,12 +14,12 @@ from millstream.redis_client.client import Client
 from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import Loss, LossPolicy, after_loss, detect_loss, recreated_stream_error
 from millstream.spark.source.fair_shares import FairFill, divide, round_robin
-from millstream.spark.source.filters import ReadFilter
 from millstream.spark.source.offset_bounds import Bound, id_of
 from millstream.spark.source.offset_ranges import OffsetRange, TaskSizing, assign, split_at, split_evenly
 from millstream.spark.source.offset_seek import Seek, seek
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import SourceOptions
+from millstream.spark.source.read_range import ReadRange
 from millstream.spark.source.starting_offsets import StartingOffsets, summarize_names
 from millstream.spark.source.stream_info import StreamInfo
 from millstream.spark.source.stream_info_cache import StreamInfoCache
@@ -229,13 +229,13 @@ class BatchPlanner:
 
     # --- the tasks of a batch ---
 
-    def plan_batch_read(self, read_filter: ReadFilter) -> list[list[OffsetRange]]:
-        """Plan the tasks of a batch read: from `startingOffsets` to `endingOffsets`, narrowed by `read_filter`."""
+    def plan_batch_read(self, read_range: ReadRange) -> list[list[OffsetRange]]:
+        """Plan the tasks of a batch read: from `startingOffsets` to `endingOffsets`, narrowed by `read_range`."""
         names = self._subscription.names()
-        infos = self._fetch_infos([name for name in names if read_filter.accepts(name)])
+        infos = self._fetch_infos([name for name in names if read_range.accepts(name)])
         ends = {name: self._ending_position(name, info) for name, info in infos.items() if info is not None}
         _warn_of_missing(names, [name for name in infos if name not in ends])
-        return self.plan_tasks(*read_filter.narrow(self._starting.resolve(infos, "earliest"), ends))
+        return self.plan_tasks(*read_range.narrow(self._starting.resolve(infos, "earliest"), ends))
 
     def _ending_position(self, name: str, info: StreamInfo) -> Position:
         last = id_of(self._options.ending.for_stream(name, "latest"))

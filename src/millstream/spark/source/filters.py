@@ -1,6 +1,9 @@
-"""ReadFilter: Spark's filters on stream, id and time as a range of ids and tests of stream names. No I/O."""
+"""ReadFilter: Spark's filters on stream, id and time as a range of ids and tests of stream names. No I/O.
 
-from collections.abc import Callable, Mapping
+Imported where Spark has filters only, since 4.1.
+"""
+
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -23,28 +26,23 @@ from pyspark.sql.datasource import (
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.limits import MAX_TIMESTAMP_MS
-from millstream.spark.source.offsets import Offsets, Position
+from millstream.spark.source.read_range import MAX_UINT64, NameTest, ReadRange
 
-_MAX_UINT64 = 2**64 - 1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EQUAL = (EqualTo, EqualNullSafe)
 _COMPARISONS = (*_EQUAL, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
 
-NameTest = Callable[[str], bool]
 
-
-class ReadFilter:
-    """Entries with ids from `min_id` to `max_id`, of streams that pass every test; all entries, until filters are added.
+class ReadFilter(ReadRange):
+    """The range that Spark's filters leave; all entries, until filters are added.
 
     `columns`: maps each column that filters may name to the one of `stream`, `id`, `id_ms` and `timestamp` that it
     shows.
     """
 
     def __init__(self, columns: Mapping[str, str]) -> None:
-        self.min_id = ZERO_ID
-        self.max_id = EntryId(_MAX_UINT64, _MAX_UINT64)
+        super().__init__()
         self._columns = columns
-        self._tests: list[NameTest] = []
 
     def add(self, condition: Filter) -> bool:
         """Apply `condition`, as far as possible; False if Spark still has to apply it to the rows."""
@@ -59,23 +57,12 @@ class ReadFilter:
             return self._one_of(path[0], list(condition.value))
         return False
 
-    def accepts(self, stream: str) -> bool:
-        """True if entries of `stream` can pass the filters."""
-        return all(test(stream) for test in self._tests)
-
-    def narrow(self, start: Offsets, end: Offsets) -> tuple[Offsets, Offsets]:
-        """Return the part of the ranges from `start` to `end` that can pass the filters."""
-        after = _before(self.min_id)
-        starts = {name: at if at.id >= after else Position(after, None) for name, at in start.items()}
-        ends = {name: at if at.id <= self.max_id else Position(self.max_id, None) for name, at in end.items()}
-        return starts, {name: at for name, at in ends.items() if name in starts}
-
     # --- streams ---
 
     def _add_test(self, condition: Filter) -> bool:
         test = _name_test(condition)
         if test is not None:
-            self._tests.append(test)
+            self.tests.append(test)
         return test is not None
 
     # --- ids ---
@@ -90,7 +77,7 @@ class ReadFilter:
         if shown == "timestamp" and isinstance(value, datetime) and value.tzinfo is not None:
             # A filter has microseconds, which may fall between the milliseconds of two ids.
             whole, rest = divmod((value - _EPOCH) // timedelta(microseconds=1), 1000)
-            self._intersect(ZERO_ID, EntryId(MAX_TIMESTAMP_MS, _MAX_UINT64))
+            self._intersect(ZERO_ID, EntryId(MAX_TIMESTAMP_MS, MAX_UINT64))
             self._compare_ms(condition, whole, whole + bool(rest))
             return True
         return False
@@ -108,19 +95,12 @@ class ReadFilter:
         last = {EqualTo: floor, EqualNullSafe: floor, LessThan: ceiling - 1, LessThanOrEqual: floor}
         kind = type(condition)
         self._intersect(
-            EntryId(max(first.get(kind, 0), 0), 0), EntryId(min(last.get(kind, _MAX_UINT64), _MAX_UINT64), _MAX_UINT64)
+            EntryId(max(first.get(kind, 0), 0), 0), EntryId(min(last.get(kind, MAX_UINT64), MAX_UINT64), MAX_UINT64)
         )
 
     def _intersect(self, min_id: EntryId, max_id: EntryId) -> None:
         self.min_id = max(self.min_id, min_id)
         self.max_id = min(self.max_id, max_id)
-
-
-def _before(entry_id: EntryId) -> EntryId:
-    ms, seq = entry_id
-    if seq:
-        return EntryId(ms, seq - 1)
-    return EntryId(ms - 1, _MAX_UINT64) if ms else ZERO_ID
 
 
 def _only(text: str) -> tuple[EntryId, EntryId]:

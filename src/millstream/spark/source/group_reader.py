@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from millstream.model import EntryId
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, dump, load
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
+from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait, planned
 from millstream.spark.source.schema import check_schema
+from millstream.spark.versions import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,6 +77,10 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
             idle_wait(began)
         return start
 
+    def count_entries(self, start: dict[str, Any], end: dict[str, Any]) -> int | None:
+        """How many entries the batch that ends at `end` has."""
+        return sum(load(end).counts.values())
+
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark calls it first, for the last batch."""
         tasks = self._with_retry(lambda: self._group_planner.plan_tasks(load(start), load(end)))
@@ -91,9 +95,7 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         from millstream.spark.source.group_partition_reader import GroupPartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        portions: list[GroupPartition] = (
-            partition.value or []
-        )  # an empty batch gets a partition of Spark's own, without a value
+        portions: list[GroupPartition] = planned(partition)
         fail_on_data_loss = self._options.fail_on_data_loss
         reader = GroupPartitionReader(
             self._client, portions, limit_ms=None, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas

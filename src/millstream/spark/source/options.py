@@ -44,6 +44,7 @@ NAMES = (
     "mode",
     "redriven",
     "pushDownPredicate",
+    "availableNow",
     "assign",
     "layout",
     "subscribeAnnounced",
@@ -113,6 +114,7 @@ class SourceOptions:
     * `late_start`: for streams with no entry at or after the starting time: fail, or begin at the end; None = default
     * `starting_group`: the consumer group that startingOffsets=group begins at
     * `push_down`: filters of a batch read limit what it reads from Redis
+    * `available_now`: a streaming query ends at the entries that are there when it starts; None = not said
     * `handler`: the app and handler whose commits the query follows
     * `from_replicas`: tasks read entries from replicas that are up to date
     * `sharing`: read through `group`; None = read all entries, and show the progress in `group`
@@ -132,6 +134,7 @@ class SourceOptions:
     group: str = "spark-source"
     columns: Columns = Columns()
     push_down: bool = False
+    available_now: bool | None = None
     from_replicas: bool = False
     handler: tuple[str, str] | None = None
     sharing: Sharing | None = None
@@ -166,6 +169,8 @@ class SourceOptions:
             return "startingOffsets=latest leaves nothing to read for spark.read: use earliest or an id"
         if self.limits.max_per_trigger is not None:
             return "maxOffsetsPerTrigger is for spark.readStream; spark.read ends at endingOffsets"
+        if self.available_now is not None:
+            return "availableNow is for spark.readStream; spark.read ends at endingOffsets"
         if self.limits.min_per_trigger is not None:
             return "minOffsetsPerTrigger is for spark.readStream; spark.read does not wait for entries"
         return None
@@ -203,6 +208,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         group=options.values.get("group", SourceOptions.group),
         columns=_columns(options),
         push_down=options.flag("pushDownPredicate", False),
+        available_now=options.flag("availableNow", False) if "availableNow" in options.values else None,
         from_replicas=options.choice("readFrom", ("primary", "replica"), "primary") == "replica",
         handler=frontier,
         sharing=sharing,

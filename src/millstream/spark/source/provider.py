@@ -16,15 +16,7 @@ from pyspark.sql.datasource import (
     DataSourceStreamReader,
     DataSourceStreamWriter,
     DataSourceWriter,
-    Filter,
     InputPartition,
-)
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    ReadMinRows,
-    SupportsTriggerAvailableNow,
 )
 from pyspark.sql.types import StructType
 
@@ -38,13 +30,26 @@ from millstream.spark.source.offsets import Offsets, dump, load
 from millstream.spark.source.options import NAMES, SourceOptions, parse
 from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema, default_schema, shown_columns
+from millstream.spark.versions import (
+    HAS_FILTERS,
+    HAS_LIMITS,
+    SPARK_VERSION,
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.sql.datasource import Filter
 
     from millstream.spark.source.batch_planner import PlannedEnd
     from millstream.spark.source.filters import ReadFilter
+    from millstream.spark.source.group_reader import RedisGroupReader
     from millstream.spark.source.progress_group import ProgressGroup
+    from millstream.spark.source.read_range import ReadRange
 
 _BATCH_PATIENCE_MS = 60_000.0
 
@@ -82,6 +87,7 @@ class RedisStreamsSource(DataSource):
         if is_for_writing(self.options, NAMES) and not names & {"subscribe", "subscribepattern"}:
             raise ConfigError('these options are for writing: to read, name streams by option("subscribe", "a,b")')
         options = parse(self.options)
+        _check_version(options)
         parse_route(options.url, timeout_ms=0)  # checks the URL, connects to nothing
         return options
 
@@ -111,11 +117,19 @@ class RedisStreamsSource(DataSource):
     @clean_tracebacks
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """The reader of `spark.readStream`."""
-        if self._options.sharing is not None:
-            from millstream.spark.source.group_reader import RedisGroupReader
+        reader = self._limited_reader(schema)
+        if HAS_LIMITS:
+            return reader
+        from millstream.spark.source.tracking_reader import TrackingReader
 
-            return RedisGroupReader(self._options, schema)
-        return RedisStreamReader(self._options, schema)
+        return TrackingReader(reader, self._options.available_now)
+
+    def _limited_reader(self, schema: StructType) -> "RedisStreamReader | RedisGroupReader":
+        if self._options.sharing is None:
+            return RedisStreamReader(self._options, schema)
+        from millstream.spark.source.group_reader import RedisGroupReader
+
+        return RedisGroupReader(self._options, schema)
 
     @clean_tracebacks
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
@@ -140,22 +154,32 @@ class RedisStreamsSource(DataSource):
         return RedisStreamWriter(options, schema, overwrite)
 
 
+def _check_version(options: SourceOptions) -> None:
+    """Raise ConfigError for an option that this version of Spark cannot serve, or makes needless."""
+    if options.push_down and not HAS_FILTERS:
+        raise ConfigError(
+            f"option pushDownPredicate needs Spark 4.1 or later, this is {SPARK_VERSION}: limit what is read by "
+            "startingOffsets, endingOffsets and the streams of subscribe"
+        )
+    if options.available_now is not None and HAS_LIMITS:
+        raise ConfigError("option availableNow is for Spark 4.0 and 4.1: set the trigger, .trigger(availableNow=True)")
+
+
 class RedisBatchReader(ReaderBase, DataSourceReader):
     """Reads the subscribed streams once, between offsets that are fixed when the query is planned."""
 
     @cached_property
-    def _read_filter(self) -> "ReadFilter":
-        from millstream.spark.source.filters import ReadFilter
+    def _read_range(self) -> "ReadRange":
+        from millstream.spark.source.read_range import ReadRange
 
-        shown = shown_columns(self._options.columns, self._schema)
-        return ReadFilter({column: what for what, column in shown.items()})
+        return ReadRange()
 
     @clean_tracebacks
     def partitions(self) -> list[InputPartition]:
         """Plan one partition a task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
-        tasks = self._with_retry(lambda: self._planner.plan_batch_read(self._read_filter), limit_ms=_BATCH_PATIENCE_MS)
+        tasks = self._with_retry(lambda: self._planner.plan_batch_read(self._read_range), limit_ms=_BATCH_PATIENCE_MS)
         return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
@@ -166,10 +190,17 @@ class RedisBatchReader(ReaderBase, DataSourceReader):
 class FilteringReader(RedisBatchReader):
     """Reads once, and only entries that Spark's filters on stream, id and time let through."""
 
-    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802
+    @cached_property
+    def _read_range(self) -> "ReadFilter":
+        from millstream.spark.source.filters import ReadFilter
+
+        shown = shown_columns(self._options.columns, self._schema)
+        return ReadFilter({column: what for what, column in shown.items()})
+
+    def pushFilters(self, filters: "list[Filter]") -> "Iterator[Filter]":  # noqa: N802
         """Push down the filters that the source supports; yield those that Spark has to apply to the rows."""
         for condition in filters:
-            if not self._read_filter.add(condition):
+            if not self._read_range.add(condition):
                 yield condition
 
 
@@ -225,7 +256,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
             end = dump(planned.end)
             self._remember(end, planned.end)
             return end
-        if self._target is not None:
+        if self._target is not None or not HAS_LIMITS:
             self._with_retry(self._progress_group.publish_rest)  # this may be the last call
         if planned.delay_ms:
             time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))
@@ -249,6 +280,16 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     def _remember(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
         self._recent_offsets = [*self._recent_offsets[-1:], (raw, offsets)]
         return offsets
+
+    def count_entries(self, start: dict[str, Any], end: dict[str, Any]) -> int | None:
+        """How many entries were added between two offsets; None if unknown."""
+        starts, counts = self._parse_offsets(start), []
+        for stream, position in self._parse_offsets(end).items():
+            before = starts.get(stream, position).entries_added
+            if before is None or position.entries_added is None:
+                return None
+            counts.append(position.entries_added - before)
+        return sum(counts)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The latest offsets as of the last `latestOffset` call, for Spark's progress reports."""

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
@@ -75,12 +75,17 @@ class ReaderBase:
         from millstream.spark.source.partition_reader import PartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        ranges = from_tuple(partition.value or [])  # an empty batch gets a partition of Spark's own, without a value
+        ranges = from_tuple(planned(partition))
         fail_on_data_loss = self._options.fail_on_data_loss
         reader = PartitionReader(
             self._client, ranges, limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas
         )
         return clean_traceback(reader.batches(batch_maker(self._options.columns, self._schema)))
+
+
+def planned(partition: InputPartition | None) -> Any:
+    """Return what was planned for a task; nothing for the task that Spark adds to an empty batch (4.0: as None)."""
+    return (partition.value if partition is not None else None) or []
 
 
 def idle_wait(began_s: float) -> None:

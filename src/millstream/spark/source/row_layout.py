@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pyarrow as pa
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from millstream.redis_client.key_names import REDRIVE_FIELD
@@ -19,6 +18,7 @@ from millstream.spark.source.row_decoder import (
     typed_columns,
 )
 from millstream.spark.source.schema import is_default, shown_columns
+from millstream.spark.versions import arrow_schema
 
 MakeBatch = Callable[[Sequence[StreamEntries]], pa.RecordBatch]
 
@@ -35,7 +35,7 @@ def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
 
 
 def _maker(columns: Columns, schema: StructType) -> BatchMaker:
-    arrow = to_arrow_schema(schema, timezone="UTC")
+    arrow = arrow_schema(schema)
     meta = shown_columns(columns, schema)
     if not is_default(columns, schema):
         names = [name for name in schema.names if name not in meta.values()]

@@ -1,0 +1,143 @@
+"""What differs between the versions of Spark that millstream runs on. Nothing else asks for a version.
+
+`docs/spark-versions.md` tells users what each version lacks.
+"""
+
+from inspect import signature
+from typing import TYPE_CHECKING
+
+import pyspark
+from pyspark.sql import datasource
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter
+    from pyspark.sql.types import StructType
+
+__all__ = [
+    "CHECKPOINT_READERS",
+    "HAS_FILTERS",
+    "HAS_LIMITS",
+    "LOCAL_CHECKPOINTS",
+    "SETTINGS",
+    "SPARK_VERSION",
+    "SUPPORTED",
+    "DataSourceStreamArrowWriter",
+    "ReadAllAvailable",
+    "ReadLimit",
+    "ReadMaxRows",
+    "ReadMinRows",
+    "SupportsTriggerAvailableNow",
+    "arrow_schema",
+    "spark_schema",
+]
+
+SPARK_VERSION: str = pyspark.__version__
+
+SUPPORTED = "4.0 to 4.3"
+"""The versions that the tests pass on, as errors name them."""
+
+_VERSION = tuple(int(part) for part in SPARK_VERSION.split(".")[:2])
+
+# --- Sources ---
+
+HAS_FILTERS = hasattr(datasource, "Filter")
+"""Whether Spark passes filters to a batch reader: since 4.1."""
+
+try:
+    from pyspark.sql.streaming.datasource import (
+        ReadAllAvailable,
+        ReadLimit,
+        ReadMaxRows,
+        ReadMinRows,
+        SupportsTriggerAvailableNow,
+    )
+
+    HAS_LIMITS = True
+    """Whether Spark tells a stream reader the start and the limit of a batch, and the trigger: since 4.2.
+
+    Since then its progress reports have the newest offset, too. Before, `TrackingReader` makes up for it.
+    """
+except ImportError:
+    from dataclasses import dataclass
+
+    HAS_LIMITS = False
+
+    class ReadLimit:  # type: ignore[no-redef]
+        """As in PySpark 4.2."""
+
+    class ReadAllAvailable(ReadLimit):  # type: ignore[no-redef]
+        """As in PySpark 4.2."""
+
+    @dataclass
+    class ReadMinRows(ReadLimit):  # type: ignore[no-redef]
+        """As in PySpark 4.2."""
+
+        min_rows: int
+
+    @dataclass
+    class ReadMaxRows(ReadLimit):  # type: ignore[no-redef]
+        """As in PySpark 4.2."""
+
+        max_rows: int
+
+    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
+        """As in PySpark 4.2."""
+
+
+# --- Sinks ---
+
+if not TYPE_CHECKING:
+    if hasattr(datasource, "DataSourceStreamArrowWriter"):  # since 4.1
+        DataSourceStreamArrowWriter = datasource.DataSourceStreamArrowWriter
+    else:
+
+        class DataSourceStreamArrowWriter(datasource.DataSourceStreamWriter, datasource.DataSourceArrowWriter):
+            """As in PySpark 4.1: 4.0 gives record batches to each DataSourceArrowWriter, of streams, too."""
+
+
+# --- Private parts of PySpark ---
+
+
+def arrow_schema(schema: "StructType") -> "pa.Schema":
+    """The schema of record batches with the columns of `schema`; timestamps are in UTC."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    is_named = "timezone" in signature(to_arrow_schema).parameters  # since 4.2; before, UTC is its default
+    return to_arrow_schema(schema, timezone="UTC") if is_named else to_arrow_schema(schema)
+
+
+def spark_schema(schema: "pa.Schema") -> "StructType":
+    """The columns of record batches of `schema`."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    return from_arrow_schema(schema)
+
+
+# --- Java classes ---
+
+_STREAMING = "org.apache.spark.sql.execution.streaming."
+
+LOCAL_CHECKPOINTS = (
+    _STREAMING + ("" if _VERSION < (4, 1) else "checkpointing.") + "FileSystemBasedCheckpointFileManager"
+)
+"""The class that writes checkpoints on a local disk without help of other programs.
+
+By default Spark writes them through Hadoop's FileContext, which starts the program `readlink` for each file that it
+renames: some 35 processes and 50 ms a batch (Hadoop, FileUtil.readLink). Both overwrite a file by one rename.
+"""
+
+SETTINGS = {"spark.sql.execution.arrow.maxBytesPerBatch": "64m"} if _VERSION < (4, 1) else {}
+"""Settings that later versions have by default: 4.0 gives a task all rows of its share in one record batch."""
+
+CHECKPOINT_READERS = tuple(
+    _STREAMING + part
+    for part in (
+        *("checkpointing.", "state.", "runtime.StreamMetadata"),
+        # 4.0
+        *("StreamMetadata", "HDFSMetadataLog", "OffsetSeq", "CommitLog", "CheckpointFileManager"),
+        *("FileSystemBasedCheckpointFileManager", "FileContextBasedCheckpointFileManager"),
+    )
+)
+"""Beginnings of the names of classes that read a checkpoint: https://github.com/apache/spark, branch-4.x,
+sql/core/src/main/scala/org/apache/spark/sql/execution/streaming."""

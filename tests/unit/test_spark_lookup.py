@@ -1,0 +1,36 @@
+"""Spark imports `pyspark_millstream` in every session that uses any Python data source: its import does no harm."""
+
+import importlib
+import sys
+
+import pytest
+from pyspark.cloudpickle import dumps, loads
+from pyspark.sql.datasource import DataSource
+
+from millstream.spark.versions import SPARK_VERSION, SUPPORTED
+
+pytestmark = pytest.mark.spark
+
+
+def look_up(monkeypatch: pytest.MonkeyPatch) -> type[DataSource]:
+    """What Spark finds: the class, as it arrives in another process (PySpark, `lookup_data_sources.py`)."""
+    monkeypatch.delitem(sys.modules, "pyspark_millstream", raising=False)
+    found = importlib.import_module("pyspark_millstream").DefaultSource
+    assert issubclass(found, DataSource)
+    arrived: type[DataSource] = loads(dumps(found))  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def test_spark_finds_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look_up(monkeypatch).name() == "redis-streams"
+
+
+def test_on_a_spark_that_lacks_what_it_needs_the_lookup_succeeds_and_its_use_names_the_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "millstream.spark.source.provider", raising=False)
+    monkeypatch.delattr("pyspark.sql.datasource.DataSourceStreamReader")
+    found = look_up(monkeypatch)
+    assert found.name() == "redis-streams"
+    with pytest.raises(ImportError, match=f"needs Spark {SUPPORTED}.* This is Spark {SPARK_VERSION}.*StreamReader"):
+        found({})
