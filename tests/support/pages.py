@@ -65,9 +65,9 @@ def blocks_of(page: str) -> list[Block]:
 def write_files(page: str, folder: Path, replaced: Mapping[str, str] = MappingProxyType({})) -> dict[str, Path]:
     """Write the named files of a page to `folder`; return them by name."""
     files = {block.file: block.text for block in blocks_of(page) if block.file}
+    for old, new in replaced.items():
+        files = {name: text.replace(old, new) for name, text in files.items()}
     for name, text in files.items():
-        for old, new in replaced.items():
-            text = text.replace(old, new)
         (folder / name).write_text(text)
     return {name: folder / name for name in files}
 
