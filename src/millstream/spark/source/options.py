@@ -129,7 +129,7 @@ class SourceOptions:
     ending: OffsetBounds = DEFAULT_BOUNDS
     limits: Limits = Limits()
     fail_on_data_loss: bool = True
-    group: str = "spark-source"
+    group: str = "millstream-spark"
     columns: Columns = Columns()
     push_down: bool = False
     from_replicas: bool = False
