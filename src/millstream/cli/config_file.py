@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, install_hint
 
 
 def _read(context: typer.Context, path: Path | None) -> Path | None:
@@ -35,4 +35,4 @@ def require_modules(extra: str, *modules: str) -> None:
     """Raise ConfigError if a module of an optional extra is not installed."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"this needs {name}, which is not installed: pip install 'millstream[{extra}]'")
+            raise ConfigError(f"this needs {name}, which is not installed; {install_hint(extra)}")

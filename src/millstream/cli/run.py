@@ -22,7 +22,7 @@ from millstream.cli.options import DEFAULT_URL, Json, Url
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import pluralize
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, SessionEnded
+from millstream.errors import ConfigError, SessionEnded, install_hint
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import HealthServer
 from millstream.observability.metrics import NO_METRICS, Metrics, Recorder
@@ -229,7 +229,7 @@ def _check_installed() -> None:
         import millstream.spark.run.query_metrics
         import millstream.spark.run.supervisor  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
+        raise ConfigError(f"Spark needs {error.name!r}; {install_hint('spark')}") from error
 
 
 def _in_sessions(
