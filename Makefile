@@ -1,6 +1,6 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spark unit lint quick-java soak bench clean
+.PHONY: help setup demo test spark unit lint docs quick-java soak bench clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
@@ -15,7 +15,8 @@ help: ## list the targets
 setup: ## install what is missing: .venv, redis-server, Java (done by the other targets as well)
 	@scripts/setup
 
-demo: setup ## a year of real flights through a Spark pipeline, and a report (ARGS=--kill, ARGS=--json)
+demo: ## a year of real flights through a Spark pipeline, and a report (ARGS=--kill, ARGS=--json)
+	@scripts/setup demo
 	@$(BIN)/millstream demo $(ARGS)
 
 test: setup ## lint and every test (AREA=keys: those of one area, see CONTRIBUTING)
@@ -35,6 +36,9 @@ lint: setup ## ruff and mypy
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+docs: setup ## the pages as a site, with search, in build/site (ARGS=serve: on 127.0.0.1:8000)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 soak: setup ## every test, the fault and load tests with full counts (AREA=keys: those of one area): takes hours
 	MILLSTREAM_SOAK=1 $(BIN)/python -m pytest --timeout=0 $(if $(AREA),-m "$(AREA)") $(ARGS)

@@ -1,4 +1,4 @@
-"""The smallest useful app: a running total per customer. Try it with the commands in the README."""
+"""The smallest useful app: a running total per customer. Try it as in docs/start/workers.md."""
 
 from dataclasses import dataclass
 

@@ -192,6 +192,11 @@ class SessionEnded(PipelineFailed):
     """The Spark session of the pipeline has ended. Run the pipeline again in a new session."""
 
 
+def install_hint(extra: str) -> str:
+    """Return how to install an optional extra. There is no release yet: only a clone can be installed."""
+    return f"run this in your clone of millstream: pip install '.[{extra}]'"
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of a foreign error, or a placeholder if its own `__str__` fails."""
     try:

@@ -4,6 +4,7 @@ from typing import Any
 
 from pyspark.sql.datasource import DataSource
 
+from millstream.errors import install_hint
 from millstream.spark.versions import SPARK_VERSION, SUPPORTED
 
 
@@ -13,8 +14,8 @@ def unusable_source(error: ImportError) -> type[DataSource]:
     Spark then finds the sources of other packages, and a program without `redis-streams` notices nothing.
     """
     reason = (
-        f"redis-streams needs Spark {SUPPORTED}, and millstream with its packages in the Python that Spark starts "
-        f"(pip install 'millstream[spark]'). This is Spark {SPARK_VERSION}, and importing it fails there: {error}"
+        f"redis-streams needs Spark {SUPPORTED}, and millstream with its packages in the Python that Spark starts: "
+        f"{install_hint('spark')}. This is Spark {SPARK_VERSION}, and importing it fails there: {error}"
     )
 
     class UnusableSource(DataSource):

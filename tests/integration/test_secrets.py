@@ -74,8 +74,9 @@ def quiet_again() -> Iterator[None]:
 
 @pytest.fixture
 def app(tmp_path: Path) -> str:
-    (tmp_path / "canary_app.py").write_text(APP)
-    return str(tmp_path / "canary_app.py")
+    path = tmp_path / f"{tmp_path.name}.py"  # a module name of its own, as some commands import it into this process
+    path.write_text(APP)
+    return str(path)
 
 
 def test_every_command_is_tried() -> None:

@@ -1,30 +1,60 @@
-"""The PySpark of the README, as it is printed there."""
+"""The programs for Spark of the README and of pages, as they are printed there, in the one session of these tests."""
 
-import re
+import runpy
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
+from tests.support.pages import REDIS, blocks_of, write_files
 from tests.support.sources import Bench
 
 pytestmark = [pytest.mark.spark]
 
-README = Path(__file__).parents[2] / "README.md"
-WHERE = "redis://127.0.0.1:6379/0"
+ORDERS = (("ann", 10.0), ("bob", 5.0), ("ann", 7.0), ("bob", -1.0))
 
 
-def test_the_readmes_query_finds_what_is_there_and_writes_it(bench: Bench) -> None:
-    (code,) = [text for text in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "readStream" in text]
-    assert WHERE in code
-    code = code.replace(WHERE, bench.url).replace('"cp"', repr(str(bench.folder / "cp")))
-    for carrier, delay in (("UA", 61), ("AA", 59), ("B6", "120.5")):
-        bench.client.execute("XADD", "flights", "*", "carrier", carrier, "dep_delay", delay, "other", "x")
-    names: dict[str, Any] = {"spark": bench.spark}
-    exec(compile(code, str(README), "exec"), names)
-    bench.queries.append(names["query"])
-    names["query"].processAllAvailable()
-    found = bench.client.execute("XRANGE", "delays", "-", "+")
-    assert [pairs for _, pairs in found] == [
-        [b"carrier", b"UA", b"dep_delay", b"61.0"], [b"carrier", b"B6", b"dep_delay", b"120.5"],
-    ]  # fmt: skip
+class Program(NamedTuple):
+    """A program of a page, the folders that it names, and how often the orders were published before it runs."""
+
+    page: str
+    file: str
+    folders: tuple[str, ...]
+    times: int
+
+
+PROGRAMS = (
+    Program("README.md", "to_parquet.py", ("orders.parquet", "checkpoint"), 2),
+    Program("docs/start/spark.md", "to_parquet.py", ("orders.parquet", "checkpoint"), 1),
+    Program("docs/start/spark.md", "large_orders.py", ("checkpoint-large",), 1),
+    Program("docs/guides/cookbook.md", "archive.py", ("archive", "checkpoint"), 1),
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page} {program.file}")
+def test_the_program_of_a_page_prints_what_stands_below_it(
+    program: Program, bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [["customer", name, "amount", str(amount)] for name, amount in ORDERS] * program.times
+    bench.add_raw("orders", entries, (f"1795426268370-{n}" for n in range(len(entries))))
+    paths = {f'"{name}"': f'"{bench.folder / name}"' for name in program.folders}
+    address = bench.url.removeprefix("redis://").partition("/")[0]
+    files = write_files(program.page, bench.folder, {**paths, REDIS: address})
+    runpy.run_path(str(files[program.file]))
+    assert output_below(program.page, program.file) in capsys.readouterr().out
+
+
+def output_below(page: str, file: str) -> str:
+    """The block without a language that follows a program of a page."""
+    blocks = blocks_of(page)
+    at = next(number for number, block in enumerate(blocks) if block.file == file)
+    assert not blocks[at + 1].language
+    return blocks[at + 1].text
+
+
+def test_the_programs_are_short_and_complete() -> None:
+    for program in PROGRAMS:
+        (text,) = [block.text for block in blocks_of(program.page) if block.file == program.file]
+        assert len(text.splitlines()) <= 15
+        assert "SparkSession.builder" in text
+        assert Path(program.file).suffix == ".py"

@@ -98,6 +98,15 @@ def lives(pid: int) -> bool:
     return state != "Z"
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that no other program gets within the block; a server that binds to it explicitly can."""
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: it is bound, but does not listen
+        found.bind(("127.0.0.1", 0))
+        yield int(found.getsockname()[1])
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that no program listens on, outside the range of outgoing connections."""
     while True:

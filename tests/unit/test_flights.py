@@ -90,7 +90,7 @@ def test_missing_values_are_omitted_and_every_message_names_its_place() -> None:
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flights_module, "_PACKAGE", "no_such_package_of_flights")
-    with pytest.raises(ConfigError, match=r"pip install millstream\[demo\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[demo\]'"):
         load_flights()
 
 

@@ -9,7 +9,7 @@ import pytest
 pytestmark = [pytest.mark.cli]
 
 HEAVY = ("pandas", "rich", "httpx", "prometheus_client", "wsgiref", "http.server", "matplotlib")
-LAZY = ("millstream", "millstream.router", "millstream.spark.sink")
+LAZY = ("millstream", "millstream.router", "millstream.spark.sink", "millstream.testing")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_names_of_options_are_read_in_any_case() -> None:
 
 def test_the_defaults_are_those_of_the_documentation() -> None:
     assert options() == SourceOptions(url=URL, streams=("orders",))
-    assert options().group == "spark-source"
+    assert options().group == "millstream-spark"
     assert options(group="").group == ""
 
 
@@ -178,7 +178,7 @@ def test_limits_of_a_batch_are_those_of_the_kafka_source() -> None:
 
 
 def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> None:
-    assert options(startingOffsets="group").starting_group == "spark-source"
+    assert options(startingOffsets="group").starting_group == "millstream-spark"
     assert options(startingOffsets="group", group="mine").starting_group == "mine"
     found = options(startingOffsets='{"orders": "GROUP"}', startingGroup="workers", group="")
     assert (found.starting_group, found.starting.for_stream("orders", "latest")) == ("workers", "group")

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperOption
 from typer.main import get_command
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, install_hint
 
 _DEFAULT_FILE = Path("millstream.toml")
 _COMMAND_LINE_ONLY = ("--help", "--config", "--yes")
@@ -85,4 +85,4 @@ def require_modules(extra: str, *modules: str) -> None:
     """Raise ConfigError if a module of an optional extra is not installed."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"this needs {name}, which is not installed: pip install 'millstream[{extra}]'")
+            raise ConfigError(f"this needs {name}, which is not installed; {install_hint(extra)}")

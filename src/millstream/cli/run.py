@@ -26,7 +26,7 @@ from millstream.cli.options import DEFAULT_URL, Duration, Json, MetricsAddress, 
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, pluralize, print_message
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, SessionEnded
+from millstream.errors import ConfigError, SessionEnded, install_hint
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics, Recorder
@@ -256,7 +256,7 @@ def _check_installed() -> None:
         import millstream.spark.run.query_metrics
         import millstream.spark.run.supervisor  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
+        raise ConfigError(f"Spark needs {error.name!r}; {install_hint('spark')}") from error
 
 
 def _in_sessions(

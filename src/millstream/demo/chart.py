@@ -7,7 +7,7 @@ from typing import Any
 
 from millstream.demo.reference import Departure
 from millstream.demo.report import Hour, Kill, Sample, hours_of_day
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, install_hint
 
 _INK, _PALE, _ACCENT, _BAD = "#1f2933", "#9aa5b1", "#2f6fab", "#c8553d"
 
@@ -15,7 +15,7 @@ _INK, _PALE, _ACCENT, _BAD = "#1f2933", "#9aa5b1", "#2f6fab", "#c8553d"
 def require_matplotlib() -> None:
     """Raise ConfigError if matplotlib is missing: better now than after the run."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the demo's chart needs matplotlib; install it with: pip install millstream[demo]")
+        raise ConfigError(f"the demo's chart needs matplotlib; {install_hint('demo')}")
 
 
 def draw_chart(path: Path, departures: Iterable[Departure], samples: Sequence[Sample], kills: Sequence[Kill]) -> None:

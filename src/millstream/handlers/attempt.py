@@ -96,6 +96,16 @@ def parse_state(blob: bytes) -> State:
     return State(_decode_state(blob)) if blob else State()
 
 
+def encode_state(state: State) -> bytes:
+    """Encode a key's state as it is stored in Redis; an empty one is b"".
+
+    Raises TypeError, OverflowError, RecursionError or ValueError if it cannot be stored.
+    """
+    if not all(type(name) is str for name in state):
+        raise TypeError("a name is not text")
+    return _encode_state(state) if state else b""
+
+
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     """Run an async `handler` once on `message` with the state in `blob` and return the outcome. Never raises.
 
@@ -176,9 +186,7 @@ def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResu
     if not handler.wants_state:
         return Done(outputs, b"") if outputs else NO_EFFECTS
     try:
-        if not all(type(name) is str for name in state):
-            raise TypeError("a name is not text")
-        return Done(outputs, _encode_state(state) if state else b"")
+        return Done(outputs, encode_state(state))
     except (TypeError, OverflowError, RecursionError, ValueError) as error:
         return DeadLettered(
             "bad-output", f"the state cannot be stored: {error}; use text, bytes, numbers, lists and mappings"

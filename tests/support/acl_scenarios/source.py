@@ -13,7 +13,7 @@ def read_as_log(url: str, admin: Client) -> None:
     """Two batches: one cut by a limit, and the rest; the start is read from another query's group."""
     admin.pipeline([("XADD", "orders", "*", "n", n) for n in range(9)])
     admin.execute("XADD", "orders:2", "*", "n", 1)
-    admin.execute("XGROUP", "CREATE", "orders", "spark-source", 0)
+    admin.execute("XGROUP", "CREATE", "orders", "millstream-spark", 0)
     options = parse({"url": url, "subscribePattern": "orders*", "startingOffsets": "earliest"}, {})
     with closing(Client(url)) as client:
         planner, lag = BatchPlanner(client, options, cores=2), ProgressGroup(client, options.group)

@@ -131,7 +131,7 @@ class SourceOptions:
     ending: OffsetBounds = DEFAULT_BOUNDS
     limits: Limits = Limits()
     fail_on_data_loss: bool = True
-    group: str = "spark-source"
+    group: str = "millstream-spark"
     columns: Columns = Columns()
     push_down: bool = False
     available_now: bool | None = None

@@ -1,0 +1,91 @@
+"""What pages show runs as they print it, and prints what they show."""
+
+import asyncio
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from millstream.redis_client.client import Client
+from millstream.testing import run
+from tests.support.commandline import reserved_port
+from tests.support.pages import REDIS, Block, not_printed, run_consoles, write_files
+from tests.support.waiting import FAIL_SAFE_S
+
+pytestmark = [pytest.mark.cli]
+
+PAGES = ("README.md", "docs/start/workers.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_consoles_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> None:
+    with reserved_port() as port:
+        run_consoles(page, tmp_path, port)
+
+
+def test_the_tests_of_the_page_on_testing_pass(tmp_path: Path) -> None:
+    files = write_files("docs/testing.md", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        cwd=tmp_path, env={**os.environ, "CI": "1"}, capture_output=True, text=True, timeout=FAIL_SAFE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "5 passed" in done.stdout
+
+
+@pytest.fixture
+def cookbook(client: Client, tmp_path: Path) -> dict[str, Path]:
+    """The programs of the cookbook, on the shared server."""
+    return write_files("docs/guides/cookbook.md", tmp_path, {REDIS: client.url.removeprefix("redis://").split("/")[0]})
+
+
+def test_the_cookbooks_api_publishes_a_repeated_request_once(cookbook: dict[str, Path], client: Client) -> None:
+    api = runpy.run_path(str(cookbook["api.py"]))["api"]
+
+    async def call() -> list[httpx.Response]:
+        order, key = {"customer": "ann", "amount": 1.5}, {"Idempotency-Key": "a-1"}
+        transport = httpx.ASGITransport(api)
+        async with (
+            api.router.lifespan_context(api),
+            httpx.AsyncClient(transport=transport, base_url="http://api") as to,
+        ):
+            accepted = [await to.post("/orders", json=order, headers=key) for _ in range(2)]
+            return [*accepted, await to.post("/orders", json={"customer": "ann"})]
+
+    *answers, refused = asyncio.run(call())
+    assert [answer.status_code for answer in (*answers, refused)] == [202, 202, 422]
+    ((entry_id, pairs),) = client.execute("XRANGE", "orders", "-", "+")
+    assert [answer.json()["id"] for answer in answers] == [entry_id.decode()] * 2
+    assert pairs == [b"customer", b"ann", b"amount", b"1.5"]
+
+
+def test_the_cookbooks_job_is_published_once_by_two_machines(cookbook: dict[str, Path], client: Client) -> None:
+    for _ in range(2):
+        runpy.run_path(str(cookbook["nightly.py"]))
+    days = [pairs for _, pairs in client.execute("XRANGE", "nightly", "-", "+")]
+    assert [pairs[0] for pairs in days] == [b"day"] * len({pairs[1] for pairs in days}), "one a day"
+
+
+def test_the_cookbooks_handlers_each_get_the_message(cookbook: dict[str, Path]) -> None:
+    app = runpy.run_path(str(cookbook["fan_out.py"]))["app"]
+    order = {"customer": "ann", "amount": "7"}
+    assert run(app, "invoice", order).outputs == [{"customer": "ann", "total": "7"}]
+    assert run(app, "audit", order).outputs == [{"order": "1-1", "fields": "customer,amount"}]
+
+
+def test_a_line_that_is_not_printed_or_not_often_enough_is_missed() -> None:
+    printed = ["noise", "2026-01-01T00:00:00.000Z  totals  1700000000000-0  sum=1.0", "dead  1.9 s"]
+    shown = "2026-11-23T09:31:08.370Z  totals  1795426268370-12   sum="
+    assert not_printed(["dead    0.3 s", f"{shown}1.0"], printed) == []
+    assert not_printed([f"{shown}2.0"], printed) == [f"{shown}2.0"]
+    assert not_printed([f"{shown}1.0", f"{shown}1.0"], printed) == [f"{shown}1.0"] * 2
+
+
+def test_a_console_has_commands_and_outputs() -> None:
+    block = Block(language="console", text="$ pip install x\n$ a \\\n    b\nout\n$ c\n...\n")
+    assert block.commands == "a \\\n    b\nc"
+    assert block.outputs == ["out"]

@@ -1,0 +1,147 @@
+"""`millstream.testing.run`: one handler, one message, no Redis."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from millstream import App, Message, Reject, Retry, State
+from millstream.errors import ConfigError, DecodeError, OutputError
+from millstream.testing import HandlerRun, run
+
+pytestmark = [pytest.mark.worker]
+
+app = App("shop")
+
+
+@dataclass
+class Order:
+    customer: str
+    amount: float
+
+
+@dataclass
+class Total:
+    customer: str
+    sum: float
+
+
+@app.handler("orders", key="customer", retry=Retry(attempts=3), into="totals")
+def total(order: Order, state: State) -> dict[str, Any]:
+    state["sum"] = state.get("sum", 0) + order.amount
+    if order.amount < 0:
+        raise Reject("an order cannot be negative")
+    if order.amount == 13:
+        raise RuntimeError("unlucky")
+    if order.amount == 14:
+        state["bad"] = object()
+    return {"customer": order.customer, "sum": state["sum"]}
+
+
+@app.handler("orders", key="customer", retry=Retry(attempts=2, then="park"))
+def parking(order: Order) -> None:
+    raise RuntimeError("gateway says no")
+
+
+@app.handler("orders", key="customer", retry=Retry(then="block"))
+async def blocking(message: Message) -> None:
+    raise RuntimeError(f"attempt {message.attempt}")
+
+
+@app.handler("orders", key="customer", missing_key="unordered", into="seen")
+def lenient(message: Message, state: State) -> dict[str, Any]:
+    state["seen"] = True
+    return {"key": message.key, "stream": message.stream, "had": len(state)}
+
+
+@app.handler("orders", into="sizes")
+async def sizes(orders: list[Order]) -> dict[str, Any]:
+    await asyncio.sleep(0)
+    return {"size": len(orders)}
+
+
+@app.handler("orders")
+def without_into(order: Order) -> dict[str, Any]:
+    return {"lost": order.amount}
+
+
+def test_a_message_is_decoded_and_its_outputs_and_state_come_back_as_redis_would_have_them() -> None:
+    done = run(app, total, {"customer": "ann", "amount": "7"}, state={"sum": 10})
+    assert done == HandlerRun(result="done", outputs=[{"customer": "ann", "sum": "17.0"}], state=State({"sum": 17.0}))
+    assert done.outputs_as(Total) == [Total("ann", 17.0)]
+
+
+def test_a_model_is_encoded_as_a_producer_does() -> None:
+    assert run(app, "total", Order("ann", 1.5)).outputs == [{"customer": "ann", "sum": "1.5"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "error"),
+    [
+        ({"customer": "ann", "amount": "-1"}, "rejected", "an order cannot be negative"),
+        ({"customer": "ann", "amount": "much"}, "undecodable", "amount"),
+        ({"amount": "1"}, "missing-key", "the message has no field 'customer'"),
+        ({"customer": "ann", "amount": "13"}, "failed", "RuntimeError: unlucky"),
+        ({"customer": "ann", "amount": "14"}, "bad-output", "the state cannot be stored"),
+    ],
+)
+def test_a_message_that_cannot_be_processed_shows_the_reason_of_its_dead_letter_and_changes_no_state(
+    message: dict[str, str], reason: str, error: str
+) -> None:
+    found = run(app, total, message, state={"sum": 10})
+    assert (found.result, found.reason, found.outputs) == ("dead-letter", reason, ())
+    assert error in found.error
+    assert found.state == ({"sum": 10} if "customer" in message else {})
+    assert ("in total\n" in found.traceback) == (reason == "failed")
+
+
+def test_an_early_attempt_is_retried_and_the_last_ends_as_the_policy_says() -> None:
+    unlucky = {"customer": "ann", "amount": "13"}
+    assert run(app, total, unlucky, attempt=2).result == "retry"
+    assert run(app, total, unlucky, attempt=3).result == "dead-letter"
+    parked = run(app, parking, unlucky)
+    assert (parked.result, parked.reason, parked.error) == ("parked", "failed", "RuntimeError: gateway says no")
+    assert run(app, blocking, unlucky).error == "RuntimeError: attempt 4"
+
+
+def test_an_output_without_a_stream_is_a_dead_letter() -> None:
+    assert run(app, without_into, Order("ann", 1)).reason == "bad-output"
+
+
+def test_a_message_without_a_key_has_no_state() -> None:
+    found = run(app, lenient, {"other": "1"}, state={"seen": 1, "more": 2}, stream="orders.eu")
+    assert (found.outputs, found.state) == ([{"stream": "orders.eu", "had": "1"}], {})
+
+
+def test_an_async_handler_runs_also_where_a_loop_is_running() -> None:
+    async def in_loop() -> HandlerRun:
+        return run(app, sizes, Order("ann", 1))
+
+    assert asyncio.run(in_loop()).outputs == run(app, sizes, Order("ann", 1)).outputs == [{"size": "1"}]
+
+
+def test_bytes_survive_the_way_through_text() -> None:
+    binary = App("binary")
+
+    @binary.handler("orders", into="copies")
+    def copy(message: Message) -> dict[str, bytes]:
+        return {"body": message.fields["body"]}
+
+    @dataclass
+    class Copy:
+        body: bytes
+
+    found = run(binary, copy, Message("orders", "5-1", [b"body", b"\xff\x00"]))
+    assert found.outputs_as(Copy) == [Copy(b"\xff\x00")]
+    with pytest.raises(DecodeError):
+        found.outputs_as(Order)
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="app 'shop' has no handler 'nothing'; it has total, parking"):
+        run(app, "nothing", {"a": 1})
+    with pytest.raises(ConfigError, match="takes no State"):
+        run(app, without_into, Order("ann", 1), state={})
+    with pytest.raises(OutputError):
+        run(app, total, {"customer": object()})
