@@ -77,9 +77,8 @@ class Driver:
         found = []
         for process in self.descendants():
             try:
-                if "pyspark.daemon" in " ".join(process.cmdline()) and "pyspark.daemon" in " ".join(
-                    (process.parent() or process).cmdline()
-                ):
+                both = (process, process.parent() or process)
+                if all("daemon pyspark." in " ".join(one.cmdline()) for one in both):
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue

@@ -88,7 +88,7 @@ class RunProcess:
         """Kill the Python worker with the most CPU time; return its process id, or None while there is none."""
         family = self._descendants()
         # Workers are forks of a daemon and keep its command line; daemons of other modules serve the source.
-        daemons = {process.pid for process in family if "pyspark.daemon pyspark.worker" in process.command}
+        daemons = {process.pid for process in family if "daemon pyspark.worker" in process.command}
         workers = [process for process in family if process.parent in daemons]
         if not workers:
             return None

@@ -1,0 +1,63 @@
+"""The daemon that forks Spark's Python workers: it imports what tasks need, and forks only if no thread runs."""
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from millstream.spark.run.session import default_settings
+
+pytestmark = pytest.mark.spark
+
+IN_CHILDREN = """
+import os, sys
+from millstream.spark import python_daemon
+python_daemon.preload()
+assert not os.environ.keys() & {"OPENBLAS_NUM_THREADS", "JE_ARROW_MALLOC_CONF"}, "handlers see them"
+import numpy
+for _ in range(2):
+    if os.fork() == 0:
+        os.write(1, f"{numpy.random.rand()} {python_daemon.thread_count()} {len(sys.modules)}\\n".encode())
+        import millstream.spark.engine.entry_points, pandas, pyspark.worker
+        os.write(1, f"{len(sys.modules)}\\n".encode())
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_workers_need_no_imports_have_one_thread_and_random_numbers_of_their_own() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_CHILDREN], capture_output=True, text=True, check=True)
+    (first, threads, before), (after,), (second, *_), _ = map(str.split, done.stdout.splitlines())
+    assert threads == "1"
+    assert before == after
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("environment", "program"),
+    [
+        ({}, b"millstream.spark.python_daemon"),
+        ({"JE_ARROW_MALLOC_CONF": "background_thread:true"}, b"pyspark.daemon"),
+    ],
+    ids=["no thread", "a thread"],
+)
+def test_it_forks_only_where_no_thread_runs_and_else_continues_as_sparks_own_daemon(
+    environment: Mapping[str, str], program: bytes
+) -> None:
+    command = [sys.executable, "-m", "millstream.spark.python_daemon", "pyspark.worker"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environment}
+    ) as daemon:
+        assert daemon.stdout is not None
+        assert struct.unpack("!i", daemon.stdout.read(4))[0] > 0, "its port"
+        assert Path(f"/proc/{daemon.pid}/cmdline").read_bytes().split(b"\0")[2] == program
+        daemon.communicate()  # it ends as its input does
+
+
+@pytest.mark.parametrize(("master", "is_used"), [("local[2]", True), ("yarn", False), ("spark://host:7077", False)])
+def test_it_is_used_where_millstream_is_sure_to_be_found(master: str, is_used: bool) -> None:
+    assert ("spark.python.daemon.module" in default_settings(master)) is is_used
