@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -26,8 +25,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.escaping import escape, escape_lines, json_fields, unescape
-from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, run, running
-from tests.support.waiting import FAIL_SAFE_S
+from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, in_a_terminal, lives, run, running
 
 pytestmark = [pytest.mark.cli]
 
@@ -201,7 +199,7 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
     with Client(millstream_url) as client:
         client.execute("XADD", "\x1b[31mred[bold]", "*", "a", "b")
     env = {"TERM": "xterm-256color", "COLUMNS": "200", **({"NO_COLOR": "1"} if no_color else {})}
-    shown = _in_a_terminal("info", url=millstream_url, env=env)
+    shown = in_a_terminal("info", url=millstream_url, env=env).out
     assert "─" in shown
     assert "\\x1b[31mred[bold]" in shown
     assert "\x1b[31m" not in shown
@@ -216,39 +214,12 @@ def test_a_question_is_asked_in_a_terminal_only(millstream_url: str) -> None:
     unasked = call("state", "reset", "a.h", "--stream", "s", "k", url=millstream_url)
     assert unasked.code == 2
     assert "add --yes" in unasked.err
-    assert "Aborted" in _in_a_terminal("state", "reset", "a.h", "--stream", "s", "k", url=millstream_url, answer=b"n\n")
+    reset = ("state", "reset", "a.h", "--stream", "s", "k")
+    assert "Aborted" in in_a_terminal(*reset, url=millstream_url, answer=b"n\n").out
     with Client(millstream_url) as client:
         assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 1
-        assert "1 key reset" in _in_a_terminal(
-            "state", "reset", "a.h", "--stream", "s", "k", url=millstream_url, answer=b"y\n"
-        )
+        assert "1 key reset" in in_a_terminal(*reset, url=millstream_url, answer=b"y\n").out
         assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 0
-
-
-def _in_a_terminal(*args: str, url: str, env: dict[str, str] | None = None, answer: bytes = b"") -> str:
-    """What `millstream ARGS` shows on a terminal on which `answer` is typed once it asks."""
-    ours, theirs = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            [*PROGRAM, *args], env=environment(url, env), stdin=theirs, stdout=theirs, stderr=theirs
-        )
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                chunk = os.read(ours, 65_536)
-            except OSError:  # its last copy of the terminal is closed
-                break
-            if not chunk:
-                break
-            shown += chunk
-            if answer and b"[y/N]" in shown:
-                os.write(ours, answer)
-                answer = b""
-        process.wait(FAIL_SAFE_S)
-    finally:
-        os.close(ours)
-    return shown.decode()
 
 
 # --- The small things ---

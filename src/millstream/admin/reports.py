@@ -65,7 +65,7 @@ class HandlerReport:
     * `committed`, `written`, `dead`, `refused`: totals of committed messages, written outputs, dead letters, and
       commits refused because another run had made them
     * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked, or wait to move to another
-      partition
+      partition; `backing_off`: keys that wait for the next attempt
     * `paused`: its workers read no new entries; `pause`: why, and since when
     * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
       readable
@@ -90,6 +90,7 @@ class HandlerReport:
     refused: int
     dead_letters: int
     parked: int
+    backing_off: int
     paused: bool
     pause: Pause | None = None
     problem: str | None = None
