@@ -1,6 +1,7 @@
 """`millstream info` and `millstream state`."""
 
 import itertools
+import re
 import threading
 from collections.abc import Sequence
 
@@ -145,6 +146,10 @@ def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> N
     client.execute("HSET", "millstream:nonsense:meta", "frontier", "x")
     report, other = inspect(client).handlers
     assert (report.committed, report.written, report.dead, report.refused, report.dead_letters) == (2, 1, 1, 0, 1)
+    assert report.processed == 1
+    assert re.search(
+        r" processed +written .*\n.* spark \(0\) +- +1 +1 +0 +1 +3-0", call("info", "--wide", url=client.url).out
+    )
     assert (other.app, other.stream, other.lag) == ("other", "elsewhere", 0)
     only = call("info", "airline", "--json", url=client.url).json()
     assert [stream["name"] for stream in only["streams"]] == ["flights"]

@@ -351,6 +351,7 @@ def _handler_reports(
             paused=meta.pause is not None,
             pause=meta.pause,
             problem=meta.problem,
+            processed=max(0, meta.counters["committed"] - meta.counters["dead"]),
             **meta.counters,
         )
 

@@ -157,7 +157,7 @@ def _print_handlers(handlers: Sequence[HandlerReport], limit: int) -> None:
     if not handlers:
         return
     columns = (
-        "~handler", "~stream", ">lag", ">oldest", "engine", ">pending", ">committed", ">written", ">refused",
+        "~handler", "~stream", ">lag", ">oldest", "engine", ">pending", ">processed", ">written", ">refused",
         ">dead letters", "committed id",
     )  # fmt: skip
     print_table(columns, [_handler_cells(one) for one in _worst(handlers, limit)])
@@ -173,7 +173,7 @@ def _handler_cells(handler: HandlerReport) -> tuple[str, ...]:
         format_age(handler.oldest_age_ms),
         _engine(handler),
         f"{handler.pending:,}" if handler.engine == "workers" or handler.pending else "-",
-        f"{handler.committed:,}",
+        f"{handler.processed:,}",
         f"{handler.written:,}",
         f"{handler.refused:,}",
         f"{handler.dead_letters:,}",
