@@ -73,7 +73,7 @@ def test_help_needs_no_redis_client_and_no_server() -> None:
 def test_an_unknown_command_gets_a_suggestion() -> None:
     wrong = call("inf")
     assert wrong.code == 2
-    assert "Did you mean 'info'?" in wrong.err
+    assert "did you mean 'info'?" in wrong.err
 
 
 def test_the_version_is_printed() -> None:
@@ -97,7 +97,10 @@ def test_without_a_server_every_command_ends_with_code_3_and_one_line(args: tupl
     refused = call(*args, url=NOBODY)
     assert refused.code == 3
     assert refused.out == ""
-    assert re.fullmatch(r"error: Redis at redis://127.0.0.1:1/0 cannot be reached: .*\n", refused.err)
+    assert refused.err == (
+        "error: Redis at redis://127.0.0.1:1/0 cannot be reached: connection refused "
+        "(is it running? see --url / MILLSTREAM_URL)\n"
+    )
 
 
 NO_URLS = [
@@ -166,10 +169,53 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
     assert "Traceback" in shown.err
 
 
-def test_wrong_usage_ends_with_code_2() -> None:
-    assert call("tail").code == 2
-    assert call("publish", "s", "x.csv", "--rate", "0").code == 2
-    assert call("info", "--limit", "many").code == 2
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("tail",), "missing argument 'STREAM...'; see: millstream tail --help"),
+        (("info", "--limt", "3"), "no such option: --limt; did you mean --limit? see: millstream info --help"),
+        (("info", "a", "b"), "got unexpected extra argument(s) (b); see: millstream info --help"),
+        (("info", "--url"), "option '--url' requires an argument; see: millstream info --help"),
+        (
+            ("publish", "s", "--format", "xml"),
+            "invalid value for '--format': 'xml' is not one of 'csv', 'jsonl'; see: ",
+        ),
+        (("info", "--limit", "many"), "invalid value for '--limit': "),
+        (("publish", "s", "x.csv", "--rate", "0"), "invalid value for '--rate': "),
+        (("--nope",), "no such option: --nope; see: millstream --help"),
+        (("nonsense",), "no such command 'nonsense'; see: millstream --help"),
+        (("keys",), "no such command 'keys'; did you mean 'millstream key list'? see: millstream --help"),
+        (("key", "lst"), "no such command 'lst'; did you mean 'list'? see: millstream key --help"),
+        (("key", "list", "--\x1b[31m"), "no such option: --\\x1b[31m; see: millstream key list --help"),
+    ],
+)
+def test_wrong_usage_ends_with_code_2_and_one_line_as_other_errors_do(words: tuple[str, ...], says: str) -> None:
+    refused = call(*words)
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
+    assert refused.err.startswith(f"error: {says}")
+
+
+def test_a_family_without_a_verb_shows_its_help() -> None:
+    shown = call("key")
+    assert shown.code == 2
+    assert "park" in shown.out + shown.err
+    assert "error:" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("unix:///no/where", "no such file or directory"),
+        ("redis+cluster://127.0.0.1:1", "connection refused"),
+        ("redis+sentinel://127.0.0.1:1/name", "no Sentinel that answers knows a primary 'name' that is up"),
+    ],
+)
+def test_why_redis_cannot_be_reached_is_said_once(url: str, says: str) -> None:
+    refused = call("info", url=url)
+    assert refused.code == 3
+    assert refused.err == (
+        f"error: Redis at {url} cannot be reached: {says} (is it running? see --url / MILLSTREAM_URL)\n"
+    )
 
 
 def test_a_closed_pipe_is_quiet(millstream_url: str) -> None:
