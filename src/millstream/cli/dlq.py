@@ -286,7 +286,7 @@ def _as_json(entry: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
         "reason": letter.reason,
         "error": letter.error,
         "attempts": letter.attempts,
-        "time_ms": letter.time_ms,
+        "at_ms": letter.time_ms,
         **({"traceback": letter.traceback, **json_fields(letter.pairs)} if full else {}),
     }
 

@@ -70,6 +70,8 @@ _OTHER_WORDS: Mapping[str, str] = {
 
 _NAME = "millstream"
 _SUGGESTION = re.compile(r"\.? \(?(?:Did you mean|Possible options:) (.*?)[?)]*$")
+_COMPLETION = "_MILLSTREAM_COMPLETE"
+"""The variable by which a shell asks for completions."""
 _NO_REDIS_HINT = " (is it running? see --url / MILLSTREAM_URL)"
 
 FAILED, USAGE_ERROR, NO_REDIS, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
@@ -139,7 +141,7 @@ class _CommandGroup(TyperGroup):
         }
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        if args[0] in _OTHER_WORDS:
+        if args[0] in _OTHER_WORDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'millstream {_OTHER_WORDS[args[0]]}'?")
         name, found, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if found and name else found, rest
@@ -179,6 +181,9 @@ class _Program(typer.Typer):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         redact_uncaught_exceptions()
+        if _COMPLETION in os.environ:
+            # redis-py would import it, if it is installed, which takes longer than all of the completion.
+            sys.modules.setdefault("opentelemetry.sdk.metrics", None)  # type: ignore[arg-type]
         return get_command(self)(*args, **{"prog_name": _NAME, **options})
 
 
@@ -186,7 +191,7 @@ main = _Program(
     cls=_CommandGroup,
     name=_NAME,
     epilog=_EPILOG,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=MARKUP,
     pretty_exceptions_enable=False,

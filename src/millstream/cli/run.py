@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.live import Live
 
 from millstream.admin.redis_metrics import places_of
 from millstream.app import App, add_to_path, app_folder, load_app
@@ -58,6 +56,9 @@ class Progress:
     """
 
     def __init__(self, app: str, *, as_json: bool, every_s: float = 3.0) -> None:
+        from rich.console import Console  # imported here: help and completion are quick without them
+        from rich.live import Live
+
         self._app = app
         self._as_json = as_json
         self._console = Console(stderr=True)
