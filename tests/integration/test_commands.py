@@ -25,6 +25,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.escaping import escape, escape_lines, json_fields, unescape
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, in_a_terminal, lives, run, running
 
 pytestmark = [pytest.mark.cli]
@@ -252,6 +253,26 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
     plain = call("info", url=millstream_url)
     assert "─" not in plain.out
     assert "\\x1b[31mred[bold]" in plain.out
+
+
+def test_texts_of_a_table_move_below_its_rows_where_a_terminal_is_too_narrow(client: Client) -> None:
+    keys = HandlerKeys("shop", "charge", "payments")
+    why = "failed: RuntimeError: gateway says no: connection to payments.example.org timed out after 30 seconds"
+    client.execute("XADD", keys.stream, "1-0", "a", "b")
+    client.execute("HSET", keys.meta, "owner", "keyed")
+    client.execute("HSET", keys.parked, "kann", f"1000 {why}", "kbob", f"1000 {why}")
+    narrow, wide = (
+        re.sub(r"\x1b\[[0-9;]*m", "", in_a_terminal("key", "list", "shop.charge", url=client.url, env=env).out)
+        for env in ({"TERM": "xterm", "COLUMNS": "80"}, {"TERM": "xterm", "COLUMNS": "300"})
+    )
+    lines = narrow.replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if "  payments  " in line]
+    assert rows == [["ann", "payments", "parked", "0"], ["bob", "payments", "parked", "0"]]
+    assert " ".join(narrow.split()).count(f": {why}") == 2, "no word of it is broken"
+    assert len([line for line in wide.splitlines() if why in line and line.startswith(("ann", "bob"))]) == 2
+    piped = call("key", "list", "shop.charge", url=client.url).out
+    assert len([line for line in piped.splitlines() if why in line and line.startswith(("ann", "bob"))]) == 2
 
 
 def test_a_question_is_asked_in_a_terminal_only(millstream_url: str) -> None:

@@ -76,7 +76,7 @@ def list_(
         return
     print_line("")
     print_table(
-        ("stream", "state", "consumer", ">lease age", ">lag"),
+        ("~stream", "state", "~consumer", ">lease age", ">lag"),
         [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
     )
     for one in shown:
@@ -108,7 +108,7 @@ def _print_consumers(service: str, name: str, found: ServiceState, now_ms: float
         )
         for one in found.consumers
     ]
-    print_table(("consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
+    print_table(("~consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
 
 
 def _count_owned(found: ServiceState) -> int:

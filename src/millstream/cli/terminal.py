@@ -115,13 +115,13 @@ _GAP = 2
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table. A column whose heading begins with `>` is right-aligned.
 
-    Where a terminal is too narrow, columns whose headings begin with `~` are shortened in the middle; if there are none,
-    or that is not enough, lines of cells wrap.
+    Where a terminal is too narrow, columns whose headings begin with `+` move to lines below their row, and those that
+    begin with `~` are shortened in the middle; if that is not enough, lines wrap.
 
     Cells are escaped here. Cells that users copy into commands, such as keys, have been through `visible` already.
     """
     rows = list(rows)
-    headings = [column.lstrip(">~") for column in columns]
+    headings = [column.lstrip(">~+") for column in columns]
     if sys.stdout.isatty():
         _draw(columns, headings, [[(escape_line(cell), _STYLES.get(type(cell), "")) for cell in row] for row in rows])
         return
@@ -136,30 +136,52 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def _draw(columns: Sequence[str], headings: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.cells import cell_len
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
     console = Console()
-    needed = [max(cell_len(heading), *(cell_len(row[i][0]) for row in rows), 0) for i, heading in enumerate(headings)]
-    widths = _fit(needed, [column.startswith("~") for column in columns], console.width)
-    drawn = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, _GAP - 1, 0, 0), pad_edge=False)
-    for heading, column in zip(headings, columns, strict=True):
-        drawn.add_column(heading, justify="right" if column.startswith(">") else "left", overflow="fold")
-    dots = "…" if console.encoding.startswith("utf") else "~"
+    needed = [
+        max(cell_len(line[i]) for line in (headings, *([text for text, _ in row] for row in rows)))
+        for i in range(len(columns))
+    ]
+    below = [i for i, column in enumerate(columns) if column.startswith("+")] if _total(needed) > console.width else []
+    places = [i for i in range(len(columns)) if i not in below]
+    widths = _fit([needed[i] for i in places], [columns[i].startswith("~") for i in places], console.width)
+    is_utf = console.encoding.startswith("utf")
+
+    def line_of(cells: Sequence[tuple[str, str]]) -> Text:
+        line = Text()
+        for i, width in zip(places, widths, strict=True):
+            text, style = cells[i]
+            text = _shorten(text, width, "…" if is_utf else "~")
+            blank = " " * (width - cell_len(text))
+            before, after = (blank, "") if columns[i].startswith(">") else ("", blank)
+            # Text, not markup: data from Redis may contain square brackets.
+            line.append(before).append(text, style=style or None).append(after + " " * _GAP)
+        line.rstrip()
+        return line
+
+    console.print(line_of([(heading, "bold") for heading in headings]), soft_wrap=True)
+    console.print(Text(("─" if is_utf else "-") * min(_total(widths), console.width)))
     for row in rows:
-        # Text, not markup: data from Redis may contain square brackets.
-        cells = zip(row, widths, strict=True)
-        drawn.add_row(*(Text(_shorten(text, width, dots), style=style) for (text, style), width in cells))
-    console.print(drawn)
+        console.print(line_of(row), soft_wrap=True)
+        for i in below:
+            if row[i][0] not in ("", "-"):
+                console.print(
+                    Padding(Text(f"{headings[i]}: {row[i][0]}", style=row[i][1]), (0, 0, 0, 2 * _GAP), expand=False)
+                )
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def _fit(needed: Sequence[int], flexible: Sequence[bool], room: int) -> list[int]:
-    """The widths of columns within `room`, if the flexible ones can be made so narrow."""
+    """The widths of columns, the flexible ones as narrow as `room` demands; as they are if that is not enough."""
     widths = list(needed)
-    while sum(widths) + _GAP * (len(widths) - 1) > room:
+    while _total(widths) > room:
         widest = max((i for i in range(len(widths)) if flexible[i]), key=widths.__getitem__, default=None)
         if widest is None or widths[widest] <= _LEAST_CELLS:
             return list(needed)
