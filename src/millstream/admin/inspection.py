@@ -251,7 +251,7 @@ class _Meta:
     def read(cls, values: Reply, dead_letters: Reply, parked: Reply, backing_off: Reply) -> "_Meta":
         """Parse the replies: the fields of the hash, the numbers of dead letters, parked keys and keys that back off."""
         for reply in (values, dead_letters, parked, backing_off):
-            if isinstance(reply, (WrongType, AccessDenied)):
+            if isinstance(reply, WrongType) or (isinstance(reply, AccessDenied) and reply.concerns_key):
                 return cls(problem=str(reply))
             raise_if_error(reply)
         engine, keyed, committed_id, paused, *counters = values
