@@ -183,7 +183,7 @@ class _Program(typer.Typer):
         redact_uncaught_exceptions()
         if _COMPLETION in os.environ:
             # redis-py would import it, if it is installed, which takes longer than all of the completion.
-            sys.modules.setdefault("opentelemetry.sdk.metrics", None)  # type: ignore[arg-type]
+            sys.modules.setdefault("opentelemetry", None)  # type: ignore[arg-type]
         return get_command(self)(*args, **{"prog_name": _NAME, **options})
 
 
