@@ -167,7 +167,19 @@ def load_command(name: str) -> Any:
     if name in LOGGING_COMMANDS:
         add_log_options(loaded)
     add_settings(loaded, (name,))
+    _show_arguments_as_written(loaded)
     return loaded
+
+
+def _show_arguments_as_written(command: Any) -> None:
+    """Let usages show `STREAM...` and `[FILE]`, where Typer shows `{STREAM...}...` and `[[FILE]]`."""
+    for one in getattr(command, "commands", {}).values():
+        _show_arguments_as_written(one)
+    for argument in command.params:
+        if argument.param_type_name == "argument":
+            name = argument.metavar or argument.name.upper()
+            shown = name if argument.required or name.startswith("[") else f"[{name}]"
+            argument.get_usage_pieces = lambda _, shown=shown: [shown]
 
 
 def _version(wanted: bool) -> None:
