@@ -31,7 +31,10 @@ def deployment(kind: str) -> Iterator[str]:
             yield server.url
 
 
-@pytest.mark.parametrize("kind", ["cluster", "sentinel", "tls"])
+TLS = pytest.param("tls", marks=pytest.mark.usefixtures("tls"))
+
+
+@pytest.mark.parametrize("kind", ["cluster", "sentinel", TLS])
 def test_every_command_works_on_every_deployment(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
     path.write_text("n\n1\n2\n3\n")

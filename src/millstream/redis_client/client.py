@@ -396,7 +396,11 @@ class Client:
         except RedisError:
             return error
         if denied:
-            refused = [key for key, found in zip(keys, types, strict=True) if isinstance(found, Exception) and denies_key(str(found))]
+            refused = [
+                key
+                for key, found in zip(keys, types, strict=True)
+                if isinstance(found, Exception) and denies_key(str(found))
+            ]
             unknown = all(isinstance(found, Exception) for found in types)
             return with_denied_keys(error, refused or keys) if refused or unknown else error
         needed = type_needed(text, command)

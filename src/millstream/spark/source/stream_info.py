@@ -11,7 +11,6 @@ from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.offsets import Position
 
 
-
 class StreamInfo(NamedTuple):
     """The ids and counters of one stream (Redis XINFO STREAM).
 
