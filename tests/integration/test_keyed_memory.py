@@ -68,9 +68,11 @@ def test_a_waiting_message_costs_little_memory(
         cost = (used() - before) / count
         line = client.execute("MEMORY", "USAGE", KEYS.queue(b"khot"), "SAMPLES", 0) / count
         assert client.execute("LLEN", KEYS.queue(b"khot")) == count
+        # For XACKDEL, Redis 8.2 and later keep which groups refer to an entry.
+        bound = 225 if client.execute("COMMAND", "INFO", "XACKDEL")[0] else 125
     with capsys.disabled():
         sys.stdout.write(f"\n{cost:.0f} bytes a waiting message, {line:.0f} of them in its line\n")
-    assert (line < 25, cost < 125) == (True, True)
+    assert (line < 25, cost < bound) == (True, True)
 
 
 def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Client) -> None:
