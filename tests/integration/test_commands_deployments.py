@@ -31,11 +31,10 @@ def deployment(kind: str) -> Iterator[str]:
             yield server.url
 
 
-TLS = pytest.param("tls", marks=pytest.mark.usefixtures("tls"))
-
-
-@pytest.mark.parametrize("kind", ["cluster", "sentinel", TLS])
-def test_every_command_works_on_every_deployment(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cluster", "sentinel", "tls"])
+def test_every_command_works_on_every_deployment(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> None:
+    if kind == "tls":
+        request.getfixturevalue("tls")
     path = tmp_path / "some.csv"
     path.write_text("n\n1\n2\n3\n")
     with deployment(kind) as url:

@@ -1,7 +1,7 @@
 """The server that a test run starts, in all of its processes: the one on PATH, or MILLSTREAM_TEST_SERVER.
 
-The variable holds the path of a program, or a name that `scripts/server-program` knows: `redis8`, `valkey9`. A wheel
-without TLS lacks what some tests need: those ask for the fixture `tls`.
+The variable holds the path of a program, or a name that `scripts/server-program` knows: `redis8`, `valkey8`, `valkey9`.
+Those were built without TLS, so the tests of TLS ask for the fixture `tls`.
 """
 
 import functools
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "MILLSTREAM_TEST_SERVER"
-NAMES = ("redis8", "valkey9")
+NAMES = ("redis8", "valkey8", "valkey9")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "server-program"
 
 

