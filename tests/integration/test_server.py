@@ -19,6 +19,7 @@ from millstream.errors import ConfigError, ServerError
 from millstream.redis_client import embedded_server as server_module
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.server_program import find_server_program
+from millstream.testing.topologies import tls_server
 from tests.support.clocks import HandClock
 from tests.support.servers import install_package
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -496,6 +497,16 @@ def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
     ):
         server.start()
     assert not server.running
+
+
+def test_a_server_that_was_built_without_tls_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = tmp_path / "redis-server"
+    # The words of Redis 8.2 and of Valkey 8 and 9.
+    binary.write_text("#!/bin/sh\n[ $1 = --version ] && echo v=8.2.3 && exit\necho '# Failed finding TLS support.'\nexit 1\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ServerError, match="built without TLS"), tls_server():
+        pass
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
