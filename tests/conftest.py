@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.redis_client.client import Client
@@ -32,6 +33,12 @@ Side by side, the tests of a lane run one after another in one process: two core
 """
 ORDER = ("faults", "contract", "spark", "integration", "unit")
 """What takes longest comes first, so that no process has much left when the others are done."""
+
+# No verdict by the clock: neither how long an example runs nor how long it takes to make one.
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("untimed")
 
 guardian_key = pytest.StashKey[RunGuardian]()
 left_key = pytest.StashKey[list[str]]()

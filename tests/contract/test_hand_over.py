@@ -98,7 +98,7 @@ class Bench:
     @contextmanager
     def pipeline(self, checkpoint: str) -> Iterator["Running"]:
         settings = RunSettings(
-            url=self.client.url, checkpoint=str(self.folder / checkpoint), max_per_batch=120, start="from-frontier"
+            url=self.client.url, checkpoint=str(self.folder / checkpoint), max_per_batch=120, start="from-committed"
         )
         runner = Supervisor(app_of_one(keyed=self.keyed), self.spark, settings, on_event=lambda event: None)
         with running(runner.run, runner.stop) as thread:
@@ -264,7 +264,7 @@ def test_a_pipeline_asks_before_it_goes_on_where_only_workers_have_been(bench: B
         bench.goes_on(20)
     settings = RunSettings(url=bench.client.url, checkpoint=str(bench.folder / "new"), once=True)
     with pytest.raises(
-        ConfigError, match=f"has processed 'in' up to {bench.ids[-1]}.*--from-frontier to continue there"
+        ConfigError, match=f"has processed 'in' up to {bench.ids[-1]}.*--from-committed to continue there"
     ):
         Supervisor(app_of_one(), bench.spark, settings, on_event=lambda event: None).run()
 
@@ -333,8 +333,8 @@ def test_a_group_that_a_late_run_on_spark_sets_back_doubles_nothing(client: Clie
     if noted:
         read_and_die(client)
         worker.checkpoint()
-    spark, frontier = spark_on(client)
-    assert frontier == EntryId(5, 0)
+    spark, committed_id = spark_on(client)
+    assert committed_id == EntryId(5, 0)
     spark.advance_committed({"in": EntryId(5, 0)})
     commit_what_is_left(worker_on(client, "w2"))
     assert effects(client) == ["1-0", "2-0", "3-0", "4-0", "5-0"]
@@ -348,5 +348,5 @@ def test_what_a_worker_reads_after_spark_has_taken_over_is_done_by_spark_alone(c
     spark.advance_committed({"in": EntryId(5, 0)})
     worker = worker_on(client, "w1")
     assert worker.claim_idle() == []
-    _, frontier = spark_on(client)
-    assert frontier == EntryId(5, 0)
+    _, committed_id = spark_on(client)
+    assert committed_id == EntryId(5, 0)

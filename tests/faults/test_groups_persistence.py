@@ -37,7 +37,7 @@ def fill(client: Client) -> None:
     group.pending.claim_ids([b"4-0"], consumer="b", min_idle_ms=0)
     list(group.pending.auto_claim("a", min_idle_ms=60_000))  # 3-0 again
     group.create_consumer("idle")
-    group.delete_consumer("c", heir="b")
+    group.delete_consumer("c", transfer_to="b")
     group.set_id("33-0", entries_read=33)
 
 

@@ -208,7 +208,7 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
         books.publish(2, do="wait")
         eventually(lambda: books.pending() == 2, "both in hand", log=fleet.log)
         fleet.supervisor.terminate()
-        eventually(lambda: handed_back(books) == 1, "the first signal to be obeyed", log=fleet.log)
+        eventually(lambda: released(books) == 1, "the first signal to be obeyed", log=fleet.log)
         assert fleet.supervisor.poll() is None, "it waits for the running message"
         assert fleet.stop() == 0  # it would wait for an hour
         books.open_gate()
@@ -217,7 +217,7 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
     tell(report)
 
 
-def handed_back(books: Expectations) -> int:
+def released(books: Expectations) -> int:
     """Return how many messages a worker has released: they count as idle for longer than the test has run."""
     return len(books.client.execute("XPENDING", "in", books.keys.group, "IDLE", NACK_IDLE_MS, "-", "+", 100))
 

@@ -125,7 +125,7 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_clai
         proxy.cut_after("EVALSHA", containing=READ_ENTRIES.sha, times=CUTS)
         report = books.check(log=fleet.log)
         assert proxy.cuts["after", "EVALSHA"] == CUTS
-        eventually(lambda: fleet.figures()["adopted"] > 0, "a word about adopted entries", log=fleet.log)
+        eventually(lambda: fleet.figures()["claimed"] > 0, "a word about claimed entries", log=fleet.log)
     tell(report, watch, cuts=CUTS)
 
 

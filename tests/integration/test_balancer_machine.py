@@ -322,7 +322,7 @@ def test_any_order_of_steps_leaves_each_stream_in_one_place_and_loses_none(
         run_state_machine_as_test(
             BalancerMachine,
             settings=settings(
-                max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
+                max_examples=EXAMPLES, stateful_step_count=STEPS, database=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )  # fmt: skip

@@ -93,7 +93,7 @@ def test_with_limits_that_do_not_suffice_the_rest_waits_for_others(client: Clien
     assert counts(client) == {"a": 3, "b": 3, "c": 4}
 
 
-@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
 @given(
     total=st.integers(0, 30),
     bids=st.lists(
@@ -450,14 +450,14 @@ def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Clien
     announced(client, "new")
     place = f"{KEYS.base}:{key}"
     if client.execute("EXISTS", place):
-        client.execute("RENAME", place, "aside")
+        client.execute("RENAME", place, "deferred")
     client.execute("SET", place, "somebody's own")
     for _ in range(2):
         with pytest.raises(WrongType, match=place):
             heartbeat_of(client, "a", most_losses=1)
     client.execute("DEL", place)
-    if client.execute("EXISTS", "aside"):
-        client.execute("RENAME", "aside", place)
+    if client.execute("EXISTS", "deferred"):
+        client.execute("RENAME", "deferred", place)
     found = heartbeat_of(client, "a", most_losses=1)
     assert [lease.stream for lease in found.added] == ["new"]
     assert [letter["stream"] or letter["id"] for letter in dead(client)] == ["fallen", bad]

@@ -139,12 +139,12 @@ def test_a_group_is_destroyed_after_a_question_that_tells_what_is_pending(client
 def test_a_consumer_is_deleted_only_with_an_heir_of_what_it_holds(client: Client, group: Group) -> None:
     words = ("group", "delete-consumer", "s", "g", "a", "--yes")
     refusal = call(*words, url=client.url)
-    assert (refusal.code, "name an heir" in refusal.err) == (2, True)
-    assert call(*words, "--heir", "absent", url=client.url).code == 2
-    assert call(*words, "--heir", "b", "--dry-run", url=client.url).code == 0
+    assert (refusal.code, "name the consumer that gets them" in refusal.err) == (2, True)
+    assert call(*words, "--transfer-to", "absent", url=client.url).code == 2
+    assert call(*words, "--transfer-to", "b", "--dry-run", url=client.url).code == 0
     assert len(holders(client)) == 6
     client.execute("XDEL", "s", "2-0")
-    done = call(*words, "--heir", "b", "--json", url=client.url).json()
+    done = call(*words, "--transfer-to", "b", "--json", url=client.url).json()
     assert (done["pending"], done["moved"], done["gone"]) == (4, 3, ["2-0"])
     assert holders(client) == dict.fromkeys(("1-0", "3-0", "4-0", "5-0", "6-0"), "b")
     assert call(*words, url=client.url).code == 1
@@ -349,7 +349,7 @@ def test_entries_that_are_taken_from_a_worker_by_hand_are_committed_once(client:
             assert "20-0" in outcome.json()["claimed"]
             assert "claim idle entries by themselves" in outcome.err
         wait_for_outputs(client, 199)
-        call("group", "delete-consumer", "s", KEYS.group, "x", "--heir", "w", "--yes", url=client.url)
+        call("group", "delete-consumer", "s", KEYS.group, "x", "--transfer-to", "w", "--yes", url=client.url)
     assert outputs(client) == [n for n in range(1, 201) if n != 13]
     assert set(bill.seen) == set(range(1, 201))
 

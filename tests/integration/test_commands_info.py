@@ -36,7 +36,7 @@ def fill(client: Client, stream: str, count: int, size: int = 1) -> None:
         client.pipeline([("XADD", stream, f"{number}-0", "n", "x" * size) for number in numbers])
 
 
-def frontier(client: Client, entry_id: str, keys: HandlerKeys = KEYS) -> None:
+def committed_id(client: Client, entry_id: str, keys: HandlerKeys = KEYS) -> None:
     """Have the handler done up to an id."""
     client.execute("HSET", keys.meta, "committed_id", entry_id)
 
@@ -96,7 +96,7 @@ def test_the_lag_is_exact_whatever_was_deleted(
     client: Client, position: str, deleted: Sequence[int], lag: int, first_waiting: int | None
 ) -> None:
     fill(client, "flights", 10)
-    frontier(client, position)
+    committed_id(client, position)
     if deleted:
         client.execute("XDEL", "flights", *(f"{number}-0" for number in deleted))
     before_ms, report, after_ms = server_time_ms(client), handler(inspect(client)), server_time_ms(client)
@@ -113,13 +113,13 @@ def test_a_lag_that_redis_does_not_know_is_counted_and_what_nobody_knows_is_said
     assert " ? " in call("info", url=client.url).out
     client.execute("XGROUP", "CREATE", "flights", KEYS.group, "45-0")
     assert handler(inspect(client)).lag == 12_300
-    frontier(client, "345-0")
+    committed_id(client, "345-0")
     assert handler(inspect(client)).lag == 12_000
 
 
 def test_counting_stops_when_its_time_is_over_and_says_so(client: Client) -> None:
     fill(client, "flights", 30_000, size=100)
-    frontier(client, "1-0")
+    committed_id(client, "1-0")
     report = handler(inspect(client, budget_ms=0))
     assert not report.lag_exact
     assert 500 <= (report.lag or 0) < 29_999
@@ -128,7 +128,7 @@ def test_counting_stops_when_its_time_is_over_and_says_so(client: Client) -> Non
 
 def test_huge_entries_are_counted_a_few_at_a_time(client: Client) -> None:
     fill(client, "flights", 200, size=200_000)
-    frontier(client, "1-0")
+    committed_id(client, "1-0")
     assert handler(inspect(client, budget_ms=0)).lag == 50
     assert handler(inspect(client, budget_ms=ENDLESS_MS)).lag == 199
 
@@ -140,9 +140,9 @@ def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> N
         b"k", b"", first_id="2-0", last_id="3-0", message_count=2, outputs=[["a", "b"]], dead_letters=[["c", "d"]]
     )
     ledger.commit({"flights": [unit]})
-    frontier(client, "3-0")
+    committed_id(client, "3-0")
     client.execute("HSET", HandlerKeys("other", "h", "elsewhere").meta, "committed_id", "9-9")
-    client.execute("HSET", "millstream:nonsense:meta", "frontier", "x")
+    client.execute("HSET", "millstream:nonsense:meta", "committed_id", "x")
     report, other = inspect(client).handlers
     assert (report.committed, report.written, report.dead, report.refused, report.dead_letters) == (2, 1, 1, 0, 1)
     assert (other.app, other.stream, other.lag) == ("other", "elsewhere", 0)
@@ -169,7 +169,7 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     client.execute("HSET", keys.parked, "kA", "1 failed", "kB", "1 failed")
     client.execute("XGROUP", "CREATE", "c", keys.group, "0")
     client.execute("XCLAIM", "c", keys.group, "waiting", 0, "1-0", "2-0", "FORCE", "JUSTID")
-    frontier(client, "2-0", keys)
+    committed_id(client, "2-0", keys)
     client.execute("XADD", keys.dead_letters, "*", "a", "b")
     before_ms, found = server_time_ms(client), reader(inspect(client), "shop.bill")
     assert (found.kind, found.modes, found.alive, found.streams) == ("handler", ("spark by key",), 0, 3)
@@ -225,7 +225,7 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
 
 def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
     fill(client, "flights", 3)
-    frontier(client, "1-0")
+    committed_id(client, "1-0")
     assert (reader(inspect(client), "airline.departure").alive, handler(inspect(client)).consumers) == (0, 0)
     over = threading.Event()
     run = threading.Thread(target=keep_announced, args=(client.url, "airline", lambda: ["departure"], over))
@@ -241,7 +241,7 @@ def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
 
 def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(client, "flights", 10)
-    frontier(client, "4-0")
+    committed_id(client, "4-0")
     client.execute("HSET", KEYS.meta, "committed", 4)
 
     class Meanwhile(HandClock):

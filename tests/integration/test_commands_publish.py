@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.clock import SYSTEM_CLOCK
@@ -171,7 +171,7 @@ def test_huge_values_and_many_fields_are_published(client: Client, tmp_path: Pat
 # --- Rows ---
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.dictionaries(

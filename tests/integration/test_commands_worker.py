@@ -174,10 +174,10 @@ def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str
             lambda: waits.exists() and _pending(client) == 2, "one message to be worked on, one to wait for that"
         )
         worker.send_signal(signal.SIGINT)
-        eventually(lambda: _handed_back(client) == 1, "the stop to begin")
+        eventually(lambda: _released(client) == 1, "the stop to begin")
         assert worker.poll() is None
         assert end(worker, signal.SIGINT).code == 130
-    assert (_pending(client), _handed_back(client)) == (2, 1)
+    assert (_pending(client), _released(client)) == (2, 1)
 
 
 def _pending(client: Client) -> int:
@@ -186,7 +186,7 @@ def _pending(client: Client) -> int:
     return int(client.execute("XPENDING", "orders", "millstream:shop.handle")[0])
 
 
-def _handed_back(client: Client) -> int:
+def _released(client: Client) -> int:
     """How many messages a worker had, and left to any other."""
     arguments = ("IDLE", NACK_IDLE_MS, "-", "+", 10)
     return len(client.execute("XPENDING", "orders", "millstream:shop.handle", *arguments))

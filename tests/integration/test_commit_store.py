@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -82,17 +82,17 @@ def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gon
 
 
 @pytest.mark.parametrize(
-    ("frontier", "later"),
+    ("committed_id", "later"),
     [("5-9", "5-10"), ("99-0", "100-0"), ("7-18446744073709551614", "7-18446744073709551615")],
 )
-def test_ids_are_ordered_as_numbers_not_as_text(client: Client, frontier: str, later: str) -> None:
+def test_ids_are_ordered_as_numbers_not_as_text(client: Client, committed_id: str, later: str) -> None:
     ledger = make_ledger(client)
-    ledger.advance_committed({STREAM: EntryId.parse(frontier)})
-    beyond, below = unit(later), unit(frontier)
+    ledger.advance_committed({STREAM: EntryId.parse(committed_id)})
+    beyond, below = unit(later), unit(committed_id)
     assert ledger.commit({STREAM: [below]}) == [below]
     assert ledger.commit({STREAM: [beyond]}) == []
     ledger.advance_committed({STREAM: EntryId.parse(later)})
-    ledger.advance_committed({STREAM: EntryId.parse(frontier)})
+    ledger.advance_committed({STREAM: EntryId.parse(committed_id)})
     assert ledger.committed_ids([STREAM]) == {STREAM: EntryId.parse(later)}
 
 
@@ -240,7 +240,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.client.execute("FLUSHALL")
         self.loaded: list[tuple[CommitStore, bytes, int]] = []
         self.committed = 0
-        self.frontier = 0
+        self.committed_id = 0
         self.token = 1
 
     def ledger(self) -> CommitStore:
@@ -250,7 +250,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def an_execution_loads(self) -> None:
         ledger = self.ledger()
         mark = ledger.load({STREAM: ([KEY_PREFIX + b"k"], [])})[STREAM].get(KEY_PREFIX + b"k", b"")
-        done = EntryId.parse(mark).ms if mark else self.frontier
+        done = EntryId.parse(mark).ms if mark else self.committed_id
         self.loaded.append((ledger, mark, done))
 
     @precondition(lambda self: self.loaded)
@@ -277,9 +277,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def the_batch_ends(self) -> None:
-        if self.committed > self.frontier:
+        if self.committed > self.committed_id:
             self.ledger().advance_committed({STREAM: EntryId(self.committed, 0)})
-            self.frontier = self.committed
+            self.committed_id = self.committed
 
     @invariant()
     def effects_are_those_of_one_execution_in_order(self) -> None:
@@ -290,12 +290,12 @@ class LedgerMachine(RuleBasedStateMachine):
 def test_no_interleaving_of_executions_runs_and_batches_loses_doubles_or_reorders(client: Client) -> None:
     LedgerMachine.client = client
     check = LedgerMachine.TestCase
-    check.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    check.settings = settings(max_examples=40, stateful_step_count=30)
     check().runTest()
 
 
 @given(key=st.binary(max_size=40), state=st.binary(min_size=1, max_size=200), value=st.binary(max_size=200))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 def test_keys_states_and_outputs_are_byte_exact(client: Client, key: bytes, state: bytes, value: bytes) -> None:
     client.execute("FLUSHALL")
     ledger = make_ledger(client)

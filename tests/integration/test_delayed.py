@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.clock import SYSTEM_CLOCK, SystemClock
@@ -109,8 +109,6 @@ def test_a_message_does_not_take_the_id_of_another_that_waits(client: Client, pr
 
 @settings(
     max_examples=400 if os.environ.get("MILLSTREAM_SOAK") else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     message=st.dictionaries(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.delivery.commit_store import CommitStore
@@ -189,8 +189,6 @@ def test_streams_of_others_that_are_named_alike_are_left_alone(client: Client) -
 
 @settings(
     max_examples=400 if os.environ.get("MILLSTREAM_SOAK") else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     fields=st.lists(st.tuples(st.binary(min_size=1), st.binary()), min_size=1, max_size=6),

@@ -212,7 +212,7 @@ def test_consumers_with_names_that_end_in_numbers_are_others(client: Client, que
     assert holders(client) == {"spark-0": 30, "spark:0": 20, "spark-1:0": 10}
 
 
-def test_entries_of_a_dead_consumer_are_adopted_and_those_of_a_living_one_are_not(
+def test_entries_of_a_dead_consumer_are_claimed_and_those_of_a_living_one_are_not(
     client: Client, query: Callable[..., Query]
 ) -> None:
     ids = add(client, range(100))
@@ -220,7 +220,7 @@ def test_entries_of_a_dead_consumer_are_adopted_and_those_of_a_living_one_are_no
     work(client, "dead", 40)
     work(client, "alive", 50)
     client.execute("XCLAIM", "s", GROUP, "dead", 0, *ids[:40:2], "IDLE", HOUR_MS, "JUSTID")
-    one = query(adoptAfter="1h", maxOffsetsPerTrigger="15")
+    one = query(claimAfter="1h", maxOffsetsPerTrigger="15")
     assert one.batch() == list(range(0, 30, 2))
     assert holders(client) == {"dead": 25, "alive": 50, "spark:0": 15}
     assert one.batch() == [*range(30, 40, 2), *range(90, 100)]
@@ -238,7 +238,7 @@ def test_a_task_reads_a_portion_with_entries_of_others_in_between_and_one_that_i
         if others := set(ids) - set(ids[mine]):
             client.execute("XACK", stream, GROUP, *others)
         client.execute("XCLAIM", stream, GROUP, "dead", 0, *ids[mine], "IDLE", HOUR_MS, "JUSTID")
-    one = query(subscribe="a,b", adoptAfter="1h")
+    one = query(subscribe="a,b", claimAfter="1h")
     assert sorted(one.batch()) == sorted([*range(0, 10, 2), *range(5)])
 
 
@@ -250,7 +250,7 @@ def test_a_stream_that_is_deleted_while_it_is_searched_for_what_others_hold_stop
         Group(client, stream, GROUP).create(BEGINNING)
         client.execute("XREADGROUP", "GROUP", GROUP, "dead", "STREAMS", stream, ">")
         client.execute("XCLAIM", stream, GROUP, "dead", 0, *ids, "IDLE", HOUR_MS, "JUSTID")
-    one = query(subscribe="a,b", adoptAfter="1h", maxOffsetsPerTrigger="10", failOnDataLoss="false")
+    one = query(subscribe="a,b", claimAfter="1h", maxOffsetsPerTrigger="10", failOnDataLoss="false")
     assert one.batch() == list(range(10))
     client.execute("DEL", "b")
     assert one.batch() == list(range(10, 20))
@@ -279,7 +279,7 @@ def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
     assert claim_renewal._RENEWALS_PER_IDLE_TIME >= 2, "one look that comes late costs nothing"
     monkeypatch.setattr(claim_renewal, "_RENEWALS_PER_IDLE_TIME", HOUR_MS / 50)
     ids = add(client, range(1_200))
-    one = query(adoptAfter="1h", maxOffsetsPerTrigger="1200")
+    one = query(claimAfter="1h", maxOffsetsPerTrigger="1200")
     end = one.plan()
     assert len(one.rows(end)) == 1_200
     pending = Group(client, "s", GROUP).pending
@@ -392,13 +392,13 @@ def test_pending_entries_that_are_trimmed_are_lost_loudly(
     work(client, "dead", 20)
     client.execute("XCLAIM", "s", GROUP, "dead", 0, *ids[:20], "IDLE", HOUR_MS, "JUSTID")
     client.execute("XTRIM", "s", "MINID", "=", ids[5])
-    one = query(failOnDataLoss=str(fail).lower(), adoptAfter="1h")
+    one = query(failOnDataLoss=str(fail).lower(), claimAfter="1h")
     if fail:
         for _ in range(2):  # it is not forgotten by a restart
             with pytest.raises(DataLoss, match="5 pending entries of stream 's' were trimmed"):
                 one.plan()
             one.start()
-        one = query(failOnDataLoss="false", adoptAfter="1h")
+        one = query(failOnDataLoss="false", claimAfter="1h")
     end = one.plan()
     assert caplog.text.count("5 pending entries of stream 's' were trimmed") == 1
     client.execute("XTRIM", "s", "MINID", "=", ids[10])

@@ -429,7 +429,7 @@ def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(cl
     options = ClaimOptions(idle_ms=90_000, deliveries=5)
     group.pending.claim_ids(ids(3), consumer="leaver", min_idle_ms=0, options=options)
     group.create_consumer("heir")
-    left = group.delete_consumer("leaver", heir="heir")
+    left = group.delete_consumer("leaver", transfer_to="heir")
     assert (left.existed, left.reassigned, list(left.gone)) == (True, 1200, ids(7, 1100))
     assert [one.name for one in group.consumers()] == ["heir"]
     kept = [one for one in taken if one not in ids(7, 1100)]
@@ -442,12 +442,12 @@ def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(cl
 
 def test_a_consumer_that_holds_entries_is_not_deleted_without_an_heir(client: Client, group: Group) -> None:
     take(client, "leaver", count=3)
-    with pytest.raises(ConfigError, match=r"holds 3 pending entries.*name an heir"):
+    with pytest.raises(ConfigError, match=r"holds 3 pending entries.*name the consumer that gets them"):
         group.delete_consumer("leaver")
     with pytest.raises(ConfigError, match="no consumer 'nobody'"):
-        group.delete_consumer("leaver", heir="nobody")
-    with pytest.raises(ConfigError, match="own heir"):
-        group.delete_consumer("leaver", heir="leaver")
+        group.delete_consumer("leaver", transfer_to="nobody")
+    with pytest.raises(ConfigError, match="its own entries"):
+        group.delete_consumer("leaver", transfer_to="leaver")
     assert group.pending.summary().by_consumer == {"leaver": 3}
     group.ack(ids(1, 2, 3))
     assert group.delete_consumer("leaver").existed
@@ -469,7 +469,7 @@ def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Clien
         for start in range(10, 4010, 100):
             client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(start, start + 100)])
             eventually(lambda: "leaver" in group.pending.summary().by_consumer, "it to be given something")
-            group.delete_consumer("leaver", heir="heir")
+            group.delete_consumer("leaver", transfer_to="heir")
     finally:
         eventually(lambda: groups_of(client, "s")[0].last_delivered == b"4009-0", "all to be read")
         stop.set()
@@ -529,7 +529,7 @@ def test_consumers_leave_and_entries_are_acknowledged_when_redis_is_out_of_memor
         take(client, "leaver")
         group.create_consumer("heir")
         client.execute("CONFIG", "SET", "maxmemory", "1")
-        assert group.delete_consumer("leaver", heir="heir").reassigned == 3
+        assert group.delete_consumer("leaver", transfer_to="heir").reassigned == 3
         assert len(list(group.pending.auto_claim("other", min_idle_ms=0))) == 1
         assert group.ack(ids(1, 2, 3)) == 3
 
@@ -546,7 +546,7 @@ def test_names_that_are_not_utf_8_come_back_as_they_were(client: Client) -> None
     assert [batch.stream for batch in reader.read_new()] == [name]
     assert group.pending.entries()[0].consumer == name
     assert group.consumers()[0].name == name
-    assert group.delete_consumer(name, heir=None if group.ack([b"1-0"]) else name).existed
+    assert group.delete_consumer(name, transfer_to=None if group.ack([b"1-0"]) else name).existed
 
 
 def test_groups_work_on_a_cluster(request: pytest.FixtureRequest) -> None:
@@ -558,7 +558,7 @@ def test_groups_work_on_a_cluster(request: pytest.FixtureRequest) -> None:
             reader = consumer(client, "c", stream)
             assert reader.read_new()[0].ids == ids(1, 2)
             group.create_consumer("heir")
-            assert group.delete_consumer("c", heir="heir").reassigned == 2
+            assert group.delete_consumer("c", transfer_to="heir").reassigned == 2
             assert [batch.ids for batch in group.pending.auto_claim("x", min_idle_ms=0)] == [ids(1, 2)]
             assert group.ack(ids(1, 2)) == 2
         add(client, "{a}2", range(1, 3))

@@ -368,7 +368,7 @@ def test_what_is_still_in_hand_is_not_given_out_again_after_a_lost_connection(cl
 # Taking over, and what is lost
 
 
-def test_entries_of_a_dead_consumer_are_adopted_while_new_ones_go_on(client: Client) -> None:
+def test_entries_of_a_dead_consumer_are_claimed_while_new_ones_go_on(client: Client) -> None:
     add(client, *range(1, 31))
     Group(client, "s", "g").create()
     (held,) = Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=25)
@@ -450,7 +450,7 @@ def test_every_entry_says_how_often_it_was_delivered(client: Client) -> None:
     group.pending.claim_ids([b"2-0"], consumer="dead", min_idle_ms=0, options=long_ago)
     policy = ReadPolicy(block_ms=50, claim_after_ms=60_000)
     with Reader(client, group="g", consumer="c", streams=["s", "t"], policy=policy) as reader:
-        assert eventually(lambda: counts(reader)) == [(b"2-0", 8)]  # adopted
+        assert eventually(lambda: counts(reader)) == [(b"2-0", 8)]  # claimed
         assert eventually(lambda: counts(reader)) == [(b"3-0", 1), (b"1-0", 1), (b"2-0", 1)]
         reader.reread_pending()
         assert counts(reader) == [(b"2-0", 9), (b"3-0", 2), (b"1-0", 2), (b"2-0", 2)]

@@ -82,23 +82,23 @@ def test_repeating_a_commit_whose_reply_was_lost_changes_nothing(client: Client)
     assert outputs(client) == [1]
 
 
-def test_a_worker_whose_entry_was_adopted_commits_nothing_and_its_adopter_does(client: Client) -> None:
+def test_a_worker_whose_entry_was_claimed_commits_nothing_and_its_adopter_does(client: Client) -> None:
     fill(client, 2)
     late, other = worker(client, "late"), worker(client, "other")
     taken = late.fetch(count=10)
-    adopted = other.claim_idle()
-    assert ids(adopted) == [1, 2]
-    assert [d.deliveries for d in adopted] == [2, 2]
+    claimed = other.claim_idle()
+    assert ids(claimed) == [1, 2]
+    assert [d.deliveries for d in claimed] == [2, 2]
     late_units = [effect(late, one) for one in taken]
     assert late.commit(late_units) == late_units
     assert late.ack(*taken) != []
     assert late.renew_claims([one.id for one in taken]) == [one.id for one in taken]
     assert pending(client) == [("1-0", "other"), ("2-0", "other")]
-    assert other.commit([effect(other, one) for one in adopted]) == []
+    assert other.commit([effect(other, one) for one in claimed]) == []
     assert (outputs(client), pending(client)) == ([1, 2], [])
 
 
-def test_entries_that_are_held_are_not_adopted_and_those_handed_back_are_at_once(client: Client) -> None:
+def test_entries_that_are_held_are_not_claimed_and_those_released_are_at_once(client: Client) -> None:
     fill(client, 3)
     mine, other = worker(client), worker(client, "w2")
     found = mine.fetch(count=10)
@@ -115,10 +115,10 @@ def test_failed_attempts_count_for_whoever_tries_next_until_the_entry_is_committ
     (first,) = mine.fetch(count=1)
     first.attempt = 2
     mine.record_failures([first])
-    (adopted,) = other.claim_idle()
-    other.begin_isolation(adopted, "b w2")
-    assert (adopted.attempt, other.isolation_state(adopted)) == (3, (0, "b w2"))
-    assert other.ack(adopted) == []
+    (claimed,) = other.claim_idle()
+    other.begin_isolation(claimed, "b w2")
+    assert (claimed.attempt, other.isolation_state(claimed)) == (3, (0, "b w2"))
+    assert other.ack(claimed) == []
     assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
@@ -127,15 +127,15 @@ def test_the_end_of_an_isolated_run_takes_back_its_own_mark_and_no_other(client:
     mine, other = worker(client), worker(client, "w2")
     (first,) = mine.fetch(count=1)
     mine.begin_isolation(first, "a w1")
-    (adopted,) = other.claim_idle()
-    assert other.isolation_state(adopted) == (0, "a w1")
-    other.record_deaths(adopted, 1)
-    assert other.isolation_state(adopted) == (1, "")
-    other.begin_isolation(adopted, "b w2")
+    (claimed,) = other.claim_idle()
+    assert other.isolation_state(claimed) == (0, "a w1")
+    other.record_deaths(claimed, 1)
+    assert other.isolation_state(claimed) == (1, "")
+    other.begin_isolation(claimed, "b w2")
     mine.end_isolation([first])
-    assert other.isolation_state(adopted) == (1, "b w2")
-    other.end_isolation([adopted])
-    assert other.isolation_state(adopted) == (1, "")
+    assert other.isolation_state(claimed) == (1, "b w2")
+    other.end_isolation([claimed])
+    assert other.isolation_state(claimed) == (1, "")
 
 
 def test_handing_back_takes_back_the_delivery_and_may_keep_an_entry_from_others_for_a_while(client: Client) -> None:
@@ -144,8 +144,8 @@ def test_handing_back_takes_back_the_delivery_and_may_keep_an_entry_from_others_
     first, second = mine.fetch(count=2)
     mine.nack([first.id])
     mine.nack([second.id], idle_ms=10_000)
-    (adopted,) = other.claim_idle(idle_ms=30_000)
-    assert (adopted.id, adopted.deliveries) == (b"1-0", 1)
+    (claimed,) = other.claim_idle(idle_ms=30_000)
+    assert (claimed.id, claimed.deliveries) == (b"1-0", 1)
     (later,) = other.claim_idle(idle_ms=10_000)
     assert (later.id, later.deliveries) == (b"2-0", 1)
     other.renew_claims([later.id])
@@ -420,7 +420,7 @@ def unit_of_spark(n: int) -> Effects:
 
 
 def open_to_spark(ledger: CommitStore, standing: CommittedPosition, end: int) -> list[int]:
-    """What Spark is to process up to `end`: beyond the frontier, without a mark, and up to the floor only if it is open."""
+    """What Spark is to process up to `end`: beyond the committed_id, without a mark, and up to the floor only if it is open."""
     assert standing.committed_id is not None
     numbers = range(standing.committed_id.ms + 1, end + 1)
     floor = standing.takeover_offset.ms if standing.takeover_offset else 0

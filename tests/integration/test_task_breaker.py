@@ -124,7 +124,14 @@ class Driver:
 def row(good: int, dead: int = 0, *, stopped: bool = False, cause: str = "missing-key") -> dict[str, Any]:
     trip = msgspec.json.encode(Trip(cause, dead, dead, "no key")).decode()
     causes = msgspec.json.encode({cause: [dead, "no key"]} if dead else {}).decode()
-    counters = {"messages": good + dead, "committed": good + dead, "dead": dead, "retries": 0, "refused": 0, "aside": 0}
+    counters = {
+        "messages": good + dead,
+        "committed": good + dead,
+        "dead": dead,
+        "retries": 0,
+        "refused": 0,
+        "deferred": 0,
+    }
     return {"stream": "in", **counters, "causes": causes, "trip": trip if stopped else ""}
 
 

@@ -86,9 +86,9 @@ def worker(client: Client) -> KeyedStream:
 def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while_others_go_on(bench: Aside) -> None:
     handler = parking(bench)
     report = bench.run(handler, bench.add(1, 2, 3, 4, 5, keys="ABABA", fail=9))
-    assert (report["committed"], report["aside"], report["dead"]) == (2, 3, 0)
+    assert (report["committed"], report["deferred"], report["dead"]) == (2, 3, 0)
     report = bench.run(handler, bench.add(6, 7, keys="AB"))
-    assert (report["committed"], report["aside"]) == (1, 1)
+    assert (report["committed"], report["deferred"]) == (1, 1)
     assert (bench.outputs(), bench.lines()) == ([2, 4, 7], {b"A": ("parked", 4)})
     (line,) = list_queues(bench.client, KEYS)
     assert (line.first_id, line.failed_attempts, line.parked_reason) == (
@@ -123,7 +123,7 @@ def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_s
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
-    assert bench.process_deferred(handler)["aside"] == 1
+    assert bench.process_deferred(handler)["deferred"] == 1
     assert (bench.lines(), skip(bench.client, KEYS, A, error="x")) == ({b"A": ("parked", 2)}, "1-0")
     assert bench.lines() == {b"A": ("parked", 1)}
     bench.check()
@@ -139,7 +139,7 @@ def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Aside, again: 
     if again:
         unpark(bench.client, KEYS, A)
     report = bench.process(handler, bench.rows(*rows, *bench.add(4, keys="A")))
-    assert (report["committed"], report["aside"]) == (0, 1)
+    assert (report["committed"], report["deferred"]) == (0, 1)
     assert bench.lines() == {b"A": ("ready" if again else "parked", 3)}
     bench.check()
 
@@ -155,7 +155,7 @@ def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Asi
     handler = only(app, handle, key="k", into="out")
     bench.begin(handler)
     report = bench.run(handler, bench.add(1, 2, 3, keys="AAB"))
-    assert (bench.outputs(), report["aside"], bench.lines()) == ([3], 2, {b"A": ("parked", 2)})
+    assert (bench.outputs(), report["deferred"], bench.lines()) == ([3], 2, {b"A": ("parked", 2)})
     unpark(bench.client, KEYS, A)
     bench.process_deferred(replace(handler, function=lambda item, state: {"n": item.n}))
     assert bench.outputs() == [3, 1, 2]
@@ -195,7 +195,7 @@ def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_
     retry = Retry(attempts=3, delay_ms=1, factor=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0)
     handler = parking(bench, retry=retry)
     report = bench.run(handler, bench.add(1, keys="A", fail=2) + bench.add(2, 3, keys="AB"))
-    assert (report["committed"], report["aside"], report["retries"]) == (1, 2, 2)
+    assert (report["committed"], report["deferred"], report["retries"]) == (1, 2, 2)
     assert bench.lines() == {b"A": ("backing off", 2)}
     ready = bench.runnable(handler)
     assert ready.queues == []
@@ -223,7 +223,7 @@ def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers
     bench.begin(handler)
     rows: list[Row] = [(n, None, fields) for n, _, fields in bench.add(1, 2, 3, keys="ABC", fail=9)]
     report = bench.run(handler, rows) if advance else bench.process(handler, bench.rows(*rows))
-    assert (report["committed"], report["aside"], bench.runnable(handler).queues) == (2, 1, [])
+    assert (report["committed"], report["deferred"], bench.runnable(handler).queues) == (2, 1, [])
     stream = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="u1", into="out")
     stream.join()
     found = [*stream.claim_idle(), *stream.fetch(count=10)]
@@ -254,7 +254,7 @@ def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Aside, ad
         if n > (standing.committed_id or EntryId(0, 0)).ms
     ]
     report = bench.run(works, [*left, *bench.add(6, keys="A")])
-    assert (bench.lines(), report["aside"]) == ({b"A": ("parked", 4)}, 1)
+    assert (bench.lines(), report["deferred"]) == ({b"A": ("parked", 4)}, 1)
     unpark(bench.client, KEYS, A)
     bench.process_deferred(works)
     assert bench.outputs() == [3, 5, 1, 2, 4, 6]
@@ -420,7 +420,7 @@ def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_onc
     if routed:
         joined.enqueue_new(count=1, most_pending=100)
     bench.begin(handler)
-    frontier = bench._ledger(handler).begin_run(["in"])["in"].committed_id or EntryId(0, 0)
-    bench.run(works_of(handler), [row for row in rows if row[0] > frontier.ms])
+    committed_id = bench._ledger(handler).begin_run(["in"])["in"].committed_id or EntryId(0, 0)
+    bench.run(works_of(handler), [row for row in rows if row[0] > committed_id.ms])
     assert (bench.outputs(), bench.dead()) == ([1, 2, 3], [])
     bench.check()

@@ -98,7 +98,7 @@ def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
     assert sorted(outputs(client)[49:]) == [0, 50]
 
 
-def test_what_a_dead_worker_held_is_adopted_and_what_a_living_one_holds_is_not(client: Client) -> None:
+def test_what_a_dead_worker_held_is_claimed_and_what_a_living_one_holds_is_not(client: Client) -> None:
     released = threading.Event()
 
     def slow(message: Message) -> dict[str, Any]:
@@ -156,10 +156,10 @@ def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> N
     with working(client, make(slow), "leaving", policy=long) as leaving:
         eventually(lambda: started and leaving.loop_metrics.read > 2)
         leaving.stop()
-        eventually(lambda: leaving.loop_metrics.handed_back > 0, "what waits, while others run")
+        eventually(lambda: leaving.loop_metrics.released > 0, "what waits, while others run")
         release.set()
     assert leaving.leftovers == []
-    assert leaving.loop_metrics.handed_back == leaving.loop_metrics.read - len(started)
+    assert leaving.loop_metrics.released == leaving.loop_metrics.read - len(started)
     assert len(outputs(client)) == len(started)
     with working(client, make(double), "next", policy=long):
         eventually(lambda: len(outputs(client)) == 50)
@@ -389,14 +389,14 @@ def test_entries_of_a_consumer_that_polls_but_makes_no_progress_are_adopted(clie
     clock = LeapClock()
     began_ms = clock.monotonic_ms()
 
-    def adopted() -> bool:
+    def claimed() -> bool:
         """Poll until it is claimed, and let some time pass."""
         client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", "0")
         clock.leap(20_000)
         return pending(client) == 0
 
     with working(client, handler, clock=clock):
-        eventually(adopted)
+        eventually(claimed)
     assert sorted(outputs(client)) == [0, 1, 2]
     # Three times what all attempts and the grace take, and ten claim times.
     assert clock.monotonic_ms() - began_ms > 3 * 601_000 + 10 * QUICK.claim_ms

@@ -234,7 +234,7 @@ def test_a_stop_hands_back_a_batch_that_is_still_waiting_for_more(client: Client
     fill(client, 5)
     with working(client, make(either(doubled, kind), batch_wait_ms=60_000)) as loop:
         eventually(lambda: loop.loop_metrics.read == 5)
-    assert (outputs(client), loop.loop_metrics.handed_back) == ([], 5)
+    assert (outputs(client), loop.loop_metrics.released) == ([], 5)
     assert pending(client) == 5
 
 

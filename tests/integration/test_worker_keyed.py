@@ -74,7 +74,7 @@ def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_
         client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}", "slow", 1) for n in range(2_000, 3_000)])
         eventually(lambda: len(client.execute("HKEYS", KEYS.owners)) > 200)
         with working(client, make(work, key="key"), "w2", policy=policy) as two:
-            eventually(lambda: two.loop_metrics.committed > 10 and one.loop_metrics.handed_back > 0)
+            eventually(lambda: two.loop_metrics.committed > 10 and one.loop_metrics.released > 0)
             hold.set()
             eventually(lambda: len(rows(client)) == 3_000)
     check_order(client, 3_000)
@@ -217,7 +217,7 @@ def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Clie
     with working(client, make(slowly, key="key")) as loop:
         eventually(lambda: len(rows(client)) >= 3)
         loop.stop()
-        eventually(lambda: loop.loop_metrics.handed_back > 0)
+        eventually(lambda: loop.loop_metrics.released > 0)
         release.set()
     assert len(rows(client)) < 60
     assert check_invariants(client, KEYS, "in") == []

@@ -171,7 +171,7 @@ def test_a_worker_that_starts_while_paused_takes_nothing_not_even_what_it_held(
     pause(client)
     with working(client, make(double), health=health) as loop:
         wait_for_reads(health, clock)
-        assert (loop.loop_metrics.read, loop.loop_metrics.adopted, outputs(client)) == (0, 0, [])
+        assert (loop.loop_metrics.read, loop.loop_metrics.claimed, outputs(client)) == (0, 0, [])
         resume(client)
         eventually(lambda: loop.loop_metrics.committed == 5)
     assert pending(client) == 0

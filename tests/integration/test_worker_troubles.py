@@ -365,7 +365,7 @@ def test_orderly_stops_do_not_make_a_message_suspect(client: Client) -> None:
     fill(client, 4)
     for number in range(3):
         with working(client, make(handle, into=None), f"w{number}") as loop:
-            eventually(lambda: loop.loop_metrics.read + loop.loop_metrics.adopted >= 2)
+            eventually(lambda: loop.loop_metrics.read + loop.loop_metrics.claimed >= 2)
             loop.stop(deadline_ms=0)
     assert {entry[3] for entry in entries(client)} == {0}
     release.set()
@@ -499,7 +499,7 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
     clock = LeapClock()
     with working(client, make(handle, batch_wait_ms=0), clock=clock) as loop:
         eventually(running.is_set)
-        eventually(lambda: loop.loop_metrics.adopted == 1)
+        eventually(lambda: loop.loop_metrics.claimed == 1)
         eventually(lambda: not loop._in_flight.gate.is_set(), "its turn")
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, entries(client)[0][0])
         clock.leap(QUICK.claim_ms / 2)  # it renews its claims
@@ -514,7 +514,7 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
 # Stopping
 
 
-def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(client: Client) -> None:
+def test_what_waits_for_a_retry_is_released_with_what_is_left_of_its_wait(client: Client) -> None:
     def fail(message: Message) -> None:
         raise ValueError
 
@@ -523,7 +523,7 @@ def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(cli
     retry = Retry(attempts=3, delay_ms=480_000, max_delay_ms=480_000, jitter=0)
     with working(client, make(fail, retry=retry), policy=policy) as loop:
         eventually(lambda: loop.loop_metrics.retried == 2)
-    assert loop.loop_metrics.handed_back == 2
+    assert loop.loop_metrics.released == 2
     for _, _, idle_ms, _ in entries(client):
         assert 110_000 < idle_ms < 590_000  # claimable after 600,000
 

@@ -113,10 +113,10 @@ def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(p
     app = counting_app()
     pipelines.add("in", *steps(20))
     pipelines.once(app)
-    with pytest.raises(ConfigError, match="--from-frontier to continue there, --reprocess to delete"):
+    with pytest.raises(ConfigError, match="--from-committed to continue there, --reprocess to delete"):
         pipelines.once(app, checkpoint="second")
     pipelines.add("in", *steps(10, start=20))
-    pipelines.once(app, checkpoint="second", start="from-frontier")
+    pipelines.once(app, checkpoint="second", start="from-committed")
     assert numbers(pipelines, "k0") == [0, 10, 20]
     pipelines.once(app, checkpoint="third", start="reprocess")
     assert numbers(pipelines, "k0") == [0, 10, 20, 0, 10, 20]
@@ -156,7 +156,7 @@ def test_a_stream_made_anew_below_what_is_committed_stops_the_run_and_is_never_p
     pipelines.once(app)
     pipelines.client.execute("DEL", "in")
     pipelines.client.execute("XADD", "in", "5-1", "key", "a", "n", 1)
-    for settings in ({"fail_on_data_loss": False}, {"checkpoint": "second", "start": "from-frontier"}):
+    for settings in ({"fail_on_data_loss": False}, {"checkpoint": "second", "start": "from-committed"}):
         with pytest.raises(PipelineFailed, match=r"recreated with ids below .* --reprocess"):
             pipelines.once(app, **settings)
     pipelines.once(app, checkpoint="third", start="reprocess")
@@ -182,7 +182,7 @@ def test_commits_that_redis_has_forgotten_are_made_again(pipelines: Pipelines) -
     ids = pipelines.add("in", *steps(30, keys=1))
     pipelines.once(app)
     keys = HandlerKeys("app", "count", "in")
-    # As after the loss of the last second: state, outputs and frontier are those of the tenth message.
+    # As after the loss of the last second: state, outputs and committed_id are those of the tenth message.
     pipelines.client.execute("HSET", keys.meta, "committed_id", ids[9])
     pipelines.client.execute("HSET", keys.state, "k0", b"\x81\xa5count\x0a")
     outputs = pipelines.client.execute("XRANGE", "out", "-", "+")

@@ -107,7 +107,7 @@ def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: C
     ledger.begin_run(["a", "b"])
     for stream, count in (("a", 100), ("b", 5)):
         client.pipeline([("XADD", stream, f"{n}-0", "n", n) for n in range(1, count + 1)])
-    names = {"frontierApp": "app", "frontierHandler": "handle", "startingOffsets": "frontier"}
+    names = {"committedApp": "app", "committedHandler": "handle", "startingOffsets": "committed"}
     paused = BatchPlanner(
         client, parse({"url": client.url, "subscribePattern": "*", **names}, {}), cores=1, clock=clock
     )

@@ -94,12 +94,12 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
     (offsets / ".0.crc").unlink()
     (offsets / "0").write_text("")
     with pytest.raises(
-        PipelineFailed, match=r"cannot resume from its checkpoint.*Incomplete log.*--from-frontier"
+        PipelineFailed, match=r"cannot resume from its checkpoint.*Incomplete log.*--from-committed"
     ) as end:
         pipelines.once(app_of(nothing))
     assert "\n" not in str(end.value)
     pipelines.add("in", {"n": 2})
-    pipelines.once(app_of(nothing), checkpoint="new", start="from-frontier")
+    pipelines.once(app_of(nothing), checkpoint="new", start="from-committed")
     assert pipelines.meta("app", "handle", "in")["committed"] == "2"
 
 

@@ -94,7 +94,7 @@ def test_available_now_acknowledges_what_it_read_and_a_long_batch_is_kept_while_
 ) -> None:
     bench.add("s", 2_500)
     group = Group(bench.client, "s", GROUP)
-    options = {"readAs": "group", "group": GROUP, "startingOffsets": "earliest", "adoptAfter": "3s"}
+    options = {"readAs": "group", "group": GROUP, "startingOffsets": "earliest", "claimAfter": "3s"}
     frame = bench.stream("s", maxOffsetsPerTrigger=1_000, **options)
     taken = bench.take(frame)
     assert taken.numbers == list(range(2_500))

@@ -403,23 +403,23 @@ def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
     assert (shown(), len(group_positions(client, "g", names))) == (2499, 2499)
 
 
-# --- the handler engine's frontier ---
+# --- the handler engine's committed_id ---
 
 
-def frontier_planner(client: Client, frontier: str | None) -> BatchPlanner:
-    if frontier is not None:
-        client.execute("HSET", HandlerKeys("app", "h", "s").meta, "committed_id", frontier)
-        assert CommitStore(client, app="app", handler="h").committed_ids(["s"]) == {"s": EntryId.parse(frontier)}
-    names = {"frontierApp": "app", "frontierHandler": "h"}
-    return planner(client, layout="packed", startingOffsets="frontier", **names)
+def committed_planner(client: Client, committed_id: str | None) -> BatchPlanner:
+    if committed_id is not None:
+        client.execute("HSET", HandlerKeys("app", "h", "s").meta, "committed_id", committed_id)
+        assert CommitStore(client, app="app", handler="h").committed_ids(["s"]) == {"s": EntryId.parse(committed_id)}
+    names = {"committedApp": "app", "committedHandler": "h"}
+    return planner(client, layout="packed", startingOffsets="committed", **names)
 
 
-@pytest.mark.parametrize(("frontier", "begins"), [("6-0", 6), ("4-0", 4), ("2-0", 2), (None, 0)])
+@pytest.mark.parametrize(("committed_id", "begins"), [("6-0", 6), ("4-0", 4), ("2-0", 2), (None, 0)])
 def test_a_batch_begins_at_the_lower_of_checkpoint_and_frontier(
-    client: Client, caplog: pytest.LogCaptureFixture, frontier: str | None, begins: int
+    client: Client, caplog: pytest.LogCaptureFixture, committed_id: str | None, begins: int
 ) -> None:
     fill(client, "s", 8)
-    plan = frontier_planner(client, frontier)
+    plan = committed_planner(client, committed_id)
     checkpoint = Position(EntryId(4, 0), 4)
     begins = min(begins, 4)
     ((piece,),) = plan.plan_tasks({"s": checkpoint}, {"s": Position(EntryId(8, 0), 8)})
@@ -433,28 +433,28 @@ def test_a_lower_frontier_with_nothing_between_is_no_cause_for_alarm(
     fill(client, "s", 8)
     client.pipeline([("XDEL", "s", "3-0"), ("XDEL", "s", "4-0")])
     end = {"s": Position(EntryId(8, 0), 8)}
-    ((piece,),) = frontier_planner(client, "2-0").plan_tasks({"s": Position(EntryId(4, 0), 4)}, end)
+    ((piece,),) = committed_planner(client, "2-0").plan_tasks({"s": Position(EntryId(4, 0), 4)}, end)
     assert piece.after == EntryId(4, 0)
     assert not caplog.records
 
 
 def test_commits_that_redis_forgot_are_made_again_even_if_nothing_new_arrives(client: Client) -> None:
     fill(client, "s", 8)
-    plan = frontier_planner(client, "6-0")
+    plan = committed_planner(client, "6-0")
     done = {"s": Position(EntryId(8, 0), 8)}
     again = advance(plan, done, None)
     assert again == {"s": Position(EntryId(8, 0), None)}, "another offset, so that Spark makes a batch"
     ((piece,),) = plan.plan_tasks(done, again)
     assert (piece.after, piece.until) == (EntryId(6, 0), EntryId(8, 0))
-    assert advance(frontier_planner(client, "6-0"), again, None) == again, "once, not for ever"
-    assert advance(frontier_planner(client, "8-0"), done, None) == done
+    assert advance(committed_planner(client, "6-0"), again, None) == again, "once, not for ever"
+    assert advance(committed_planner(client, "8-0"), done, None) == done
 
 
 def test_a_redis_that_lost_its_last_writes_goes_on_at_the_last_commit_it_knows(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, "s", 8)
-    plan = frontier_planner(client, "7-0")
+    plan = committed_planner(client, "7-0")
     checkpoint, planned = {"s": Position(EntryId(10, 0), 10)}, {"s": Position(EntryId(12, 0), 12)}
     ((piece,),) = plan.plan_tasks(checkpoint, planned)
     assert (piece.after, piece.until) == (EntryId(7, 0), EntryId(12, 0))
@@ -469,13 +469,13 @@ def test_a_redis_that_lost_its_last_writes_goes_on_at_the_last_commit_it_knows(
 
 def test_a_query_may_begin_at_the_frontier_or_where_there_is_none_at_the_earliest_entry(client: Client) -> None:
     fill(client, "s", 8)
-    assert frontier_planner(client, None).starting_offsets("latest") == {"s": Position(ZERO_ID, 0)}
-    assert frontier_planner(client, "6-0").starting_offsets("latest")["s"].id == EntryId(6, 0)
+    assert committed_planner(client, None).starting_offsets("latest") == {"s": Position(ZERO_ID, 0)}
+    assert committed_planner(client, "6-0").starting_offsets("latest")["s"].id == EntryId(6, 0)
 
 
-def commits(client: Client, *, frontier: int, group: Position | None) -> None:
-    """Say that the handler has committed up to `frontier`, and stands in its group at `group`."""
-    client.execute("HSET", HandlerKeys("app", "h", "s").meta, "committed_id", f"{frontier}-0")
+def commits(client: Client, *, committed_id: int, group: Position | None) -> None:
+    """Say that the handler has committed up to `committed_id`, and stands in its group at `group`."""
+    client.execute("HSET", HandlerKeys("app", "h", "s").meta, "committed_id", f"{committed_id}-0")
     if group is not None:
         known = () if group.entries_added is None else ("ENTRIESREAD", group.entries_added)
         client.execute("XGROUP", "CREATE", "s", GROUP, str(group.id), *known)
@@ -485,7 +485,7 @@ GROUP = HandlerKeys("app", "h", "s").group
 
 
 @pytest.mark.parametrize(
-    ("frontier", "group", "kept", "verdict"),
+    ("committed_id", "group", "kept", "verdict"),
     [
         (6, 6, 14, None),
         (6, 6, 11, "lost 3 entries after 6-0"),
@@ -498,37 +498,37 @@ GROUP = HandlerKeys("app", "h", "s").group
     ],
 )
 def test_a_start_at_the_frontier_proves_by_the_group_what_was_trimmed_past_it(
-    client: Client, frontier: int, group: int, kept: int, verdict: str | None
+    client: Client, committed_id: int, group: int, kept: int, verdict: str | None
 ) -> None:
     fill(client, "s", 20)
-    commits(client, frontier=frontier, group=Position(EntryId(group, 0), group))
+    commits(client, committed_id=committed_id, group=Position(EntryId(group, 0), group))
     client.execute("XTRIM", "s", "MAXLEN", kept)
-    options = {"frontierApp": "app", "frontierHandler": "h", "group": GROUP}
-    strict = planner(client, layout="packed", startingOffsets="frontier", **options)
+    options = {"committedApp": "app", "committedHandler": "h", "group": GROUP}
+    strict = planner(client, layout="packed", startingOffsets="committed", **options)
     if verdict is None:
-        assert strict.starting_offsets("latest")["s"].id == EntryId(frontier, 0)
+        assert strict.starting_offsets("latest")["s"].id == EntryId(committed_id, 0)
         return
     with pytest.raises(DataLoss, match=verdict):
         strict.starting_offsets("latest")
-    lenient = planner(client, layout="packed", startingOffsets="frontier", failOnDataLoss="false", **options)
-    assert lenient.starting_offsets("latest") == {"s": Position(EntryId(frontier, 0), 20 - kept)}
+    lenient = planner(client, layout="packed", startingOffsets="committed", failOnDataLoss="false", **options)
+    assert lenient.starting_offsets("latest") == {"s": Position(EntryId(committed_id, 0), 20 - kept)}
 
 
 def test_a_start_at_the_frontier_says_so_where_nothing_can_be_proven(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, "s", 20)
-    commits(client, frontier=6, group=None)
+    commits(client, committed_id=6, group=None)
     client.execute("XTRIM", "s", "MAXLEN", 5)
-    assert frontier_planner(client, None).starting_offsets("latest") == {"s": Position(EntryId(6, 0), 15)}
+    assert committed_planner(client, None).starting_offsets("latest") == {"s": Position(EntryId(6, 0), 15)}
     assert "some may have been unread" in caplog.text
 
 
 def test_a_stream_that_is_gone_or_made_anew_below_the_frontier_is_not_passed_over(client: Client) -> None:
     fill(client, "s", 20)
-    commits(client, frontier=6, group=None)
+    commits(client, committed_id=6, group=None)
     client.execute("DEL", "s")
-    plan = frontier_planner(client, None)
+    plan = committed_planner(client, None)
     at = plan.starting_offsets("latest")
     with pytest.raises(DataLoss, match="was deleted or recreated"):
         advance(plan, at, None)
@@ -565,7 +565,7 @@ def test_what_is_trimmed_after_a_stream_was_discovered_is_lost(client: Client) -
 
 
 def test_a_discovered_stream_goes_on_after_what_its_handler_has_committed(client: Client) -> None:
-    plan = frontier_planner(client, "6-0")
+    plan = committed_planner(client, "6-0")
     assert plan.starting_offsets("latest") == {"s": Position(EntryId(6, 0), None)}
     fill(client, "s", 8)
     assert advance(plan, {}, None) == {"s": Position(EntryId(6, 0), None)}

@@ -134,9 +134,9 @@ def test_a_new_checkpoint_does_not_begin_unasked_where_a_stage_has_been(pipeline
     pipelines.add("in", *({"n": n} for n in range(3)))
     pipelines.once(app)
     pipelines.add("in", {"n": 3})
-    with pytest.raises(ConfigError, match=r"app\.copy has read 'in' up to .* use --from-frontier"):
+    with pytest.raises(ConfigError, match=r"app\.copy has read 'in' up to .* use --from-committed"):
         pipelines.once(app, checkpoint="new")
-    pipelines.once(app, checkpoint="new", start="from-frontier")
+    pipelines.once(app, checkpoint="new", start="from-committed")
     assert [fields["n"] for _, fields in pipelines.entries("out")] == ["0", "1", "2", "3"]
     (group,) = pipelines.client.execute("XINFO", "GROUPS", "in")
     about = dict(zip(group[::2], group[1::2], strict=True))

@@ -132,7 +132,7 @@ class Fleet:
             if line["event"] == "figures":
                 now = Counter(line["handlers"]["work"])
                 known = last.get(line["worker"], Counter())
-                if now["read"] + now["adopted"] < known["read"] + known["adopted"]:
+                if now["read"] + now["claimed"] < known["read"] + known["claimed"]:
                     total += known
                 last[line["worker"]] = now
         return sum(last.values(), total)

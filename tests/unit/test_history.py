@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import ConfigError, MillstreamError
@@ -292,14 +292,12 @@ Shape = Callable[[Random, Timeline], Timeline]
 SHAPES: Sequence[Shape] = (as_one_file, as_files_of_one_machine, as_files_with_positions)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), shape=st.sampled_from(SHAPES), drained=st.booleans())
 def test_a_valid_history_is_clean_however_it_was_written_down(seed: int, shape: Shape, drained: bool) -> None:
     rng = Random(seed)
     assert check(shape(rng, timeline(rng)), drained=drained).summary().startswith("ok ")
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
 def test_every_beginning_of_a_valid_history_is_clean_while_it_runs(seed: int, cut: float) -> None:
     events = timeline(Random(seed))
@@ -361,7 +359,6 @@ def lane_of_an_effect(rng: Random, events: Timeline) -> list[int]:
 
 
 @pytest.mark.parametrize("mutate", [drop, duplicate, swap, commit_with_an_old_token, overlap])
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), shape=st.sampled_from(SHAPES))
 def test_a_single_planted_fault_is_found_and_nothing_else(mutate: Mutation, seed: int, shape: Shape) -> None:
     rng = Random(seed)
@@ -467,7 +464,6 @@ logged = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(events=st.lists(logged))
 def test_what_was_recorded_is_read_back_byte_for_byte(
     events: list[Event], tmp_path_factory: pytest.TempPathFactory

@@ -60,7 +60,7 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"fieldsAs": "maps"}, "must be array or map or json; did you mean 'map'?"),
         ({"mode": "failfats"}, "did you mean 'failfast'?"),
         ({"startingOffsets": "earliset"}, "'earliset' must be earliest, latest, group or an entry id"),
-        ({"startingOffsets": "frontier"}, "must be earliest, latest, group or an entry id"),
+        ({"startingOffsets": "committed"}, "must be earliest, latest, group or an entry id"),
         ({"startingOffsets": "{nonsense"}, "is not JSON like"),
         ({"startingOffsets": '{"order": "latest"}'}, "not subscribed to; did you mean 'orders'?"),
         ({"startingOffsets": '{"orders": 5}'}, "5 must be earliest"),
@@ -78,16 +78,16 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"startingOffsets": "group", "group": ""}, 'name the group by option("startingGroup", NAME)'),
         ({"keyField": "k"}, "option keyField needs layout=packed"),
         ({"layout": "packed", "fieldsAs": "map"}, "option fieldsAs needs layout=columns"),
-        ({"frontierApp": "a"}, "belong together"),
+        ({"committedApp": "a"}, "belong together"),
         ({"readFrom": "replicas"}, "must be primary or replica; did you mean 'replica'?"),
         ({"readAs": "grup"}, "must be log or group; did you mean 'group'?"),
         ({"readAs": "group"}, 'name the consumer group to share by option("group", NAME)'),
         ({"readAs": "group", "group": ""}, "option group is empty"),
         ({"readAs": "group", "group": "g", "consumer": "a b"}, "consumer name 'a b' must be"),
-        ({"readAs": "group", "group": "g", "adoptAfter": "999ms"}, "must be 1s or more"),
+        ({"readAs": "group", "group": "g", "claimAfter": "999ms"}, "must be 1s or more"),
         ({"readAs": "group", "group": "g", "startingOffsets": "group"}, "must be earliest, latest or an entry id"),
         ({"readAs": "group", "group": "g", "startingGroup": "h"}, "option startingGroup needs readAs=log"),
-        ({"adoptAfter": "5m"}, "option adoptAfter needs readAs=group"),
+        ({"claimAfter": "5m"}, "option claimAfter needs readAs=group"),
         ({"startingOffsets": "9-1", "endingOffsets": "9-0"}, "after 9-1 and end before that, at 9-0"),
         (
             {"startingTimestamp": "9", "endingOffsets": '{"orders": "5-0"}'},
@@ -127,8 +127,8 @@ def test_starts_are_words_ids_or_json_per_stream() -> None:
         EntryId(9, 1),
         "earliest",
     ]
-    packed = options(layout="packed", frontierApp="a", frontierHandler="h", startingOffsets="frontier")
-    assert packed.starting == OffsetBounds(default="frontier")
+    packed = options(layout="packed", committedApp="a", committedHandler="h", startingOffsets="committed")
+    assert packed.starting == OffsetBounds(default="committed")
     assert packed.columns == Columns(packed=True)
 
 
@@ -187,7 +187,7 @@ def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> N
 def test_a_query_that_shares_a_group_takes_a_bounded_batch_and_waits_before_it_adopts() -> None:
     found = options(readAs="Group", group="g")
     assert (found.sharing, found.limits.max_per_trigger) == (Sharing(consumer="spark", claim_idle_ms=300_000), 10_000)
-    found = options(readAs="group", group="g", consumer="mine", adoptAfter="90s", maxOffsetsPerTrigger="7")
+    found = options(readAs="group", group="g", consumer="mine", claimAfter="90s", maxOffsetsPerTrigger="7")
     assert (found.sharing, found.limits.max_per_trigger) == (Sharing(consumer="mine", claim_idle_ms=90_000), 7)
     with pytest.raises(ConfigError, match=r"is for spark\.readStream"):
         found.check_batch()

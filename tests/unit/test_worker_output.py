@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.cli]
 
 
 def figures(pid: int, **counts: int) -> Mapping[str, Any]:
-    return {"event": "figures", "pid": pid, "handlers": {"bill": {"read": 0, "adopted": 0, "committed": 0, **counts}}}
+    return {"event": "figures", "pid": pid, "handlers": {"bill": {"read": 0, "claimed": 0, "committed": 0, **counts}}}
 
 
 @pytest.mark.parametrize("second", [3, 10, 50])

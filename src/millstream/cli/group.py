@@ -199,13 +199,13 @@ def delete_consumer(
     stream: Stream,
     group: GroupName,
     consumer: Annotated[str, typer.Argument(help="The consumer. Stop its process first.", metavar="CONSUMER")],
-    heir: Annotated[str | None, typer.Option(help="The consumer that gets its pending entries.")] = None,
+    transfer_to: Annotated[str | None, typer.Option(help="The consumer that gets its pending entries.")] = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Delete a consumer. Its pending entries are never dropped: the heir gets them, with idle times and counts."""
+    """Delete a consumer. Its pending entries are never dropped: --transfer-to gets them, with idle times and counts."""
     with Client(url) as client:
         of = Group(client, stream, group)
         pending = next((one.pending for one in of.consumers() if one.name == consumer), None)
@@ -217,16 +217,16 @@ def delete_consumer(
         moved, gone = 0, list[str]()
         if not dry_run:
             confirm(f"Delete consumer {consumer} of group {group}, which has {entries}?", yes=yes)
-            done = of.delete_consumer(consumer, heir=heir)
+            done = of.delete_consumer(consumer, transfer_to=transfer_to)
             moved, gone = done.reassigned, [one.decode() for one in done.gone]
     if as_json:
         figures = {"pending": pending, "moved": moved, "gone": gone, "dry_run": dry_run}
-        print_json({"stream": stream, "group": group, "consumer": consumer, "heir": heir, **figures})
+        print_json({"stream": stream, "group": group, "consumer": consumer, "transfer_to": transfer_to, **figures})
     elif dry_run:
         print_line(f"consumer {escape(consumer)}, which has {entries}, would be deleted")
     else:
-        to_heir = f", {moved:,} of {entries} moved to {escape(heir)}" if heir else ""
-        print_line(f"consumer {escape(consumer)} deleted{to_heir}")
+        transferred = f", {moved:,} of {entries} moved to {escape(transfer_to)}" if transfer_to else ""
+        print_line(f"consumer {escape(consumer)} deleted{transferred}")
         print_deleted(gone)
 
 

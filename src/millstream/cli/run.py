@@ -166,8 +166,8 @@ Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this ha
 PyFiles = Annotated[
     list[str] | None, typer.Option(help="A module, folder of modules or zip for the executors; repeatable.")
 ]
-FromFrontier = Annotated[
-    bool, typer.Option("--from-frontier", help="With a new checkpoint: continue after the committed entries.")
+FromCommitted = Annotated[
+    bool, typer.Option("--from-committed", help="With a new checkpoint: continue after the committed entries.")
 ]
 Reprocess = Annotated[
     bool, typer.Option("--reprocess", help="With a new checkpoint: reset all state and process all entries again.")
@@ -192,7 +192,7 @@ def run(
     once: Once = False,
     start: Start = "earliest",
     only: Only = None,
-    from_frontier: FromFrontier = False,
+    from_committed: FromCommitted = False,
     reprocess: Reprocess = False,
     read_from: ReadFrom = "primary",
     allow_data_loss: AllowLoss = False,
@@ -205,8 +205,8 @@ def run(
     spark_log: SparkLog = False,
 ) -> None:
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
-    if from_frontier and reprocess:
-        raise ConfigError("--from-frontier and --reprocess exclude each other: give only one")
+    if from_committed and reprocess:
+        raise ConfigError("--from-committed and --reprocess exclude each other: give only one")
     settings = _pairs(conf or [])
     app = _load(target, only or (), py_files or ())
     _check_installed()
@@ -217,7 +217,7 @@ def run(
     run_settings = RunSettings(
         url=url, checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
         max_per_batch=max_per_batch, interval_ms=interval.ms, once=once,
-        start="from-frontier" if from_frontier else "reprocess" if reprocess else "resume",
+        start="from-committed" if from_committed else "reprocess" if reprocess else "resume",
         start_at=start, read_from=read_from, fail_on_data_loss=not allow_data_loss,
     )  # fmt: skip
     check_early(app, url)
@@ -282,7 +282,7 @@ def _in_sessions(
             ended_soon = ended_soon + 1 if clock.monotonic_ms() - began_ms < _SHORT_SESSION_MS else 1
             if ended_soon > _MAX_SHORT_SESSIONS:
                 raise
-            settings = replace(settings, start="from-frontier")  # continue: only the first session may reprocess
+            settings = replace(settings, start="from-committed")  # continue: only the first session may reprocess
             wait_s = min(2.0**ended_soon, _MAX_WAIT_S)
             logger.warning("%s; starting a new session in %.0f s", ended, wait_s)
             if not stopping.wait(wait_s):

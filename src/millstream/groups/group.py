@@ -141,28 +141,28 @@ class Group:
         """Create a consumer before its first read; False if it exists."""
         return bool(self._execute("XGROUP", "CREATECONSUMER", *self._names, to_wire(consumer)))
 
-    def delete_consumer(self, consumer: str, *, heir: str | None = None) -> DeletedConsumer:
-        """Delete a consumer, after its pending entries have passed to the consumer `heir`, idle times and counts
+    def delete_consumer(self, consumer: str, *, transfer_to: str | None = None) -> DeletedConsumer:
+        """Delete a consumer, after its pending entries have passed to the consumer `transfer_to`, idle times and counts
         unchanged.
 
         It is deleted in one atomic step with the last of its entries, so that no entry delivered meanwhile is dropped.
-        The heir finds them by reading its own pending entries, other consumers by claiming. Raises ConfigError, and
-        deletes nothing, if entries are pending with it and no heir is named, or if the heir is not in the group. Stop
+        That one finds them by reading its own pending entries, other consumers by claiming. Raises ConfigError, and
+        deletes nothing, if entries are pending with it and no consumer is named, or if that one is not in the group. Stop
         its process first: a consumer that still reads is created again by its next read.
         """
-        if heir == consumer:
-            raise ConfigError(f"{consumer!r} cannot be its own heir: name another consumer")
+        if transfer_to == consumer:
+            raise ConfigError(f"{consumer!r} cannot get its own entries: name another consumer")
         handed_on, gone, outcome = 0, list[bytes](), "more"
         while outcome == "more":
-            outcome, count, *lost = self._delete_consumer(consumer, heir or "", min_idle_ms=0)
+            outcome, count, *lost = self._delete_consumer(consumer, transfer_to or "", min_idle_ms=0)
             if outcome == "pending":
                 raise ConfigError(
                     f"consumer {consumer!r} of group {self.name!r} holds {count} pending entries of {self.stream}, "
-                    "which deleting it would drop: name an heir"
+                    "which deleting it would drop: name the consumer that gets them"
                 )
-            if outcome == "no-heir":
+            if outcome == "no-receiver":
                 raise ConfigError(
-                    f"group {self.name!r} of {self.stream} has no consumer {heir!r}: name an existing heir"
+                    f"group {self.name!r} of {self.stream} has no consumer {transfer_to!r}: name an existing one"
                 )
             handed_on += count
             gone += lost
@@ -182,13 +182,19 @@ class Group:
         ]
         return [name for name in idle if self._delete_consumer(name, "", min_idle_ms=min_idle_ms)[0] == "deleted"]
 
-    def _delete_consumer(self, consumer: str, heir: str, *, min_idle_ms: int) -> Reply:
-        outcome, *rest = self._client.script(*self._delete_call(consumer, heir, min_idle_ms))
+    def _delete_consumer(self, consumer: str, transfer_to: str, *, min_idle_ms: int) -> Reply:
+        outcome, *rest = self._client.script(*self._delete_call(consumer, transfer_to, min_idle_ms))
         return outcome.decode(), *rest
 
-    def _delete_call(self, consumer: str, heir: str, min_idle_ms: int) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
+    def _delete_call(
+        self, consumer: str, transfer_to: str, min_idle_ms: int
+    ) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
         stream, group = self._names
-        return _DELETE_CONSUMER, (stream,), (group, to_wire(consumer), to_wire(heir), _REASSIGNED_AT_ONCE, min_idle_ms)
+        return (
+            _DELETE_CONSUMER,
+            (stream,),
+            (group, to_wire(consumer), to_wire(transfer_to), _REASSIGNED_AT_ONCE, min_idle_ms),
+        )
 
     def _execute(self, *command: Arg) -> Reply:
         return execute_on(self._client, self.stream, *command)

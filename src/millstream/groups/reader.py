@@ -183,8 +183,8 @@ class Reader:
             self._open()
         if self._reread_after and (held := self._reread_pending()):
             return held
-        if (adopted := self._claim_idle()) is not None:
-            return [adopted]
+        if (claimed := self._claim_idle()) is not None:
+            return [claimed]
         # While there is more to claim, do not block.
         block_ms = 0 if self._claim_cursors else self._policy.block_ms
         batches = self._consumer.read_new(count=self._policy.count, block_ms=block_ms, noack=self._policy.noack)

@@ -17,7 +17,16 @@ from millstream.redis_client.key_names import check_identifier
 
 OPTIONS = ("into", "name")
 
-_RUN_OPTIONS = ("url", "subscribe", "subscribepattern", "group", "layout", "keyfield", "frontierapp", "frontierhandler")
+_RUN_OPTIONS = (
+    "url",
+    "subscribe",
+    "subscribepattern",
+    "group",
+    "layout",
+    "keyfield",
+    "committedapp",
+    "committedhandler",
+)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class LoopMetrics:
     def __init__(
         self, handler: str, *, time_limit_ms: float, metrics: Metrics = NO_METRICS, health: Health | None = None
     ):
-        self.read = self.adopted = self.committed = self.dead = 0
-        self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
+        self.read = self.claimed = self.committed = self.dead = 0
+        self.retried = self.refused = self.released = self.trimmed = self.parked = 0
         self._is_poll_wanted = self._at_budget = False
         self._warn_due_s = 0.0
         self._handler = handler
@@ -51,7 +51,7 @@ class LoopMetrics:
 
     def counts(self) -> dict[str, int]:
         """Return all counts by name."""
-        names = ("read", "adopted", "committed", "dead", "retried", "refused", "handed_back", "trimmed", "parked")
+        names = ("read", "claimed", "committed", "dead", "retried", "refused", "released", "trimmed", "parked")
         return {name: getattr(self, name) for name in names}
 
     def on_poll_wanted(self) -> None:
@@ -92,7 +92,7 @@ class LoopMetrics:
 
     def count_claimed(self, count: int) -> None:
         """Count entries claimed from other workers, or recovered after a restart of this one."""
-        self.adopted += count
+        self.claimed += count
         if count:
             self._metrics.count(m.CLAIMED, count, handler=self._handler)
 
@@ -134,7 +134,7 @@ class LoopMetrics:
 
     def count_released(self, count: int) -> None:
         """Count messages released when the loop stopped."""
-        self.handed_back += count
+        self.released += count
         if count:
             self._metrics.count(m.RELEASED, count, handler=self._handler)
 

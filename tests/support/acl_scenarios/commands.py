@@ -51,7 +51,7 @@ def operate(url: str, admin: Client) -> None:
     command(url, "group", "claim", "orders", "g", "b", found[0].id.decode())
     command(url, "group", "claim", "orders", "g", "b", "--min-idle", "0s", "--yes")
     admin.execute("XCLAIM", "orders", "g", "a", 0, found[0].id)
-    command(url, "group", "delete-consumer", "orders", "g", "a", "--heir", "b", "--yes")
+    command(url, "group", "delete-consumer", "orders", "g", "a", "--transfer-to", "b", "--yes")
     command(url, "group", "clean", "orders", "--idle", "1h", "--yes")
     command(url, "group", "delete", "orders", "g", "--yes")
     gone = HandlerKeys("shop", "gone", "orders")

@@ -42,8 +42,8 @@ def run_on_spark(url: str, admin: Client) -> None:
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
         prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")
-        options = parse({"url": url, "subscribePattern": "orders*", "frontierApp": "shop", "frontierHandler": "bill",
-                         "group": KEYS.group, "startingOffsets": "frontier"}, {})  # fmt: skip
+        options = parse({"url": url, "subscribePattern": "orders*", "committedApp": "shop", "committedHandler": "bill",
+                         "group": KEYS.group, "startingOffsets": "committed"}, {})  # fmt: skip
         planner = BatchPlanner(client, options, cores=2)
         start = planner.starting_offsets("earliest")
         ends = planner.plan_next(start, limit=10, target=None)[0]
@@ -74,8 +74,8 @@ def run_on_spark(url: str, admin: Client) -> None:
         stream.ack(found[1])
         stream.checkpoint()
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-        frontier = ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])["orders"].committed_id
-        assert str(frontier).encode() == ids[9]
+        committed_id = ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])["orders"].committed_id
+        assert str(committed_id).encode() == ids[9]
         keyed(admin).join()  # workers of a keyed handler take over, and have entries in key queues
         keyed(admin).enqueue_new(count=4, most_pending=100)
         ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])

@@ -72,7 +72,7 @@ class DeferredJobs:
 
     def notify(self, rows: Rows) -> None:
         """Add the streams that, by the tasks' reports in `rows`, have deferred keys."""
-        self.add_streams([row["stream"] for row in rows if row["lines"]])
+        self.add_streams([row["stream"] for row in rows if row["has_queues"]])
 
     def add_streams(self, streams: Sequence[str]) -> None:
         """Add streams whose deferred keys may be runnable by now."""

@@ -366,7 +366,7 @@ class PartitionTask:
         return deferred
 
     def _may_have_queues(self, stream: str) -> bool:
-        return self._positions[stream].has_queues or self._metrics[stream].aside > 0
+        return self._positions[stream].has_queues or self._metrics[stream].deferred > 0
 
     def _drop_committed(self, runs: list[KeyRun]) -> None:
         """Drop entries that workers committed beyond the committed offset before this run took over from them."""
@@ -514,7 +514,7 @@ class PartitionTask:
                     metrics.refused += 1
                     self._refused.append(run)
                 else:
-                    metrics.aside += len(deferral.ids)
+                    metrics.deferred += len(deferral.ids)
                     run.entries.clear()
 
     def report(self) -> pa.RecordBatch:
@@ -525,7 +525,7 @@ class PartitionTask:
                 "stream": stream,
                 "last_id": str(metrics.last_id),
                 **{name: getattr(metrics, name) for name in COUNTERS},
-                "lines": stream in self._positions and self._may_have_queues(stream),
+                "has_queues": stream in self._positions and self._may_have_queues(stream),
                 "failures": None if at else self._failures.pack(),
                 "trip": breaker["trip"],
                 "causes": "{}" if at else breaker["causes"],

@@ -9,7 +9,7 @@ import pyarrow as pa
 from millstream.model import EntryId
 from millstream.observability.failure_log import FailureLog
 
-COUNTERS = ("messages", "committed", "dead", "retries", "refused", "aside")
+COUNTERS = ("messages", "committed", "dead", "retries", "refused", "deferred")
 """The counters of a task on each stream."""
 
 METRICS_SCHEMA = pa.schema(
@@ -17,7 +17,7 @@ METRICS_SCHEMA = pa.schema(
         ("stream", pa.string()),
         ("last_id", pa.string()),
         *((name, pa.int64()) for name in COUNTERS),
-        ("lines", pa.bool_()),
+        ("has_queues", pa.bool_()),
         ("failures", pa.binary()),
         ("causes", pa.string()),
         ("trip", pa.string()),
@@ -35,12 +35,12 @@ class TaskMetrics:
     dead: int = 0
     retries: int = 0
     refused: int = 0
-    aside: int = 0
+    deferred: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Totals over all tasks of a job: entries read, committed, dead, deferred (`aside`); retries; refused commits."""
+    """Totals over all tasks of a job: entries read, committed, dead, deferred (`deferred`); retries; refused commits."""
 
     handler: str
     messages: int
@@ -48,7 +48,7 @@ class Totals:
     dead: int
     retries: int
     refused: int
-    aside: int
+    deferred: int
     seconds: float
 
 

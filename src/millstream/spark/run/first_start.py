@@ -10,7 +10,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import hash_tag
 
-Start = Literal["resume", "from-frontier", "reprocess"]
+Start = Literal["resume", "from-committed", "reprocess"]
 StartAt = Literal["earliest", "latest"]
 
 
@@ -46,7 +46,7 @@ def prepare_new(
             committed_id = commit_store.committed_ids([stream]).get(stream, "the middle of its first batch")
             raise ConfigError(
                 f"{handler.label} has processed {stream!r} up to {committed_id}, but the checkpoint {checkpoint!r} is "
-                "new: use --from-frontier to continue there, --reprocess to delete its progress and start from the "
+                "new: use --from-committed to continue there, --reprocess to delete its progress and start from the "
                 "beginning, or give the old --checkpoint"
             )
     if start_at == "latest":

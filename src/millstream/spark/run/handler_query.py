@@ -132,10 +132,10 @@ class HandlerQuery(SupervisedQuery):
             **self._source_options(),
             **_subscription(handler),
             "layout": "packed",
-            "frontierApp": handler.app,
-            "frontierHandler": handler.name,
+            "committedApp": handler.app,
+            "committedHandler": handler.name,
             "group": self.group,
-            "startingOffsets": "frontier",
+            "startingOffsets": "committed",
             **({"keyField": handler.key_field} if handler.key_field else {}),
         }
         job = Job(handler=handler, url=context.settings.url, token=token)

@@ -41,7 +41,7 @@ class RunSettings:
     * `interval_ms`: least time between the starts of two micro-batches, in milliseconds; 0 = without a pause
     * `once`: process the entries that are there now, then end
     * `start`: what to do if the checkpoint is new but the handler or stage has run before: `resume` refuses to start;
-      `from-frontier` starts at the handler's committed offset, or at the last id of the stage's group; `reprocess`
+      `from-committed` starts at the handler's committed offset, or at the last id of the stage's group; `reprocess`
       deletes committed offset and keyed state, and starts from the beginning
     * `start_at`: where a handler or stage that never ran starts
     * `read_from`: tasks read entries from up-to-date replicas, or from the primary only

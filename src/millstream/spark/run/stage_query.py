@@ -53,7 +53,7 @@ class StageQuery(SupervisedQuery):
             if found.position.id > ZERO_ID:
                 raise ConfigError(
                     f"{self.label} has read {stream!r} up to {found.position.id}, but the checkpoint {self.checkpoint!r} "
-                    "is new: use --from-frontier to continue there, without the state of its windows and joins, "
+                    "is new: use --from-committed to continue there, without the state of its windows and joins, "
                     "--reprocess to start from the beginning, or give the old --checkpoint"
                 )
         try:
@@ -67,7 +67,7 @@ class StageQuery(SupervisedQuery):
 
     def _starting_offsets(self) -> str:
         """Where Spark starts without a checkpointed offset: a position that the group has shown does not move."""
-        continues = self.resumed or self.has_started or self._context.settings.start == "from-frontier"
+        continues = self.resumed or self.has_started or self._context.settings.start == "from-committed"
         return "group" if continues and self._group_positions() else self._context.settings.start_at
 
     def progress_count(self) -> int:

@@ -290,7 +290,7 @@ class Supervisor:
             changed = "If its stateful operators were changed, rename it. " if supervised.kind == "stage" else ""
             raise PipelineFailed(
                 f"{label} cannot resume from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, "
-                "use a new --checkpoint and --from-frontier"
+                "use a new --checkpoint and --from-committed"
             )
         if supervised.failures > limit:
             raise PipelineFailed(

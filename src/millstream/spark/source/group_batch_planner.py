@@ -149,7 +149,7 @@ class GroupBatchPlanner:
             if not_ours.claimed or not_ours.not_pending:
                 logger.warning(
                     "of the %d entries of %s in batch %d, %d were claimed by other consumers and %d were no longer "
-                    "pending: they may be processed twice. adoptAfter is for entries of dead consumers: set the idle "
+                    "pending: they may be processed twice. claimAfter is for entries of dead consumers: set the idle "
                     "time of all consumers of the group longer than a batch, or a restart, takes",
                     start.counts[stream], stream, start.batch, not_ours.claimed, not_ours.not_pending,
                 )  # fmt: skip
@@ -243,7 +243,7 @@ class GroupBatchPlanner:
         return backlogs
 
     def _claim_idle(self, pending: Mapping[str, PendingCounts], own: dict[str, int]) -> None:
-        """Claim idle entries of other consumers while the batch has room, with two scans in every `adoptAfter`."""
+        """Claim idle entries of other consumers while the batch has room, with two scans in every `claimAfter`."""
         # A scan continues from batch to batch; a stream may be deleted meanwhile.
         self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in pending}
         now_ms = self._clock.monotonic_ms()

@@ -32,15 +32,15 @@ BEFORE_FIRST_BATCH = GroupOffset("", 0, {})
 
 
 def dump(offset: GroupOffset) -> dict[str, Any]:
-    """Return the JSON form: `{"batch": number, "taken": {"stream": count}, "token": text}`."""
-    return {"batch": offset.batch, "taken": dict(sorted(offset.counts.items())), "token": offset.token}
+    """Return the JSON form: `{"batch": number, "counts": {"stream": count}, "token": text}`."""
+    return {"batch": offset.batch, "counts": dict(sorted(offset.counts.items())), "token": offset.token}
 
 
 def load(raw: Mapping[str, Any]) -> GroupOffset:
     """Parse the result of `dump`. Raises ConfigError for anything else."""
     match raw:
-        case {"batch": int(batch), "taken": dict(taken), "token": str(token), **rest} if not rest:
-            return GroupOffset(token, batch, taken)
+        case {"batch": int(batch), "counts": dict(counts), "token": str(token), **rest} if not rest:
+            return GroupOffset(token, batch, counts)
     raise ConfigError(
         "the offsets in the checkpoint are not those of readAs=group; they may be those of another source, or of a run "
         "without that option: use a new checkpoint folder"

@@ -10,7 +10,7 @@ from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.option_parser import OptionParser, suggestion
 
-BoundWord = Literal["earliest", "latest", "group", "frontier"]
+BoundWord = Literal["earliest", "latest", "group", "committed"]
 
 _MAX_SEQ = 2**64 - 1
 _LIKE_SECONDS = range(10**9, 10**10)

@@ -70,7 +70,7 @@ def load(raw: Mapping[str, Any]) -> Offsets:
     except (TypeError, ValueError, AttributeError):
         raise ConfigError(
             'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}; they may be those of '
-            "another source: use a new checkpoint folder (for `millstream run`, with --from-frontier)"
+            "another source: use a new checkpoint folder (for `millstream run`, with --from-committed)"
         ) from None
 
 

@@ -38,7 +38,7 @@ NAMES = (
     "group",
     "readAs",
     "consumer",
-    "adoptAfter",
+    "claimAfter",
     "readFrom",
     "fieldsAs",
     "mode",
@@ -50,13 +50,13 @@ NAMES = (
     "subscribeAnnounced",
     "subscribePartitions",
     "keyField",
-    "frontierApp",
-    "frontierHandler",
+    "committedApp",
+    "committedHandler",
 )
 _NAMES_SHOWN = 25
 _UNITS_MS = {"": 1, "ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
-_SHARED_ONLY = ("consumer", "adoptAfter")
-_LOG_ONLY = ("startingGroup", "frontierApp")
+_SHARED_ONLY = ("consumer", "claimAfter")
+_LOG_ONLY = ("startingGroup", "committedApp")
 _SHARED_BATCH = 10_000
 _MIN_ADOPT_MS = 1_000
 _PACKED_ONLY = ("keyField",)
@@ -186,9 +186,9 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     url = options.url(environ)
     announced, bases = options.text("subscribeAnnounced"), options.text("subscribePartitions")
     streams, pattern = ((), None) if announced or bases else _subscription(options)
-    frontier = _frontier(options)
+    committed_by = _committed_by(options)
     sharing = _sharing(options)
-    places = ("group", *(("frontier",) if frontier else ())) if sharing is None else ()
+    places = ("group", *(("committed",) if committed_by else ())) if sharing is None else ()
     words = ("earliest", "latest", *places)
     starting = read_bounds(options, "starting", streams, words)
     ending = read_bounds(options, "ending", streams, ("latest",))
@@ -210,7 +210,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         push_down=options.flag("pushDownPredicate", False),
         available_now=options.flag("availableNow", False) if "availableNow" in options.values else None,
         from_replicas=options.choice("readFrom", ("primary", "replica"), "primary") == "replica",
-        handler=frontier,
+        handler=committed_by,
         sharing=sharing,
     )
     parsed.check_either()
@@ -244,10 +244,10 @@ def _sharing(options: OptionParser) -> Sharing | None:
         return None
     if options.text("group") is None:
         raise ConfigError('readAs=group: name the consumer group to share by option("group", NAME)')
-    after = options.text("adoptAfter")
-    after_ms = Sharing.claim_idle_ms if after is None else _duration_ms("adoptAfter", after)
+    after = options.text("claimAfter")
+    after_ms = Sharing.claim_idle_ms if after is None else _duration_ms("claimAfter", after)
     if after_ms < _MIN_ADOPT_MS:
-        raise ConfigError(f"option adoptAfter={after!r} must be 1s or more: longer than a consumer needs for an entry")
+        raise ConfigError(f"option claimAfter={after!r} must be 1s or more: longer than a consumer needs for an entry")
     consumer = check_identifier("consumer name", options.text("consumer") or Sharing.consumer)
     return Sharing(consumer=consumer, claim_idle_ms=after_ms)
 
@@ -297,10 +297,10 @@ def _starting_group(options: OptionParser, starting: OffsetBounds) -> str | None
     return group
 
 
-def _frontier(options: OptionParser) -> tuple[str, str] | None:
-    app, handler = options.text("frontierApp"), options.text("frontierHandler")
+def _committed_by(options: OptionParser) -> tuple[str, str] | None:
+    app, handler = options.text("committedApp"), options.text("committedHandler")
     if (app is None) != (handler is None):
-        raise ConfigError("frontierApp and frontierHandler belong together: set both or none")
+        raise ConfigError("committedApp and committedHandler belong together: set both or none")
     return (app, handler) if app and handler else None
 
 

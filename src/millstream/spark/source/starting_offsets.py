@@ -25,10 +25,10 @@ StreamInfos = Mapping[str, StreamInfo | None]
 class StartingOffsets:
     """Finds starting offsets by `options`. Raises ConfigError or DataLoss for streams where they are not possible."""
 
-    def __init__(self, client: Client, options: SourceOptions, frontier: CommittedOffsets, losses: LossPolicy) -> None:
+    def __init__(self, client: Client, options: SourceOptions, committed: CommittedOffsets, losses: LossPolicy) -> None:
         self._client = client
         self._options = options
-        self._committed = frontier
+        self._committed = committed
         self._loss_policy = losses
 
     def resolve(self, infos: StreamInfos, default: Bound) -> Offsets:
@@ -39,7 +39,7 @@ class StartingOffsets:
         """
         bounds = {name: self._options.starting.for_stream(name, default) for name in infos}
         self._refuse_late(bounds, infos, default)
-        known = self.committed_positions([name for name, bound in bounds.items() if bound == "frontier"], infos)
+        known = self.committed_positions([name for name, bound in bounds.items() if bound == "committed"], infos)
         known |= self._group_starts([name for name, bound in bounds.items() if bound == "group"], infos)
         return {name: known.get(name) or _start_position(infos[name], bound) for name, bound in bounds.items()}
 
