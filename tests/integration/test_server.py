@@ -502,7 +502,9 @@ def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
 def test_a_server_that_was_built_without_tls_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     binary = tmp_path / "redis-server"
     # The words of Redis 8.2 and of Valkey 8 and 9.
-    binary.write_text("#!/bin/sh\n[ $1 = --version ] && echo v=8.2.3 && exit\necho '# Failed finding TLS support.'\nexit 1\n")
+    binary.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo v=8.2.3 && exit\necho '# Failed finding TLS support.'\nexit 1\n"
+    )
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ServerError, match="built without TLS"), tls_server():
