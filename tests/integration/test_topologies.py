@@ -1,5 +1,6 @@
 """The deployments that tests run against, and the pytest fixtures, each used as a user would."""
 
+import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from millstream.errors import ConfigError, ServerError
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.topologies import PRIMARY_NAME, acl_server, cluster, sentinel_trio, tls_server
 from tests.support.replicas import is_primary
+from tests.support.servers import install_package
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups]
@@ -82,6 +84,7 @@ def knows_primary(guide: Any, port: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("tls")
 def test_a_tls_server_speaks_tls_only_to_clients_that_trust_its_authority() -> None:
     with tls_server() as deployment:
         assert deployment.url.startswith(f"rediss://127.0.0.1:{deployment.server.port}/0?ssl_ca_certs=/")
@@ -101,6 +104,7 @@ def test_a_tls_server_speaks_tls_only_to_clients_that_trust_its_authority() -> N
     assert not deployment.ca_file.exists()
 
 
+@pytest.mark.usefixtures("tls")
 def test_the_certificate_satisfies_the_strictest_checks_of_python() -> None:
     with tls_server() as deployment:
         context = ssl.create_default_context(cafile=deployment.ca_file)
@@ -144,7 +148,7 @@ def test_an_acl_rule_without_a_name_or_a_password_is_refused(rule: str) -> None:
 
 # --- the pytest plugin ---
 
-ALONE = ("-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:xdist.looponfail", "-p", "no:anyio")
+ALONE = tuple(f"-pno:{name}" for name in ("hypothesispytest", "xdist", "xdist.looponfail", "anyio", "valkey"))
 """Plugins that users need not have, and that take longer to be loaded than all the rest."""
 
 USERS_TEST = """
@@ -186,6 +190,8 @@ def test_without_redis_server_users_tests_are_skipped_but_fail_in_ci(
 ) -> None:
     monkeypatch.setenv("CI", ci)
     monkeypatch.setenv("PATH", str(pytester.path))
+    install_package(pytester.path / "hidden", None)
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path / "hidden"), prepend=os.pathsep)
     pytester.makepyfile(USERS_TEST)
     result = pytester.runpytest_subprocess("-rs", *ALONE)
     result.assert_outcomes(**outcome)

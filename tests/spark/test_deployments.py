@@ -76,6 +76,7 @@ def amounts(order: Order) -> dict[str, object]:
     return {"amount": order.amount}
 
 
+@pytest.mark.usefixtures("tls")
 def test_a_server_that_speaks_tls_only(spark: SparkSession, tmp_path: Path) -> None:
     with topologies.tls_server() as deployed:
         check(spark, deployed.url, tmp_path)

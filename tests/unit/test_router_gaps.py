@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import AccessDenied, CommandFailed
+from millstream.errors import AccessDenied, KeyMissing
 from millstream.redis_client.resp import slot_of
 from millstream.router.gap_detection import (
     MISSING,
@@ -108,7 +108,7 @@ def test_counters_are_understood_in_both_protocols() -> None:
         last_generated=b"2-0", first=b"2-0", last=b"2-0", length=1, entries_added=2, max_deleted=b"1-0"
     )
     assert counters_of(named) == counters_of([part for pair in named.items() for part in pair]) == expected
-    assert counters_of(CommandFailed("a read: ERR no such key")) is MISSING
+    assert counters_of(KeyMissing("a read: no such key")) is MISSING
     assert counters_of(AccessDenied("no")) is None
 
 

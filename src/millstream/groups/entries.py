@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
+from millstream.errors import ConfigError, GroupMissing, KeyMissing, WrongType
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Arg, Reply
@@ -110,10 +110,8 @@ def execute_on(client: Client, stream: str, *command: Arg) -> Reply:
         return client.execute(*command)
     except WrongType as error:
         raise WrongType(f"{stream} is not a stream: rename or delete that key") from error
-    except CommandFailed as error:
-        if "no such key" in str(error) or "requires the key to exist" in str(error):
-            raise GroupMissing(f"there is no stream {stream!r}: add an entry, or create it with its group") from error
-        raise
+    except KeyMissing as error:
+        raise GroupMissing(f"there is no stream {stream!r}: add an entry, or create it with its group") from error
 
 
 def to_mapping(items: Sequence[Reply]) -> dict[bytes, Reply]:

@@ -23,6 +23,7 @@ from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissi
 from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
 from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
+    denies_key,
     keys_of,
     translate,
     type_needed,
@@ -395,7 +396,11 @@ class Client:
         except RedisError:
             return error
         if denied:
-            refused = [key for key, found in zip(keys, types, strict=True) if "access" in str(found)]
+            refused = [
+                key
+                for key, found in zip(keys, types, strict=True)
+                if isinstance(found, Exception) and denies_key(str(found))
+            ]
             unknown = all(isinstance(found, Exception) for found in types)
             return with_denied_keys(error, refused or keys) if refused or unknown else error
         needed = type_needed(text, command)

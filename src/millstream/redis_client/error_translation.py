@@ -1,6 +1,7 @@
 """Translates errors of redis-py and Redis into `millstream.errors`: the only module that knows their texts.
 
-Redis 7.0, Redis 7.2 and later, and Valkey word the same error differently; all wordings are handled here.
+Redis 7.0, Redis 7.2 and later, and Valkey word the same error differently; all wordings are handled here. Where Redis
+has no code of its own for a cause, the cause becomes a class or a property of the error: callers never look at texts.
 """
 
 import re
@@ -15,6 +16,7 @@ from millstream.errors import (
     CommandFailed,
     ConfigError,
     GroupMissing,
+    KeyMissing,
     OutOfMemory,
     RedisError,
     ScriptMissing,
@@ -33,6 +35,10 @@ _AWAY = ("BUSY ", "MISCONF", "NOREPLICAS", "UNKILLABLE", "UNBLOCKED")
 _DENIED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 """Texts of Redis 7.0, and of later versions and Valkey, for a command in a script that its user may not run."""
 
+_KEY_DENIED = ("no permissions to access", "No permissions to access", "can't access")
+"""Texts of Redis 7.0, of later versions and Valkey, and of Redis 7.0 in a script, for a key that the user may not use."""
+
+_KEY_MISSING = ("no such key", "requires the key to exist")
 _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 omits the hash
 _CODE = re.compile("[A-Z]{2,}")
 _CONNECTING = re.compile(r"Error(?: -?\d+)? connecting to (\S+)\. (.+?)\.*")
@@ -98,7 +104,12 @@ def wrong_type_error(command: Command, key: Arg, found: str, needed: str) -> Wro
 
 def with_denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
     """The AccessDenied error with the names of the denied keys, or of all candidates."""
-    return AccessDenied(f"{str(error).removesuffix(_HINT)}: {_listed(keys)}{_HINT}")
+    return AccessDenied(f"{str(error).removesuffix(_HINT)}: {_listed(keys)}{_HINT}", concerns_key=True)
+
+
+def denies_key(text: str) -> bool:
+    """Whether an error reply of Redis says that the user may not access the key."""
+    return any(words in text for words in _KEY_DENIED)
 
 
 def translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
@@ -115,7 +126,8 @@ def translate(error: Exception, url: str, command: Command | None = None) -> Red
         return ScriptMissing(f"{describe_command(command)} is not on the server")
     denied = (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)
     if isinstance(error, denied) or any(words in text for words in _DENIED_IN_SCRIPT):
-        return AccessDenied(f"the Redis user may not do {describe_command(command)}: {text}{_HINT}")
+        refused = f"the Redis user may not do {describe_command(command)}: {text}{_HINT}"
+        return AccessDenied(refused, concerns_key=denies_key(text))
     return _of_connection(error, text, where) or _of_command(error, text, where, describe_command(command))
 
 
@@ -170,7 +182,8 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
     code, _, detail = text.partition(" ")
     if not _CODE.fullmatch(code):
         code, detail = "", text
-    return CommandFailed(f"{name}: {text}", code=code, detail=detail)
+    kind = KeyMissing if not code and any(words in text for words in _KEY_MISSING) else CommandFailed
+    return kind(f"{name}: {text}", code=code, detail=detail)
 
 
 # --- Scripts and keys ---

@@ -9,7 +9,7 @@ unread, and nearly always whether it is still the same stream: two histories may
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from millstream.errors import CommandFailed
+from millstream.errors import KeyMissing
 
 ZERO = b"0-0"
 _LAST_SEQ = (1 << 64) - 1
@@ -54,7 +54,7 @@ MISSING = StreamCounters(last_generated=ZERO, first=None, last=None, length=0, e
 def counters_of(reply: Any) -> StreamCounters | None:
     """Parse a reply of XINFO STREAM; None for an error that says nothing about the stream."""
     if isinstance(reply, Exception):
-        return MISSING if isinstance(reply, CommandFailed) and "no such key" in str(reply) else None
+        return MISSING if isinstance(reply, KeyMissing) else None
     fields = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
     first, last = fields[b"first-entry"], fields[b"last-entry"]
     length = int(fields[b"length"])

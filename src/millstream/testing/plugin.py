@@ -43,10 +43,10 @@ def millstream_fresh_server() -> "Iterator[EmbeddedServer]":
 
 def _require_redis_server() -> None:
     from millstream.errors import ServerError
-    from millstream.redis_client.embedded_server import find_redis_server
+    from millstream.redis_client.server_program import find_server_program
 
     try:
-        find_redis_server()
+        find_server_program()
     except ServerError as error:
         if os.environ.get("CI"):
             pytest.fail(str(error), pytrace=False)

@@ -3,14 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from millstream.errors import AccessDenied, CommandFailed, ConfigError, Unavailable, WrongType
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, KeyMissing, Unavailable, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client import pipelining
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.offsets import Position
-
-_NO_SUCH_KEY = "no such key"
 
 
 class StreamInfo(NamedTuple):
@@ -96,7 +94,7 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
         return reply
     if isinstance(reply, list):
         return dict(zip(reply[::2], reply[1::2], strict=True))
-    if isinstance(reply, CommandFailed) and _NO_SUCH_KEY in str(reply):
+    if isinstance(reply, KeyMissing):
         return None
     if isinstance(reply, WrongType):
         raise WrongType(f"the key {stream!r} holds another type of value than a stream: subscribe to streams only")

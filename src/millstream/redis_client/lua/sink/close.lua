@@ -15,16 +15,13 @@
 --   that Redis has lost.
 
 -- include ids
--- include refusal
 
 local stream, seal = KEYS[1], KEYS[2]
 local found = redis.call('TYPE', stream)['ok']
 if found ~= 'none' and found ~= 'stream' then
   return redis.error_reply('WRONGTYPE ' .. stream .. ' holds a ' .. found .. ' where a stream is needed')
 end
--- Redis never accepts this id, but checks the user's rights first.
-local refused = redis.pcall('XADD', stream, '0-0', 'f', 'v').err
-if denied(refused) then
+if not redis.acl_check_cmd('XADD', stream, '*', 'f', 'v') then
   return redis.error_reply('NOPERM XADD ' .. stream)
 end
 if ARGV[3] ~= '' and found == 'stream' then
