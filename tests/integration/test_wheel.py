@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -91,6 +92,17 @@ def test_the_long_description_is_the_readme_without_links_into_the_clone(wheel: 
 
 def test_two_builds_give_the_same_bytes(wheel: Wheel, tmp_path: Path) -> None:
     (again,) = build(tmp_path, "wheel")
+    assert again.read_bytes() == wheel.path.read_bytes()
+
+
+def test_the_files_that_a_container_is_built_from_give_the_same_wheel(wheel: Wheel, tmp_path: Path) -> None:
+    rules = (ROOT / "deploy/Dockerfile.dockerignore").read_text().split()
+    assert rules[0] == "*"
+    for name in (rule[1:] for rule in rules if rule.startswith("!")):
+        copy = tmp_path / "src" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy)
+    (again,) = build(tmp_path / "wheels", "wheel", root=tmp_path / "src")
     assert again.read_bytes() == wheel.path.read_bytes()
 
 

@@ -28,17 +28,17 @@ NOT_FOR_USERS = {"dev", "docs"}
 _PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
 
 
-def build(folder: Path, *targets: str) -> list[Path]:
-    """Build `wheel`, `sdist` or both into an empty `folder`, with the build backend of this environment."""
+def build(folder: Path, *targets: str, root: Path = ROOT) -> list[Path]:
+    """Build `wheel`, `sdist` or both of a clone into an empty `folder`, with the build backend of this environment."""
     options = [option for target in targets for option in ("-t", target)]
-    run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options)
+    run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options, root=root)
     return sorted(folder.iterdir())
 
 
-def run(*command: str) -> str:
-    """Run a command from the root of the clone; return what it printed. Raises RuntimeError with it if it fails."""
+def run(*command: str, root: Path = ROOT) -> str:
+    """Run a command from the root of a clone; return what it printed. Raises RuntimeError with it if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
