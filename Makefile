@@ -1,14 +1,13 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spark python matrix wheels unit lint docs quick-java soak bench clean
+.PHONY: help setup demo test spark unit lint docs quick-java soak bench clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
+VERSION ?= 4.0.5
 ON_SPARK = PATH=$(CURDIR)/.venv/spark-$(VERSION)/bin:$$PATH $(CURDIR)/.venv/spark-$(VERSION)/bin/python
 SPARK_TESTS = tests/spark tests/unit/test_spark_lookup.py tests/faults/test_sink_faults.py \
 	tests/faults/test_exactly_once.py tests/faults/test_group_faults.py
-spark: VERSION ?= 4.0.5
-python: VERSION ?= 3.12
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
@@ -30,6 +29,8 @@ spark: setup ## the tests of Spark on another version of it, in an environment o
 	$(ON_SPARK) -m tests.support.java
 	$(ON_SPARK) -m pytest -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning -n 2 --dist loadgroup $(SPARK_TESTS) $(ARGS)
 
+.PHONY: python matrix wheels
+python: VERSION = 3.12
 python: setup ## tests/unit and tests/integration on another Python, in an environment of its own (VERSION=3.12)
 	@scripts/python-venv $(VERSION)
 	.venv/python-$(VERSION)/bin/python -m pytest -n 4 --dist loadgroup $(if $(AREA),-m "$(AREA)") tests/unit tests/integration $(ARGS)

@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 AREAS = {"unit": "unit", "integration": "integration", "contract": "contract", "spark": "Spark", "faults": "kills"}
 """The columns: folders of tests, and what the table calls them."""
-_OURS = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "ARGS", "AREA", "VERSION")
+_OURS = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "ARGS", "AREA", "VERSION", "SERVER")
 _FRAME = ("<!-- matrix: `make matrix` replaces these rows -->\n", "<!-- end of matrix -->\n")
 
 
