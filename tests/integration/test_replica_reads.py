@@ -444,7 +444,7 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
         for server in (deployment.primary, deployment.prompt):
             server.call("ACL", "DELUSER", "reader")
             server.call("ACL", "LOG", "RESET")
-        line = acl_rule("reader", [RoleName.SPARK], streams=["s"], app="app", replicas=replicas).line
+        line = acl_rule("reader", [RoleName.SOURCE], streams=["s"], replicas=replicas).line
         for server in servers:
             server.call(*line.split(), ">secret")
         caplog.clear()

@@ -4,12 +4,12 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-
-from millstream.spark.run.session import default_settings
+from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
 
@@ -58,6 +58,9 @@ def test_it_forks_only_where_no_thread_runs_and_else_continues_as_sparks_own_dae
         daemon.communicate()  # it ends as its input does
 
 
-@pytest.mark.parametrize(("master", "is_used"), [("local[2]", True), ("yarn", False), ("spark://host:7077", False)])
-def test_it_is_used_where_millstream_is_sure_to_be_found(master: str, is_used: bool) -> None:
-    assert ("spark.python.daemon.module" in default_settings(master)) is is_used
+def test_tasks_run_in_workers_that_it_has_forked(spark: SparkSession) -> None:
+    def command(_: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield pa.record_batch({"words": [Path("/proc/self/cmdline").read_text().split("\0")]})
+
+    (row,) = spark.range(1, numPartitions=1).mapInArrow(command, "words array<string>").collect()
+    assert row.words[2:4] == ["millstream.spark.python_daemon", "pyspark.worker"]

@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "doctor": (
         "millstream.cli.doctor:doctor",
         INSPECT,
-        "Check Redis, the machine and the data, and say how to mend them.",
+        "Check Redis, the machine and the data for problems.",
     ),
     "tail": ("millstream.cli.tail:tail", INSPECT, "Print the entries of streams as they arrive."),
     "dlq": ("millstream.cli.dlq:dlq", REPAIR, "List, show, redrive and purge dead letters."),

@@ -57,6 +57,7 @@ def default_settings(master: str, checkpoint: str = "") -> dict[str, str]:
         "spark.ui.showConsoleProgress": "false",
         "spark.speculation": "false",
         "spark.python.authenticate.socketTimeout": f"{_HANDSHAKE_TIMEOUT_S}s",
+        "spark.python.daemon.module": "millstream.spark.python_daemon",
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.streaming.minBatchesToRetain": "10",
         "spark.sql.streaming.numRecentProgressUpdates": "5",
@@ -65,8 +66,7 @@ def default_settings(master: str, checkpoint: str = "") -> dict[str, str]:
     }
     if master.startswith("local"):
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    if not is_cluster(master):  # executors elsewhere may find millstream only after their daemon has started
-        settings["spark.python.daemon.module"] = "millstream.spark.python_daemon"
+    if not is_cluster(master):
         settings["spark.sql.shuffle.partitions"] = str(os.cpu_count())
         if "://" not in checkpoint:  # on a cluster, a path may be on its file system
             settings["spark.sql.streaming.checkpointFileManagerClass"] = LOCAL_CHECKPOINTS
