@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import millstream
+from millstream.demo.surroundings import find_example
 
 WITHIN_S = 180
 PUBLISHED = {"customer": "ann", "amount": 10}
@@ -36,10 +37,12 @@ def main(program: str, *extras: str) -> None:
     require(version == f"millstream {millstream.__version__}", f"--version says {version!r}")
     require(metadata.version("millstream") == millstream.__version__, "the metadata has another version")
     require("worker" in answer(program, "--help"), "--help names no command")
+    here = Path(millstream.__file__).parent
+    require(find_example().is_relative_to(here), "the app of `millstream demo` is not the installed one")
     lacking = import_everything(not_installed(extras))
     result = one_message(program)
     require(result == ARRIVED, f"a worker of examples.shop made {result} of {PUBLISHED}")
-    print(json.dumps({"at": str(Path(millstream.__file__).parent), "lacking": lacking}))  # noqa: T201 - its result
+    print(json.dumps({"at": str(here), "lacking": lacking}))  # noqa: T201 - its result
 
 
 def require(holds: bool, what: str) -> None:

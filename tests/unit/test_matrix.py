@@ -11,7 +11,7 @@ from tests.support.pythons import TESTED
 pytestmark = [pytest.mark.cli]
 
 MAKEFILE = f"""\
-try: ; @{sys.executable} -m pytest -q -p no:cacheprovider -p no:millstream --import-mode=importlib tests $(ARGS)
+try: ; @PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest -q -p no:cacheprovider --import-mode=importlib tests $(ARGS)
 broken: ; @echo no such version; false
 """
 CASES = """\
