@@ -39,6 +39,18 @@ spark: setup ## the tests of Spark on another version of it, in an environment o
 	$(ON_SPARK) -m tests.support.java
 	$(ON_SPARK) -m pytest -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning -n 2 --dist loadgroup $(SPARK_TESTS) $(ARGS)
 
+.PHONY: python matrix wheels
+python: VERSION = 3.12
+python: setup ## tests/unit and tests/integration on another Python, in an environment of its own (VERSION=3.12)
+	@scripts/python-venv $(VERSION)
+	.venv/python-$(VERSION)/bin/python -m pytest -n 4 --dist loadgroup $(if $(AREA),-m "$(AREA)") tests/unit tests/integration $(ARGS)
+
+matrix: setup ## the tests on every version of Spark and Python: a table in build/matrix.md (ARGS="--only spark-4.1.4"): hours
+	@$(BIN)/python -m tests.support.matrix $(ARGS)
+
+wheels: setup ## the wheel and the sdist in build/dist, installed and used with each extra on each Python: an hour
+	@$(BIN)/python -m tests.support.wheels $(ARGS)
+
 unit: setup ## the tests of tests/unit only
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 

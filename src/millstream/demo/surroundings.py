@@ -16,9 +16,9 @@ _MARKER = ".millstream-demo"
 
 
 def find_example() -> Path:
-    """Find the app: beside this file in an installed millstream, in the examples folder in a clone."""
+    """Find the app: in the folder `examples` of an installed millstream, or of the clone."""
     here = Path(__file__).resolve()
-    paths = (here.parent / "airline_example" / "airline.py", here.parents[3] / "examples" / "airline.py")
+    paths = (here.parents[1] / "examples" / "airline.py", here.parents[3] / "examples" / "airline.py")
     for path in paths:
         if path.is_file():
             return path
