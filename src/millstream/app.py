@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 from millstream.errors import ConfigError
-from millstream.handlers.handler import Handler, compile_handler
-from millstream.handlers.stage import Rows, Stage, compile_stage
+from millstream.handlers.handler import Handler, HandlerOptions, compile_handler
+from millstream.handlers.stage import Rows, Stage, StageOptions, compile_stage
 from millstream.redis_client.key_names import MASTER, check_identifier
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,12 +37,33 @@ class App:
         self.handlers: dict[str, Handler] = {}
         self.stages: dict[str, Stage] = {}
 
-    def handler(self, *streams: str, **options: Any) -> Callable[[F], F]:
-        """Register a function as the handler of `streams`. Options as in `millstream.handlers.handler.Handler`.
+    def handler(self, *streams: str, **options: Unpack[HandlerOptions]) -> Callable[[F], F]:
+        """Register a function as the handler of `streams`.
 
         Annotations decide what each parameter receives: a typed model or Message (or lists of them, for batches), and
         State if the handler has a key. The result, one mapping or an iterable of them, goes to the stream `into`.
-        Raises ConfigError.
+
+        * `pattern`, `announced`: instead of `streams`, all that match the glob; or those announced to this service
+        * `key`: the field, or a function of the Message, that orders its messages; None for no order (default)
+        * `order`: "stream" keeps all messages of a stream in order, one at a time, with the stream's name as the key:
+          workers then lease whole streams, one owner each. Default "key"
+        * `missing_key`: a message without its key becomes a "dead-letter" (default), or is processed "unordered"
+        * `into`: the stream that its results go to; None (default): a handler that returns something fails
+        * `into_maxlen`: trim that stream to about so many entries; None for no trimming (default)
+        * `retry`: how often and when failed messages are tried again, and what happens then. Default `Retry()`
+        * `breaker`: pauses the handler when nearly all messages become dead letters for the same cause. Default
+          `Breaker()`; None: nothing pauses it
+        * `concurrency`: how many messages of different keys, or how many batches, an async handler processes at once in
+          each worker process or Spark task. Default 100
+        * `time_limit_ms`: an attempt that takes longer fails; milliseconds, at most a week. Default 300,000
+        * `rate`: most messages a second of each stream, over all workers together; None for no limit (default)
+        * `batch_size`, `batch_wait_ms`: for handlers of lists: most messages in a list, up to 1,000 (default 100), and
+          how long the first of them waits for more, in milliseconds up to 60,000 (default 0)
+        * `partitions`: `streams` are bases, each created with so many partitions unless it exists already; None
+          (default) for plain streams
+        * `name`: its name in Redis, of its state, progress and dead letters; default: the function's
+
+        Raises ConfigError with one line on what to change.
         """
         if len(streams) == 1 and callable(streams[0]):
             raise ConfigError('write @app.handler("stream", key="field"): a handler needs a stream to read')
@@ -55,7 +76,7 @@ class App:
 
         return register
 
-    def stage(self, *inputs: "Rows | str | Callable[..., Any]", **options: Any) -> Callable[[F], F]:
+    def stage(self, *inputs: "Rows | str | Callable[..., Any]", **options: Unpack[StageOptions]) -> Callable[[F], F]:
         """Register a function as a stage: a Spark query of its own, which runs beside the handlers and only on Spark.
 
         The function receives a streaming DataFrame for each of `inputs` (a stream's name stands for its `Rows`, a

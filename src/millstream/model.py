@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 from millstream.errors import ConfigError
 
@@ -69,6 +69,12 @@ class Message:
         """The fields as a mapping; a repeated name keeps its last value, and undecodable names are escaped."""
         pairs = self.pairs
         return {pairs[i].decode("utf-8", "surrogateescape"): pairs[i + 1] for i in range(0, len(pairs), 2)}
+
+    @overload
+    def text(self, name: str, default: None = None) -> str | None: ...
+
+    @overload
+    def text(self, name: str, default: str) -> str: ...
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """Return the field `name` as text (invalid UTF-8 is replaced), or `default` if it is absent."""

@@ -35,8 +35,8 @@ def readings(client: Client) -> list[int]:
 
 def shown(client: Client) -> dict[str, tuple[str, int]]:
     """Who has each sensor, and its lag, as the command of the example says."""
-    found = call("lease", "list", "sensors.watch", "--json", "--url", client.url).json()
-    return {row["stream"]: (row["consumer"], row["lag"]) for row in found["shown"]}
+    found = call("lease", "list", "sensors.watch", "--json", "--url", client.url).json_lines()
+    return {row["stream"]: (row["consumer"], row["lag"]) for row in found}
 
 
 def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -10,15 +9,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.cli.main import COMMANDS
+from millstream.cli.main import COMMANDS, load_command
 from millstream.cli.options import parse_start, parse_time_ms
 from millstream.cli.terminal import format_age, format_size, pluralize, truncate
 from millstream.errors import ConfigError
@@ -26,9 +27,9 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.escaping import escape, escape_lines, json_fields, unescape
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.server_program import find_server_program
-from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, run, running
-from tests.support.waiting import FAIL_SAFE_S
+from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, in_a_terminal, lives, run, running
 
 pytestmark = [pytest.mark.cli]
 
@@ -49,6 +50,22 @@ def test_every_family_has_help(name: str) -> None:
     shown = call(name, "--help")
     assert shown.code == 0
     assert f"{name} [OPTIONS]" in shown.out
+
+
+def test_usages_name_arguments_in_upper_case_and_optional_ones_in_brackets() -> None:
+    def usages(command: Any, *words: str) -> Iterator[str]:
+        for name, one in getattr(command, "commands", {}).items():
+            yield from usages(one, *words, name)
+        if not hasattr(command, "commands"):
+            yield command.get_usage(command.make_context(" ".join(words), [], resilient_parsing=True))
+
+    shown = [usage for name in COMMANDS for usage in usages(load_command(name), name)]
+    odd = [one for one in shown if not re.fullmatch(r"Usage: [a-z-]+( [a-z-]+)? \[OPTIONS\]( [][A-Z_.]+)*", one)]
+    assert odd == []
+    assert {
+        "Usage: tail [OPTIONS] STREAM...", "Usage: publish [OPTIONS] STREAM [FILE]", "Usage: info [OPTIONS] [APP]",
+        "Usage: key list [OPTIONS] [APP[.HANDLER]]", "Usage: acl [OPTIONS] [ROLE]...",
+    } <= {*shown}  # fmt: skip
 
 
 def test_light_commands_import_neither_spark_nor_what_only_others_need() -> None:
@@ -76,7 +93,7 @@ def test_help_needs_no_redis_client_and_no_server() -> None:
 def test_an_unknown_command_gets_a_suggestion() -> None:
     wrong = call("inf")
     assert wrong.code == 2
-    assert "Did you mean 'info'?" in wrong.err
+    assert "did you mean 'info'?" in wrong.err
 
 
 def test_the_version_is_printed() -> None:
@@ -100,7 +117,10 @@ def test_without_a_server_every_command_ends_with_code_3_and_one_line(args: tupl
     refused = call(*args, url=NOBODY)
     assert refused.code == 3
     assert refused.out == ""
-    assert re.fullmatch(r"error: Redis at redis://127.0.0.1:1/0 cannot be reached: .*\n", refused.err)
+    assert refused.err == (
+        "error: Redis at redis://127.0.0.1:1/0 cannot be reached: connection refused "
+        "(is it running? see --url / MILLSTREAM_URL)\n"
+    )
 
 
 NO_URLS = [
@@ -169,10 +189,53 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
     assert "Traceback" in shown.err
 
 
-def test_wrong_usage_ends_with_code_2() -> None:
-    assert call("tail").code == 2
-    assert call("publish", "s", "x.csv", "--rate", "0").code == 2
-    assert call("info", "--limit", "many").code == 2
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("tail",), "missing argument 'STREAM...'; see: millstream tail --help"),
+        (("info", "--limt", "3"), "no such option: --limt; did you mean --limit? see: millstream info --help"),
+        (("info", "a", "b"), "got unexpected extra argument(s) (b); see: millstream info --help"),
+        (("info", "--url"), "option '--url' requires an argument; see: millstream info --help"),
+        (
+            ("publish", "s", "--format", "xml"),
+            "invalid value for '--format': 'xml' is not one of 'csv', 'jsonl'; see: ",
+        ),
+        (("info", "--limit", "many"), "invalid value for '--limit': "),
+        (("publish", "s", "x.csv", "--rate", "0"), "invalid value for '--rate': "),
+        (("--nope",), "no such option: --nope; see: millstream --help"),
+        (("nonsense",), "no such command 'nonsense'; see: millstream --help"),
+        (("keys",), "no such command 'keys'; did you mean 'millstream key list'? see: millstream --help"),
+        (("key", "lst"), "no such command 'lst'; did you mean 'list'? see: millstream key --help"),
+        (("key", "list", "--\x1b[31m"), "no such option: --\\x1b[31m; see: millstream key list --help"),
+    ],
+)
+def test_wrong_usage_ends_with_code_2_and_one_line_as_other_errors_do(words: tuple[str, ...], says: str) -> None:
+    refused = call(*words)
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
+    assert refused.err.startswith(f"error: {says}")
+
+
+def test_a_family_without_a_verb_shows_its_help() -> None:
+    shown = call("key")
+    assert shown.code == 2
+    assert "park" in shown.out + shown.err
+    assert "error:" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("unix:///no/where", "no such file or directory"),
+        ("redis+cluster://127.0.0.1:1", "connection refused"),
+        ("redis+sentinel://127.0.0.1:1/name", "no Sentinel that answers knows a primary 'name' that is up"),
+    ],
+)
+def test_why_redis_cannot_be_reached_is_said_once(url: str, says: str) -> None:
+    refused = call("info", url=url)
+    assert refused.code == 3
+    assert refused.err == (
+        f"error: Redis at {url} cannot be reached: {says} (is it running? see --url / MILLSTREAM_URL)\n"
+    )
 
 
 def test_a_closed_pipe_is_quiet(millstream_url: str) -> None:
@@ -202,7 +265,7 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
     with Client(millstream_url) as client:
         client.execute("XADD", "\x1b[31mred[bold]", "*", "a", "b")
     env = {"TERM": "xterm-256color", "COLUMNS": "200", **({"NO_COLOR": "1"} if no_color else {})}
-    shown = _in_a_terminal("info", url=millstream_url, env=env)
+    shown = in_a_terminal("info", url=millstream_url, env=env).out
     assert "─" in shown
     assert "\\x1b[31mred[bold]" in shown
     assert "\x1b[31m" not in shown
@@ -211,45 +274,38 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
     assert "\\x1b[31mred[bold]" in plain.out
 
 
+def test_texts_of_a_table_move_below_its_rows_where_a_terminal_is_too_narrow(client: Client) -> None:
+    keys = HandlerKeys("shop", "charge", "payments")
+    why = "failed: RuntimeError: gateway says no: connection to payments.example.org timed out after 30 seconds"
+    client.execute("XADD", keys.stream, "1-0", "a", "b")
+    client.execute("HSET", keys.meta, "owner", "keyed")
+    client.execute("HSET", keys.parked, "kann", f"1000 {why}", "kbob", f"1000 {why}")
+    narrow, wide = (
+        re.sub(r"\x1b\[[0-9;]*m", "", in_a_terminal("key", "list", "shop.charge", url=client.url, env=env).out)
+        for env in ({"TERM": "xterm", "COLUMNS": "80"}, {"TERM": "xterm", "COLUMNS": "300"})
+    )
+    lines = narrow.replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if "  payments  " in line]
+    assert sorted(rows) == [["ann", "payments", "parked", "0"], ["bob", "payments", "parked", "0"]]
+    assert " ".join(narrow.split()).count(f": {why}") == 2, "no word of it is broken"
+    assert len([line for line in wide.splitlines() if why in line and line.startswith(("ann", "bob"))]) == 2
+    piped = call("key", "list", "shop.charge", url=client.url).out
+    assert len([line for line in piped.splitlines() if why in line and line.startswith(("ann", "bob"))]) == 2
+
+
 def test_a_question_is_asked_in_a_terminal_only(millstream_url: str) -> None:
     with Client(millstream_url) as client:
         client.execute("HSET", "millstream:{s}:s:a.h:state", "k", b"\x80")
     unasked = call("state", "reset", "a.h", "--stream", "s", "k", url=millstream_url)
     assert unasked.code == 2
     assert "add --yes" in unasked.err
-    assert "Aborted" in _in_a_terminal("state", "reset", "a.h", "--stream", "s", "k", url=millstream_url, answer=b"n\n")
+    reset = ("state", "reset", "a.h", "--stream", "s", "k")
+    assert "Aborted" in in_a_terminal(*reset, url=millstream_url, answer=b"n\n").out
     with Client(millstream_url) as client:
         assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 1
-        assert "1 key reset" in _in_a_terminal(
-            "state", "reset", "a.h", "--stream", "s", "k", url=millstream_url, answer=b"y\n"
-        )
+        assert "1 key reset" in in_a_terminal(*reset, url=millstream_url, answer=b"y\n").out
         assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 0
-
-
-def _in_a_terminal(*args: str, url: str, env: dict[str, str] | None = None, answer: bytes = b"") -> str:
-    """What `millstream ARGS` shows on a terminal on which `answer` is typed once it asks."""
-    ours, theirs = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            [*PROGRAM, *args], env=environment(url, env), stdin=theirs, stdout=theirs, stderr=theirs
-        )
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                chunk = os.read(ours, 65_536)
-            except OSError:  # its last copy of the terminal is closed
-                break
-            if not chunk:
-                break
-            shown += chunk
-            if answer and b"[y/N]" in shown:
-                os.write(ours, answer)
-                answer = b""
-        process.wait(FAIL_SAFE_S)
-    finally:
-        os.close(ours)
-    return shown.decode()
 
 
 # --- The small things ---

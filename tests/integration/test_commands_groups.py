@@ -371,7 +371,7 @@ def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
     assert handler.oldest_age_ms == handler.oldest_pending_age_ms
     assert 80_000 <= (handler.oldest_pending_age_ms or 0) <= 80_000 + later_ms
     assert call("info", "--json", url=client.url).json()["handlers"][0]["pending"] == 3
-    assert "workers (1)" in call("info", url=client.url).out
+    assert "workers (1)" in call("info", "--wide", url=client.url).out
     stream.ack(*found[1:])
     (handler,) = inspect(client).handlers
     assert (handler.pending, handler.lag, handler.oldest_pending_age_ms) == (0, 2, None)

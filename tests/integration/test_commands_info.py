@@ -1,6 +1,7 @@
 """`millstream info` and `millstream state`."""
 
 import itertools
+import re
 import threading
 from collections.abc import Sequence
 
@@ -145,6 +146,10 @@ def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> N
     client.execute("HSET", "millstream:nonsense:meta", "committed_id", "x")
     report, other = inspect(client).handlers
     assert (report.committed, report.written, report.dead, report.refused, report.dead_letters) == (2, 1, 1, 0, 1)
+    assert report.processed == 1
+    assert re.search(
+        r" processed +written .*\n.* spark \(0\) +- +1 +1 +0 +1 +3-0", call("info", "--wide", url=client.url).out
+    )
     assert (other.app, other.stream, other.lag) == ("other", "elsewhere", 0)
     only = call("info", "airline", "--json", url=client.url).json()
     assert [stream["name"] for stream in only["streams"]] == ["flights"]
@@ -181,7 +186,8 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     client.execute("HDEL", HandlerKeys("shop", "bill", "a").meta, "committed_id")
     unsure = reader(inspect(client), "shop.bill")
     assert (unsure.lag, unsure.lag_exact, unsure.lag_min, unsure.lag_avg) == (8, False, 3, 4)
-    shown = call("info", "shop", url=client.url).out
+    assert ">8" in call("info", "shop", url=client.url).out
+    shown = call("info", "shop", "--wide", url=client.url).out
     assert ">8" in shown
     assert "c (5), b (3)" in shown
     (row,) = call("info", "--json", url=client.url).json()["readers"]
@@ -220,7 +226,7 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
     found = reader(inspect(client), "billing")
     assert (found.modes, found.lag, found.pending) == (("spark, readAs=group",), 10, 10)
     assert found.alive == 2, "its portions are no others"
-    assert "spark, readAs=group" in call("info", url=client.url).out
+    assert "spark, readAs=group" in call("info", "--wide", url=client.url).out
 
 
 def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
@@ -235,7 +241,7 @@ def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
     finally:
         over.set()
         run.join(FAIL_SAFE_S)
-    assert "spark (1)" in call("info", url=client.url).out
+    assert "spark (1)" in call("info", "--wide", url=client.url).out
     assert 0 < client.execute("PTTL", worker_name_key("airline", "spark:departure")) <= 30_000
 
 

@@ -1,6 +1,5 @@
 """The commands about leased streams."""
 
-import json
 import subprocess
 import sys
 from functools import partial
@@ -24,8 +23,9 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
     url = ("--url", client.url)
     for name, info in (("call:1", '{"tariff": 1}'), ("call:2", "null")):
         assert call("lease", "add", "calls", name, "--info", info, *url).code == 0
-    found = json.loads(call("lease", "list", "calls", "--json", *url).out)
-    assert (found["streams"], found["unread"], found["consumers"]) == (0, 2, [])
+    assert call("lease", "list", "calls", "--json", *url).out == ""
+    counted = call("lease", "list", "calls", "--count", "--json", *url).json()
+    assert (counted["service"], counted["streams"], counted["unread"], counted["consumers"]) == ("calls", 0, 2, [])
     client.execute("XADD", "call:1", "*", "n", 1)
     client.execute("XGROUP", "CREATE", "call:1", "readers", "0")
     with Balancer(client.url, "calls", consumer="me", policy=STEADY) as balancer:
@@ -35,15 +35,19 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
             assert isinstance(notice, StreamAdded)
             leases[notice.stream] = notice.lease
         assert leases["call:1"].info == {"tariff": 1}
-        found = json.loads(call("lease", "list", "calls", "--group", "readers", "--json", *url).out)
-        assert {row["stream"]: (row["consumer"], row["lag"]) for row in found["shown"]} == {
+        found = call("lease", "list", "calls", "--group", "readers", "--json", *url).json_lines()
+        assert {row["stream"]: (row["consumer"], row["lag"]) for row in found} == {
             "call:1": ("me", 1), "call:2": ("me", None),
         }  # fmt: skip
-        assert {row["stream"]: row["lag_exact"] for row in found["shown"]} == {"call:1": True, "call:2": False}
+        assert {row["stream"]: row["lag_exact"] for row in found} == {"call:1": True, "call:2": False}
+        counted = call("lease", "list", "calls", "--count", "--json", *url).json()
+        assert (counted["streams"], counted["owned"], counted["consumers"][0]["name"]) == (2, 2, "me")
         hint = call("lease", "list", "calls", "--group", "nosuch", *url).err
         assert "none of these streams has a group 'nosuch'; see: millstream group list STREAM" in hint
         shown = call("lease", "list", "calls", *url).out
         assert "2 streams: 2 with an owner, 0 free; 0 announced but not read yet, 0 dead letters" in shown
+        only_counted = call("lease", "list", "calls", "--count", *url).out
+        assert (only_counted.splitlines()[0], "call:1" in only_counted) == (shown.splitlines()[0], False)
         assert call("lease", "release", "calls", "call:1", "--yes", *url).out == "call:1 is released\n"
         told = [balancer.next(FAIL_SAFE_S) for _ in range(2)]
         assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in told)
@@ -122,7 +126,7 @@ def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client)
     found = call("lease", "list", "calls", *url)
     assert "1 dead letter" in found.out
     assert "millstream lease add calls STREAM" in found.err
-    assert call("lease", "list", "calls", "--json", *url).json()["dead_letters"] == 1
+    assert call("lease", "list", "calls", "--count", "--json", *url).json()["dead_letters"] == 1
     shown = call("tail", "--no-follow", found.err.split("'")[1], *url)
     assert "it has no field lbs-input" in shown.out
 

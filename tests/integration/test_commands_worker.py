@@ -95,7 +95,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     events = outcome.json_lines()
     assert (outcome.code, events[0]["event"], events[-1]) == (0, "started", {"event": "stopped"})
     last = {event["worker"]: event["handlers"]["handle"] for event in events if event["event"] == "figures"}
-    assert sum(figures["committed"] for figures in last.values()) == 200
+    assert sum(figures["processed"] for figures in last.values()) == 200
     assert len({entry[b"pid"] for entry in done(client)}) == 2
     assert outcome.err.startswith("not run: the stages copy need Spark; use `millstream run`\n")
     assert outcome.err.count("a handler may print") == outcome.err.count('{"event": "figures"}') == 200

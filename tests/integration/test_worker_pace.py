@@ -219,6 +219,7 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
     assert done.json() == {"app": "shop", "handler": "bill", "streams": ["a", "b"], "paused": True}
     assert paused(client, "shop", "bill", "a", "b") == [True, True]
     assert paused(client, "shop", "ship", "a") == [False]
+    assert "paused" in call("info", url=client.url).out
     assert "shop.bill is resumed on a" in call("resume", "shop.bill", "--stream", "a", url=client.url).out
     assert paused(client, "shop", "bill", "a", "b") == [False, True]
     shown = call("info", "--json", url=client.url).json()["handlers"]
@@ -227,7 +228,7 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
         ("bill", "b"): True,
         ("ship", "a"): False,
     }
-    said = call("info", url=client.url).out
+    said = call("info", "--wide", url=client.url).out
     assert (said.count("1 stream paused"), said.count("workers (0), paused")) == (1, 1), (
         "of the handler, and of its stream"
     )

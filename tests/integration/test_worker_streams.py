@@ -1,7 +1,6 @@
 """Workers of a handler with order="stream": whole streams have one owner at a time, and stay in order."""
 
 import asyncio
-import json
 import threading
 import time
 from collections import defaultdict
@@ -174,8 +173,8 @@ def test_the_command_shows_how_far_behind_its_handler_each_stream_is(client: Cli
     with working(client, make(count, order="stream", **options), "w1"):
         eventually(lambda: len(rows(client)["s:0"]) == 2)
     fill(client, 1, 3)
-    found = json.loads(call("lease", "list", service, "--json", "--url", client.url).out)
-    assert [(row["stream"], row["lag"]) for row in found["shown"]] == [("s:0", 3)]
+    found = call("lease", "list", service, "--json", "--url", client.url).json_lines()
+    assert [(row["stream"], row["lag"]) for row in found] == [("s:0", 3)]
 
 
 def test_info_counts_the_workers_that_are_alive_and_not_all_that_ever_had_the_stream(client: Client) -> None:
@@ -263,8 +262,8 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_b
 
 def left_out(client: Client, service: str) -> dict[str, str | None]:
     """Return the excluded streams that the command shows, and why."""
-    found = call("lease", "list", service, "--json", "--url", client.url).json()
-    return {row["stream"]: row["excluded_reason"] for row in found["shown"] if row["state"] == "excluded"}
+    found = call("lease", "list", service, "--json", "--url", client.url).json_lines()
+    return {row["stream"]: row["excluded_reason"] for row in found if row["state"] == "excluded"}
 
 
 def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
@@ -416,8 +415,9 @@ def test_a_service_that_has_lost_its_memory_gets_its_streams_and_its_handler_bac
         eventually(lambda: sum(map(len, rows(client).values())) == 4)
         eventually(lambda: client.execute("HLEN", keys.owners) == 2)
         eventually(lambda: client.execute("HGET", keys.meta, "handler") == b"app.handle")
-        found = call("lease", "list", keys.service.removeprefix("millstream:"), "--json", "--url", client.url).json()
-        assert [row["lag"] for row in found["shown"]] == [0, 0]
+        service = keys.service.removeprefix("millstream:")
+        found = call("lease", "list", service, "--json", "--url", client.url).json_lines()
+        assert [row["lag"] for row in found] == [0, 0]
         other = App("other")
         other.handler(announced=keys.service, order="stream", into="out", name="handle")(count)
         with ending(ConfigError, client, other.handlers["handle"], "w2", match=SHARED):

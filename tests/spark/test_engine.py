@@ -1,6 +1,7 @@
 """The handler engine on real Spark: what a pipeline promises, run after run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ class Step:
     fail: int = 0
 
 
-def counting_app(**options: object) -> App:
+def counting_app(**options: Any) -> App:
     """Counts the messages of each key; rejects negative numbers."""
     app = App("app")
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -81,6 +83,40 @@ def ended(process: subprocess.Popen[bytes], stdin: bytes | None = None) -> Outco
     """Wait for the end of a process; return its remaining output."""
     out, err = process.communicate(stdin, timeout=FAIL_SAFE_S)
     return Outcome(code=process.returncode, out=out.decode(), err=(err or b"").decode())
+
+
+def in_a_terminal(
+    *args: str, url: str, env: Mapping[str, str] | None = None, answer: bytes = b"", until: bytes = b"\0"
+) -> Outcome:
+    """What `millstream ARGS` shows on a terminal on which `answer` is typed once it asks.
+
+    Ctrl-C is pressed when it has shown `until`.
+    """
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [*PROGRAM, *args], env=environment(url, env), stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65_536)
+            except OSError:  # its last copy of the terminal is closed
+                break
+            if not chunk:
+                break
+            shown += chunk
+            if answer and b"[y/N]" in shown:
+                os.write(ours, answer)
+                answer = b""
+            if until in shown:
+                process.send_signal(signal.SIGINT)
+                until = b"\0"
+        process.wait(FAIL_SAFE_S)
+    finally:
+        os.close(ours)
+    return Outcome(code=process.returncode, out=shown.decode(), err="")
 
 
 def environment(url: str | None, more: Mapping[str, str] | None = None) -> dict[str, str]:

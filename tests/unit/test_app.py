@@ -164,7 +164,7 @@ def test_arguments_are_filled_by_annotation_in_any_order() -> None:
 
 
 def test_a_key_function_may_return_text_bytes_or_a_number_and_anything_else_is_refused() -> None:
-    def key_of(result: object) -> bytes | None:
+    def key_of(result: Any) -> bytes | None:
         app = App("app")
         app.handler("a", key=lambda message: result)(takes_order)
         return app.handlers["takes_order"].key_of(Message("a", "1-0", []))

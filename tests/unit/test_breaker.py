@@ -83,7 +83,7 @@ def test_a_handler_has_one_unless_it_is_turned_off() -> None:
         app.handler("in", name=name, **options)(handle)
     assert [one.breaker for one in app.handlers.values()] == [Breaker(), Breaker(first=3), None]
     with pytest.raises(ConfigError, match="breaker must be a Breaker"):
-        app.handler("in", name="wrong", breaker=20)(handle)
+        app.handler("in", name="wrong", breaker=20)(handle)  # type: ignore[arg-type]
 
 
 def test_a_pause_can_be_read_back_and_ends_in_time() -> None:

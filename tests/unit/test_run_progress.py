@@ -24,17 +24,17 @@ def last_line(capsys: pytest.CaptureFixture[str], *events: Mapping[str, object])
 def test_the_last_line_has_the_totals_and_says_what_waits_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     end = {"event": "stopped", "parked": {"pay": {"keys": 1, "messages": 6}}}
     assert last_line(capsys, BATCH, CAUGHT_UP, STAGE, end) == (
-        "stopped: 50 committed, 6 dead letters, 1 key parked (6 messages wait: millstream key list shop.pay)"
+        "stopped: 44 processed, 6 dead letters, 1 key parked (6 messages wait: millstream key list shop.pay)"
     )
 
 
 def test_the_last_line_names_every_handler_with_parked_keys_and_nothing_that_is_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert last_line(capsys, BATCH, {"event": "stopped"}) == "stopped: 44 committed, 0 dead letters"
+    assert last_line(capsys, BATCH, {"event": "stopped"}) == "stopped: 44 processed, 0 dead letters"
     end = {"event": "stopped", "parked": {"b": {"keys": 2, "messages": 1}, "a": {"keys": 1, "messages": 0}}}
     assert last_line(capsys, {**BATCH, "dead": 1}, end) == (
-        "stopped: 44 committed, 1 dead letter, 3 keys parked (1 message waits: millstream key list shop.a, "
+        "stopped: 43 processed, 1 dead letter, 3 keys parked (1 message waits: millstream key list shop.a, "
         "millstream key list shop.b)"
     )
 
@@ -44,7 +44,8 @@ def test_in_json_the_last_event_has_the_totals(capsys: pytest.CaptureFixture[str
         for event in (BATCH, CAUGHT_UP, STAGE, {"event": "stopped", "parked": {}}):
             progress.on_event(event)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
-        "event": "stopped", "parked": {}, "batches": 2, "messages": 57, "committed": 50, "dead": 6, "retries": 1,
+        "event": "stopped", "parked": {}, "batches": 2, "messages": 57, "committed": 50, "processed": 44,
+        "dead": 6, "retries": 1,
     }  # fmt: skip
 
 
@@ -52,4 +53,4 @@ def test_one_of_a_thing_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("shop", as_json=False, every_s=0) as progress:
         progress.on_event({**BATCH, "dead": 1})
         progress.on_watch(None)
-    assert "1 batch  44 committed  1 dead letter  1 retry" in capsys.readouterr().err
+    assert "1 batch  43 processed  1 dead letter  1 retry" in capsys.readouterr().err

@@ -11,7 +11,19 @@ pytestmark = [pytest.mark.cli]
 
 
 def figures(pid: int, **counts: int) -> Mapping[str, Any]:
-    return {"event": "figures", "pid": pid, "handlers": {"bill": {"read": 0, "claimed": 0, "committed": 0, **counts}}}
+    return {
+        "event": "figures",
+        "pid": pid,
+        "handlers": {
+            "bill": {
+                "read": 0,
+                "claimed": 0,
+                "committed": 0,
+                "processed": counts.get("committed", 0) - counts.get("dead", 0),
+                **counts,
+            }
+        },
+    }
 
 
 @pytest.mark.parametrize("second", [3, 10, 50])
@@ -25,4 +37,13 @@ def test_what_a_dead_process_has_told_stays_in_the_totals_however_far_its_succes
     lines.add_figures("w-0", figures(3, read=second, committed=second))
     lines.add_figures("w-0", figures(3, read=second + 1, committed=second + 1))
     lines.finished()
-    assert f"{10 + 5 + second + 1} committed" in capsys.readouterr().err
+    assert f"{10 + 5 + second + 1} processed" in capsys.readouterr().err
+
+
+def test_a_message_is_shown_as_processed_or_as_a_dead_letter_and_not_as_both(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = _SupervisorOutput(as_json=False)
+    lines.add_figures("w-0", figures(1, read=1_005, committed=1_000, dead=7, handed_back=5))
+    lines.finished()
+    assert capsys.readouterr().err == "1,005 read  993 processed  7 dead letters  5 handed back\nstopped\n"

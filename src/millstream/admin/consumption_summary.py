@@ -9,6 +9,7 @@ from millstream.admin.reports import GroupReport, HandlerReport, Inspection, Str
 from millstream.redis_client.key_names import stage_of
 
 ReaderKind = Literal["handler", "stage", "group"]
+Status = Literal["unreadable", "no consumers", "paused", "not running", "partly paused", "running", "idle"]
 
 _LARGEST = 20
 
@@ -21,12 +22,15 @@ class ReaderReport:
     * `modes`: how it reads, all of them if streams differ: "workers" or "spark", with "by key"; "spark, stage";
       "consumers", or "spark, readAs=group" if a query is one of the consumers
     * `alive`: number of live workers, runs or consumers
+    * `status`: the first of these that holds. "unreadable": its keys on a stream hold foreign data; "no
+      consumers": a group that has none; "paused" on all its streams; "not running": entries wait and nothing is alive;
+      "partly paused"; "running"; "idle": nothing waits and nothing is alive
     * `lag`: uncommitted entries over all its streams: a lower bound unless `lag_exact`; None if unknown for all
       streams. `lag_min`, `lag_avg`, `lag_max`: the same per stream
     * `largest_lags`: the streams with the largest lags, and these, up to twenty
     * `oldest_age_ms`: age of the first uncommitted entry
     * `pending`: entries in flight, or deferred by Spark
-    * `parked`: parked keys
+    * `parked`, `backing_off`: parked keys, and keys that wait for the next attempt: both are stuck
     * `dead_letters`: dead letters in Redis
     * `paused`: number of its paused streams
     * `added`: entries ever added to its streams; `done`: the number of them that a handler has committed, a group was
@@ -37,6 +41,7 @@ class ReaderReport:
     kind: ReaderKind
     modes: tuple[str, ...]
     alive: int
+    status: Status
     streams: int
     lag: int | None
     lag_exact: bool
@@ -47,10 +52,17 @@ class ReaderReport:
     oldest_age_ms: int | None
     pending: int
     parked: int
+    backing_off: int
     dead_letters: int
     paused: int
     added: int
     done: int | None
+
+    @property
+    def is_sick(self) -> bool:
+        """True if an operator has to act."""
+        ill = self.status in ("unreadable", "not running", "paused", "partly paused")
+        return ill or self.dead_letters > 0 or self.parked > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +113,12 @@ def _summed(kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _Reader
     lags = [lag for _, lag in known]
     largest = sorted(((stream, lag) for stream, lag in known if lag), key=lambda one: (-one[1], one[0]))
     done = [one.done for _, one in on_streams]
+    alive = len({name for _, one in on_streams for name in one.alive})
     return ReaderReport(
         name=name, kind=kind,
         modes=tuple(sorted({one.mode for _, one in on_streams})),
-        alive=len({name for _, one in on_streams for name in one.alive}),
+        alive=alive,
+        status=_status(kind, reports, alive=alive),
         streams=len(on_streams),
         lag=sum(lags) if lags else None,
         lag_exact=all(report.lag_exact for report in reports),
@@ -115,11 +129,26 @@ def _summed(kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _Reader
         oldest_age_ms=_oldest(report.oldest_age_ms for report in reports),
         pending=sum(report.pending for report in reports),
         parked=sum(one.parked for one in handlers),
+        backing_off=sum(one.backing_off for one in handlers),
         dead_letters=sum(one.dead_letters for one in handlers),
         paused=sum(one.paused for one in handlers),
         added=sum(one.stream.added for _, one in on_streams if one.stream is not None),
         done=None if None in done else sum(one or 0 for one in done),
     )  # fmt: skip
+
+
+def _status(kind: ReaderKind, reports: Sequence[HandlerReport | GroupReport], *, alive: int) -> Status:
+    handlers = [report for report in reports if isinstance(report, HandlerReport)]
+    if any(one.problem is not None for one in handlers):
+        return "unreadable"
+    if kind == "group" and not any(one.consumers for one in reports):
+        return "no consumers"  # as of a query that shows its progress by a group: whether it runs is not known
+    paused = sum(one.paused for one in handlers)
+    if paused and paused == len(handlers):
+        return "paused"
+    if not alive and any(report.lag for report in reports):
+        return "not running"
+    return "partly paused" if paused else "running" if alive else "idle"
 
 
 def _oldest(ages: Iterable[int | None]) -> int | None:

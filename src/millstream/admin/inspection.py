@@ -244,13 +244,14 @@ class _Meta:
     counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
     dead_letters: int = 0
     parked: int = 0
+    backing_off: int = 0
     problem: str | None = None
 
     @classmethod
-    def read(cls, values: Reply, dead_letters: Reply, parked: Reply) -> "_Meta":
-        """Parse the replies: the fields of the hash, the number of dead letters, the number of parked keys."""
-        for reply in (values, dead_letters, parked):
-            if isinstance(reply, (WrongType, AccessDenied)):
+    def read(cls, values: Reply, dead_letters: Reply, parked: Reply, backing_off: Reply) -> "_Meta":
+        """Parse the replies: the fields of the hash, the numbers of dead letters, parked keys and keys that back off."""
+        for reply in (values, dead_letters, parked, backing_off):
+            if isinstance(reply, WrongType) or (isinstance(reply, AccessDenied) and reply.concerns_key):
                 return cls(problem=str(reply))
             raise_if_error(reply)
         engine, keyed, committed_id, paused, *counters = values
@@ -263,6 +264,7 @@ class _Meta:
                 counters={name: int(count or 0) for name, count in zip(_COUNTERS, counters, strict=True)},
                 dead_letters=dead_letters,
                 parked=parked,
+                backing_off=backing_off,
             )
         except (ValueError, ConfigError) as error:
             return cls(problem=str(error))
@@ -274,10 +276,11 @@ def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDeni
     visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
     dead_letters = send_all(client, [("XLEN", to_wire(keys.dead_letters)) for keys in visible])
     parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in visible])
+    backing_off = send_all(client, [("ZCARD", to_wire(keys.backoff)) for keys in visible])
     by_keys = dict(zip(found, values, strict=True))
     return {
-        keys: _Meta.read(by_keys[keys], dead, parked_count)
-        for keys, dead, parked_count in zip(visible, dead_letters, parked, strict=True)
+        keys: _Meta.read(by_keys[keys], *counts)
+        for keys, *counts in zip(visible, dead_letters, parked, backing_off, strict=True)
     }
 
 
@@ -344,9 +347,11 @@ def _handler_reports(
             oldest_pending_age_ms=age_ms(first_pending, now_ms) if first_pending else None,
             dead_letters=meta.dead_letters,
             parked=meta.parked,
+            backing_off=meta.backing_off,
             paused=meta.pause is not None,
             pause=meta.pause,
             problem=meta.problem,
+            processed=max(0, meta.counters["committed"] - meta.counters["dead"]),
             **meta.counters,
         )
 

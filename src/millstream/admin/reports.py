@@ -62,10 +62,10 @@ class HandlerReport:
     * `consumers`: number of live workers, or runs on Spark; `workers`: their names
     * `pending`: entries in flight on all workers, or deferred by Spark
     * `oldest_pending_age_ms`: age of the first pending entry
-    * `committed`, `written`, `dead`, `refused`: totals of committed messages, written outputs, dead letters, and
-      commits refused because another run had made them
+    * `processed`, `dead`: totals of messages that were processed, and that became dead letters; `committed`: both
+    * `written`, `refused`: totals of written outputs, and of commits refused because another run had made them
     * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked, or wait to move to another
-      partition
+      partition; `backing_off`: keys that wait for the next attempt
     * `paused`: its workers read no new entries; `pause`: why, and since when
     * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
       readable
@@ -85,11 +85,13 @@ class HandlerReport:
     pending: int
     oldest_pending_age_ms: int | None
     committed: int
+    processed: int
     written: int
     dead: int
     refused: int
     dead_letters: int
     parked: int
+    backing_off: int
     paused: bool
     pause: Pause | None = None
     problem: str | None = None

@@ -49,7 +49,7 @@ def list_(
     if not found:
         print_message(f"there are no delayed messages for {escape(stream)}")
         return
-    print_table(("id", ">due in", "due at", "fields"), [_row(one, now_ms) for one in found])
+    print_table(("id", ">due in", "due at", "+fields"), [_row(one, now_ms) for one in found])
     if count > len(found):
         print_message(f"{count - len(found):,} more; use --limit to show them")
 

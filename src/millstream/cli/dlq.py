@@ -244,7 +244,7 @@ def _list_counts(found: Iterator[DeadLetterEntry], *, as_json: bool) -> None:
             print_json({"handler": handler, "stream": stream, "reason": reason, "count": number})
         return
     rows = [(handler, escape(stream), reason, f"{number:,}") for (handler, stream, reason), number in ordered]
-    print_table(("handler", "stream", "reason", ">letters"), rows)
+    print_table(("~handler", "~stream", "reason", ">letters"), rows)
 
 
 def _list_table(found: Sequence[DeadLetterEntry]) -> None:
@@ -253,7 +253,7 @@ def _list_table(found: Sequence[DeadLetterEntry]) -> None:
         return
     now_ms = time.time() * 1000
     print_table(
-        ("letter_id", "handler", "stream", "original", "key", "reason", "error", ">attempts", ">age"),
+        ("letter_id", "~handler", "~stream", "+original", "~key", "reason", "+error", ">attempts", ">age"),
         [_row(entry, now_ms) for entry in found],
     )
 
@@ -286,7 +286,7 @@ def _as_json(entry: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
         "reason": letter.reason,
         "error": letter.error,
         "attempts": letter.attempts,
-        "time_ms": letter.time_ms,
+        "at_ms": letter.time_ms,
         **({"traceback": letter.traceback, **json_fields(letter.pairs)} if full else {}),
     }
 

@@ -58,7 +58,7 @@ def _row(one: Remains, *, dead_letters: bool) -> dict[str, Any]:
 
 def _show(found: Sequence[Remains]) -> None:
     print_table(
-        ("handler or stage", ">streams", ">groups", ">pending", ">keys in Redis", ">states", ">dead letters"),
+        ("~handler or stage", ">streams", ">groups", ">pending", ">keys in Redis", ">states", ">dead letters"),
         [
             (
                 one.label, f"{len(one.streams):,}", f"{one.groups:,}", f"{one.pending:,}", f"{one.keys:,}",

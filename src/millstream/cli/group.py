@@ -71,7 +71,7 @@ def list_(
         print_message("there are no groups")
         return
     print_table(
-        ("stream", "group", ">consumers", ">pending", ">lag", "last delivered", "engine"),
+        ("~stream", "~group", ">consumers", ">pending", ">lag", "last delivered", "engine"),
         [
             (
                 escape(name),

@@ -211,8 +211,8 @@ def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[
         )
         for (keys, queue), last in zip(found, errors, strict=False)
     ]
-    columns = ("key", "stream", "state", ">messages", "first", "why", "last error")
-    print_table((*(("handler",) if several else ()), *columns), rows)
+    columns = ("~key", "~stream", "state", ">messages", "+first", "+why", "+last error")
+    print_table((*(("~handler",) if several else ()), *columns), rows)
 
 
 def _print_pauses(places: Sequence[_Place]) -> None:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from millstream.admin.inspection import inspect_handlers
 from millstream.balancer.protocol import announce_all, end_leases, service_of
 from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, command_group
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,
     format_age,
@@ -36,6 +36,7 @@ Announced = Annotated[
     list[str], typer.Argument(help="Their names; - reads them from standard input, one per line.", metavar="STREAM...")
 ]
 Limit = Annotated[int, typer.Option(min=1, help="Maximum number of streams to list, unassigned ones first.")]
+Count = Annotated[bool, typer.Option("--count", help="Only count them, and show the consumers.")]
 Group = Annotated[str | None, typer.Option(help="The consumer group whose lag is shown; default: that of the handler.")]
 Info = Annotated[str, typer.Option(help="JSON passed to consumers with each stream.")]
 
@@ -54,20 +55,39 @@ class _Lag:
 
 @lease.command("list")
 def list_(
-    service: Service, limit: Limit = 20, group: Group = None, url: Url = DEFAULT_URL, as_json: Json = False
-) -> None:
+    service: Service, limit: Limit = 20, group: Group = None, count: Count = False, url: Url = DEFAULT_URL,
+    as_json: JsonLines = False,
+) -> None:  # fmt: skip
     """List a service's consumers with their shares, and its streams with their owners, lease ages and lags."""
     with Client(url) as client:
         name = _resolve_service(client, service)
         found = fetch_service_state(client, name)
-        shown = found.streams[:limit]
+        shown = [] if count else found.streams[:limit]
         lags = _lags_of(client, name, [one.name for one in shown], group)
     if group is not None and shown and all(lag.count is None for lag in lags.values()):
         print_message(f"none of these streams has a group {group!r}; see: millstream group list STREAM")
     if as_json:
-        _say_json(found, shown, lags)
+        for row in [_counts(name, found)] if count else [_as_json(one, lags.get(one.name, _Lag())) for one in shown]:
+            print_json(row)
         return
-    owned = sum(one.consumer is not None for one in found.streams)
+    now_ms = time.time() * 1000
+    _print_consumers(service, name, found, now_ms)
+    if count:
+        return
+    print_line("")
+    print_table(
+        ("~stream", "state", "~consumer", ">lease age", ">lag"),
+        [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
+    )
+    for one in shown:
+        if one.excluded_reason is not None:
+            print_message(f"{escape(one.name)} is excluded until a retry succeeds: {one.excluded_reason}")
+    if len(found.streams) > limit:
+        print_message(f"{len(found.streams) - limit:,} more; use --limit to show them")
+
+
+def _print_consumers(service: str, name: str, found: ServiceState, now_ms: float) -> None:
+    owned = _count_owned(found)
     print_line(
         f"{pluralize(len(found.streams), 'stream')}: {owned:,} with an owner, {len(found.streams) - owned:,} free; "
         f"{found.unread:,} announced but not read yet, {pluralize(found.dead, 'dead letter')}"
@@ -78,7 +98,6 @@ def list_(
             f"millstream tail --no-follow '{ServiceKeys(name).dead}'; "
             f"to add a stream again: millstream lease add {service} STREAM"
         )
-    now_ms = time.time() * 1000
     rows = [
         (
             escape(one.name),
@@ -89,17 +108,11 @@ def list_(
         )
         for one in found.consumers
     ]
-    print_table(("consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
-    print_line("")
-    print_table(
-        ("stream", "state", "consumer", ">lease age", ">lag"),
-        [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
-    )
-    for one in shown:
-        if one.excluded_reason is not None:
-            print_message(f"{escape(one.name)} is excluded until a retry succeeds: {one.excluded_reason}")
-    if len(found.streams) > limit:
-        print_message(f"{len(found.streams) - limit:,} more; use --limit to show them")
+    print_table(("~consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
+
+
+def _count_owned(found: ServiceState) -> int:
+    return sum(one.consumer is not None for one in found.streams)
 
 
 def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
@@ -116,7 +129,7 @@ def _state_of(one: StreamState) -> str:
     return "owned" if one.excluded_reason is None else "excluded"
 
 
-def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, _Lag]) -> None:
+def _counts(name: str, found: ServiceState) -> dict[str, Any]:
     consumers = [
         {
             "name": one.name, "streams": one.streams, "weight": one.weight, "limit": one.limit, "until_ms": one.until_ms,
@@ -124,23 +137,17 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
         }
         for one in found.consumers
     ]  # fmt: skip
-    rows = [
-        {
-            "stream": one.name, "state": _state_of(one), "excluded_reason": one.excluded_reason, "consumer": one.consumer,
-            "since_ms": one.since_ms, "token": one.token,
-            "lag": lags.get(one.name, _Lag()).count, "lag_exact": lags.get(one.name, _Lag()).exact,
-        }
-        for one in shown
-    ]  # fmt: skip
-    print_json(
-        {
-            "streams": len(found.streams),
-            "unread": found.unread,
-            "dead_letters": found.dead,
-            "consumers": consumers,
-            "shown": rows,
-        }
-    )
+    return {
+        "service": name, "streams": len(found.streams), "owned": _count_owned(found), "unread": found.unread,
+        "dead_letters": found.dead, "consumers": consumers,
+    }  # fmt: skip
+
+
+def _as_json(one: StreamState, lag: _Lag) -> dict[str, Any]:
+    return {
+        "stream": one.name, "state": _state_of(one), "excluded_reason": one.excluded_reason, "consumer": one.consumer,
+        "since_ms": one.since_ms, "token": one.token, "lag": lag.count, "lag_exact": lag.exact,
+    }  # fmt: skip
 
 
 def _lags_of(client: Client, service: str, names: Sequence[str], group: str | None) -> Mapping[str, _Lag]:

@@ -4,6 +4,7 @@ The module of a family is imported only when it is used, so help and light comma
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -23,8 +24,6 @@ from millstream.cli.log_output import LogSettings, start_logging
 from millstream.cli.options import MARKUP
 from millstream.cli.terminal import print_message, print_message_text, redact_uncaught_exceptions
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
-from millstream.redis_client.escaping import escape_lines
-from millstream.redis_client.redaction import redact_text
 
 RUN, INSPECT, REPAIR = "Run", "Inspect", "Repair"
 STREAMS, SET_UP = "Streams and groups", "Set-up"
@@ -69,6 +68,12 @@ _OTHER_WORDS: Mapping[str, str] = {
 }  # fmt: skip
 """What users may look for, and its command."""
 
+_NAME = "millstream"
+_SUGGESTION = re.compile(r"\.? \(?(?:Did you mean|Possible options:) (.*?)[?)]*$")
+_COMPLETION = "_MILLSTREAM_COMPLETE"
+"""The variable by which a shell asks for completions."""
+_NO_REDIS_HINT = " (is it running? see --url / MILLSTREAM_URL)"
+
 FAILED, USAGE_ERROR, NO_REDIS, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
 _EPILOG = (
@@ -85,8 +90,11 @@ def exit_code(error: MillstreamError) -> int:
 
 
 @contextmanager
-def error_boundary(*, debug: bool) -> Iterator[None]:
-    """Map an exception to an exit code and at most one line of output; with `debug`, a traceback too."""
+def error_boundary(*, debug: bool, context: Any = None) -> Iterator[None]:
+    """Map an exception to an exit code and at most one line of output; with `debug`, a traceback too.
+
+    `context`: that of the command line.
+    """
     try:
         yield
         sys.stdout.flush()
@@ -96,7 +104,7 @@ def error_boundary(*, debug: bool) -> Iterator[None]:
         say_error = (
             print_message_text if isinstance(error, ServerError) else print_message
         )  # a ServerError quotes lines of redis.log
-        say_error(f"error: {error}")
+        say_error(f"error: {error}{_NO_REDIS_HINT if ' cannot be reached: ' in str(error) else ''}")
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(INTERRUPTED) from interrupt
@@ -105,10 +113,21 @@ def error_boundary(*, debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from error
     except Exception as error:
-        # A usage error: Typer shows it, with the arguments.
-        if hasattr(error, "format_message") and hasattr(error, "message"):
-            error.message = escape_lines(redact_text(error.message))
-        raise
+        # A usage error. Its class is that of click, which newer versions of Typer have a copy of.
+        if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        print_message(f"error: {_describe_usage_error(error, context)}")
+        raise typer.Exit(USAGE_ERROR) from error
+
+
+def _describe_usage_error(error: Any, context: Any) -> str:
+    """One line in our style, and where the usage is explained."""
+    text = error.format_message().replace("Value error, ", "").rstrip(".")
+    text = _SUGGESTION.sub(r"; did you mean \1?", f"{text[:1].lower()}{text[1:]}")
+    words = [error.ctx.command_path] if getattr(error, "ctx", None) else [_NAME]
+    if words == [_NAME] and context is not None and context.invoked_subcommand:
+        words.append(context.invoked_subcommand)
+    return f"{text}{'' if text.endswith('?') else ';'} see: {' '.join(words)} --help"
 
 
 class _CommandGroup(TyperGroup):
@@ -122,13 +141,17 @@ class _CommandGroup(TyperGroup):
         }
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        if args[0] in _OTHER_WORDS:
+        if args[0] in _OTHER_WORDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'millstream {_OTHER_WORDS[args[0]]}'?")
         name, found, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if found and name else found, rest
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with error_boundary(debug=False):  # the options before the command
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        with error_boundary(debug=ctx.params["debug"]):
+        with error_boundary(debug=ctx.params["debug"], context=ctx):
             return super().invoke(ctx)
 
 
@@ -144,7 +167,19 @@ def load_command(name: str) -> Any:
     if name in LOGGING_COMMANDS:
         add_log_options(loaded)
     add_settings(loaded, (name,))
+    _show_arguments_as_written(loaded)
     return loaded
+
+
+def _show_arguments_as_written(command: Any) -> None:
+    """Let usages show `STREAM...` and `[FILE]`, where Typer shows `{STREAM...}...` and `[[FILE]]`."""
+    for one in getattr(command, "commands", {}).values():
+        _show_arguments_as_written(one)
+    for argument in command.params:
+        if argument.param_type_name == "argument":
+            name = argument.metavar or argument.name.upper()
+            shown = name if argument.required or name.startswith("[") else f"[{name}]"
+            argument.get_usage_pieces = lambda _, shown=shown: [shown]
 
 
 def _version(wanted: bool) -> None:
@@ -158,14 +193,17 @@ class _Program(typer.Typer):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         redact_uncaught_exceptions()
-        return get_command(self)(*args, **options)
+        if _COMPLETION in os.environ:
+            # redis-py would import it, if it is installed, which takes longer than all of the completion.
+            sys.modules.setdefault("opentelemetry", None)  # type: ignore[arg-type]
+        return get_command(self)(*args, **{"prog_name": _NAME, **options})
 
 
 main = _Program(
     cls=_CommandGroup,
-    name="millstream",
+    name=_NAME,
     epilog=_EPILOG,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=MARKUP,
     pretty_exceptions_enable=False,

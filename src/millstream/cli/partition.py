@@ -47,7 +47,7 @@ def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     )
     print_line(f"{base}: {pluralize(partition_map.count, 'partition')}, generation {partition_map.generation}{growing}")
     print_table(
-        ("partition", ">entries", ">since generation", "last closed at"),
+        ("~partition", ">entries", ">since generation", "last closed at"),
         [
             (
                 escape(stream),

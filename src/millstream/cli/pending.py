@@ -57,7 +57,7 @@ def _show(summary: PendingSummary, shown: Sequence[PendingEntry]) -> None:
         return
     what = pluralize(summary.count, "pending entry", "pending entries")
     print_line(f"{what}, from {summary.lowest.decode()} to {summary.highest.decode()}")
-    print_table(("consumer", ">pending"), [(escape(name), f"{held:,}") for name, held in summary.by_consumer.items()])
+    print_table(("~consumer", ">pending"), [(escape(name), f"{held:,}") for name, held in summary.by_consumer.items()])
     print_line("")
     rows = [(one.id.decode(), escape(one.consumer), format_age(one.idle_ms), f"{one.deliveries:,}") for one in shown]
-    print_table(("entry", "consumer", ">idle", ">deliveries"), rows)
+    print_table(("entry", "~consumer", ">idle", ">deliveries"), rows)

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.live import Live
 
 from millstream.admin.redis_metrics import places_of
 from millstream.app import App, add_to_path, app_folder, load_app
@@ -45,6 +43,11 @@ _WATCHED_WITHIN_MS = 600_000.0
 _MAX_SHORT_SESSIONS, _SHORT_SESSION_MS, _MAX_WAIT_S = 10, 600_000.0, 30.0
 
 
+def _processed(counts: Mapping[str, int]) -> int:
+    """How many messages were committed, and not as dead letters."""
+    return counts["committed"] - counts["dead"]
+
+
 class Progress:
     """Prints the progress of the pipelines: one live line in a terminal, a line every few seconds in a pipe.
 
@@ -53,6 +56,9 @@ class Progress:
     """
 
     def __init__(self, app: str, *, as_json: bool, every_s: float = 3.0) -> None:
+        from rich.console import Console  # imported here: help and completion are quick without them
+        from rich.live import Live
+
         self._app = app
         self._as_json = as_json
         self._console = Console(stderr=True)
@@ -85,6 +91,8 @@ class Progress:
                     self._total[name] += event.get(name, 0)
             if event["event"] == "stopped":
                 event = {**event, **self._total}
+            if "committed" in event:
+                event = {**event, "processed": _processed(event)}
             if self._as_json:
                 print(json.dumps(event), flush=True)
             elif words := escape_line(redact_text(self._describe(event))):
@@ -117,7 +125,7 @@ class Progress:
         left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
         return (
             f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  "
-            f"{pluralize(total['batches'], 'batch', 'batches')}  {total['committed']:,} committed  "
+            f"{pluralize(total['batches'], 'batch', 'batches')}  {_processed(total):,} processed  "
             f"{pluralize(total['dead'], 'dead letter')}  {pluralize(total['retries'], 'retry', 'retries')}{left}"
         )
 
@@ -142,7 +150,7 @@ class Progress:
         return ""
 
     def _describe_end(self, event: Mapping[str, Any]) -> str:
-        done = f"stopped: {event['committed']:,} committed, {pluralize(event['dead'], 'dead letter')}"
+        done = f"stopped: {_processed(event):,} processed, {pluralize(event['dead'], 'dead letter')}"
         parked = event.get("parked", {})
         if not parked:
             return done

@@ -77,7 +77,7 @@ def list_(
             (escape(key), format_size(len(blob)), truncate(json.dumps(_state_json(key, blob)["state"]), _SHOWN_CHARS))
             for key, blob in shown
         ]
-        print_table(("key", ">size", "state"), rows)
+        print_table(("key", ">size", "+state"), rows)
     if len(found) > limit:
         print_message("there are more keys; use --limit or --match to show them")
 

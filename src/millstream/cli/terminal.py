@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -99,40 +99,104 @@ def confirm(question: str, *, yes: bool) -> None:
     ask(escape_line(question), abort=True, err=True)
 
 
+class ProblemCell(str):
+    """A cell of a table that is red in a terminal."""
+
+
+class WarningCell(str):
+    """A cell of a table that is yellow in a terminal."""
+
+
+_STYLES: Mapping[type[str], str] = {ProblemCell: "bold red", WarningCell: "yellow"}
+_LEAST_CELLS = 8
+_GAP = 2
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table. A column whose heading begins with `>` is right-aligned.
 
+    Where a terminal is too narrow, columns whose headings begin with `+` move to lines below their row, and those that
+    begin with `~` are shortened in the middle; if that is not enough, lines wrap.
+
     Cells are escaped here. Cells that users copy into commands, such as keys, have been through `visible` already.
     """
-    rows = [tuple(map(escape_line, row)) for row in rows]
-    headings = [column.lstrip(">") for column in columns]
-    right = [column.startswith(">") for column in columns]
+    rows = list(rows)
+    headings = [column.lstrip(">~+") for column in columns]
     if sys.stdout.isatty():
-        _draw(headings, right, rows)
+        _draw(columns, headings, [[(escape_line(cell), _STYLES.get(type(cell), "")) for cell in row] for row in rows])
         return
-    lines = [headings, *rows]
+    lines = [headings, *([escape_line(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
     for line in lines:
         cells = [
-            cell.rjust(width) if at_right else cell.ljust(width)
-            for cell, width, at_right in zip(line, widths, right, strict=True)
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
         ]
         print_line("  ".join(cells).rstrip())
 
 
-def _draw(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequence[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
+def _draw(columns: Sequence[str], headings: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> None:
+    from rich.cells import cell_len
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading, at_right in zip(headings, right, strict=True):
-        drawn.add_column(heading, justify="right" if at_right else "left", overflow="fold")
+    console = Console()
+    needed = [
+        max(cell_len(line[i]) for line in (headings, *([text for text, _ in row] for row in rows)))
+        for i in range(len(columns))
+    ]
+    below = [i for i, column in enumerate(columns) if column.startswith("+")] if _total(needed) > console.width else []
+    places = [i for i in range(len(columns)) if i not in below]
+    widths = _fit([needed[i] for i in places], [columns[i].startswith("~") for i in places], console.width)
+    is_utf = console.encoding.startswith("utf")
+
+    def line_of(cells: Sequence[tuple[str, str]]) -> Text:
+        line = Text()
+        for i, width in zip(places, widths, strict=True):
+            text, style = cells[i]
+            text = _shorten(text, width, "…" if is_utf else "~")
+            blank = " " * (width - cell_len(text))
+            before, after = (blank, "") if columns[i].startswith(">") else ("", blank)
+            # Text, not markup: data from Redis may contain square brackets.
+            line.append(before).append(text, style=style or None).append(after + " " * _GAP)
+        line.rstrip()
+        return line
+
+    console.print(line_of([(heading, "bold") for heading in headings]), soft_wrap=True)
+    console.print(Text(("─" if is_utf else "-") * min(_total(widths), console.width)))
     for row in rows:
-        # Text, not markup: data from Redis may contain square brackets.
-        drawn.add_row(*map(Text, row))
-    Console().print(drawn)
+        console.print(line_of(row), soft_wrap=True)
+        for i in below:
+            if row[i][0] not in ("", "-"):
+                console.print(
+                    Padding(Text(f"{headings[i]}: {row[i][0]}", style=row[i][1]), (0, 0, 0, 2 * _GAP), expand=False)
+                )
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _fit(needed: Sequence[int], flexible: Sequence[bool], room: int) -> list[int]:
+    """The widths of columns, the flexible ones as narrow as `room` demands; as they are if that is not enough."""
+    widths = list(needed)
+    while _total(widths) > room:
+        widest = max((i for i in range(len(widths)) if flexible[i]), key=widths.__getitem__, default=None)
+        if widest is None or widths[widest] <= _LEAST_CELLS:
+            return list(needed)
+        widths[widest] -= 1
+    return widths
+
+
+def _shorten(text: str, width: int, dots: str) -> str:
+    """`text`, with dots in its middle if it is wider than `width`: the ends of names tell them apart."""
+    from rich.cells import cell_len, set_cell_size
+
+    if cell_len(text) <= width:
+        return text
+    behind = (width - 1) // 2
+    return set_cell_size(text, width - 1 - behind) + dots + set_cell_size(text[::-1], behind)[::-1]
 
 
 def print_details(pairs: Iterable[tuple[str, str]]) -> None:
@@ -157,6 +221,16 @@ def format_age(duration_ms: float | None) -> str:
         if seconds >= length * 2:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.1f} s"
+
+
+def format_count(number: float) -> str:
+    """A number in at most six characters: exact below 100,000."""
+    if number < 100_000:
+        return f"{number:,.1f}" if isinstance(number, float) and number < 100 else f"{number:,.0f}"
+    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if number < size * 1000 or unit == "G":
+            break
+    return f"{number / size:,.1f}{unit}" if number < size * 100 else f"{number / size:,.0f}{unit}"
 
 
 def format_size(count: float) -> str:

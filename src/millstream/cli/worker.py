@@ -20,7 +20,7 @@ from millstream.cli.log_output import settings as log_settings
 from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
 from millstream.cli.options import DEFAULT_URL, Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
-from millstream.cli.terminal import print_json, print_message
+from millstream.cli.terminal import pluralize, print_json, print_message
 from millstream.cli.worker_child import WorkerJob
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.metrics import Recorder
@@ -179,7 +179,11 @@ class _SupervisorOutput:
     def _print_totals(self) -> None:
         with self._lock:
             totals = sum(self._figures.values(), self._ended_totals)
-        line = "  ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in totals.items() if count)
+        # What is committed is shown by its parts: processed, or a dead letter.
+        line = "  ".join(
+            pluralize(count, "dead letter") if name == "dead" else f"{count:,} {name.replace('_', ' ')}"
+            for name, count in totals.items() if count and name != "committed"
+        )  # fmt: skip
         if line and line != self._shown:
             self._shown = line
             print_message(line)

@@ -8,7 +8,7 @@ import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypedDict, TypeGuard
 
 from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
 from millstream.handlers.decoding import compile_decoder, wire_types
@@ -24,10 +24,29 @@ from millstream.redis_client.key_names import (
 KeyFunction = Callable[[Message], str | bytes | int | None]
 Source = Literal["message", "model", "state"]
 
-OPTIONS = (
-    "pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "rate",
-    "batch_size", "batch_wait_ms", "partitions", "order", "announced", "breaker", "name",
-)  # fmt: skip
+
+class HandlerOptions(TypedDict, total=False):
+    """The options of `App.handler`, which says what each means; `Handler` has their defaults."""
+
+    pattern: str | None
+    key: str | KeyFunction | None
+    into: str | None
+    into_maxlen: int | None
+    retry: Retry
+    missing_key: Literal["dead-letter", "unordered"]
+    concurrency: int
+    time_limit_ms: float
+    rate: float | None
+    batch_size: int
+    batch_wait_ms: float
+    partitions: int | None
+    order: Literal["key", "stream"]
+    announced: str | None
+    breaker: Breaker | None
+    name: str
+
+
+OPTIONS = tuple(HandlerOptions.__annotations__)
 
 _MAX_BATCH = 1_000
 _MAX_TIME_LIMIT_MS = 7 * 86_400_000
@@ -36,24 +55,13 @@ _MAX_WAIT_MS = 60_000
 
 @dataclass(frozen=True, kw_only=True)
 class Handler:
-    """One handler of an app.
+    """One handler of an app; `App.handler` says what its options mean.
 
     * `app`, `name`: they name its state, committed offset and dead letters in Redis: do not change them lightly
-    * `streams` / `pattern` / `announced`: the streams it reads: by name, by glob, or those announced to the service of
-      that name; exactly one of the three
-    * `key`: the field, or a function of the Message, that orders its messages; None for no order
-    * `into`: the stream that its results go to; `into_maxlen` trims that stream to about so many entries
-    * `retry`: its retry policy
-    * `missing_key`: a message without its key becomes a dead letter, or is processed without order
-    * `concurrency`: how many messages of different keys, or how many batches, an async handler processes at once
-    * `time_limit_ms`: an attempt that takes longer fails, in milliseconds
-    * `rate`: most messages a second of each stream, over all workers together; None for no limit
-    * `in_batches`: it takes lists of up to `batch_size` messages; `batch_wait_ms` is how long the first message of a
-      list waits for more, in milliseconds
-    * `order`: "stream" keeps all messages of a stream in order, one at a time: its `key` is the stream's name. Workers
-      then lease whole streams, one owner each.
-    * `partitions`: `streams` are bases, each created with so many partitions unless it exists already; or None
-    * `breaker`: pauses the handler when nearly all messages become dead letters for the same cause; None: nothing does
+    * `streams` / `pattern` / `announced`: the streams it reads; exactly one of the three
+    * `arguments`: the source of each parameter of the function
+    * `model`: the class that messages are decoded to; None if it takes the Message only
+    * `in_batches`: it takes lists of messages
     """
 
     app: str

@@ -8,14 +8,22 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from millstream.errors import ConfigError
 from millstream.handlers.decoding import wire_types
 from millstream.handlers.handler import Handler, check_streams
 from millstream.redis_client.key_names import check_identifier
 
-OPTIONS = ("into", "name")
+
+class StageOptions(TypedDict, total=False):
+    """The options of `App.stage`, which says what each means."""
+
+    into: str | None
+    name: str
+
+
+OPTIONS = tuple(StageOptions.__annotations__)
 
 _RUN_OPTIONS = (
     "url",

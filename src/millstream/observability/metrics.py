@@ -70,7 +70,9 @@ _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _LONG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 
 READ = _counter("messages_read", "messages", "New messages read from their stream.", "handler")
-COMMITTED = _counter("messages_committed", "messages", "Messages done: their effects are in Redis.", "handler")
+COMMITTED = _counter(
+    "messages_committed", "messages", "Messages that are done: processed, or dead-lettered.", "handler"
+)
 RETRIED = _counter("messages_retried", "messages", "Failed runs with attempts left.", "handler")
 PARKED = _counter("keys_parked", "times", "Keys parked until an operator acts.", "handler")
 DEAD_LETTERED = _counter(

@@ -41,6 +41,8 @@ _KEY_DENIED = ("no permissions to access", "No permissions to access", "can't ac
 _KEY_MISSING = ("no such key", "requires the key to exist")
 _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 omits the hash
 _CODE = re.compile("[A-Z]{2,}")
+_CONNECTING = re.compile(r"Error(?: -?\d+)? connecting to (\S+)\. (.+?)\.*")
+_NO_PRIMARY = re.compile(r"No master found for ('.*?')(?: : |$)")
 _COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _TYPES = {"X": "stream", "H": "hash", "Z": "zset", "B": "list", "L": "list", "R": "list", "S": "set"}
 """The type of key that a command needs, by the first letter of its name."""
@@ -148,8 +150,18 @@ def _of_connection(error: Exception, text: str, where: str) -> RedisError | None
         return Unavailable(f"the cluster at {where} is moving slots: {text}")
     away = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, RedisClusterException, OSError)
     if isinstance(error, away):
-        return Unavailable(f"Redis at {where} cannot be reached: {redact_text(text)}")
+        return Unavailable(f"Redis at {where} cannot be reached: {redact_text(_why_unreached(text, where))}")
     return None
+
+
+def _why_unreached(text: str, where: str) -> str:
+    """The reason in redis-py's text, which says again what the URL says, or shows an object."""
+    if found := _CONNECTING.fullmatch(text):
+        place, why = found.groups()
+        return f"{'' if place in where else f'{place}: '}{why[:1].lower()}{why[1:]}"
+    if found := _NO_PRIMARY.match(text):
+        return f"no Sentinel that answers knows a primary {found[1]} that is up"
+    return text
 
 
 def _of_command(error: Exception, text: str, where: str, name: str) -> RedisError:

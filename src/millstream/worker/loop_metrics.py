@@ -51,8 +51,15 @@ class LoopMetrics:
 
     def counts(self) -> dict[str, int]:
         """Return all counts by name."""
-        names = ("read", "claimed", "committed", "dead", "retried", "refused", "released", "trimmed", "parked")
+        names = (
+            "read", "claimed", "committed", "processed", "dead", "retried", "refused", "released", "trimmed", "parked",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def processed(self) -> int:
+        """How many messages were committed, and not as dead letters."""
+        return self.committed - self.dead
 
     def on_poll_wanted(self) -> None:
         """Note that a read is wanted: from now on only the answer to a read shows that the loop is healthy."""
