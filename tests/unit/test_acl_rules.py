@@ -14,7 +14,7 @@ from millstream.redis_client.scripts import Script
 
 pytestmark = [pytest.mark.cli]
 
-CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
+CALL = re.compile(r"(?:redis\.p?call|redis\.acl_check_cmd|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
 
 BAD_SERVICE = {"roles": [RoleName.LEASES], "services": ["a*"]}
