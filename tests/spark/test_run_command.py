@@ -118,7 +118,7 @@ def test_neither_debug_nor_a_logger_of_the_app_shows_the_password_or_the_token_o
     url = millstream_fresh_server.url.replace("://", f"://:{CANARY}@")
     ended = run("--debug", "run", str(tmp_path / "talker.py"), "--once", "--checkpoint", str(tmp_path / "cp"), url=url)
     assert ended.code == 0, ended.err
-    assert "1 committed" in ended.err
+    assert "1 processed" in ended.err
     assert "Command to send: A\\n***" in ended.err  # it has been logged, so there was something to hide
     assert re.search(r"option\\nsurl\\nsredis://:\*\*\*@127\.0\.0\.1", ended.err)
     assert not told(ended.out + ended.err)
