@@ -201,6 +201,7 @@ def test_info_and_keys_show_why_and_resume_clears_it(client: Client) -> None:
     (shown,) = call("info", "--json", "--url", client.url).json()["handlers"]
     assert (shown["paused"], shown["pause"]["by"], shown["pause"]["cause"]) == (True, "breaker", "missing-key")
     assert "paused by its breaker" in call("key", "list", "app.handle", "--url", client.url).err
+    assert "paused by its breaker" in call("key", "list", "--url", client.url).err, "the first look, at all handlers"
     counted = call("key", "list", "app.handle", "--count", "--json", "--url", client.url).json()
     assert counted["pause"]["by"] == "breaker"
     assert figure(client, m.BREAKER_OPEN) == figure(client, m.PAUSED) == 1

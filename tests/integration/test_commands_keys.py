@@ -131,6 +131,19 @@ def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, 
     assert stream.check_invariants() == []
 
 
+def test_all_parked_keys_of_a_handler_are_unparked_at_once_after_a_look(client: Client, stream: KeyedStream) -> None:
+    call("key", "park", "shop.pay", "d", url=client.url)
+    assert asked(client, "key", "unpark", "shop.pay", "--all", "--dry-run")["unparked"] == 2
+    assert len(listed(client, "shop.pay", "--state", "parked")) == 2
+    assert asked(client, "key", "unpark", "shop.pay", "--all", "--yes")["unparked"] == 2
+    assert listed(client, "shop.pay", "--state", "parked") == []
+    for words in ((), ("a", "--all")):
+        refused = call("key", "unpark", "shop.pay", *words, url=client.url)
+        assert (refused.code, "or give --all" in refused.err) == (2, True)
+    assert call("key", "unpark", "shop.pay", "--all", "--yes", url=client.url).out == "0 keys of shop.pay unparked\n"
+    assert stream.check_invariants() == []
+
+
 def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, stream: KeyedStream) -> None:
     call("key", "park", "shop.pay", "ann", "--reason", "audit", url=client.url)
     row = asked(client, "key", "show", "shop.pay", "ann")

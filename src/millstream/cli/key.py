@@ -1,7 +1,8 @@
 """`millstream key`: shows and controls the queued keys of handlers."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -37,12 +38,17 @@ from millstream.delivery.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import Pause
-from millstream.errors import AccessDenied, MillstreamError, WrongType
+from millstream.errors import AccessDenied, ConfigError, MillstreamError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.key_names import HandlerKeys
 
 Key = Annotated[str, typer.Argument(help="The key; write bytes that are not text as \\xNN.", metavar="KEY")]
+OneKey = Annotated[
+    str | None,
+    typer.Argument(help="The key; write bytes that are not text as \\xNN.", metavar="[KEY]", show_default=False),
+]
+AllParked = Annotated[bool, typer.Option("--all", help="All parked keys of the handler.")]
 State = Annotated[
     Literal["leased", "ready", "backing-off", "parked", "unreadable"] | None,
     typer.Option(
@@ -89,7 +95,9 @@ def list_(
             else select_handlers(client, handlers, stream)
         )
         stuck_only = state is None and not one_handler
-        places = _read_places(client, selected, stuck_only=stuck_only)
+        existing = existing_handlers(client, selected) if selected else []
+        pauses = _read_pauses(client, existing)
+        places = _read_places(client, existing, pauses, stuck_only=stuck_only)
         wanted = _STUCK if stuck_only else None if state is None else (state.replace("-", " "),)
         found = [(place.keys, one) for place in places for one in place.queues if wanted is None or one.state in wanted]
         found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
@@ -102,7 +110,7 @@ def list_(
     else:
         _print_keys(found, errors)
     if not as_json:
-        _print_pauses(places)
+        _print_pauses(pauses)
         _print_crowded(places)
     if len(found) > limit and not count:
         print_message(f"{len(found) - limit:,} more; use --limit to show them")
@@ -136,18 +144,29 @@ def show(
                 print_text(traceback.rstrip("\n"))
 
 
-def _read_places(client: Client, selected: Sequence[HandlerKeys], *, stuck_only: bool) -> list[_Place]:
+def _read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[HandlerKeys, Pause]:
+    """The pauses of these handlers. Leaves out handlers that this user may not access on all of these streams."""
+    by_handler: dict[tuple[str, str], dict[str, HandlerKeys]] = defaultdict(dict)
+    for keys in existing:
+        by_handler[keys.app, keys.handler][keys.stream] = keys
+    found: dict[HandlerKeys, Pause] = {}
+    for (app, handler), of_stream in by_handler.items():
+        with suppress(AccessDenied, WrongType):
+            pauses = CommitStore(client, app=app, handler=handler).paused_streams(list(of_stream))
+            found |= {of_stream[stream]: pause for stream, pause in pauses.items()}
+    return found
+
+
+def _read_places(
+    client: Client, existing: Sequence[HandlerKeys], pauses: Mapping[HandlerKeys, Pause], *, stuck_only: bool
+) -> list[_Place]:
     """The key queues of these handlers. Leaves out what this user may not access, unless that is all of it."""
-    existing = existing_handlers(client, selected) if selected else []
     places: list[_Place] = []
     refusals: list[AccessDenied] = []
     for keys in having_stuck_keys(client, existing) if stuck_only else existing:
         try:
-            pauses = CommitStore(client, app=keys.app, handler=keys.handler).paused_streams([keys.stream])
             queues = list_queues(client, keys, most=_MOST)
-            places.append(
-                _Place(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys.stream))
-            )
+            places.append(_Place(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys)))
         except AccessDenied as error:
             refusals.append(error)
         except WrongType as error:
@@ -215,11 +234,10 @@ def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[
     print_table((*(("~handler",) if several else ()), *columns), rows)
 
 
-def _print_pauses(places: Sequence[_Place]) -> None:
-    for place in places:
-        if place.pause is not None:
-            label = f"{place.keys.app}.{place.keys.handler}"
-            print_message(f"{label} on {escape(place.keys.stream)} is {place.pause.describe(label)}")
+def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:
+    for keys, pause in pauses.items():
+        label = f"{keys.app}.{keys.handler}"
+        print_message(f"{label} on {escape(keys.stream)} is {pause.describe(label)}")
 
 
 def _print_crowded(places: Sequence[_Place]) -> None:
@@ -259,10 +277,39 @@ def park(
 
 @key.command()
 def unpark(
-    handler: HandlerName, key: Key, stream: OnStream = None, url: Url = DEFAULT_URL, as_json: Json = False
-) -> None:
-    """Resume a parked key. The attempts of its first message are counted from 0 again."""
-    _act(handler, key, stream, url, "unparked", unpark_queue, as_json=as_json)
+    handler: HandlerName, key: OneKey = None, all_: AllParked = False, stream: OnStream = None, dry_run: DryRun = False,
+    yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Resume a parked key, or all of them. The attempts of its first message are counted from 0 again."""
+    if all_ == (key is not None):
+        raise ConfigError("name the key to unpark, or give --all for all parked keys of the handler")
+    if key is None:
+        _unpark_all(handler, stream, url, dry_run=dry_run, yes=yes, as_json=as_json)
+    elif dry_run:
+        raise ConfigError("--dry-run belongs to --all: millstream key show prints what is known of one key")
+    else:
+        _act(handler, key, stream, url, "unparked", unpark_queue, as_json=as_json)
+
+
+def _unpark_all(handler: str, stream: str | None, url: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    with Client(url) as client:
+        parked = [
+            (keys, queue)
+            for keys in find_handler(client, handler, stream)
+            for queue in list_queues(client, keys, most=_MOST)
+            if queue.parked_reason is not None
+        ]
+        if parked and not dry_run:
+            confirm(f"Unpark {pluralize(len(parked), 'key')} of {handler}?", yes=yes)
+        done = parked if dry_run else [one for one in parked if unpark_queue(client, one[0], one[1].name)]
+    if as_json:
+        print_json({"handler": handler, "unparked": len(done), "dry_run": dry_run})
+    else:
+        print_line(
+            f"{pluralize(len(done), 'key')} of {handler} would be unparked"
+            if dry_run
+            else f"{pluralize(len(done), 'key')} of {handler} unparked"
+        )
 
 
 @key.command()

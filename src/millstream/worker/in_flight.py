@@ -39,6 +39,7 @@ class InFlight:
         self._is_gate_closed = False
         self.leases: set[KeyLease] = set()
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}
+        self._dropped: set[Delivery] = set()
         self._run_ms = 0.0
         self._lock = threading.Lock()
         self._max_count = policy.prefetch
@@ -66,12 +67,24 @@ class InFlight:
         """All entries in flight, oldest first."""
         return list(self._by_ref.values())
 
+    @property
+    def runs(self) -> list[Delivery]:
+        """Entries whose runs have not ended; also of those that were lost or skipped meanwhile and are not in flight."""
+        with self._lock:
+            self._dropped = {one for one in self._dropped if one.running and not one.finished}
+            return [one for one in (*self._by_ref.values(), *self._dropped) if one.running and not one.finished]
+
     def entry_ids(self, stream: str) -> set[bytes]:
         """Return the ids in flight of one stream."""
         return {entry_id for name, entry_id in list(self._by_ref) if name == stream}
 
     def free_slots(self) -> int:
-        """Return how many more entries may be fetched now; 0 if there is room for too few to be worth a read."""
+        """Return how many more entries may be fetched now; 0 if there is room for too few to be worth a read.
+
+        0 while the gate is closed: other workers would have to wait for entries that cannot start here.
+        """
+        if self._is_gate_closed:
+            return 0
         starved = self.buffer.empty()
         if starved and self._has_backlog:
             self._limit = min(2 * self._limit, self._max_count)
@@ -126,6 +139,7 @@ class InFlight:
         for delivery in deliveries:
             known = by_ref.get(delivery.entry_ref)
             by_ref[delivery.entry_ref] = delivery
+            self._dropped.discard(delivery)
             self._bytes += delivery.size - (0 if known is None else known.size)
 
     def _remove(self, deliveries: Iterable[Delivery]) -> None:
@@ -135,6 +149,8 @@ class InFlight:
             if by_ref.get(delivery.entry_ref) is delivery:
                 del by_ref[delivery.entry_ref]
                 self._bytes -= delivery.size
+                if delivery.running and not delivery.finished:
+                    self._dropped.add(delivery)
 
     def add_unbuffered(self, delivery: Delivery) -> None:
         """Add an entry that bypasses the buffer."""
@@ -260,6 +276,7 @@ class InFlight:
         """Let entries start again."""
         self._is_gate_closed = False
         self.gate.set()
+        self.room_freed.set()
 
     def remove(self, deliveries: Iterable[Delivery]) -> None:
         """Remove entries that are committed, or lost to another worker."""

@@ -154,12 +154,16 @@ class PoisonIsolation:
 
     def _wait_for_others(self, all_in_flight: Sequence[InFlight]) -> bool:
         """Wait until nothing runs, as the suspect would be blamed for a crash now. False if the stop comes first."""
-        while any(one.running and not one.finished for in_flight in all_in_flight for one in in_flight.deliveries):
+        while any(in_flight.runs for in_flight in all_in_flight):
             if self._stopping.wait(_POLL_S):
                 return False
         return True
 
     def _run_marked(self, delivery: Delivery) -> None:
+        logger.warning(
+            "message %s of %s may have ended its process: it runs in isolation; this process starts no other message "
+            "until that run has ended", delivery.id.decode(), delivery.stream.stream,
+        )  # fmt: skip
         delivery.stream.begin_isolation(delivery, self._incarnation.mark)
         outcome = self._runner.run_isolated(delivery)
         with contextlib.suppress(Unavailable):  # a commit ends the isolation as well

@@ -242,9 +242,10 @@ class ClaimRenewal:
         now_ms = self._clock.monotonic_ms()
         given_up: list[Delivery] = []
         try:
-            for one in self._in_flight.deliveries:
-                if one.running and not one.finished and now_ms - one.state_since_ms > limit_ms + _GRACE_MS:
-                    self._give_up_run(one)
+            for one in self._in_flight.runs:
+                if now_ms - one.state_since_ms > limit_ms + _GRACE_MS:
+                    if one in self._in_flight:  # else another worker, or an operator, has taken the entry meanwhile
+                        self._give_up_run(one)
                     given_up.append(one)
         except Unavailable as error:
             if not given_up and not isinstance(error, OutOfMemory):

@@ -1,0 +1,68 @@
+"""Runs that hang: their process ends at the time limit, and one that runs in isolation keeps no message from others."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from millstream import Message, Retry
+from millstream.delivery.key_queues import skip
+from millstream.delivery.keyed_stream import queue_of_key
+from millstream.errors import HandlerStuck
+from millstream.redis_client.client import Client
+from tests.support.clocks import LeapClock
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, deliver_to, double, ending, fill, make, outputs, working
+
+pytestmark = [pytest.mark.worker]
+
+
+@pytest.mark.parametrize("how", ["skipped by an operator", "claimed by another worker"])
+def test_a_run_that_hangs_ends_its_process_at_the_time_limit_though_its_message_was_taken(
+    client: Client, how: str
+) -> None:
+    hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
+
+    def handle(message: Message) -> None:
+        hangs.set()
+        release.wait(FAIL_SAFE_S)
+
+    is_keyed = how == "skipped by an operator"
+    client.execute("XADD", "in", "*", "key", "k", "n", 0)
+    handler = make(handle, time_limit_ms=600_000, into=None, **({"key": "key"} if is_keyed else {}))
+    with ending(HandlerStuck, client, handler, match="longer than its time limit of 600,000 ms", clock=clock) as loop:
+        eventually(hangs.is_set)
+        if is_keyed:
+            assert skip(client, KEYS, queue_of_key(b"k", b""), error="by an operator")
+        else:
+            client.execute("XAUTOCLAIM", "in", KEYS.group, "other", 0, 0)
+        clock.leap(30_000)  # the next renewal of its claim or lease is due
+        eventually(lambda: loop.loop_metrics.refused == 1)
+        assert not loop.ended.is_set()
+        clock.leap(602_000)
+    release.set()
+
+
+def test_a_process_that_runs_a_suspect_in_isolation_reads_nothing_until_that_run_has_ended(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    running, release = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> dict[str, Any]:
+        running.set()
+        release.wait(FAIL_SAFE_S)
+        return double(message)
+
+    with working(client, make(double)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 1)
+    deliver_to(client, "dead", times=3)
+    with working(client, make(handle, retry=Retry(attempts=5)), "isolated") as isolated:
+        eventually(running.is_set)
+        eventually(lambda: not isolated.loop_metrics._is_poll_wanted, "the end of its reads")
+        assert caplog.text.count("it runs in isolation") == 1
+        fill(client, 5, first=1)
+        with working(client, make(double), "other"):
+            eventually(lambda: sorted(outputs(client)) == list(range(1, 6)), "all others, elsewhere")
+        release.set()
+        eventually(lambda: len(outputs(client)) == 6)
