@@ -78,7 +78,7 @@ def largest_entry_bytes(client: Client) -> int:
 
 
 def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) -> dict[tuple[str, str], int]:
-    """How many of the lowest pending entries were idle for so long, though they are in the hands of a worker."""
+    """How many of the lowest pending entries were idle for so long, though a worker owns them."""
     replies = send_all(
         client,
         [("XPENDING", to_wire(stream), to_wire(group), "IDLE", old_ms, "-", "+", _WATCHED) for stream, group in places],
@@ -131,15 +131,15 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
         if holding:
             one = holding[0][0]
             where = f"{_quote(one.stream)} {_quote(_keys(one).group)}"
-            heirs = [name for each in some for name in each.workers if each.engine == "workers"]
+            claimants = [name for each in some for name in each.workers if each.engine == "workers"]
             yield Finding(
                 check="dead-consumers", severity="problem",
                 what=f"{label}: {sum(each.pending for _, each in holding):,} pending entries of {_names(holding)}, idle "
                 f"for {_age(min(each.idle_ms for _, each in holding))}, on {_streams([each.stream for each, _ in holding])}",
                 why="these messages wait until a live worker claims them",
                 mend=(
-                    f"millstream group claim {where} {_quote(heirs[0])} --min-idle {data.old_ms // 1000}s"
-                    if heirs else f"millstream worker {some[0].app}  # with the file of the app",
+                    f"millstream group claim {where} {_quote(claimants[0])} --min-idle {data.old_ms // 1000}s"
+                    if claimants else f"millstream worker {some[0].app}  # with the file of the app",
                 ),
             )  # fmt: skip
         if empty:

@@ -38,7 +38,7 @@ Places = Mapping[str, Sequence[HandlerKeys]]
 
 def places_of(client: Client, handlers: Iterable[Handler]) -> Places:
     """The streams that these handlers read as of now. Raises RedisError."""
-    return {one.label: [*_on_streams(one, _streams_of(client, one))] for one in handlers}
+    return {one.label: [*_on_streams(one, streams_of(client, one))] for one in handlers}
 
 
 def all_places(client: Client) -> Places:
@@ -51,7 +51,11 @@ def all_places(client: Client) -> Places:
     return found
 
 
-def _streams_of(client: Client, handler: Handler) -> Sequence[str]:
+def streams_of(client: Client, handler: Handler) -> Sequence[str]:
+    """The streams that a handler names, that match its pattern, its partitions, or the announced ones, as of now.
+
+    Partitions that were never created are left out. Raises RedisError.
+    """
     if handler.announced:
         from millstream.balancer.protocol import announced_streams  # imported here: most workers do without it
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperOption
-from typer.main import get_command
 
+from millstream.cli.options import parameters_of
 from millstream.errors import ConfigError, install_hint
 
 _DEFAULT_FILE = Path("millstream.toml")
@@ -42,10 +42,7 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str]) -> Any:
         if not context.resilient_parsing and (file or _DEFAULT_FILE.is_file()):
             context.default_map = _read(Path(file or _DEFAULT_FILE), path, parameters)
 
-    options = typer.Typer(add_completion=False)
-
-    @options.command()
-    def only_its_option(
+    def options(
         config: Annotated[
             str | None,
             typer.Option(
@@ -55,7 +52,7 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str]) -> Any:
         ] = None,
     ) -> None: ...  # fmt: skip
 
-    return get_command(options).params[0]
+    return parameters_of(options)[0]
 
 
 def _is_setting(parameter: Any) -> bool:

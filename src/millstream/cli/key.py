@@ -43,11 +43,9 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.key_names import HandlerKeys
 
-Key = Annotated[str, typer.Argument(help="The key; write bytes that are not text as \\xNN.", metavar="KEY")]
-OneKey = Annotated[
-    str | None,
-    typer.Argument(help="The key; write bytes that are not text as \\xNN.", metavar="[KEY]", show_default=False),
-]
+_KEY_HELP = "The key; write bytes that are not text as \\xNN."
+Key = Annotated[str, typer.Argument(help=_KEY_HELP, metavar="KEY")]
+OneKey = Annotated[str | None, typer.Argument(help=_KEY_HELP, metavar="[KEY]", show_default=False)]
 AllParked = Annotated[bool, typer.Option("--all", help="All parked keys of the handler.")]
 State = Annotated[
     Literal["leased", "ready", "backing-off", "parked", "unreadable"] | None,
@@ -305,11 +303,7 @@ def _unpark_all(handler: str, stream: str | None, url: str, *, dry_run: bool, ye
     if as_json:
         print_json({"handler": handler, "unparked": len(done), "dry_run": dry_run})
     else:
-        print_line(
-            f"{pluralize(len(done), 'key')} of {handler} would be unparked"
-            if dry_run
-            else f"{pluralize(len(done), 'key')} of {handler} unparked"
-        )
+        print_line(f"{pluralize(len(done), 'key')} of {handler} {'would be ' if dry_run else ''}unparked")
 
 
 @key.command()

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from typer.main import get_command
 
 from millstream.cli.log_output import Format, Level, settings, start_logging
+from millstream.cli.options import parameters_of
 
 COMMANDS = ("worker", "run", "serve", "master", "consumer")
 """The commands that have them."""
@@ -23,10 +23,7 @@ def add_log_options(command: Any) -> None:
 
         return choose
 
-    options = typer.Typer(add_completion=False)
-
-    @options.command()
-    def only_these(
+    def options(
         log_level: Annotated[
             Level | None,
             typer.Option(
@@ -43,4 +40,4 @@ def add_log_options(command: Any) -> None:
         ] = None,
     ) -> None: ...  # fmt: skip
 
-    command.params += [one for one in get_command(options).params if one.name in ("log_level", "log_format")]
+    command.params += [one for one in parameters_of(options) if one.name in ("log_level", "log_format")]

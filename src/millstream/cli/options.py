@@ -4,10 +4,12 @@ import math
 import re
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.main import get_command
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
@@ -83,6 +85,13 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 
 _ID = re.compile(r"(?!\d{8}$)\d+(-\d+)?")  # eight digits alone are a date, like 20130131
+
+
+def parameters_of(function: Callable[..., None]) -> list[Any]:
+    """The parameters that typer makes of a function's annotations, to be added to other commands."""
+    carrier = typer.Typer(add_completion=False)
+    carrier.command()(function)
+    return list(get_command(carrier).params)
 
 
 def command_group(help_text: str) -> typer.Typer:

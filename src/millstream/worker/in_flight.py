@@ -72,7 +72,7 @@ class InFlight:
         """Entries whose runs have not ended; also of those that were lost or skipped meanwhile and are not in flight."""
         with self._lock:
             self._dropped = {one for one in self._dropped if one.running and not one.finished}
-            return [one for one in (*self._by_ref.values(), *self._dropped) if one.running and not one.finished]
+            return [one for one in self._by_ref.values() if one.running and not one.finished] + [*self._dropped]
 
     def entry_ids(self, stream: str) -> set[bytes]:
         """Return the ids in flight of one stream."""

@@ -11,7 +11,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
-from millstream.balancer.protocol import announced_streams
+from millstream.admin.redis_metrics import streams_of
 from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
 from millstream.delivery.pause import Pause
@@ -57,11 +57,9 @@ class HandlerQuery(SupervisedQuery):
     def streams(self) -> list[str]:
         """The streams that it names, that match its pattern, its partitions, or the announced ones, as of now."""
         handler, client = self._handler, self._context.client
-        if handler.announced is not None:
-            return announced_streams(client, handler.announced)
-        if handler.partitions is not None:
+        if handler.partitions is not None:  # created here, unless they exist
             return [stream for base in partition_maps_of(client, handler) for stream in base.streams]
-        return list(handler.streams) or client.scan_streams(handler.pattern or "*")
+        return list(streams_of(client, handler))
 
     @property
     def group(self) -> str:
