@@ -110,7 +110,7 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
         bookings.publish(MESSAGES, chance)
         driver = Driver(
             f"{APPS}/aside_app.py:app", url=server.url, folder=tmp_path,
-            options=("--max-per-batch", "200", "--spark-master", "local[2,4]"),
+            options=("--max-per-batch", "400", "--spark-master", "local[2,4]"),
         )  # fmt: skip
         try:
             (tmp_path / BATCH_POINTS[0]).touch()

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from millstream.cli.main import COMMANDS, load_command
 from millstream.cli.options import parse_start, parse_time_ms
-from millstream.cli.terminal import format_age, format_size, pluralize, truncate
+from millstream.cli.terminal import truncate
 from millstream.errors import ConfigError
+from millstream.formats import format_age, format_size, pluralize
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer

@@ -277,7 +277,7 @@ def test_dead_letters_parked_keys_and_pauses_are_told_with_their_commands(client
     diagnosis = diagnose(client, app="app")
     texts = {name: found(diagnosis, name)[0] for name in ("dead-letters", "parked", "paused")}
     assert [one.what for one in texts.values()] == [
-        "app.handle: 3 dead letters", "app.handle: 1 parked keys", "app.handle: paused on in"
+        "app.handle: 3 dead letters", "app.handle: 1 parked key", "app.handle: paused on in"
     ]  # fmt: skip
     assert [one.mend[0] for one in texts.values()] == [
         "millstream dlq list app.handle", "millstream key list app.handle", "millstream resume app.handle"

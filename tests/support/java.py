@@ -24,7 +24,11 @@ _QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:cds=off -Xlog:cds+dynam
 
 
 def start_java_quickly() -> None:
-    """Set the options of every Java that this process and its children start, and Spark's home."""
+    """Set the options of every Java that this process and its children start, and Spark's home.
+
+    And one thread for numpy in every Python, which otherwise starts one a core whenever it is imported.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["SPARK_HOME"] = str(_home())
     options = f"{_QUICK} -XX:SharedArchiveFile={ARCHIVE}" if ARCHIVE.exists() else _QUICK
     os.environ[VARIABLE] = f"{os.environ.get(VARIABLE, '')} {options}".strip()

@@ -6,11 +6,12 @@ is, as measured once per run.
 """
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -47,11 +48,11 @@ def eventually(condition: Callable[[], T], what: str = "this condition", *, log:
 
     Raises AssertionError with `what` was waited for, and the end of `log`, after `FAIL_SAFE_S`.
     """
-    deadline = time.monotonic() + FAIL_SAFE_S
+    deadline, pauses_s = time.monotonic() + FAIL_SAFE_S, _pauses_s()
     while not (found := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(_in_vain(what, log))
-        time.sleep(0.01)
+        time.sleep(next(pauses_s))
     return found
 
 
@@ -59,12 +60,17 @@ async def eventually_async(
     condition: Callable[[], T], what: str = "this condition", *, log: Callable[[], object] = str
 ) -> T:
     """`eventually` for a test that runs on an event loop."""
-    deadline = time.monotonic() + FAIL_SAFE_S
+    deadline, pauses_s = time.monotonic() + FAIL_SAFE_S, _pauses_s()
     while not (found := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(_in_vain(what, log))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(next(pauses_s))
     return found
+
+
+def _pauses_s() -> Iterator[float]:
+    """Between looks at a condition: the longer it takes to hold, the rarer they are, as the tested need the processor."""
+    return itertools.chain([0.01] * 10, [0.02] * 10, itertools.repeat(0.04))
 
 
 def _in_vain(what: str, log: Callable[[], object]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("architecture")]  # what is parsed is parsed once
 
 ROOT = Path(__file__).parents[2]
 CHECKED = ("src", "tests", "benchmarks", "examples")
@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 
 # One total order: a part imports only those before it. `docs/architecture.md` says what each is.
 PARTS = (
-    "errors", "clock", "model", "lazy", "redis_client", "handlers", "app", "groups", "delivery", "observability",
+    "errors", "clock", "formats", "model", "lazy", "redis_client", "handlers", "app", "groups", "delivery", "observability",
     "producer", "partitions", "balancer", "router", "admin", "worker", "services", "spark", "millstream",
     "pyspark_millstream", "testing", "demo", "cli",
 )  # fmt: skip

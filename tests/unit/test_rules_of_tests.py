@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("rules of tests")]  # what is parsed is parsed once
 
 TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "monotonic_ms", "monotonic_ns", "perf_counter", "time"}

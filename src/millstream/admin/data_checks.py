@@ -14,6 +14,7 @@ from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import RedisError
+from millstream.formats import format_age, pluralize
 from millstream.groups.group import ConsumerInfo, consumers_of
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -130,12 +131,13 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
         empty = [(one, consumer) for one, consumer in gone if not consumer.pending]
         if holding:
             one = holding[0][0]
+            held = sum(each.pending for _, each in holding)
             where = f"{_quote(one.stream)} {_quote(_keys(one).group)}"
             claimants = [name for each in some for name in each.workers if each.engine == "workers"]
             yield Finding(
                 check="dead-consumers", severity="problem",
-                what=f"{label}: {sum(each.pending for _, each in holding):,} pending entries of {_names(holding)}, idle "
-                f"for {_age(min(each.idle_ms for _, each in holding))}, on {_streams([each.stream for each, _ in holding])}",
+                what=f"{label}: {pluralize(held, 'pending entry', 'pending entries')} of {_names(holding)}, idle "
+                f"for {format_age(min(each.idle_ms for _, each in holding))}, on {_streams([each.stream for each, _ in holding])}",
                 why="these messages wait until a live worker claims them",
                 mend=(
                     f"millstream group claim {where} {_quote(claimants[0])} --min-idle {data.old_ms // 1000}s"
@@ -144,9 +146,10 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
             )  # fmt: skip
         if empty:
             one = empty[0][0]
+            consumers = pluralize(len(empty), "consumer of a worker that is gone", "consumers of workers that are gone")
             yield Finding(
                 check="dead-consumers", severity="warning",
-                what=f"{label}: {len(empty):,} consumers of workers that are gone ({_names(empty)}), with nothing pending",
+                what=f"{label}: {consumers} ({_names(empty)}), with nothing pending",
                 why="they are only names, but hide who is alive",
                 mend=(
                     f"millstream group clean {_quote(one.stream)} {_quote(_keys(one).group)} --idle {data.old_ms // 1000}s",
@@ -163,7 +166,7 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
             yield Finding(
                 check="idle-entries", severity="warning",
                 what=f"{label}: {sum(data.idle[place] for place in places):,} entries or more are pending and idle for "
-                f"{_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
+                f"{format_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
                 why="live workers renew or claim pending entries: these workers hang, or have a longer --claim",
                 mend=(f"millstream group pending {_quote(stream)} {_quote(group)} --min-idle {data.old_ms // 1000}s",),
             )  # fmt: skip
@@ -177,8 +180,8 @@ def check_waiting(data: Data) -> Iterator[Finding]:
             engine = waiting[0].engine
             yield Finding(
                 check="waiting", severity="warning",
-                what=f"{label}: {sum(one.lag or 0 for one in waiting):,} entries wait, for "
-                f"{_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
+                what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, for "
+                f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
                 mend=(f"millstream {'worker' if engine == 'workers' else 'run'} {some[0].app}  # with the file of the app",),
             )  # fmt: skip
@@ -189,7 +192,7 @@ def check_dead_letters(data: Data) -> Iterator[Finding]:
     for label, some in _by_handler(data.found.handlers).items():
         if count := sum(one.dead_letters for one in some):
             yield Finding(
-                check="dead-letters", severity="warning", what=f"{label}: {count:,} dead letters",
+                check="dead-letters", severity="warning", what=f"{label}: {pluralize(count, 'dead letter')}",
                 why="these messages were not processed, and stay in Redis until they are redriven or purged",
                 mend=(f"millstream dlq list {label}", f"millstream dlq redrive {label}"),
             )  # fmt: skip
@@ -200,7 +203,7 @@ def check_parked(data: Data) -> Iterator[Finding]:
     for label, some in _by_handler(data.found.handlers).items():
         if count := sum(one.parked for one in some):
             yield Finding(
-                check="parked", severity="warning", what=f"{label}: {count:,} parked keys",
+                check="parked", severity="warning", what=f"{label}: {pluralize(count, 'parked key')}",
                 why="their messages wait until an operator unparks the key",
                 mend=(f"millstream key list {label}", f"millstream key unpark {label} KEY"),
             )  # fmt: skip
@@ -294,7 +297,7 @@ def _finished(stream: StreamReport) -> int:
 def _streams(names: Iterable[str]) -> str:
     found = sorted(set(names))
     some = ", ".join(map(escape, found[:_NAMED]))
-    return some if len(found) <= _NAMED else f"{some} and {len(found) - _NAMED:,} more streams"
+    return some if len(found) <= _NAMED else f"{some} and {pluralize(len(found) - _NAMED, 'more stream')}"
 
 
 def _names(consumers: Sequence[tuple[HandlerReport, ConsumerInfo]]) -> str:
@@ -304,10 +307,3 @@ def _names(consumers: Sequence[tuple[HandlerReport, ConsumerInfo]]) -> str:
 
 def _quote(name: str) -> str:
     return shlex.quote(escape(name))
-
-
-def _age(duration_ms: float) -> str:
-    for unit, length_ms in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000)):
-        if duration_ms >= 2 * length_ms:
-            return f"{duration_ms / length_ms:.0f} {unit}"
-    return f"{duration_ms / 1000:.0f} s"

@@ -10,6 +10,7 @@ from millstream.admin.machine_checks import MACHINE_CHECKS
 from millstream.admin.rights_check import check_rights
 from millstream.admin.server_checks import SERVER_CHECKS, Server, check_buffers, check_cluster, read_servers, redis_cli
 from millstream.errors import AccessDenied, RedisError
+from millstream.formats import pluralize
 from millstream.redis_client.client import Client
 
 _DEFAULT_OLD_MS = 600_000
@@ -119,6 +120,7 @@ def _hidden(data: Data) -> Iterator[Finding]:
     if streams or handlers:
         yield Finding(
             check="data", severity="warning",
-            what=f"not checked: {streams:,} streams and {handlers:,} handlers on streams that this Redis user may not access",
+            what=f"not checked: {pluralize(streams, 'stream')} and {pluralize(handlers, 'handler on a stream', 'handlers on streams')} "
+            "that this Redis user may not access",
             mend=("millstream acl operator",),
         )  # fmt: skip

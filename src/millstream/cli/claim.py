@@ -9,8 +9,9 @@ import typer
 
 from millstream.admin.inspection import handler_of
 from millstream.cli.options import DEFAULT_URL, DryRun, Duration, Json, Url, Yes, duration
-from millstream.cli.terminal import confirm, pluralize, print_json, print_line, print_message
+from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.errors import ConfigError, MillstreamError
+from millstream.formats import pluralize
 from millstream.groups import Group, PendingEntry
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error

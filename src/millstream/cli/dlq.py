@@ -25,8 +25,6 @@ from millstream.cli.options import (
 )
 from millstream.cli.terminal import (
     confirm,
-    format_age,
-    pluralize,
     print_details,
     print_json,
     print_line,
@@ -43,6 +41,7 @@ from millstream.delivery.dead_letter_queue import (
     DeadLetterRef,
 )
 from millstream.errors import ConfigError, MillstreamError
+from millstream.formats import format_age, pluralize
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields, json_value, unescape

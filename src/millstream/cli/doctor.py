@@ -11,7 +11,8 @@ from millstream.admin.doctor import Diagnosis, diagnose
 from millstream.admin.findings import Finding
 from millstream.app import load_app
 from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
-from millstream.cli.terminal import pluralize, print_json, print_line, print_message
+from millstream.cli.terminal import print_json, print_line, print_message
+from millstream.formats import pluralize
 from millstream.redis_client.client import Client
 
 AppOption = Annotated[

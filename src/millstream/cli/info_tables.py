@@ -5,16 +5,8 @@ from dataclasses import dataclass
 
 from millstream.admin.consumption_summary import ReaderKind, ReaderReport
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
-from millstream.cli.terminal import (
-    ProblemCell,
-    WarningCell,
-    format_age,
-    format_count,
-    pluralize,
-    print_line,
-    print_message,
-    print_table,
-)
+from millstream.cli.terminal import ProblemCell, WarningCell, print_line, print_message, print_table
+from millstream.formats import format_age, format_count, pluralize
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import stage_of
 

@@ -13,7 +13,6 @@ from millstream.cli.handler_names import HandlerName, HandlerNames, OnStream, fi
 from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,
-    pluralize,
     print_details,
     print_json,
     print_line,
@@ -39,6 +38,7 @@ from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, WrongType
+from millstream.formats import pluralize
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.key_names import HandlerKeys

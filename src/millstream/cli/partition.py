@@ -7,8 +7,9 @@ import typer
 
 from millstream.admin.inspection import handler_of
 from millstream.cli.options import DEFAULT_URL, Json, Url, command_group
-from millstream.cli.terminal import pluralize, print_json, print_line, print_message, print_table
+from millstream.cli.terminal import print_json, print_line, print_message, print_table
 from millstream.errors import GroupMissing, MillstreamError
+from millstream.formats import pluralize
 from millstream.groups import groups_of
 from millstream.partitions.key_migration import KeyMigration, UndrainedPartition
 from millstream.partitions.partition_map import PartitionMap

@@ -22,9 +22,10 @@ from millstream.cli.log_output import finish_logging
 from millstream.cli.metrics_server import new_recorder, serve_metrics
 from millstream.cli.options import DEFAULT_URL, Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
-from millstream.cli.terminal import has_message_format, pluralize, print_message
+from millstream.cli.terminal import has_message_format, print_message
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, SessionEnded, install_hint
+from millstream.formats import pluralize
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics, Recorder

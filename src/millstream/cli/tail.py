@@ -12,8 +12,9 @@ import typer
 
 from millstream.cli.follow import Follower
 from millstream.cli.options import DEFAULT_URL, JsonLines, Url, parse_start
-from millstream.cli.terminal import pluralize, print_json, print_line, print_message, truncate
+from millstream.cli.terminal import print_json, print_line, print_message, truncate
 from millstream.errors import ConfigError
+from millstream.formats import pluralize
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.escaping import escape, json_fields

@@ -1,0 +1,36 @@
+"""Numbers, sizes and durations as people read them, on screens and in findings."""
+
+
+def format_age(duration_ms: float | None) -> str:
+    """A duration in milliseconds, formatted in a fitting unit; "-" for None."""
+    if duration_ms is None:
+        return "-"
+    seconds = duration_ms / 1000
+    for unit, length in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= length * 2:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def format_count(number: float) -> str:
+    """A number in at most six characters: exact below 100,000."""
+    if number < 100_000:
+        return f"{number:,.1f}" if isinstance(number, float) and number < 100 else f"{number:,.0f}"
+    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if number < size * 1000 or unit == "G":
+            break
+    return f"{number / size:,.1f}{unit}" if number < size * 100 else f"{number / size:,.0f}{unit}"
+
+
+def format_size(count: float) -> str:
+    """A number of bytes, formatted in a fitting unit."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def pluralize(number: int, thing: str, things: str = "") -> str:
+    """A number with its noun in singular or plural: `1 entry`, `2 entries`."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
