@@ -34,7 +34,7 @@ MillstreamError
     └── SessionEnded       ... in this Spark session: run it again in a new one
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class MillstreamError(Exception):
@@ -195,6 +195,14 @@ class PipelineFailed(MillstreamError):
 
 class SessionEnded(PipelineFailed):
     """The Spark session of the pipeline has ended. Run the pipeline again in a new session."""
+
+
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """Return the hint of an error about an unknown word: the most similar choice, or `otherwise` if none is similar."""
+    import difflib  # most processes meet no unknown word
+
+    similar = difflib.get_close_matches(word, list(choices), 1)
+    return f"did you mean {similar[0]!r}?" if similar else otherwise
 
 
 def install_hint(extra: str) -> str:

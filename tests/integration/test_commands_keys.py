@@ -67,6 +67,16 @@ def test_the_last_error_of_a_key_that_waits_is_listed_and_shown_with_its_traceba
     assert letter["error"] == "skipped by an operator; last error: RuntimeError: no gateway"
 
 
+def test_a_key_that_backs_off_is_listed_with_the_attempts_that_it_has(client: Client, stream: KeyedStream) -> None:
+    (lease,) = stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
+    error = LastError(error="RuntimeError: no gateway", attempts=5)
+    stream.release_leases([LeaseRelease(lease, "backoff", 60_000, 2, error.pack())])
+    (row,) = (one for one in listed(client, "shop.pay") if one["key"] == "d")
+    assert (row["attempts"], row["blocked"]) == (5, False)
+    assert row["why"].startswith("attempt 3 of its first entry is due in ")
+    assert row["why"].endswith(", of 5 attempts")
+
+
 def test_without_a_handler_the_stuck_keys_of_all_handlers_are_listed(client: Client, stream: KeyedStream) -> None:
     other = KeyedStream(
         client, "refunds", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="bank", handler="back",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millstream import Message, Reject
+from millstream import Message, Reject, Retry
 from millstream.admin import inspection, machine_checks
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.admin.doctor import Diagnosis, diagnose
@@ -283,6 +283,25 @@ def test_dead_letters_parked_keys_and_pauses_are_told_with_their_commands(client
         "millstream dlq list app.handle", "millstream key list app.handle", "millstream resume app.handle"
     ]  # fmt: skip
     assert found(diagnose(client, app="another"), "dead-letters") == []
+
+
+def test_a_blocked_key_is_found_and_listed_as_such(client: Client) -> None:
+    def refuse(message: Message) -> None:
+        if message.text("k") == "A":
+            raise RuntimeError("no gateway")
+
+    retry = Retry(attempts=2, delay_ms=1, factor=60_000, max_delay_ms=60_000, then="block")
+    client.pipeline([("XADD", "in", "*", "k", key) for key in "AABA"])
+    with working(client, make(refuse, key="k", retry=retry)):
+        eventually(lambda: client.execute("ZRANGE", KEYS.backoff, 0, -1, "WITHSCORES"), "the back-off")
+        eventually(lambda: found(diagnose(client), "blocked"), "the finding")
+        one = only(client, "blocked")
+        assert one.what == "app.handle: 1 blocked key, with 3 messages"
+        assert one.mend[1].startswith("millstream key skip app.handle KEY")
+        row = call("key", "list", "app.handle", "--json", url=client.url).json()
+        assert (row["state"], row["blocked"], row["attempts"], row["failed_attempts"]) == ("backing off", True, 2, 2)
+        assert row["why"].startswith("blocked, as 2 attempts have failed: attempt 3 of its first entry is due in ")
+        assert found(diagnose(client, app="another"), "blocked") == []
 
 
 def test_a_stream_that_only_grows_is_found_until_it_is_trimmed(client: Client) -> None:

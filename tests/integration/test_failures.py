@@ -94,6 +94,7 @@ def test_a_worker_stores_why_a_key_waits_and_forgets_it_with_the_message(client:
         gate.append(1)
         eventually(lambda: client.execute("EXISTS", KEYS.crashes) == 0, "the end of the counts")
     assert stored.error == "RuntimeError: no gateway for 1"
+    assert (stored.attempts, stored.blocks) == (2, True)
     assert "in fail" in stored.traceback
     assert "attempt.py" not in stored.traceback
 
@@ -107,7 +108,8 @@ def test_a_key_that_a_worker_has_parked_keeps_the_error_until_an_operator_acts(
     ((level, text),) = failures(caplog)
     assert (level, text.rpartition("; ")[2]) == ("WARNING", "its key is parked, see: millstream key list app.handle")
     stored = last_error(client, "1-0")
-    assert stored.error == "failed: RuntimeError: no gateway for 1"
+    assert stored.error == "RuntimeError: no gateway for 1"
+    assert (stored.attempts, stored.blocks) == (1, False)
     assert "in fail" in stored.traceback
     unpark(client, KEYS, b"kA")
     assert client.execute("EXISTS", KEYS.crashes) == 0
@@ -128,14 +130,15 @@ def test_a_message_that_is_skipped_takes_the_last_error_into_its_dead_letter(cli
 
 
 def test_what_is_stored_of_an_error_is_bounded_and_where_many_keys_wait_no_traceback_is(client: Client) -> None:
-    error = LastError(error="x\n" * 10_000, traceback="y\n" * 10_000)
-    assert len(error.pack()) <= 300 + 1 + 4_096
+    error = LastError(error="x\n\t" * 10_000, traceback="y\n" * 10_000, attempts=10**9 - 1, blocks=True)
+    assert len(error.pack()) <= 300 + 30 + 1 + 4_096
     worker = routed(client, "A")
     client.execute("HSET", KEYS.crashes, *(part for n in range(10_000) for part in (f"9-{n}f", 1)))
     lease = take_one(worker)
     worker.release_leases([back_off(lease, error.pack())])
     stored = last_error(client, "1-0")
-    assert (stored.error[:4], stored.traceback) == ("x\\nx", "")
+    assert (stored.error[:6], stored.traceback) == ("x\\n\\tx", "")
+    assert (stored.attempts, stored.blocks) == (10**9 - 1, True)
 
 
 def test_a_task_on_spark_reports_its_failures_to_the_driver_and_stores_why_a_key_waits(
@@ -152,7 +155,7 @@ def test_a_task_on_spark_reports_its_failures_to_the_driver_and_stores_why_a_key
     assert any(text.endswith("its key is parked, see: millstream key list app.handle") for _, text in texts)
     assert any("dead letter (undecodable)" in text for _, text in texts)
     stored = last_error(client, "1-0")
-    assert stored.error == "failed: RuntimeError: attempt 2 fails"
+    assert stored.error == "RuntimeError: attempt 2 fails"
     assert "in handle" in stored.traceback
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from millstream.errors import ConfigError, ServerError
+from millstream.errors import ConfigError, OutOfMemory, ServerError
 from millstream.observability import metrics
 from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
@@ -206,10 +206,14 @@ def test_a_read_that_failed_is_not_held_against_a_worker_that_has_nothing_to_rea
 ) -> None:
     report = LoopMetrics("a.b", time_limit_ms=1_000, health=health)
     report.on_poll_wanted()
-    report.count_redis_error(OSError())
+    report.on_redis_error(OutOfMemory("maxmemory is reached"))
     clock.now_ms += 31_000
     report.on_reply()
-    assert health.failures() == ["a.b: Redis has not answered a read for 31.0 s"]
+    silent = "a.b: Redis has not answered a read for 31.0 s"
+    assert health.failures() == [f"{silent}; the last error of Redis: maxmemory is reached"]
     report.on_idle()
     report.on_reply()
     assert health.failures() == []
+    report.on_poll_wanted()
+    clock.now_ms += 31_000
+    assert health.failures() == [silent], "that error is from before the last answer"

@@ -5,6 +5,7 @@ Findings are summed up by handler: a handler of 100,000 streams has one line for
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -12,8 +13,8 @@ from millstream.admin.findings import Finding
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import WAITING
-from millstream.errors import RedisError
+from millstream.delivery.key_queues import WAITING, KeyQueue, blocked_queues
+from millstream.errors import AccessDenied, RedisError, WrongType
 from millstream.formats import format_age, pluralize
 from millstream.groups.group import ConsumerInfo, consumers_of
 from millstream.model import EntryId
@@ -35,6 +36,7 @@ class Data:
 
     * `found`: streams and handlers; `consumers`: of each handler on a stream
     * `idle`: pending entries that were idle for `old_ms`, on streams with a live worker
+    * `blocked`: blocked keys by handler, of some of its streams
     * `known`: names of the handlers in the app's file, by app; {} if no file was given
     * `cli`: the redis-cli command that reaches the streams
     """
@@ -42,6 +44,7 @@ class Data:
     found: Inspection
     consumers: Mapping[tuple[str, str], Sequence[ConsumerInfo]]
     idle: Mapping[tuple[str, str], int]
+    blocked: Mapping[str, Sequence[KeyQueue]]
     old_ms: int
     known: Mapping[str, Collection[str]]
     cli: str
@@ -63,8 +66,9 @@ def read_data(
     consumers = consumers_of(client, places)
     alive = [(one.stream, _keys(one).group) for one in found.handlers if one.pending and one.consumers]
     return Data(
-        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), old_ms=old_ms, known=known, cli=cli
-    )
+        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), blocked=_find_blocked(client, found),
+        old_ms=old_ms, known=known, cli=cli,
+    )  # fmt: skip
 
 
 def largest_entry_bytes(client: Client) -> int:
@@ -90,6 +94,14 @@ def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) 
         if not isinstance(reply, RedisError)
     }
     return {place: count for place, count in counts.items() if count}
+
+
+def _find_blocked(client: Client, found: Inspection) -> dict[str, list[KeyQueue]]:
+    blocked: dict[str, list[KeyQueue]] = {}
+    for one in islice((one for one in found.handlers if one.backing_off and one.problem is None), _WATCHED):
+        with suppress(AccessDenied, WrongType):
+            blocked.setdefault(f"{one.app}.{one.handler}", []).extend(blocked_queues(client, _keys(one)))
+    return blocked
 
 
 # --- The checks ---
@@ -209,6 +221,19 @@ def check_parked(data: Data) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def check_blocked(data: Data) -> Iterator[Finding]:
+    """Keys whose first message has failed all its attempts, and is retried without end."""
+    for label, queues in data.blocked.items():
+        if queues:
+            waiting = sum(one.length for one in queues)
+            yield Finding(
+                check="blocked", severity="warning",
+                what=f"{label}: {pluralize(len(queues), 'blocked key')}, with {pluralize(waiting, 'message')}",
+                why="the first message of the key has failed all its attempts; it is retried without end, and the others wait",
+                mend=(f"millstream key list {label}", f"millstream key skip {label} KEY  # makes it a dead letter"),
+            )  # fmt: skip
+
+
 def check_paused(data: Data) -> Iterator[Finding]:
     """Handlers that are paused."""
     for label, some in _by_handler(data.found.handlers).items():
@@ -261,6 +286,7 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
     "waiting": check_waiting,
     "dead-letters": check_dead_letters,
     "parked": check_parked,
+    "blocked": check_blocked,
     "paused": check_paused,
     "growth": check_growth,
     "leftovers": check_leftovers,

@@ -25,7 +25,9 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import (
     KeyQueue,
     QueueState,
+    explain,
     having_stuck_keys,
+    is_blocked,
     last_errors,
     list_queues,
     queue_usage,
@@ -179,7 +181,8 @@ def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, A
         "handler": f"{keys.app}.{keys.handler}", "stream": keys.stream, "key": json_value(queue.key),
         "state": queue.state, "messages": queue.length, "first": queue.first_id, "worker": queue.worker,
         "since_ms": queue.since_ms, "until_ms": queue.until_ms, "failed_attempts": queue.failed_attempts,
-        "lost_leases": queue.expired_leases, "parked": queue.parked_reason, "why": queue.why,
+        "attempts": last.attempts or None, "blocked": is_blocked(queue, last), "lost_leases": queue.expired_leases,
+        "parked": queue.parked_reason, "why": explain(queue, last),
         "error": last.error or None, "traceback": last.traceback or None,
     }  # fmt: skip
 
@@ -223,8 +226,8 @@ def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[
             queue.state,
             f"{queue.length:,}",
             queue.first_id,
-            truncate(queue.why, _WHY_CHARS),
-            truncate(last.error, _ERROR_CHARS) or "-",
+            truncate(explain(queue, last), _WHY_CHARS),
+            truncate("" if last.error in queue.why else last.error, _ERROR_CHARS) or "-",
         )
         for (keys, queue), last in zip(found, errors, strict=False)
     ]

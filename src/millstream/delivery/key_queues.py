@@ -240,6 +240,27 @@ def last_errors(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) 
     return [LastError.parse(reply) for reply in call_all(client, [("HGET", keys.crashes, one) for keys, one in field])]
 
 
+def blocked_queues(client: Client, keys: HandlerKeys, *, most: int = 100) -> list[KeyQueue]:
+    """Return those that are blocked of the first `most` key queues that back off. Raises RedisError."""
+    queues = read_queues(client, keys, client.execute("ZRANGE", keys.backoff, 0, most - 1))
+    errors = last_errors(client, [(keys, one) for one in queues])
+    return [one for one, last in zip(queues, errors, strict=True) if is_blocked(one, last)]
+
+
+def is_blocked(queue: KeyQueue, last: LastError) -> bool:
+    """True if the first entry of a key queue has failed all attempts that it has, and is retried without end."""
+    return last.blocks and queue.parked_reason is None and queue.failed_attempts >= last.attempts
+
+
+def explain(queue: KeyQueue, last: LastError) -> str:
+    """What a key queue waits for, in words, if its last error is known."""
+    if is_blocked(queue, last):
+        return f"blocked, as {queue.failed_attempts} attempts have failed: {queue.why}"
+    if queue.state == "backing off" and last.attempts and not last.blocks:
+        return f"{queue.why}, of {last.attempts} attempts"
+    return queue.why
+
+
 def park(client: Client, keys: HandlerKeys, queue: bytes, reason: str) -> bool:
     """Park a key queue, from the end of its current lease on; False if it is parked already.
 

@@ -1,6 +1,5 @@
 """Handler: a handler compiled once: its streams, its key, and how messages become its arguments."""
 
-import difflib
 import fnmatch
 import functools
 import inspect
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, TypeGuard
 
-from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
+from millstream.errors import ConfigError, DecodeError, MissingKey, did_you_mean, text_of
 from millstream.handlers.decoding import compile_decoder, wire_types
 from millstream.model import Breaker, Message, Retry, State
 from millstream.redis_client.key_names import (
@@ -158,8 +157,7 @@ def compile_handler(
     check_identifier("handler name", name)
     where = f"handler {name!r}"
     for unknown in options.keys() - set(OPTIONS):
-        near = difflib.get_close_matches(unknown, OPTIONS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
+        hint = did_you_mean(unknown, OPTIONS, f"known options: {', '.join(OPTIONS)}")
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
     _check_options(where, streams, options)
     options = _with_order_key(where, options)
@@ -171,8 +169,7 @@ def compile_handler(
     key = options.get("key")
     if isinstance(key, str) and model is not None and key not in wire_types(model):
         names = list(wire_types(model))
-        near = difflib.get_close_matches(key, names, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+        hint = did_you_mean(key, names, f"it has {', '.join(names)}")
         raise ConfigError(f"{where}: key {key!r} is not a field of {model.__name__}; {hint}")
     if key is None and any(source == "state" for _, source in arguments):
         raise ConfigError(f'{where} takes a State but has no key; give it key="field", since state is kept by key')

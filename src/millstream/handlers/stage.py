@@ -3,14 +3,13 @@
 Nothing here imports pyspark: workers load the same app file. `spark/run/stage_query.py` checks the query it returns.
 """
 
-import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypedDict
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, did_you_mean
 from millstream.handlers.decoding import wire_types
 from millstream.handlers.handler import Handler, check_streams
 from millstream.redis_client.key_names import check_identifier
@@ -101,8 +100,7 @@ def compile_stage(
     name = check_identifier("stage name", str(options.get("name") or getattr(function, "__name__", "")))
     where = f"stage {name!r}"
     for unknown in options.keys() - set(OPTIONS):
-        near = difflib.get_close_matches(unknown, OPTIONS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
+        hint = did_you_mean(unknown, OPTIONS, f"known options: {', '.join(OPTIONS)}")
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
     found = tuple(_input(where, given, handlers) for given in inputs)
     if not found:

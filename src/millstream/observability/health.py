@@ -38,6 +38,7 @@ class Progress:
         self._ever_read = False
         # Before the first event, time counts from the start.
         self._read_ms = self._ended_ms = clock.monotonic_ms()
+        self._error_ms, self._error = 0.0, ""
 
     def on_read(self) -> None:
         """Redis has answered a read, even if with no entries. A paused loop reports its status queries here."""
@@ -58,6 +59,11 @@ class Progress:
             self._running = max(0, self._running - n)
             self._ended_ms = self._clock.monotonic_ms()
 
+    def on_redis_error(self, error: Exception) -> None:
+        """Redis cannot answer a read, or store the results of runs, for now."""
+        with self._lock:
+            self._error_ms, self._error = self._clock.monotonic_ms(), str(error)
+
     @contextmanager
     def running(self, n: int = 1) -> Iterator[None]:
         """`on_run_started` and `on_run_ended` around a block."""
@@ -72,10 +78,15 @@ class Progress:
         with self._lock:
             now_ms = self._clock.monotonic_ms()
             silent_ms, stuck_ms, running = now_ms - self._read_ms, now_ms - self._ended_ms, self._running
+            cause = f"; the last error of Redis: {self._error}" if self._error else ""
+            cause_ms = now_ms - self._error_ms
         if silent_ms > self._read_within_ms and not stopping:
-            yield f"Redis has not answered a read for {silent_ms / 1000:.1f} s"
+            yield f"Redis has not answered a read for {silent_ms / 1000:.1f} s{cause if cause_ms <= silent_ms else ''}"
         if running and stuck_ms > self._run_within_ms:
-            yield f"no run has ended for {stuck_ms / 1000:.1f} s, with {running} in progress"
+            yield (
+                f"no run has ended for {stuck_ms / 1000:.1f} s, with {running} in progress"
+                f"{cause if cause_ms <= stuck_ms else ''}"
+            )
 
     @property
     def ever_read(self) -> bool:

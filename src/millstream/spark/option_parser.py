@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, did_you_mean
 from millstream.spark.limits import MAX_LONG
 
 
@@ -68,8 +68,8 @@ class OptionParser:
 
 def suggestion(word: str, choices: Iterable[str]) -> str:
     """The end of an error about an unknown word: the most similar of `choices`, or "" if none is similar."""
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    hint = did_you_mean(word, choices)
+    return f"; {hint}" if hint else ""
 
 
 def _unknown(name: str, known: Mapping[str, str], use: str, shown: Sequence[str]) -> str:

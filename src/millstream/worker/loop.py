@@ -234,7 +234,7 @@ class ReadingLoop:
             except (GroupMissing, Unavailable) as error:
                 if isinstance(error, Unavailable):
                     away = True
-                    self.loop_metrics.count_redis_error(error)
+                    self.loop_metrics.on_redis_error(error)
                 # Entries delivered when the connection broke are pending, and no worker has seen them.
                 self._retry_while_unavailable(
                     self._recover_pending if isinstance(error, Unavailable) else self._rejoin_streams

@@ -180,8 +180,10 @@ class LoopMetrics:
         if count:
             self._metrics.count(m.DELAYED_MOVED, count)
 
-    def count_redis_error(self, error: Exception) -> None:
-        """Count an error of Redis: unavailable, or a refused command."""
+    def on_redis_error(self, error: Exception) -> None:
+        """Count an error of Redis: unavailable, or out of memory. The health page names it while nothing goes on."""
+        if self._progress is not None:
+            self._progress.on_redis_error(error)
         self._metrics.count(m.REDIS_ERRORS, error=type(error).__name__)
 
     def count_reconnect(self) -> None:

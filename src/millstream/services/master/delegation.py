@@ -140,7 +140,10 @@ class Delegator:
         attempts = lease.queued[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
             delay_ms = round(policy.delay_after(attempts))
-            outcome, result = "retry", LeaseRelease(lease, "backoff", delay_ms, attempts, LastError(error=error).pack())
+            outcome, result = (
+                "retry",
+                LeaseRelease(lease, "backoff", delay_ms, attempts, LastError.of(error, policy).pack()),
+            )
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
             letter = self.dead_letter(lease.queued[0], "failed" if retry else "rejected", error)
@@ -148,7 +151,7 @@ class Delegator:
                 raise self._lost_lease_refusal(name, message_id)
             return "dead-letter", self._assign_next(name)
         else:
-            outcome, result = "park", LeaseRelease(lease, "park", error, attempts, LastError(error=error).pack())
+            outcome, result = "park", LeaseRelease(lease, "park", error, attempts, LastError.of(error, policy).pack())
             self._metrics.count(m.PARKED, handler=self._settings.label)
         if self.group_stream.release_leases([result]):
             raise self._lost_lease_refusal(name, message_id)

@@ -76,7 +76,7 @@ class BatchTask(PartitionTask):
                     )
             if self._must_defer(failed[0], outcome):
                 for run in failed:
-                    self._defer_later(run, make_defer_reason(outcome, run.attempt))
+                    self._defer_later(run, make_defer_reason(outcome, run.attempt, self._handler.retry))
                 return
             self._flush()
             group.create_task(self._run_batches(remaining, group))  # other batches go on while these back off

@@ -33,7 +33,7 @@ from millstream.handlers.attempt import (
     outcome_after_last_attempt,
 )
 from millstream.handlers.handler import Handler
-from millstream.model import ZERO_ID, EntryId, Message
+from millstream.model import ZERO_ID, EntryId, Message, Retry
 from millstream.observability.failure_log import FailureRecorder
 from millstream.redis_client.client import Client
 from millstream.spark.engine.key_run import DeferReason, Entry, KeyRun, _check_finished, _unpack, unpack_fields
@@ -72,9 +72,9 @@ class Job:
     token: int
 
 
-def make_defer_reason(outcome: RetryLater | Parked, attempt: int) -> DeferReason:
-    """Return why a run is deferred after a failed attempt on its first message."""
-    error = LastError.of(outcome).pack()
+def make_defer_reason(outcome: RetryLater | Parked, attempt: int, retry: Retry) -> DeferReason:
+    """Return why a run is deferred after a failed attempt on its first message, under this retry policy."""
+    error = LastError.of(outcome, retry).pack()
     if isinstance(outcome, Parked):
         return DeferReason("park", f"{outcome.reason}: {outcome.error}", attempt, error)
     return DeferReason("backoff", round(outcome.delay_ms), attempt, error)
@@ -191,7 +191,7 @@ class PartitionTask:
                     run.stream, message.id, run.key, message.attempt, outcome, delay_ms=outcome.delay_ms
                 )
                 if self._must_defer(run, outcome):
-                    self._defer_later(run, make_defer_reason(outcome, message.attempt))
+                    self._defer_later(run, make_defer_reason(outcome, message.attempt, self._handler.retry))
                     return
                 self._stage_commit(run)
                 self._flush()
@@ -203,7 +203,7 @@ class PartitionTask:
                 continue
             if isinstance(outcome, Parked):
                 self._failures.attempt_failed(run.stream, message.id, run.key, message.attempt, outcome)
-                self._defer_later(run, make_defer_reason(outcome, message.attempt))
+                self._defer_later(run, make_defer_reason(outcome, message.attempt, self._handler.retry))
                 return
             if not self._admits(run, outcome):
                 break

@@ -1,12 +1,11 @@
 """Checks before Spark starts, which takes seconds: the URL of Redis, and the inputs of stages."""
 
-import difflib
 import logging
 import re
 
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.app import App
-from millstream.errors import ConfigError, Unavailable
+from millstream.errors import ConfigError, Unavailable, did_you_mean
 from millstream.handlers.stage import Input
 from millstream.redis_client.client import Client
 from millstream.spark.source.options import parse
@@ -66,6 +65,5 @@ def _check_types(schema: str) -> None:
         assert found is not None
         name, kind = found[1], found[2].lower()
         if kind not in (*_SIMPLE, *_OTHERS):
-            near = difflib.get_close_matches(kind, _SIMPLE, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields are decoded to {', '.join(_SIMPLE)}"
+            hint = did_you_mean(kind, _SIMPLE, f"fields are decoded to {', '.join(_SIMPLE)}")
             raise ConfigError(f"column {name} has the type {kind!r}, which Spark does not know; {hint}")

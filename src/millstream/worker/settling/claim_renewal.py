@@ -42,22 +42,22 @@ class ClaimRenewal:
     """
 
     def __init__(
-        self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
+        self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
         client: Client, streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
         breaker: HandlerBreaker,
     ) -> None:  # fmt: skip
         self._client = client
         self._streams = streams
-        self._steps = pipeline
-        self._in_flight = hand
-        self._loop_metrics = report
+        self._steps = steps
+        self._in_flight = in_flight
+        self._loop_metrics = loop_metrics
         self._clock = clock
         self._policy = policy
         self._on_suspect = on_suspect
         self._breaker = breaker
         self._claim_lock = threading.Lock()
         self._renew_due_ms = 0.0
-        self._longest_in_flight_ms = _longest_in_flight_ms(pipeline.handler, policy)
+        self._longest_in_flight_ms = _longest_in_flight_ms(steps.handler, policy)
         self._committed_at_checkpoint = -1
         self._more_to_claim = False
         self._warn_due_ms: dict[str, float] = {}

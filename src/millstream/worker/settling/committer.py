@@ -37,13 +37,13 @@ class Committer:
     """
 
     def __init__(
-        self, pipeline: HandlerSteps, hand: InFlight, client: Client, report: LoopMetrics, clock: Clock, *,
+        self, steps: HandlerSteps, in_flight: InFlight, client: Client, loop_metrics: LoopMetrics, clock: Clock, *,
         give_up: Callable[[], bool], breaker: HandlerBreaker, release: Callable[[Sequence[Delivery]], None],
     ) -> None:  # fmt: skip
-        self._steps = pipeline
-        self._in_flight = hand
+        self._steps = steps
+        self._in_flight = in_flight
         self._client = client
-        self._loop_metrics = report
+        self._loop_metrics = loop_metrics
         self._clock = clock
         self._give_up = give_up
         self._breaker = breaker
@@ -52,6 +52,7 @@ class Committer:
         self._sequence = count()
         self._postponed: list[PendingCommit] = []
         self._postponed_due_ms = 0.0
+        self._postponed_since_ms: float | None = None
         self._warn_due_ms = 0.0
 
     def run(self) -> None:
@@ -65,6 +66,7 @@ class Committer:
             self._requeue_retries()
             if self._has_postponed and self._clock.monotonic_ms() >= self._postponed_due_ms:
                 self._retry_postponed()
+                self._note_resumption()
 
     def settle(self, finished: Sequence[FinishedRun]) -> None:
         """Commit, retry or dead-letter each of these runs."""
@@ -213,9 +215,20 @@ class Committer:
     def _warn_postponed(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
         now_ms = self._clock.monotonic_ms()
         self._postponed_due_ms = now_ms + _MEMORY_RETRY_MS
+        self._loop_metrics.on_redis_error(error)
+        if count and self._postponed_since_ms is None:
+            self._postponed_since_ms = now_ms
         if count and now_ms >= self._warn_due_ms:
             logger.warning("commit of %d messages of %s postponed: %s; retrying", count, stream.stream, error)
             self._warn_due_ms = now_ms + _WARN_EVERY_MS
+
+    def _note_resumption(self) -> None:
+        if self._postponed_since_ms is not None and not self._has_postponed:
+            waited_ms = self._clock.monotonic_ms() - self._postponed_since_ms
+            logger.warning(
+                "%s resumes: Redis has memory again after %.1f s", self._steps.handler.label, waited_ms / 1000
+            )
+            self._postponed_since_ms, self._warn_due_ms = None, 0.0
 
     @property
     def _has_postponed(self) -> bool:

@@ -103,10 +103,10 @@ class KeyCommitter(Committer):
             return outcome
         if isinstance(result, RetryLater):
             outcome.delay_ms = self._steps.retry(last, result)
-            error = LastError.of(result).pack()
+            error = LastError.of(result, self._steps.handler.retry).pack()
             outcome.release = LeaseRelease(lease, "backoff", outcome.delay_ms, last.attempt, error)
         elif isinstance(result, Parked):
-            error = LastError.of(result).pack()
+            error = LastError.of(result, self._steps.handler.retry).pack()
             outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt, error)
         return outcome
 

@@ -141,6 +141,9 @@ class KeyLeaseRenewal(ClaimRenewal):
             lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
             self._steps.log_failure(delivery, outcome)
-            reason, error = f"{outcome.reason}: {outcome.error}", LastError.of(outcome).pack()
+            reason, error = (
+                f"{outcome.reason}: {outcome.error}",
+                LastError.of(outcome, self._steps.handler.retry).pack(),
+            )
             lease.stream.release_leases([LeaseRelease(lease, "park", reason, delivery.attempt, error)])
         self._in_flight.remove_lease(lease)
