@@ -18,7 +18,7 @@ from tests.support.drivers import Driver
 from tests.support.waiting import eventually
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-MESSAGES, KILLS, BATCHES = (40_000, 20, 10) if SOAK else (600, 1, 3)
+MESSAGES, KILLS, BATCHES = (40_000, 20, 10) if SOAK else (400, 1, 2)
 EXECUTORS_OF_UPGRADED_APP = 2 if SOAK else 1
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 

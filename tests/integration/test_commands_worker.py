@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from millstream.admin.liveness import find_workers
 from millstream.delivery.reliable_stream import NACK_IDLE_MS
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
@@ -80,6 +81,10 @@ def done(client: Client) -> list[dict[bytes, bytes]]:
     return [dict(zip(pairs[::2], pairs[1::2], strict=True)) for _, pairs in entries]
 
 
+def names_held(client: Client) -> set[str]:
+    return {key.decode().rpartition(":")[2] for key in client.execute("KEYS", "millstream:worker:shop:*-[0-9]")}
+
+
 def end(worker: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> Outcome:
     worker.send_signal(number)
     return ended(worker)
@@ -90,7 +95,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     options = ("--processes", "2", "--threads", "1", "--prefetch", "10", "--json")
     with running("worker", app, *options, url=client.url) as worker:
         eventually(lambda: len(done(client)) == 200, "all messages to be done")
-        assert len(client.execute("KEYS", "millstream:worker:shop:*")) == 2
+        assert len(names_held(client)) == 2
         outcome = end(worker)
     events = outcome.json_lines()
     assert (outcome.code, events[0]["event"], events[-1]) == (0, "started", {"event": "stopped"})
@@ -229,8 +234,10 @@ def test_one_port_serves_the_health_and_the_metrics_of_all_processes_also_when_o
 
 
 def test_two_supervisors_of_one_host_take_different_names(client: Client, app: str) -> None:
+    keys = HandlerKeys("shop", "handle", "orders")
     with running("worker", app, url=client.url) as one, running("worker", app, url=client.url) as other:
-        eventually(lambda: len(client.execute("KEYS", "millstream:worker:shop:*")) == 2, "both to have names")
+        eventually(lambda: len(names_held(client)) == 2, "both to have names")
+        eventually(lambda: find_workers(client, [keys])[keys] == names_held(client), "both to be alive")
         assert [end(one).code, end(other).code] == [0, 0]
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
 

@@ -16,8 +16,10 @@ from millstream.balancer import announce
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import AccessDenied, ConfigError, StaleOwner
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, live_workers_key
 from millstream.testing.topologies import cluster
+from millstream.worker.incarnations import NAME_LEASE_MS
+from millstream.worker.static_membership import StaticMembership
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, ending, make, scripts_called, working
@@ -206,6 +208,24 @@ def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: 
 
     eventually(lambda: found() == {"held", "heard"})
     assert find_workers(client, [keys]) == {keys: {"quiet", "held", "heard"}}
+
+
+def test_a_worker_that_has_read_nothing_yet_is_alive_as_long_as_its_supervisor_announces_it(client: Client) -> None:
+    keys, other = HandlerKeys("app", "handle", "in"), HandlerKeys("app", "other", "in")
+    client.execute("XGROUP", "CREATE", "in", keys.group, "$", "MKSTREAM")
+    names = StaticMembership(client, "app", "w", handlers=["handle"])
+    assert names.acquire(2) == ["w-0", "w-1"]
+    assert find_workers(client, [keys, other]) == {keys: {"w-0", "w-1"}, other: set()}
+    names.release()
+    assert find_workers(client, [keys]) == {keys: set()}
+    names.acquire(1)
+    client.execute("ZADD", live_workers_key("app", "handle"), "XX", 1, "w-0")
+    assert find_workers(client, [keys]) == {keys: set()}, "its supervisor died long ago"
+    names.renew()
+    assert find_workers(client, [keys]) == {keys: {"w-0"}}
+    assert 0 < client.execute("PTTL", live_workers_key("app", "handle")) <= NAME_LEASE_MS
+    client.execute("SET", live_workers_key("app", "handle"), "of another program")
+    assert find_workers(client, [keys]) == {keys: set()}
 
 
 def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:

@@ -21,6 +21,7 @@ from millstream.redis_client.key_names import (
     ServiceKeys,
     check_identifier,
     hash_tag,
+    live_workers_key,
     stage_of,
     to_wire,
     worker_name_key,
@@ -193,7 +194,9 @@ class Forgetting:
             for page in self._client.scan_key_pages(worker_name_key(self._app, "*")):
                 yield from page
         else:
-            yield from (to_wire(worker_name_key(self._app, f"hints:{name}")) for name in names)
+            for name in names:
+                yield to_wire(worker_name_key(self._app, f"hints:{name}"))
+                yield to_wire(live_workers_key(self._app, name))
 
     def _unlink(self, keys: Iterable[bytes]) -> None:
         for reply in send_all(self._client, [("UNLINK", key) for key in keys]):

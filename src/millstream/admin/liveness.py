@@ -7,11 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from millstream.balancer.protocol import service_of
 from millstream.delivery.key_queues import WAITING
-from millstream.errors import AccessDenied, ConfigError, WrongType
+from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
 from millstream.groups.group import consumers_of
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, run_name, worker_name_key
-from millstream.redis_client.pipelining import send_all
+from millstream.redis_client.key_names import (
+    HandlerKeys,
+    ServiceKeys,
+    from_wire,
+    live_workers_key,
+    run_name,
+    worker_name_key,
+)
+from millstream.redis_client.pipelining import send_all, server_time_ms
 from millstream.redis_client.resp import Command
 
 _LIVE_MS = 60_000.0
@@ -25,9 +32,11 @@ def find_workers(
 ) -> Mapping[HandlerKeys, frozenset[str]]:
     """The live workers of each handler on a stream.
 
-    If workers lease whole streams, it is the owner. Otherwise it is each consumer of the group with an idle time below
-    `idle_ms`, in milliseconds, or whose name a supervisor holds. Raises RedisError, except AccessDenied.
+    If workers lease whole streams, it is the owner. Otherwise it is each worker that a supervisor announces, and each
+    consumer of the group with an idle time below `idle_ms`, in milliseconds, or whose name a supervisor holds. Raises
+    RedisError, except AccessDenied.
     """
+    announced = _announced(client, found)
     owners = {label: _owners(client, label) for label in {_label(keys) for keys in found}}
     consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
     idle = {keys: consumers[keys.stream, keys.group] for keys in found}
@@ -36,10 +45,11 @@ def find_workers(
     alive: dict[HandlerKeys, frozenset[str]] = {}
     for keys, some in idle.items():
         leased = owners[_label(keys)]
-        names = (
-            [name for name in some if (keys.app, name) not in gone] if leased is None else leased.get(keys.stream, ())
-        )
-        alive[keys] = frozenset(names)
+        if leased is None:
+            readers = [name for name in some if (keys.app, name) not in gone]
+            alive[keys] = announced[_label(keys)].union(readers)
+        else:
+            alive[keys] = frozenset(leased.get(keys.stream, ()))
     return alive
 
 
@@ -60,6 +70,21 @@ def _holders(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str,
     asked = sorted(names)
     replies = send_all(client, [("EXISTS", worker_name_key(*one)) for one in asked])
     return {one for one, is_held in zip(asked, replies, strict=True) if is_held == 1}
+
+
+def _announced(client: Client, found: Sequence[HandlerKeys]) -> dict[str, frozenset[str]]:
+    """The announced workers of each handler; none where this user may not read them."""
+    handlers = {_label(keys): live_workers_key(keys.app, keys.handler) for keys in found}
+    now_ms = server_time_ms(client)
+    replies = send_all(client, [("ZRANGE", key, 0, -1, "WITHSCORES") for key in handlers.values()])
+    return {
+        label: frozenset()
+        if isinstance(reply, RedisError)
+        else frozenset(
+            from_wire(name) for name, until in zip(reply[::2], reply[1::2], strict=True) if float(until) > now_ms
+        )
+        for label, reply in zip(handlers, replies, strict=True)
+    }
 
 
 def _label(keys: HandlerKeys) -> str:

@@ -82,13 +82,14 @@ def worker(
     lines = _SupervisorOutput(as_json=as_json)
     recorder = new_recorder("worker")
     reports = ProcessReports(recorder, zeros.snapshot())
-    discover = partial(places_of, handlers=[one for one in app.handlers.values() if not only or one.name in only])
+    handlers = [one for one in app.handlers.values() if not only or one.name in only]
+    discover = partial(places_of, handlers=handlers)
     with (
         serve_metrics(metrics_address, url, discover, recorder, health=reports, more=[reports]) as metrics_url,
         Client(url, timeout_ms=_TIMEOUT_MS) as client,
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
-        names = StaticMembership(client, app.name, name or None)
+        names = StaticMembership(client, app.name, name or None, handlers=[one.name for one in handlers])
         supervisor = Supervisor(
             names,
             partial(_program, target, settings, metrics_url is not None),

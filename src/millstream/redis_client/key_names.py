@@ -90,6 +90,11 @@ def worker_name_key(app: str, worker: str) -> str:
     return f"{PREFIX}:worker:{app}:{worker}"
 
 
+def live_workers_key(app: str, handler: str) -> str:
+    """Sorted set, with a time to live: the live workers of a handler, until when. No worker can have this name."""
+    return worker_name_key(app, f"alive:{handler}")
+
+
 def ended_process_key(app: str, incarnation: str) -> str:
     """String, with a time to live: how one worker process (incarnation) ended. No worker can have this name."""
     return f"{PREFIX}:worker:{app}:ended:{incarnation}"

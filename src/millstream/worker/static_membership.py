@@ -1,15 +1,17 @@
 """Static membership: worker names that survive restarts, each held by one supervisor at a time (as Kafka's KIP-345)."""
 
 import secrets
+from collections.abc import Iterable
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import check_identifier, host_name, worker_name_key
+from millstream.redis_client.key_names import check_identifier, host_name, live_workers_key, worker_name_key
 from millstream.redis_client.scripts import Script
 from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
 
 HOLD_NAME = Script("shared/hold_name")
+ANNOUNCE_WORKERS = Script("shared/announce_workers")
 
 _MOST_NAMES = 10_000
 
@@ -18,12 +20,15 @@ class StaticMembership:
     """The names `<base>-<n>` of an app's workers that one supervisor holds; call `renew` to keep them.
 
     After a restart the supervisor gets the same names: `NAME_LEASE_MS` after their last renewal, or at once if it
-    released them. Raises RedisError.
+    released them. Meanwhile they are announced as live workers of `handlers`. Raises RedisError.
     """
 
-    def __init__(self, client: Client, app: str, base: str | None, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, client: Client, app: str, base: str | None, *, handlers: Iterable[str] = (), clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._client = client
         self._app = app
+        self._live_keys = [live_workers_key(app, handler) for handler in handlers]
         self._base = check_identifier("worker name", base) if base else None
         self.token = secrets.token_hex(8)
         """The token under which the names are held."""
@@ -43,6 +48,7 @@ class StaticMembership:
         else:
             for number in range(count):
                 self._await_name(f"{self._base}-{number}")
+        self._announce(NAME_LEASE_MS)
         return self.names
 
     def renew(self) -> None:
@@ -50,9 +56,11 @@ class StaticMembership:
         for name in self.names:
             if not self._hold_for(name, NAME_LEASE_MS):
                 raise StaleOwner(f"worker name {name!r} was taken by another worker; give each its own --name")
+        self._announce(NAME_LEASE_MS)
 
     def release(self) -> None:
         """Release the names."""
+        self._announce(0)
         for name in self.names:
             self._hold_for(name, 0)
         self.names = []
@@ -76,6 +84,9 @@ class StaticMembership:
             self.names.append(name)
             return True
         return False
+
+    def _announce(self, held_ms: int) -> None:
+        self._client.scripts([(ANNOUNCE_WORKERS, (key,), (held_ms, *self.names)) for key in self._live_keys])
 
     def _hold_for(self, name: str, held_ms: int) -> bool:
         key = worker_name_key(self._app, name)

@@ -53,7 +53,7 @@ def work(url: str, admin: Client) -> None:
     add(admin, 8)
     with Client(url) as client:
         warn_of_data_loss(client)
-        names = StaticMembership(client, "shop", "w")
+        names = StaticMembership(client, "shop", "w", handlers=["bill"])
         names.acquire(1)
         names.record_end("t-1", ProcessEnd(died=True, cause=""))
         names.release()
