@@ -1,4 +1,4 @@
-"""Clock: the only source of time and sleep, so that tests can replace it."""
+"""Clock: the only source of time and sleep, so that tests can replace it; and the waits between retries."""
 
 import time
 from typing import Protocol
@@ -27,3 +27,27 @@ class SystemClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+
+
+class Backoff:
+    """Waits between retries, in milliseconds: `first_ms`, then twice the one before, at most `longest_ms`.
+
+    With `at_once` there is no wait before the first retry.
+    """
+
+    def __init__(self, first_ms: float, longest_ms: float, *, at_once: bool = False) -> None:
+        self._first_ms, self._longest_ms = first_ms, longest_ms
+        self._begins_ms = self.upcoming_ms = 0.0 if at_once else first_ms
+        """`upcoming_ms`: the wait that `next_ms` will return."""
+        self.has_begun = False
+        """True if there was a wait since the last `reset`."""
+
+    def next_ms(self) -> float:
+        """Return the next wait."""
+        wait_ms, self.has_begun = self.upcoming_ms, True
+        self.upcoming_ms = min(max(2 * wait_ms, self._first_ms), self._longest_ms)
+        return wait_ms
+
+    def reset(self) -> None:
+        """Begin anew: what was retried has succeeded."""
+        self.upcoming_ms, self.has_begun = self._begins_ms, False

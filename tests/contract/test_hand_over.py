@@ -286,9 +286,9 @@ def worker_on(client: Client, consumer: str) -> ReliableStream:
 
 
 def spark_on(client: Client) -> tuple[CommitStore, EntryId | None]:
-    ledger = CommitStore(client, app="app", handler="handle", into="out")
-    ledger = ledger.with_token(ledger.new_token(["in"]))
-    return ledger, ledger.begin_run(["in"])["in"].committed_id
+    store = CommitStore(client, app="app", handler="handle", into="out")
+    store = store.with_token(store.new_token(["in"]))
+    return store, store.begin_run(["in"])["in"].committed_id
 
 
 def unit_of(entry_id: str) -> Effects:

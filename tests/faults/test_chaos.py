@@ -15,7 +15,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.keyed_workers import KeyedExpectations
-from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, resume_all, watched
+from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, resume_all, watched
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.chaos, pytest.mark.faults]
 
@@ -29,11 +29,11 @@ AWAY_S = 1.5 * CLAIM_S
 class Nemesis:
     """Does harm to fleets, and to the Redis that they share. Each method is one kind of harm."""
 
-    def __init__(self, server: EmbeddedServer, proxy: Proxy, client: Client, fleets: list[Fleet]) -> None:
+    def __init__(self, server: EmbeddedServer, proxy: Proxy, client: Client, all_workers: list[RunningWorkers]) -> None:
         self._server = server
         self._proxy = proxy
         self._client = client
-        self._fleets = fleets
+        self._workers = all_workers
         self._stopped: list[psutil.Process] = []
 
     @property
@@ -46,26 +46,26 @@ class Nemesis:
 
     def kill(self, chance: random.Random) -> None:
         """kill -9 of a process."""
-        if children := chance.choice(self._fleets).children():
+        if children := chance.choice(self._workers).children():
             with suppress(psutil.NoSuchProcess):
                 chance.choice(children).kill()
 
     def kill_with_supervisor(self, chance: random.Random) -> None:
         """kill -9 of a supervisor and all its processes, as when a container ends."""
-        fleet = chance.choice(self._fleets)
-        fleet.kill_all()
-        fleet.start()
+        workers = chance.choice(self._workers)
+        workers.kill_all()
+        workers.start()
 
     def kill_supervisor(self, chance: random.Random) -> None:
         """kill -9 of a supervisor alone; its processes end by themselves."""
-        fleet = chance.choice(self._fleets)
-        fleet.supervisor.kill()
-        fleet.supervisor.wait()
-        fleet.start()
+        workers = chance.choice(self._workers)
+        workers.supervisor.kill()
+        workers.supervisor.wait()
+        workers.start()
 
     def stop_for_a_while(self, chance: random.Random) -> None:
         """SIGSTOP of a process, for shorter or longer than its claim."""
-        if children := chance.choice(self._fleets).children():
+        if children := chance.choice(self._workers).children():
             victim = chance.choice(children)
             with suppress(psutil.NoSuchProcess):
                 victim.suspend()
@@ -73,9 +73,9 @@ class Nemesis:
 
     def restart_in_order(self, chance: random.Random) -> None:
         """SIGTERM of a supervisor, and a new one."""
-        fleet = chance.choice(self._fleets)
-        fleet.stop()
-        fleet.start()
+        workers = chance.choice(self._workers)
+        workers.stop()
+        workers.start()
 
     def kill_redis(self, chance: random.Random) -> None:
         """kill -9 of Redis, which is started again."""
@@ -128,11 +128,11 @@ def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
     harm: Counter[str] = Counter()
     with ExitStack() as stack, watched(books) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
-        fleets = [
-            stack.enter_context(Fleet(proxy.url, tmp_path, "--stop-timeout", "2", app=app, claim_s=CLAIM_S))
+        all_workers = [
+            stack.enter_context(RunningWorkers(proxy.url, tmp_path, "--stop-timeout", "2", app=app, claim_s=CLAIM_S))
             for _ in range(2)
         ]
-        nemesis = Nemesis(millstream_fresh_server, proxy, fresh_client, fleets)
+        nemesis = Nemesis(millstream_fresh_server, proxy, fresh_client, all_workers)
         for number in range(ROUNDS):
             publish(books, chance.choice((0, 1, 5)))
             time.sleep(chance.random())  # harm at any point

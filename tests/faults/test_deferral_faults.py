@@ -1,4 +1,4 @@
-"""What is set aside on Spark under fire: the driver is killed while keys are parked, back off and are blocked."""
+"""Deferral on Spark under fire: the driver is killed while keys are parked, back off and are blocked."""
 
 import os
 import random
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.m
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 ROUNDS = 2 if SOAK else 1
-BATCH_POINTS = ("after-aside", "before-advance", "before-aside", "after-advance") if SOAK else ("after-aside",)
-LINE_POINTS = ("line-committed", "line-loaded", "line-run") if SOAK else ()
+BATCH_POINTS = ("after-defer", "before-advance", "before-defer", "after-advance") if SOAK else ("after-defer",)
+QUEUE_POINTS = ("queue-committed", "queue-loaded", "queue-run") if SOAK else ()
 MESSAGES = 600 * ROUNDS
 ACCOUNTS = 50
 STUCK, LATE = 5, 3
@@ -57,15 +57,15 @@ class Bookings:
             self.ids[account].append(entry_id.decode())
 
     def waiting(self, keys: HandlerKeys) -> dict[str, list[str]]:
-        """The entries of each line that has any."""
+        """The entries of each key queue that has any."""
         ids = {
-            line.name: self._client.execute("LRANGE", keys.queue(line.name), 0, -1)
-            for line in list_queues(self._client, keys)
+            queue.name: self._client.execute("LRANGE", keys.queue(queue.name), 0, -1)
+            for queue in list_queues(self._client, keys)
         }
         return {name.decode()[1:]: [one.decode() for one in found] for name, found in ids.items()}
 
     def stuck(self) -> dict[str, list[str]]:
-        """What has to wait while nobody mends anything."""
+        """What has to wait while nothing is mended."""
         return {account.decode(): self.ids[account][n - 1 :] for account, n in self.stuck_at.items()}
 
     def verify(self, keys: HandlerKeys) -> None:
@@ -87,10 +87,10 @@ class Bookings:
 
 
 def kill_at(driver: Driver, point: str) -> None:
-    """Arm a point, wait until somebody has reached it, and start the driver again."""
+    """Arm a point, wait until a process has reached it, and start the driver again."""
     (driver.folder / f"hit.{point}").unlink(missing_ok=True)
     (driver.folder / point).touch()
-    eventually((driver.folder / f"hit.{point}").exists, f"nobody reached {point}", log=driver.errors)
+    eventually((driver.folder / f"hit.{point}").exists, f"no process reached {point}", log=driver.errors)
     driver.ended()
     driver.start()
 
@@ -109,14 +109,14 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
         bookings = Bookings(client)
         bookings.publish(MESSAGES, chance)
         driver = Driver(
-            f"{APPS}/aside_app.py:app", url=server.url, folder=tmp_path,
+            f"{APPS}/deferral_app.py:app", url=server.url, folder=tmp_path,
             options=("--max-per-batch", "400", "--spark-master", "local[2,4]"),
         )  # fmt: skip
         try:
             (tmp_path / BATCH_POINTS[0]).touch()
             driver.start()
             for _ in range(ROUNDS):
-                for point in (*BATCH_POINTS, *LINE_POINTS):
+                for point in (*BATCH_POINTS, *QUEUE_POINTS):
                     bookings.publish(200, chance)
                     kill_at(driver, point)
             last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
@@ -124,7 +124,7 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
             check_what_waits(client, bookings, driver)
             (tmp_path / "mended").touch()
             eventually(lambda: not list_queues(client, BLOCKING), "blocked keys go on by themselves", log=driver.errors)
-            assert bookings.waiting(PARKING) == bookings.stuck(), "nobody has unparked them"
+            assert bookings.waiting(PARKING) == bookings.stuck(), "no operator has unparked them"
             unpark_and_kill(client, bookings, driver)
             eventually(lambda: not list_queues(client, PARKING), "unparked keys go on", log=driver.errors)
             assert driver.stop() == 0
@@ -145,7 +145,7 @@ def check_what_waits(client: Client, bookings: Bookings, driver: Driver) -> None
             f"{keys.handler}: the stuck keys alone wait", log=driver.errors,
         )  # fmt: skip
         eventually(
-            lambda: {line.state for line in list_queues(client, keys)} <= states,  # noqa: B023
+            lambda: {queue.state for queue in list_queues(client, keys)} <= states,  # noqa: B023
             f"{keys.handler}: they wait as {states}", log=driver.errors,
         )  # fmt: skip
         assert bookings.waiting(keys) == bookings.stuck()
@@ -154,11 +154,11 @@ def check_what_waits(client: Client, bookings: Bookings, driver: Driver) -> None
 
 def unpark_and_kill(client: Client, bookings: Bookings, driver: Driver) -> None:
     """Unpark them; the driver dies in the middle of the job that runs the first of them."""
-    (driver.folder / "hit.line-committed").unlink(missing_ok=True)
+    (driver.folder / "hit.queue-committed").unlink(missing_ok=True)
     first, *others = bookings.stuck()
-    (driver.folder / "line-committed").touch()
+    (driver.folder / "queue-committed").touch()
     assert call("key", "unpark", "bank.park", first, url=client.url).code == 0
-    eventually((driver.folder / "hit.line-committed").exists, "nobody runs what is unparked", log=driver.errors)
+    eventually((driver.folder / "hit.queue-committed").exists, "no process runs what is unparked", log=driver.errors)
     driver.ended()
     assert bookings.waiting(PARKING).keys() >= set(others)
     driver.start()

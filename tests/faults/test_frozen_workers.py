@@ -11,7 +11,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.keyed_workers import KeyedExpectations
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, watched
+from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, watched
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.faults]
 
@@ -24,27 +24,27 @@ def test_a_message_that_freezes_its_process_ends_as_a_dead_letter_and_all_others
     fresh_client: Client, tmp_path: Path, tell: PrintFigures, deed: str
 ) -> None:
     books = KeyedExpectations(fresh_client, tmp_path, app="brittle")
-    with Fleet(fresh_client.url, tmp_path, app="brittle", claim_s=CLAIM_S) as fleet, watched(books) as watch:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, app="brittle", claim_s=CLAIM_S) as workers, watched(books) as watch:
+        workers.ready()
         books.publish_keys(50, 25, ms=1)
         (poison,) = books.publish_key("poison", 1, do=deed)
         books.publish_keys(50, 25, ms=1)
-        report = books.check_keys(dead={poison: "crashed"}, overlap=False, log=fleet.log)
-        assert fleet.supervisor.poll() is None
+        report = books.check_keys(dead={poison: "crashed"}, overlap=False, log=workers.log)
+        assert workers.supervisor.poll() is None
     (letter,) = books.dead_letters()
     assert "as a handler had held Python's interpreter (the GIL)" in letter.error
-    tell(report, watch, kills=fleet.log().count("is frozen"))
+    tell(report, watch, kills=workers.log().count("is frozen"))
 
 
 def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Client, tmp_path: Path) -> None:
     books = Expectations(fresh_client, tmp_path, app="limited")  # its time limit is short: a freeze may not last longer
-    with Fleet(fresh_client.url, tmp_path, app="limited", processes=1) as fleet:
-        fleet.ready()
-        (frozen,) = fleet.children()
-        os.kill(fleet.supervisor.pid, signal.SIGSTOP)  # it would end the process itself
+    with RunningWorkers(fresh_client.url, tmp_path, app="limited", processes=1) as workers:
+        workers.ready()
+        (frozen,) = workers.children()
+        os.kill(workers.supervisor.pid, signal.SIGSTOP)  # it would end the process itself
         books.publish(1, do="compute")
-        eventually(books.runs, "the run", log=fleet.log)
-        fleet.supervisor.kill()
+        eventually(books.runs, "the run", log=workers.log)
+        workers.supervisor.kill()
         frozen.wait(FAIL_SAFE_S)
 
 
@@ -54,17 +54,20 @@ def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_
     books = KeyedExpectations(fresh_client, tmp_path, app="brittle")
     redis = psutil.Process(millstream_fresh_server.pid)
     patient = ("--stop-timeout", "3600")  # an orderly stop may take that long: the end of a lease must not wait for it
-    with Fleet(fresh_client.url, tmp_path, *patient, app="brittle", claim_s=CLAIM_S) as fleet, watched(books) as watch:
-        fleet.ready()
+    with (
+        RunningWorkers(fresh_client.url, tmp_path, *patient, app="brittle", claim_s=CLAIM_S) as workers,
+        watched(books) as watch,
+    ):
+        workers.ready()
         (long,) = books.publish_key("long", 1, do="wait")
         for outage in range(OUTAGES):
-            eventually(lambda outage=outage: len(books.runs()) > outage, "one more run", log=fleet.log)  # type: ignore[misc]
+            eventually(lambda outage=outage: len(books.runs()) > outage, "one more run", log=workers.log)  # type: ignore[misc]
             redis.suspend()
             eventually(
-                lambda outage=outage: fleet.log().count("its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
+                lambda outage=outage: workers.log().count("its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
             )  # fmt: skip
             redis.resume()
         books.open_gate()
-        report = books.check_keys(overlap=False, log=fleet.log)
+        report = books.check_keys(overlap=False, log=workers.log)
         assert [row["id"] for row in books.outputs()] == [long]
     tell(report, watch, outages=OUTAGES)

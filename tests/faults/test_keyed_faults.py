@@ -17,7 +17,7 @@ from millstream.testing.proxy import Proxy
 from tests.support.keyed_workers import KeyedExpectations
 from tests.support.memory import more_for_pending
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, Fleet, PrintFigures, resume_all, watched
+from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, resume_all, watched
 
 LONG_CLAIM_S = 3 * CLAIM_S
 """Leases must outlast the deaths of their owner and its supervisor on a slow machine."""
@@ -39,19 +39,19 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
     with ExitStack() as stack, watched(books) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
 
-        def one_more() -> Fleet:
-            return stack.enter_context(Fleet(proxy.url, tmp_path, processes=1, app="keyed", claim_s=1))
+        def one_more() -> RunningWorkers:
+            return stack.enter_context(RunningWorkers(proxy.url, tmp_path, processes=1, app="keyed", claim_s=1))
 
-        fleets = [one_more().ready()]
+        all_workers = [one_more().ready()]
         stopped: list[psutil.Process] = []
         for number in range(ROUNDS):
             books.publish_keys(MESSAGES // ROUNDS, KEYS, ms=chance.choice((0, 0, 1)))
-            if number < ROUNDS // 2 and len(fleets) < MOST:
-                fleets.append(one_more())
-            elif number > 3 * ROUNDS // 4 and len(fleets) > 1:
-                fleets.pop().stop()
+            if number < ROUNDS // 2 and len(all_workers) < MOST:
+                all_workers.append(one_more())
+            elif number > 3 * ROUNDS // 4 and len(all_workers) > 1:
+                all_workers.pop().stop()
             resume_all(stopped)
-            children = [child for fleet in fleets for child in fleet.children()]
+            children = [child for workers in all_workers for child in workers.children()]
             deed = chance.choice(list(harm)) if number % 4 != 3 else "restart"
             harm[deed] += 1
             if deed == "restart":
@@ -69,7 +69,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                     stopped.append(victim)
             time.sleep(chance.uniform(0.2, 1.5))  # leases of a second may expire meanwhile
         resume_all(stopped)
-        report = books.check_keys(overlap=False, log=fleets[0].log)
+        report = books.check_keys(overlap=False, log=all_workers[0].log)
     tell(report, watch, seed=seed, **harm)
 
 
@@ -79,11 +79,13 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
     """`benchmarks recovery` measures how soon."""
     books = KeyedExpectations(fresh_client, tmp_path)
     # The name is not acquired again, as its supervisor dies as well: only the expiry of the lease helps.
-    with Fleet(fresh_client.url, tmp_path, "--name", "heir", processes=1, app="keyed", claim_s=LONG_CLAIM_S) as heir:
+    with RunningWorkers(
+        fresh_client.url, tmp_path, "--name", "heir", processes=1, app="keyed", claim_s=LONG_CLAIM_S
+    ) as heir:
         heir.ready()
         for number in range(6 if SOAK else 1):
             name = f"dying{number}"
-            with Fleet(
+            with RunningWorkers(
                 fresh_client.url, tmp_path, "--name", name, processes=1, app="keyed", claim_s=LONG_CLAIM_S
             ) as dying:
                 dying.ready()
@@ -130,21 +132,21 @@ def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
 ) -> None:
     books = KeyedExpectations(fresh_client, tmp_path)
     refused = 0
-    with Fleet(fresh_client.url, tmp_path, app="keyed", claim_s=CLAIM_S) as fleet:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, app="keyed", claim_s=CLAIM_S) as workers:
+        workers.ready()
         for _ in range(10 if SOAK else 1):
             books.publish_keys(2_000, 50, ms=5)
-            victim = asleep_with_leases(fleet, books)
-            eventually(books.drained, "the other's drain, after the leases", log=fleet.log)
+            victim = asleep_with_leases(workers, books)
+            eventually(books.drained, "the other's drain, after the leases", log=workers.log)
             victim.resume()
-            refused = fleet.eventually_refused(beyond=refused)
-            report = books.check_keys(overlap=False, log=fleet.log)
+            refused = workers.eventually_refused(beyond=refused)
+            report = books.check_keys(overlap=False, log=workers.log)
     tell(report, refused=refused)
 
 
-def asleep_with_leases(fleet: Fleet, books: KeyedExpectations) -> psutil.Process:
+def asleep_with_leases(workers: RunningWorkers, books: KeyedExpectations) -> psutil.Process:
     """Pause a worker that has leases, and still has them then."""
-    victim = fleet.victim(books)
+    victim = workers.victim(books)
 
     def is_asleep() -> bool:
         if books.drained():
@@ -156,7 +158,7 @@ def asleep_with_leases(fleet: Fleet, books: KeyedExpectations) -> psutil.Process
         victim.resume()
         return False
 
-    eventually(is_asleep, "a worker stopped with leases", log=fleet.log)
+    eventually(is_asleep, "a worker stopped with leases", log=workers.log)
     return victim
 
 
@@ -169,13 +171,13 @@ def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
     fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = KeyedExpectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, app="keyed") as fleet, watched(books) as watch:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, app="keyed") as workers, watched(books) as watch:
+        workers.ready()
         books.publish_keys(300, 20, ms=1)
         dead = [books.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
         books.publish_keys(300, 20, ms=1)
-        report = books.check_keys(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
-    tell(report, watch, crashes=fleet.log().count("restarting in"))
+        report = books.check_keys(dead=dict.fromkeys(dead, "crashed"), log=workers.log)
+    tell(report, watch, crashes=workers.log().count("restarting in"))
 
 
 def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_works_on(
@@ -183,10 +185,10 @@ def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_wo
 ) -> None:
     """`benchmarks recovery` measures how soon."""
     books = KeyedExpectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(books) as watch:
+    with RunningWorkers(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(books) as watch:
         first.ready()
         books.publish_keys(2_000, 100, ms=5)
-        with Fleet(fresh_client.url, tmp_path, processes=1, app="keyed") as second:
+        with RunningWorkers(fresh_client.url, tmp_path, processes=1, app="keyed") as second:
             second.ready()
             joined = str(*(child.pid for child in second.children()))
 
@@ -210,8 +212,8 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
     fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = KeyedExpectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, app="keyed") as fleet:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, app="keyed") as workers:
+        workers.ready()
         alone = latencies_ms(books, COLD)
         books.publish_key("hot", 1, do="wait")
         before = used_memory(fresh_client)
@@ -219,12 +221,12 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
             fresh_client.pipeline([("XADD", "without a group", "*", "n", at + n, "key", "hot") for n in range(500)])
         in_stream = used_memory(fresh_client) - before
         books.publish_key("hot", HOT)
-        eventually(books.all_read, "the hot key in line", log=fleet.log)
+        eventually(books.all_read, "the hot key in line", log=workers.log)
         bytes_each = (used_memory(fresh_client) - before - 2 * in_stream) / HOT
         beside = latencies_ms(books, COLD)
         still_waiting = books.pending()
         books.open_gate()
-        report = books.check_keys(log=fleet.log)
+        report = books.check_keys(log=workers.log)
     p99 = [statistics.quantiles(times, n=100)[98] for times in (alone, beside)]
     tell(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
          still_waiting=still_waiting)  # fmt: skip

@@ -29,7 +29,7 @@ WATCHFUL = ("--ping-interval", "0.5", "--ping-failures", "6")
 """Where a consumer is to be found dead, and no other that gets no processor for some seconds."""
 
 
-class Fleet:
+class RunningWorkers:
     """Consumers in processes of their own, and what they noted. A context manager, at whose end they are gone."""
 
     def __init__(self, url: str, folder: Path, masters: Sequence[Master]) -> None:
@@ -38,7 +38,7 @@ class Fleet:
         self._folder = folder
         self._masters = masters
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> "RunningWorkers":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,16 +273,16 @@ def test_one_consumer_of_three_and_one_master_of_two_are_killed_and_every_ticket
     with (
         Master(client.url, *WATCHFUL) as one,
         Master(client.url, *WATCHFUL, "--name", "m2") as two,
-        Fleet(client.url, tmp_path, [one, two]) as fleet,
+        RunningWorkers(client.url, tmp_path, [one, two]) as workers,
     ):
         for name in ("c1", "c2", "c3"):
-            fleet.python(name, "--max-tickets", "2", work_ms=30)
+            workers.python(name, "--max-tickets", "2", work_ms=30)
         registered(two, 3)
         enqueued = enqueue(client, 12, 8)
-        fleet.in_the_middle("c1")
+        workers.in_the_middle("c1")
         end(one.process, signal.SIGKILL)
-        fleet.in_the_middle("c2")
-        end(fleet.processes["c2"], signal.SIGKILL)
+        workers.in_the_middle("c2")
+        end(workers.processes["c2"], signal.SIGKILL)
         eventually(lambda: is_clean(client), "all done")
     events = read_events(*tmp_path.glob("*.jsonl"))
     report = check([*enqueued, *events])
@@ -293,34 +293,34 @@ def test_one_consumer_of_three_and_one_master_of_two_are_killed_and_every_ticket
 def test_a_consumer_that_is_told_to_stop_finishes_and_hands_on(client: Client, tmp_path: Path) -> None:
     with (
         Master(client.url, *PATIENT) as master,
-        Fleet(client.url, tmp_path, [master]) as fleet,
+        RunningWorkers(client.url, tmp_path, [master]) as workers,
     ):
-        fleet.python("c1", work_ms=300)
+        workers.python("c1", work_ms=300)
         registered(master, 1)
         enqueued = enqueue(client, 3, 2)
-        fleet.in_the_middle("c1")
-        assert end(fleet.processes["c1"]) == 0
+        workers.in_the_middle("c1")
+        assert end(workers.processes["c1"]) == 0
         assert master.state_of("c1") is None
         assert "c1" not in holders(client).values()
-        fleet.python("c2")
+        workers.python("c2")
         eventually(lambda: is_clean(client), "all done")
-        fleet.judge(enqueued)
+        workers.judge(enqueued)
 
 
 def test_redis_restarts_and_everybody_goes_on(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> None:
     url = millstream_fresh_server.url
-    with Client(url) as client, Master(url, *PATIENT) as master, Fleet(url, tmp_path, [master]) as fleet:
-        fleet.python("c1", "--max-tickets", "3", work_ms=20)
+    with Client(url) as client, Master(url, *PATIENT) as master, RunningWorkers(url, tmp_path, [master]) as workers:
+        workers.python("c1", "--max-tickets", "3", work_ms=20)
         registered(master, 1)
         enqueued = enqueue(client, 6, 20)
-        fleet.in_the_middle("c1")
+        workers.in_the_middle("c1")
         millstream_fresh_server.restart()
 
         def done() -> bool:
             return bool(client.retry_while_unavailable(lambda: is_clean(client), what="the test"))
 
         eventually(done, "all done")
-        fleet.judge(enqueued)
+        workers.judge(enqueued)
 
 
 def test_a_master_answers_for_its_health_while_all_its_calls_wait_for_redis(
@@ -349,8 +349,8 @@ def test_a_consumer_says_that_it_is_overdue_while_its_async_function_takes_too_l
         "    while not pathlib.Path(__file__).with_name('go').exists():\n"
         "        await asyncio.sleep(0.01)\n"
     )
-    with Master(client.url, *PATIENT) as master, Fleet(client.url, tmp_path, [master]) as fleet:
-        fleet.python("c1", "--time-limit", "0.5", function=f"{tmp_path / 'slow.py'}:work")
+    with Master(client.url, *PATIENT) as master, RunningWorkers(client.url, tmp_path, [master]) as workers:
+        workers.python("c1", "--time-limit", "0.5", function=f"{tmp_path / 'slow.py'}:work")
         registered(master, 1)
         (only,) = publish(client, "A")
         health_url = master.get("consumers")["consumers"][0]["health_url"]
@@ -377,20 +377,20 @@ def test_a_consumer_in_javascript_joins_one_in_python(
 ) -> None:
     need_node()
     assert len((EXAMPLE / "consumer.js").read_text().splitlines()) < 60
-    with Master(client.url, *PATIENT) as master, Fleet(client.url, tmp_path, [master]) as fleet:
-        fleet.javascript("js", millstream_server.port)
-        fleet.python("py")
+    with Master(client.url, *PATIENT) as master, RunningWorkers(client.url, tmp_path, [master]) as workers:
+        workers.javascript("js", millstream_server.port)
+        workers.python("py")
         registered(master, 2)
         enqueued = enqueue(client, 8, 10)
 
         def both_did_much() -> bool:
             if is_clean(client):
                 enqueued.extend(enqueue(client, 8, 2))
-            return all(fleet.noted(name) > 30 for name in ("js", "py"))
+            return all(workers.noted(name) > 30 for name in ("js", "py"))
 
         eventually(both_did_much, "work of either")
         eventually(lambda: is_clean(client), "all done")
-        fleet.judge(enqueued)
+        workers.judge(enqueued)
     assert client.execute("HLEN", KEYS.crashes) == 0
 
 

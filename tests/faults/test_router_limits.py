@@ -112,7 +112,7 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
 ) -> None:
     server = millstream_fresh_server
     clock = HandClock()
-    pump = Noting(clock)
+    pump_of = Noting(clock)
     links: list[ReconnectingConnection] = []
     ups: list[float] = []
 
@@ -125,14 +125,14 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
     with Proxy(server.port) as proxy, Client(proxy.url) as client:
         proxy.cut_before("XREAD", times=1_000_000)
         events, policy = ConnectionEvents(on_up=up, on_down=lambda _: None), ConnectionPolicy(greeting=[("PING",)])
-        pump.start()
-        pump.call(
-            lambda: links.append(ReconnectingConnection(pump, client.dial, "Redis", policy=policy, events=events))
+        pump_of.start()
+        pump_of.call(
+            lambda: links.append(ReconnectingConnection(pump_of, client.dial, "Redis", policy=policy, events=events))
         )
         try:
-            eventually(lambda: len(pump.waits) >= 10, "ten breaks")
+            eventually(lambda: len(pump_of.waits) >= 10, "ten breaks")
         finally:
-            pump.call(lambda: links[0].close())  # noqa: PLW0108 - made in the pump's thread
-            assert pump.stop(1000 * FAIL_SAFE_S)
-    assert pump.waits[:10] == [0, 50, 100, 200, 400, 800, 1000, 1000, 0, 50]
+            pump_of.call(lambda: links[0].close())  # noqa: PLW0108 - made in the pump's thread
+            assert pump_of.stop(1000 * FAIL_SAFE_S)
+    assert pump_of.waits[:10] == [0, 50, 100, 200, 400, 800, 1000, 1000, 0, 50]
     assert caplog.text.count("Redis unreachable for") == 2, "it is not logged each time"

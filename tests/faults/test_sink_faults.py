@@ -26,7 +26,7 @@ def test_kills_at_every_step_of_tasks_commits_and_drivers_publish_each_row_once_
         for start in range(0, ROWS, 5_000):
             client.pipeline([("XADD", "in", "*", "n", n) for n in range(start, start + 5_000)])
         copying = Copying(server.url, tmp_path)
-        batch = ROWS // 10
+        batch = ROWS // (10 if SOAK else 5)
         for point in DRIVERS:
             copying.arm(point, "driver")
             copying.run(batch)

@@ -19,7 +19,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Event, Report, check, read_events
 from millstream.testing.proxy import Proxy
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, resume_all
+from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, resume_all
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.balancer, pytest.mark.worker, pytest.mark.faults]
@@ -105,17 +105,18 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
     deeds = ["kill", "stop", "cut", "restart", "leave"]
     with ExitStack() as stack:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
-        fleets = [
-            stack.enter_context(Fleet(proxy.url, tmp_path, processes=1, app="streamed", claim_s=1)) for _ in range(3)
+        all_workers = [
+            stack.enter_context(RunningWorkers(proxy.url, tmp_path, processes=1, app="streamed", claim_s=1))
+            for _ in range(3)
         ]
-        for fleet in fleets:
-            fleet.ready()
+        for workers in all_workers:
+            workers.ready()
         stopped: list[psutil.Process] = []
         for number in range(ROUNDS):
             books.publish(MESSAGES // ROUNDS, chance.choice((0, 0, 1)))
             resume_all(stopped)
             deed = deeds[number % len(deeds)]
-            children = [child for fleet in fleets for child in fleet.children()]
+            children = [child for workers in all_workers for child in workers.children()]
             if deed == "restart":
                 millstream_fresh_server.kill()
                 millstream_fresh_server.start()
@@ -123,8 +124,10 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
             elif deed == "cut":
                 proxy.cut_all()
             elif deed == "leave":
-                fleets.pop(0).stop()
-                fleets.append(stack.enter_context(Fleet(proxy.url, tmp_path, processes=1, app="streamed", claim_s=1)))
+                all_workers.pop(0).stop()
+                all_workers.append(
+                    stack.enter_context(RunningWorkers(proxy.url, tmp_path, processes=1, app="streamed", claim_s=1))
+                )
             elif children:
                 victim = chance.choice(children)
                 if deed == "kill":
@@ -134,7 +137,7 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
                     stopped.append(victim)
             time.sleep(chance.uniform(0.3, 1.5))  # leases of a second end, or do not
         resume_all(stopped)
-        report = books.check(fleets[0].log)
+        report = books.check(all_workers[0].log)
     tell(report, seed=seed, streams=STREAMS, rounds=ROUNDS)
 
 
@@ -151,8 +154,8 @@ def test_connections_that_are_cut_while_workers_join_cost_no_message_and_no_orde
             cut = proxy.cut_before if side == "before" else proxy.cut_after
             cut("EVALSHA", containing=script.sha, times=3)
         with (
-            Fleet(proxy.url, tmp_path, "--name", "one", processes=1, app="streamed", claim_s=CLAIM_S) as one,
-            Fleet(proxy.url, tmp_path, "--name", "two", processes=1, app="streamed", claim_s=CLAIM_S) as two,
+            RunningWorkers(proxy.url, tmp_path, "--name", "one", processes=1, app="streamed", claim_s=CLAIM_S) as one,
+            RunningWorkers(proxy.url, tmp_path, "--name", "two", processes=1, app="streamed", claim_s=CLAIM_S) as two,
         ):
             one.ready()
             two.ready()
@@ -170,8 +173,8 @@ def test_connections_that_are_cut_beside_a_stream_that_is_left_out_cost_the_othe
     fresh_client.execute("XADD", "call:a}b", "*", "ms", 0)  # nothing can be kept beside a stream of this name
     with (
         Proxy(millstream_fresh_server.port) as proxy,
-        Fleet(proxy.url, tmp_path, "--name", "one", processes=1, app="streamed", claim_s=CLAIM_S) as one,
-        Fleet(proxy.url, tmp_path, "--name", "two", processes=1, app="streamed", claim_s=CLAIM_S) as two,
+        RunningWorkers(proxy.url, tmp_path, "--name", "one", processes=1, app="streamed", claim_s=CLAIM_S) as one,
+        RunningWorkers(proxy.url, tmp_path, "--name", "two", processes=1, app="streamed", claim_s=CLAIM_S) as two,
     ):
         books.publish(STREAMS, 0)
         books.publish_to(["call:odd"])
@@ -187,7 +190,7 @@ def test_connections_that_are_cut_beside_a_stream_that_is_left_out_cost_the_othe
             proxy.cut_all()
             time.sleep(0.2)  # a cut at any point
         books.check(lambda: one.log() + two.log())
-        assert [fleet.supervisor.poll() for fleet in (one, two)] == [None, None]
+        assert [workers.supervisor.poll() for workers in (one, two)] == [None, None]
 
 
 def test_streams_of_a_worker_that_is_killed_go_on_elsewhere(
@@ -195,9 +198,11 @@ def test_streams_of_a_worker_that_is_killed_go_on_elsewhere(
 ) -> None:
     """How soon: `benchmarks recovery`."""
     books = StreamBooks(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, "--name", "heir", processes=1, app="streamed", claim_s=CLAIM_S) as heir:
+    with RunningWorkers(
+        fresh_client.url, tmp_path, "--name", "heir", processes=1, app="streamed", claim_s=CLAIM_S
+    ) as heir:
         heir.ready()
-        with Fleet(
+        with RunningWorkers(
             fresh_client.url, tmp_path, "--name", "dying", processes=1, app="streamed", claim_s=CLAIM_S
         ) as dying:
             dying.ready()

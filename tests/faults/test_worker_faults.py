@@ -13,7 +13,7 @@ from millstream.delivery.reliable_stream import NACK_IDLE_MS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, watched
+from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, watched
 
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
@@ -35,17 +35,20 @@ def test_workers_that_are_killed_again_and_again_cost_nothing_but_time(
     chance = random.Random(seed)
     books = Expectations(fresh_client, tmp_path)
     supervisors = 0
-    with Fleet(fresh_client.url, tmp_path, "--stop-timeout", "2", claim_s=CLAIM_S) as fleet, watched(books) as watch:
+    with (
+        RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", claim_s=CLAIM_S) as workers,
+        watched(books) as watch,
+    ):
         for number in range(KILLS):
             books.publish(200, ms=chance.choice((0, 1, 5)))
             time.sleep(chance.random() / 2)  # a kill at any point
             if number % 4 == 3:
                 supervisors += 1
-                fleet.supervisor.kill()
-                fleet.supervisor.wait()
-                fleet.start()
-            kill(fleet.victim(books))
-        report = books.check(log=fleet.log)
+                workers.supervisor.kill()
+                workers.supervisor.wait()
+                workers.start()
+            kill(workers.victim(books))
+        report = books.check(log=workers.log)
     tell(report, watch, kills=KILLS, supervisors=supervisors, seed=seed)
 
 
@@ -54,21 +57,21 @@ def test_a_worker_that_was_stopped_past_its_claim_is_refused_what_it_commits_lat
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
     refused = 0
-    with Fleet(fresh_client.url, tmp_path, claim_s=CLAIM_S) as fleet, watched(books) as watch:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, claim_s=CLAIM_S) as workers, watched(books) as watch:
+        workers.ready()
         for _ in range(STOPS):
-            victim = stopped_at_work(fleet, books, count=2_000, ms=2)
-            eventually(books.drained, "the other's drain", log=fleet.log)
+            victim = stopped_at_work(workers, books, count=2_000, ms=2)
+            eventually(books.drained, "the other's drain", log=workers.log)
             victim.resume()
-            refused = fleet.eventually_refused(beyond=refused)
-        report = books.check(log=fleet.log)
+            refused = workers.eventually_refused(beyond=refused)
+        report = books.check(log=workers.log)
     tell(report, watch, stops=STOPS, refused=refused)
 
 
-def stopped_at_work(fleet: Fleet, books: Expectations, *, count: int, ms: int) -> psutil.Process:
+def stopped_at_work(workers: RunningWorkers, books: Expectations, *, count: int, ms: int) -> psutil.Process:
     """Publish until one of two workers can be paused while both have entries in flight."""
     books.publish(count, ms=ms)
-    victim = fleet.victim(books)
+    victim = workers.victim(books)
 
     def is_stopped() -> bool:
         if books.drained():
@@ -82,7 +85,7 @@ def stopped_at_work(fleet: Fleet, books: Expectations, *, count: int, ms: int) -
             return False
         return True
 
-    eventually(is_stopped, "a worker stopped with work in hand", log=fleet.log)
+    eventually(is_stopped, "a worker stopped with work in hand", log=workers.log)
     return victim
 
 
@@ -92,29 +95,29 @@ def test_messages_that_crash_their_process_end_as_dead_letters_and_their_neighbo
 ) -> None:
     books = Expectations(fresh_client, tmp_path, app=app)
     deeds = ("exit-1", "segfault", "exit-0", *(("exit-3",) if SOAK else ())) if app == "strict" else ("exit-2",)
-    with Fleet(fresh_client.url, tmp_path, app=app) as fleet, watched(books) as watch:
+    with RunningWorkers(fresh_client.url, tmp_path, app=app) as workers, watched(books) as watch:
         dead = []
         for deed in deeds:
             books.publish(100, ms=1)
             dead += books.publish(1, do=deed)
         books.publish(100, ms=1)
-        report = books.check(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
-        assert fleet.supervisor.poll() is None
+        report = books.check(dead=dict.fromkeys(dead, "crashed"), log=workers.log)
+        assert workers.supervisor.poll() is None
     assert {letter.attempts for letter in books.dead_letters()} <= {3, 4}
-    tell(report, watch, crashes=fleet.log().count("restarting in"))
+    tell(report, watch, crashes=workers.log().count("restarting in"))
 
 
 def test_a_handler_that_hangs_is_ended_with_its_process_and_its_message_dies_after_its_attempts(
     fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = Expectations(fresh_client, tmp_path, app="limited")
-    with Fleet(fresh_client.url, tmp_path, app="limited") as fleet, watched(books) as watch:
+    with RunningWorkers(fresh_client.url, tmp_path, app="limited") as workers, watched(books) as watch:
         books.publish(100, ms=1)
         (hanging,) = books.publish(1, do="hang")
         books.publish(300, ms=1)
-        report = books.check(dead={hanging: "failed"}, log=fleet.log)
-        eventually(lambda: ends_of(hanging, fleet.log()) == 3, "three ends", log=fleet.log)
-        assert fleet.supervisor.poll() is None
+        report = books.check(dead={hanging: "failed"}, log=workers.log)
+        eventually(lambda: ends_of(hanging, workers.log()) == 3, "three ends", log=workers.log)
+        assert workers.supervisor.poll() is None
     (letter,) = books.dead_letters()
     assert letter.attempts == 3
     assert [event.id for event in books.runs() if event.kind == "started"].count(hanging) == 3
@@ -130,18 +133,18 @@ def test_entries_that_are_trimmed_while_pending_are_named_and_nobody_is_stuck(
     fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, claim_s=CLAIM_S) as fleet:
-        fleet.ready()
-        victim = stopped_at_work(fleet, books, count=400, ms=20)
+    with RunningWorkers(fresh_client.url, tmp_path, claim_s=CLAIM_S) as workers:
+        workers.ready()
+        victim = stopped_at_work(workers, books, count=400, ms=20)
         fresh_client.execute("XTRIM", "in", "MAXLEN", 0)
         books.publish(50)
-        eventually(books.drained, "the drain", log=fleet.log)
+        eventually(books.drained, "the drain", log=workers.log)
         victim.resume()
-        fleet.eventually_refused()
+        workers.eventually_refused()
         done = {row["id"] for row in books.outputs()}
         gone = [one for one in books.enqueued if one not in done]
-        report = books.check(gone=gone, log=fleet.log)
-        named = fleet.log()
+        report = books.check(gone=gone, log=workers.log)
+        named = workers.log()
     assert gone
     assert "trimmed or deleted before they were processed" in named
     tell(report, trimmed=len(gone))
@@ -156,17 +159,19 @@ def test_sigterm_hands_unstarted_work_to_others_while_it_is_busy_and_counts_no_a
     fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, "--threads", "1", processes=1) as heir:
+    with RunningWorkers(fresh_client.url, tmp_path, "--threads", "1", processes=1) as heir:
         heir.victim(books)
         for _ in range(SIGTERMS):
-            with Fleet(fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1) as leaving:
+            with RunningWorkers(
+                fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1
+            ) as leaving:
                 leave(books, heir, leaving)
         report = books.check(log=heir.log)
     assert {row["attempt"] for row in books.outputs()} == {"1"}
     tell(report, sigterms=SIGTERMS)
 
 
-def leave(books: Expectations, heir: Fleet, leaving: Fleet) -> None:
+def leave(books: Expectations, heir: RunningWorkers, leaving: RunningWorkers) -> None:
     """Stop `leaving` in the middle of a message: `heir` gets the entries not started, though no claim expires."""
     idle = heir.victim(books)
     idle.suspend()
@@ -202,18 +207,18 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
     fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1) as fleet:
-        fleet.victim(books)
-        eventually(books.drained, "the first drain", log=fleet.log)
+    with RunningWorkers(fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1) as workers:
+        workers.victim(books)
+        eventually(books.drained, "the first drain", log=workers.log)
         books.publish(2, do="wait")
-        eventually(lambda: books.pending() == 2, "both in hand", log=fleet.log)
-        fleet.supervisor.terminate()
-        eventually(lambda: released(books) == 1, "the first signal to be obeyed", log=fleet.log)
-        assert fleet.supervisor.poll() is None, "it waits for the running message"
-        assert fleet.stop() == 0  # it would wait for an hour
+        eventually(lambda: books.pending() == 2, "both in hand", log=workers.log)
+        workers.supervisor.terminate()
+        eventually(lambda: released(books) == 1, "the first signal to be obeyed", log=workers.log)
+        assert workers.supervisor.poll() is None, "it waits for the running message"
+        assert workers.stop() == 0  # it would wait for an hour
         books.open_gate()
-        fleet.start()
-        report = books.check(log=fleet.log)
+        workers.start()
+        report = books.check(log=workers.log)
     tell(report)
 
 
@@ -226,14 +231,14 @@ def test_sigterm_while_redis_is_away_ends_without_it(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, "--stop-timeout", "1", claim_s=CLAIM_S) as fleet:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "1", claim_s=CLAIM_S) as workers:
+        workers.ready()
         books.publish(2_000, ms=2)
-        fleet.victim(books)
+        workers.victim(books)
         millstream_fresh_server.kill()
-        eventually(lambda: "is waiting for Redis" in fleet.log(), "a word about Redis", log=fleet.log)
-        assert fleet.stop() == 0
+        eventually(lambda: "is waiting for Redis" in workers.log(), "a word about Redis", log=workers.log)
+        assert workers.stop() == 0
         millstream_fresh_server.start()
-        fleet.start()
-        report = books.check(log=fleet.log)
+        workers.start()
+        report = books.check(log=workers.log)
     tell(report)

@@ -16,7 +16,7 @@ from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy, Side
 from millstream.testing.topologies import sentinel_trio
 from tests.support.waiting import eventually, slowness
-from tests.support.worker_processes import CLAIM_S, Expectations, Fleet, PrintFigures, watched
+from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, watched
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
@@ -41,34 +41,34 @@ def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_p
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
     used, lines = [], []
-    with Fleet(fresh_client.url, tmp_path) as fleet:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path) as workers:
+        workers.ready()
         for _ in range(REDIS_KILLS):
             books.publish(1_000, ms=5)
-            eventually(books.in_flight, "work in hand", log=fleet.log)
+            eventually(books.in_flight, "work in hand", log=workers.log)
             millstream_fresh_server.kill()
-            said = fleet.log().count("\n")
-            used.append(share_of_a_core(fleet))
-            lines.append(fleet.log().count("\n") - said)
+            said = workers.log().count("\n")
+            used.append(share_of_a_core(workers))
+            lines.append(workers.log().count("\n") - said)
             millstream_fresh_server.start()
-            books.check(log=fleet.log)
-        report = books.check(log=fleet.log)
-        assert fleet.supervisor.poll() is None
+            books.check(log=workers.log)
+        report = books.check(log=workers.log)
+        assert workers.supervisor.poll() is None
     tell(report, kills=REDIS_KILLS, cores=round(max(used), 3), log_lines=max(lines), away_s=AWAY_S)
     assert max(used) < 0.25 * slowness()  # a slower processor is busy longer with the same work
     assert max(lines) <= 12
 
 
-def share_of_a_core(fleet: Fleet) -> float:
+def share_of_a_core(workers: RunningWorkers) -> float:
     """Return the fleet's share of the processor over some seconds: other programs can only lower it."""
-    began, used = time.monotonic(), busy_s(fleet)
+    began, used = time.monotonic(), busy_s(workers)
     time.sleep(AWAY_S)
-    return (busy_s(fleet) - used) / (time.monotonic() - began)
+    return (busy_s(workers) - used) / (time.monotonic() - began)
 
 
-def busy_s(fleet: Fleet) -> float:
+def busy_s(workers: RunningWorkers) -> float:
     """Return the processor time that the fleet has used so far."""
-    processes = [psutil.Process(fleet.supervisor.pid), *fleet.children()]
+    processes = [psutil.Process(workers.supervisor.pid), *workers.children()]
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
@@ -79,10 +79,10 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
     books = Expectations(fresh_client, tmp_path)
     with (
         Proxy(millstream_fresh_server.port) as proxy,
-        Fleet(proxy.url, tmp_path, claim_s=1) as fleet,
+        RunningWorkers(proxy.url, tmp_path, claim_s=1) as workers,
         watched(books) as watch,
     ):
-        fleet.ready()
+        workers.ready()
         cut = proxy.cut_before if side == "before" else proxy.cut_after
         for name in COMMANDS:
             cut(name, times=CUTS)
@@ -102,14 +102,14 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
                 books.publish(5, do="stumble")
                 books.publish(4, ms=800)  # there is always a claim to renew
                 if next(rounds) % 3 == 0:
-                    fleet.victim(books).kill()  # there is something to recover and to claim
+                    workers.victim(books).kill()  # there is something to recover and to claim
             time.sleep(0.3)  # the workers run into the cuts one by one
             return not lacking
 
         eventually(all_are_cut, f"all cuts of {goals}", log=lambda: str(proxy.cuts))
         books.publish(200)
-        report = books.check(log=fleet.log)
-        assert fleet.supervisor.poll() is None
+        report = books.check(log=workers.log)
+        assert workers.supervisor.poll() is None
     assert max(int(row["attempt"]) for row in books.outputs()) <= 1 + next(rounds)
     tell(report, watch, cuts=proxy.cuts.total())
 
@@ -120,17 +120,17 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_clai
     books = Expectations(fresh_client, tmp_path)
     with (
         Proxy(millstream_fresh_server.port) as proxy,
-        Fleet(proxy.url, tmp_path, claim_s=3_600, processes=1) as fleet,
+        RunningWorkers(proxy.url, tmp_path, claim_s=3_600, processes=1) as workers,
         watched(books) as watch,
     ):
-        fleet.ready()
+        workers.ready()
         # Enough entries wait that every read returns some: a blocked read that is cut delivers none.
         books.publish(600 * CUTS, ms=1)
-        eventually(lambda: books.effect_count() > 100, "work", log=fleet.log)
+        eventually(lambda: books.effect_count() > 100, "work", log=workers.log)
         proxy.cut_after("EVALSHA", containing=READ_ENTRIES.sha, times=CUTS)
-        report = books.check(log=fleet.log)
+        report = books.check(log=workers.log)
         assert proxy.cuts["after", "EVALSHA"] == CUTS
-        eventually(lambda: fleet.figures()["claimed"] > 0, "a word about claimed entries", log=fleet.log)
+        eventually(lambda: workers.figures()["claimed"] > 0, "a word about claimed entries", log=workers.log)
     tell(report, watch, cuts=CUTS)
 
 
@@ -139,20 +139,20 @@ def test_maxmemory_delays_effects_and_counts_no_attempt(
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
     # One process: another could claim entries of a process without processor time, and rightly run them again.
-    with Fleet(fresh_client.url, tmp_path, processes=1, claim_s=CLAIM_S) as fleet:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, processes=1, claim_s=CLAIM_S) as workers:
+        workers.ready()
         books.publish(2_000, ms=2)
-        eventually(lambda: books.effect_count() > 100, "work", log=fleet.log)
+        eventually(lambda: books.effect_count() > 100, "work", log=workers.log)
         fresh_client.execute("CONFIG", "SET", "maxmemory", "1")
-        eventually(lambda: is_held_up(fresh_client), "a commit that is refused", log=fleet.log)
+        eventually(lambda: is_held_up(fresh_client), "a commit that is refused", log=workers.log)
         done = books.effect_count()
-        used = share_of_a_core(fleet)  # measured for longer than a claim lasts
+        used = share_of_a_core(workers)  # measured for longer than a claim lasts
         assert books.effect_count() == done
         fresh_client.execute("CONFIG", "SET", "maxmemory", "0")
-        report = books.check(log=fleet.log)
-        refused = fleet.figures()["refused"]
+        report = books.check(log=workers.log)
+        refused = workers.figures()["refused"]
     tell(report, cores=round(used, 3), away_s=AWAY_S, refused=refused)
-    assert "maxmemory" in fleet.log()
+    assert "maxmemory" in workers.log()
     assert {row["attempt"] for row in books.outputs()} == {"1"}
     assert report.retries == 0
 
@@ -177,16 +177,16 @@ def test_what_redis_forgets_under_load_is_said_and_what_is_published_after_it_is
     fresh_client: Client, tmp_path: Path, tell: PrintFigures, harm: tuple[str, ...], start: str
 ) -> None:
     books = Expectations(fresh_client, tmp_path)
-    with Fleet(fresh_client.url, tmp_path, "--start", start) as fleet, watched(books) as watch:
-        fleet.ready()
+    with RunningWorkers(fresh_client.url, tmp_path, "--start", start) as workers, watched(books) as watch:
+        workers.ready()
         before = books.publish(2_000, ms=1)
-        eventually(lambda: books.effect_count() > 200, "work", log=fleet.log)
+        eventually(lambda: books.effect_count() > 200, "work", log=workers.log)
         fresh_client.execute(*harm)
         books.publish(1_000, ms=1)
         loses = harm[0] in ("FLUSHALL", "DEL")
-        report = books.check(gone=before if loses else (), log=fleet.log)
-        assert fleet.supervisor.poll() is None
-        said = fleet.log()
+        report = books.check(gone=before if loses else (), log=workers.log)
+        assert workers.supervisor.poll() is None
+        said = workers.log()
     tell(report, watch, harm=" ".join(harm), start=start)
     if harm[0] == "FLUSHALL":
         assert "lost the progress" in said
@@ -197,12 +197,12 @@ def test_what_redis_forgets_under_load_is_said_and_what_is_published_after_it_is
 def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, tell: PrintFigures) -> None:
     with sentinel_trio() as trio, Client(trio.url) as client:
         books = Expectations(client, tmp_path)
-        with Fleet(trio.url, tmp_path, claim_s=CLAIM_S) as fleet, watched(books) as watch:
-            fleet.ready()
+        with RunningWorkers(trio.url, tmp_path, claim_s=CLAIM_S) as workers, watched(books) as watch:
+            workers.ready()
             books.publish(3_000, ms=5)
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
-            eventually(lambda: books.effect_count() > 200, "work", log=fleet.log)
+            eventually(lambda: books.effect_count() > 200, "work", log=workers.log)
             trio.primary.kill()
-            report = books.check(log=fleet.log)
-            assert fleet.supervisor.poll() is None
+            report = books.check(log=workers.log)
+            assert workers.supervisor.poll() is None
     tell(report, watch)

@@ -382,8 +382,8 @@ def test_info_tells_when_a_handler_has_moved_to_spark(client: Client) -> None:
     stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
     stream.join()
     stream.ack(*stream.fetch(count=2))
-    ledger = CommitStore(client, app="shop", handler="bill")
-    ledger.with_token(ledger.new_token(["s"])).begin_run(["s"])
+    store = CommitStore(client, app="shop", handler="bill")
+    store.with_token(store.new_token(["s"])).begin_run(["s"])
     (handler,) = inspect(client).handlers
     assert (handler.engine, handler.consumers, handler.pending, handler.lag) == ("spark", 0, 0, 3)
 

@@ -136,11 +136,11 @@ def test_huge_entries_are_counted_a_few_at_a_time(client: Client) -> None:
 
 def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> None:
     fill(client, "flights", 5)
-    ledger = CommitStore(client, app="airline", handler="departure", into="departures")
+    store = CommitStore(client, app="airline", handler="departure", into="departures")
     unit = Effects(
         b"k", b"", first_id="2-0", last_id="3-0", message_count=2, outputs=[["a", "b"]], dead_letters=[["c", "d"]]
     )
-    ledger.commit({"flights": [unit]})
+    store.commit({"flights": [unit]})
     committed_id(client, "3-0")
     client.execute("HSET", HandlerKeys("other", "h", "elsewhere").meta, "committed_id", "9-9")
     client.execute("HSET", "millstream:nonsense:meta", "committed_id", "x")
@@ -218,9 +218,9 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
     client.execute("XGROUP", "CREATE", "a", "billing", "0")
     options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
     assert options.sharing is not None
-    taker = GroupBatchPlanner(client, options, options.sharing, cores=2)
-    place = taker.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
-    taker.close()
+    planner = GroupBatchPlanner(client, options, options.sharing, cores=2)
+    place = planner.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
+    planner.close()
     assert place.non_empty == {"a": 10}
     client.execute("XGROUP", "CREATECONSUMER", "a", "billing", "plain-7")
     found = reader(inspect(client), "billing")

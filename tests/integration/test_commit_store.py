@@ -46,38 +46,38 @@ def outputs(client: Client) -> list[list[bytes]]:
 
 
 def test_a_commit_writes_mark_state_outputs_and_dead_letters_in_one_step(client: Client) -> None:
-    ledger = make_ledger(client)
+    store = make_ledger(client)
     whole = unit("5-0", "6-0", state=b"\x81", outputs=[("a", "1"), ("b", "2")], dead_letters=[("id", "6-0")])
-    assert ledger.commit({STREAM: [whole]}) == []
+    assert store.commit({STREAM: [whole]}) == []
     assert outputs(client) == [[b"a", b"1"], [b"b", b"2"]]
     assert [fields for _, fields in client.execute("XRANGE", KEYS.dead_letters, "-", "+")] == [[b"id", b"6-0"]]
-    found = ledger.load({STREAM: ([KEY_PREFIX + b"k"], [b"k"])})
+    found = store.load({STREAM: ([KEY_PREFIX + b"k"], [b"k"])})
     assert found == {STREAM: {KEY_PREFIX + b"k": b"6-0", b"sk": b"\x81"}}
 
 
 def test_repeating_a_commit_whose_reply_was_lost_is_refused_and_writes_nothing(client: Client) -> None:
-    ledger = make_ledger(client)
+    store = make_ledger(client)
     again = unit("5-0", outputs=[("a", "1")])
-    assert ledger.commit({STREAM: [again]}) == []
-    assert ledger.commit({STREAM: [again]}) == [again]
+    assert store.commit({STREAM: [again]}) == []
+    assert store.commit({STREAM: [again]}) == [again]
     assert outputs(client) == [[b"a", b"1"]]
 
 
 def test_of_two_executions_that_loaded_the_same_mark_only_one_commits(client: Client) -> None:
-    ledger = make_ledger(client)
+    store = make_ledger(client)
     ours, twins = unit("5-0", outputs=[("by", "us")]), unit("5-0", outputs=[("by", "twin")])
-    assert ledger.commit({STREAM: [ours]}) == []
-    assert ledger.commit({STREAM: [twins]}) == [twins]
+    assert store.commit({STREAM: [ours]}) == []
+    assert store.commit({STREAM: [twins]}) == [twins]
     assert outputs(client) == [[b"by", b"us"]]
 
 
 def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gone(client: Client) -> None:
-    ledger = make_ledger(client)
+    store = make_ledger(client)
     late = unit("5-9", outputs=[("a", "1")])
-    assert ledger.commit({STREAM: [unit("5-9")]}) == []
-    ledger.advance_committed({STREAM: EntryId(5, 9)})
+    assert store.commit({STREAM: [unit("5-9")]}) == []
+    store.advance_committed({STREAM: EntryId(5, 9)})
     assert client.execute("EXISTS", KEYS.offsets) == 0
-    assert ledger.commit({STREAM: [late]}) == [late]
+    assert store.commit({STREAM: [late]}) == [late]
     assert outputs(client) == []
 
 
@@ -86,14 +86,14 @@ def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gon
     [("5-9", "5-10"), ("99-0", "100-0"), ("7-18446744073709551614", "7-18446744073709551615")],
 )
 def test_ids_are_ordered_as_numbers_not_as_text(client: Client, committed_id: str, later: str) -> None:
-    ledger = make_ledger(client)
-    ledger.advance_committed({STREAM: EntryId.parse(committed_id)})
+    store = make_ledger(client)
+    store.advance_committed({STREAM: EntryId.parse(committed_id)})
     beyond, below = unit(later), unit(committed_id)
-    assert ledger.commit({STREAM: [below]}) == [below]
-    assert ledger.commit({STREAM: [beyond]}) == []
-    ledger.advance_committed({STREAM: EntryId.parse(later)})
-    ledger.advance_committed({STREAM: EntryId.parse(committed_id)})
-    assert ledger.committed_ids([STREAM]) == {STREAM: EntryId.parse(later)}
+    assert store.commit({STREAM: [below]}) == [below]
+    assert store.commit({STREAM: [beyond]}) == []
+    store.advance_committed({STREAM: EntryId.parse(later)})
+    store.advance_committed({STREAM: EntryId.parse(committed_id)})
+    assert store.committed_ids([STREAM]) == {STREAM: EntryId.parse(later)}
 
 
 def test_an_older_run_is_refused_by_commit_advance_and_begin_and_told_so(client: Client) -> None:
@@ -120,35 +120,35 @@ def test_a_new_token_is_greater_than_the_epoch_of_a_run_whose_clock_ran_ahead(cl
 
 
 def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: Client) -> None:
-    ledger = make_ledger(client)
-    ledger.advance_committed({STREAM: EntryId(5, 0)})
-    ledger.commit({STREAM: [unit("6-0")]})
-    ledger.advance_committed({STREAM: EntryId(5, 0)})
-    assert ledger.load({STREAM: ([KEY_PREFIX + b"k"], [])}) == {STREAM: {KEY_PREFIX + b"k": b"6-0"}}
+    store = make_ledger(client)
+    store.advance_committed({STREAM: EntryId(5, 0)})
+    store.commit({STREAM: [unit("6-0")]})
+    store.advance_committed({STREAM: EntryId(5, 0)})
+    assert store.load({STREAM: ([KEY_PREFIX + b"k"], [])}) == {STREAM: {KEY_PREFIX + b"k": b"6-0"}}
 
 
 def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_frontier_passes_them(
     client: Client,
 ) -> None:
-    ledger = make_ledger(client)
-    ledger.commit({STREAM: [unit("5-0", key=b"a"), unit("9-0", key=b"b")]})
-    ledger.advance_committed({STREAM: EntryId(6, 0)})
+    store = make_ledger(client)
+    store.commit({STREAM: [unit("5-0", key=b"a"), unit("9-0", key=b"b")]})
+    store.advance_committed({STREAM: EntryId(6, 0)})
     again = unit("9-0", key=b"b", outputs=[("n", "9")])
-    assert ledger.commit({STREAM: [again]}) == [again]
-    assert ledger.commit({STREAM: [unit("7-0", expected="5-0", key=b"a")]}) == []
-    ledger.advance_committed({STREAM: EntryId(9, 0)})
+    assert store.commit({STREAM: [again]}) == [again]
+    assert store.commit({STREAM: [unit("7-0", expected="5-0", key=b"a")]}) == []
+    store.advance_committed({STREAM: EntryId(9, 0)})
     assert client.execute("EXISTS", KEYS.offsets) == 0
     assert outputs(client) == []
 
 
 def test_a_refused_unit_does_not_hold_up_the_others_of_its_call(client: Client) -> None:
-    ledger = make_ledger(client)
-    ledger.commit({STREAM: [unit("5-0", key=b"a")]})
+    store = make_ledger(client)
+    store.commit({STREAM: [unit("5-0", key=b"a")]})
     refused, accepted = (
         unit("5-0", key=b"a", outputs=[("n", "0")]),
         unit("5-1", key=b"b", outputs=[("n", "1")]),
     )
-    assert ledger.commit({STREAM: [refused, accepted]}) == [refused]
+    assert store.commit({STREAM: [refused, accepted]}) == [refused]
     assert outputs(client) == [[b"n", b"1"]]
 
 
@@ -162,30 +162,30 @@ def test_an_output_stream_of_the_wrong_type_fails_the_whole_step_before_anything
 
 
 def test_at_maxmemory_a_commit_is_refused_whole_and_succeeds_once_there_is_room(client: Client) -> None:
-    ledger = make_ledger(client)
+    store = make_ledger(client)
     big = unit("5-0", state=b"\x81", outputs=[("a", "x" * 1000)])
     client.execute("CONFIG", "SET", "maxmemory", "1")
     try:
         with pytest.raises(OutOfMemory, match="maxmemory"):
-            ledger.commit({STREAM: [big]})
+            store.commit({STREAM: [big]})
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
     assert client.execute("EXISTS", KEYS.meta, KEYS.offsets, KEYS.state, "out") == 0
-    assert ledger.commit({STREAM: [big]}) == []
+    assert store.commit({STREAM: [big]}) == []
 
 
 def test_scripts_are_loaded_again_after_the_server_has_forgotten_them(client: Client) -> None:
-    ledger = make_ledger(client)
-    ledger.commit({STREAM: [unit("5-0")]})
+    store = make_ledger(client)
+    store.commit({STREAM: [unit("5-0")]})
     client.execute("SCRIPT", "FLUSH")
-    assert ledger.commit({STREAM: [unit("6-0", expected="5-0")]}) == []
+    assert store.commit({STREAM: [unit("6-0", expected="5-0")]}) == []
 
 
 def test_state_that_is_emptied_is_removed_and_outputs_are_trimmed_to_their_length(client: Client) -> None:
-    ledger = make_ledger(client, into_maxlen=100)
-    ledger.commit({STREAM: [unit("5-0", state=b"\x81")]})
+    store = make_ledger(client, into_maxlen=100)
+    store.commit({STREAM: [unit("5-0", state=b"\x81")]})
     many = unit("6-0", expected="5-0", state=b"", outputs=[("n", str(n)) for n in range(2000)])
-    ledger.commit({STREAM: [many]})
+    store.commit({STREAM: [many]})
     assert client.execute("HLEN", KEYS.state) == 0
     assert 100 <= client.execute("XLEN", "out") < 400
 
@@ -210,15 +210,15 @@ def test_eight_threads_committing_the_same_messages_apply_each_once_and_in_order
 
     def execute_all() -> None:
         with Client(millstream_url) as own:
-            ledger = make_ledger(own)
+            store = make_ledger(own)
             gate.wait()
             done = EntryId(0, 0)
             while done < EntryId(200, 0):
-                mark = ledger.load({STREAM: ([KEY_PREFIX + b"k"], [])})[STREAM].get(KEY_PREFIX + b"k", b"")
+                mark = store.load({STREAM: ([KEY_PREFIX + b"k"], [])})[STREAM].get(KEY_PREFIX + b"k", b"")
                 done = EntryId.parse(mark) if mark else EntryId(0, 0)
                 if done < EntryId(200, 0):
                     following = ids[done.ms]
-                    ledger.commit({STREAM: [unit(following, expected=mark.decode(), outputs=[("id", following)])]})
+                    store.commit({STREAM: [unit(following, expected=mark.decode(), outputs=[("id", following)])]})
 
     threads = [threading.Thread(target=execute_all) for _ in range(8)]
     for thread in threads:
@@ -243,20 +243,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.committed_id = 0
         self.token = 1
 
-    def ledger(self) -> CommitStore:
+    def store(self) -> CommitStore:
         return make_ledger(self.client, token=self.token)
 
     @rule()
     def an_execution_loads(self) -> None:
-        ledger = self.ledger()
-        mark = ledger.load({STREAM: ([KEY_PREFIX + b"k"], [])})[STREAM].get(KEY_PREFIX + b"k", b"")
+        store = self.store()
+        mark = store.load({STREAM: ([KEY_PREFIX + b"k"], [])})[STREAM].get(KEY_PREFIX + b"k", b"")
         done = EntryId.parse(mark).ms if mark else self.committed_id
-        self.loaded.append((ledger, mark, done))
+        self.loaded.append((store, mark, done))
 
     @precondition(lambda self: self.loaded)
     @rule(data=st.data(), length=st.integers(1, 3), repeat=st.booleans())
     def an_execution_commits(self, data: st.DataObject, length: int, repeat: bool) -> None:
-        ledger, mark, done = data.draw(st.sampled_from(self.loaded))
+        store, mark, done = data.draw(st.sampled_from(self.loaded))
         end = min(done + length, self.last)
         if end == done:
             return
@@ -264,7 +264,7 @@ class LedgerMachine(RuleBasedStateMachine):
         whole = unit(f"{done + 1}-0", f"{end}-0", expected=mark.decode(), outputs=effects)
         for _ in range(1 + repeat):
             try:
-                refused = ledger.commit({STREAM: [whole]})
+                refused = store.commit({STREAM: [whole]})
             except StaleOwner:
                 return
             if not refused:
@@ -273,12 +273,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def a_new_run_begins(self) -> None:
         self.token += 1
-        self.ledger().begin_run([STREAM])
+        self.store().begin_run([STREAM])
 
     @rule()
     def the_batch_ends(self) -> None:
         if self.committed > self.committed_id:
-            self.ledger().advance_committed({STREAM: EntryId(self.committed, 0)})
+            self.store().advance_committed({STREAM: EntryId(self.committed, 0)})
             self.committed_id = self.committed
 
     @invariant()
@@ -298,23 +298,23 @@ def test_no_interleaving_of_executions_runs_and_batches_loses_doubles_or_reorder
 @settings(max_examples=40)
 def test_keys_states_and_outputs_are_byte_exact(client: Client, key: bytes, state: bytes, value: bytes) -> None:
     client.execute("FLUSHALL")
-    ledger = make_ledger(client)
-    assert ledger.commit({STREAM: [unit("5-0", key=key, state=state, outputs=[(b"\x00f", value)])]}) == []
-    assert ledger.load({STREAM: ([KEY_PREFIX + key], [key])})[STREAM][b"s" + key] == state
+    store = make_ledger(client)
+    assert store.commit({STREAM: [unit("5-0", key=key, state=state, outputs=[(b"\x00f", value)])]}) == []
+    assert store.load({STREAM: ([KEY_PREFIX + key], [key])})[STREAM][b"s" + key] == state
     assert outputs(client) == [[b"\x00f", value]]
 
 
 def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Client) -> None:
-    ledger = make_ledger(client)
+    store = make_ledger(client)
     single = Effects(ENTRY_PREFIX + b"5-0", b"", first_id="5-0", last_id="5-0", message_count=1, outputs=[("a", "1")])
-    assert ledger.commit({STREAM: [single]}) == []
-    assert ledger.commit({STREAM: [single]}) == [single]
-    assert ledger.count_crash(STREAM, "6-0") == 0
-    assert ledger.count_crash(STREAM, "6-0") == 1
-    assert ledger.begin_run([STREAM])[STREAM].suspects == 1
+    assert store.commit({STREAM: [single]}) == []
+    assert store.commit({STREAM: [single]}) == [single]
+    assert store.count_crash(STREAM, "6-0") == 0
+    assert store.count_crash(STREAM, "6-0") == 1
+    assert store.begin_run([STREAM])[STREAM].suspects == 1
     for _ in range(2):
-        ledger.count_crash(STREAM, "6-0", by=-1)
-    assert ledger.begin_run([STREAM])[STREAM].suspects == 0, "it has survived each time"
+        store.count_crash(STREAM, "6-0", by=-1)
+    assert store.begin_run([STREAM])[STREAM].suspects == 0, "it has survived each time"
 
 
 def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_committed(millstream_url: str) -> None:
@@ -381,10 +381,10 @@ def test_a_write_that_redis_refuses_leaves_no_mark_so_that_the_retry_commits(
 def test_units_committed_before_a_refused_write_keep_their_marks_past_a_smaller_batch(client: Client) -> None:
     """Their marks lie under `top` although the call as a whole failed."""
     client.execute("XADD", "out", f"{2**64 - 1}-{2**64 - 2}", "a", "0")
-    ledger = make_ledger(client)
+    store = make_ledger(client)
     first, second = unit("8-0", key=b"x", outputs=[("a", "1")]), unit("9-0", key=b"y", outputs=[("a", "2")])
     with pytest.raises(CommandFailed, match="exhausted"):
-        ledger.commit({STREAM: [first, second]})
-    ledger.advance_committed({STREAM: EntryId(7, 0)})
-    assert ledger.load({STREAM: ([KEY_PREFIX + b"x", KEY_PREFIX + b"y"], [])}) == {STREAM: {KEY_PREFIX + b"x": b"8-0"}}
-    assert ledger.commit({STREAM: [first]}) == [first]
+        store.commit({STREAM: [first, second]})
+    store.advance_committed({STREAM: EntryId(7, 0)})
+    assert store.load({STREAM: ([KEY_PREFIX + b"x", KEY_PREFIX + b"y"], [])}) == {STREAM: {KEY_PREFIX + b"x": b"8-0"}}
+    assert store.commit({STREAM: [first]}) == [first]

@@ -1,4 +1,4 @@
-"""The bell that rings when dead letters arrive."""
+"""The alerts that are sent when dead letters arrive."""
 
 import json
 import logging
@@ -82,9 +82,9 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.observability.dead_letter_alerts._RETRY_WAITS_S", (0.0, 0.05, 0.1))
 
 
-def close(bell: DeadLetterAlerts) -> None:
+def close(alert_sender: DeadLetterAlerts) -> None:
     """Have all of it told, however long that takes here."""
-    bell.close(timeout_ms=FAIL_SAFE_S * 1_000)
+    alert_sender.close(timeout_ms=FAIL_SAFE_S * 1_000)
 
 
 def python(script: str, *args: object) -> str:
@@ -96,80 +96,82 @@ def python(script: str, *args: object) -> str:
 
 
 def test_a_webhook_is_told_as_json() -> None:
-    with webhook() as hook, DeadLetterAlerts(hook.url) as bell:
-        bell.send(LETTER)
+    with webhook() as hook, DeadLetterAlerts(hook.url) as alert_sender:
+        alert_sender.send(LETTER)
         eventually(lambda: hook.heard, "ring")
     assert hook.heard == [{"events": 1, "summaries": [LETTER]}]
 
 
 def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: Path) -> None:
     told = tmp_path / "told $(touch shell).json"
-    with DeadLetterAlerts(command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)) as bell:
-        bell.send(LETTER)
-        close(bell)
+    with DeadLetterAlerts(
+        command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)
+    ) as alert_sender:
+        alert_sender.send(LETTER)
+        close(alert_sender)
     assert json.loads(told.read_text()) == {"events": 1, "summaries": [LETTER]}
     assert not (tmp_path / "shell").exists()
 
 
 def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
-    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=3_600) as bell:
-        bell.send(LETTER)
+    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=3_600) as alert_sender:
+        alert_sender.send(LETTER)
         eventually(lambda: hook.heard, "first ring")
         for _ in range(100):
-            bell.send(LETTER)
-            bell.send({**LETTER, "handler": "arrival", "dead": 1.5})
-        close(bell)
+            alert_sender.send(LETTER)
+            alert_sender.send({**LETTER, "handler": "arrival", "dead": 1.5})
+        close(alert_sender)
     assert hook.heard[1:] == [
         {"events": 200, "summaries": [{**LETTER, "dead": 200}, {**LETTER, "handler": "arrival", "dead": 150.0}]}
     ]
 
 
 def test_it_rings_no_more_often_than_it_is_told() -> None:
-    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0.3) as bell:
+    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0.3) as alert_sender:
         for rings in (1, 2, 3):
-            bell.send(LETTER)
+            alert_sender.send(LETTER)
             eventually(lambda: len(hook.heard) == rings, "ring")  # noqa: B023 - it is over by then
     assert min(later - earlier for earlier, later in pairwise(hook.at)) >= 0.29
 
 
 def test_what_is_not_told_yet_is_bounded() -> None:
     with webhook() as hook:
-        with DeadLetterAlerts(hook.url, min_interval_s=3_600) as bell:
-            bell.send(LETTER)
+        with DeadLetterAlerts(hook.url, min_interval_s=3_600) as alert_sender:
+            alert_sender.send(LETTER)
             eventually(lambda: hook.heard, "first ring")
             for number in range(1_000):
-                bell.send({"error": f"number {number}", "dead": 1})
-            close(bell)
+                alert_sender.send({"error": f"number {number}", "dead": 1})
+            close(alert_sender)
         last = hook.heard[1]
     assert (last["events"], len(last["summaries"]), last["omitted"]) == (1_000, 100, 900)
 
 
 def test_summaries_of_any_kind_are_told() -> None:
     odd = {"flag": True, "path": Path("x"), "nested": {"a": [1]}, "none": None}
-    with webhook() as hook, DeadLetterAlerts(hook.url) as bell:
-        bell.send(odd)
+    with webhook() as hook, DeadLetterAlerts(hook.url) as alert_sender:
+        alert_sender.send(odd)
         eventually(lambda: hook.heard, "ring")
     assert hook.heard[0]["summaries"] == [{**odd, "path": "x"}]
 
 
 def test_closing_tells_the_rest_at_once() -> None:
     with webhook() as hook:
-        bell = DeadLetterAlerts(hook.url, min_interval_s=3_600)
-        bell.send(LETTER)
+        alert_sender = DeadLetterAlerts(hook.url, min_interval_s=3_600)
+        alert_sender.send(LETTER)
         eventually(lambda: hook.heard, "first ring")
-        bell.send(LETTER)
-        close(bell)
+        alert_sender.send(LETTER)
+        close(alert_sender)
         assert len(hook.heard) == 2
-        bell.send(LETTER)
-        bell.close()
+        alert_sender.send(LETTER)
+        alert_sender.close()
         assert len(hook.heard) == 2
 
 
 def test_a_bell_without_means_is_silent() -> None:
-    with DeadLetterAlerts() as bell:
-        bell.send(LETTER)
-    with DeadLetterAlerts("", "") as bell:
-        bell.send(LETTER)
+    with DeadLetterAlerts() as alert_sender:
+        alert_sender.send(LETTER)
+    with DeadLetterAlerts("", "") as alert_sender:
+        alert_sender.send(LETTER)
 
 
 # --- What goes wrong ---
@@ -178,8 +180,8 @@ def test_a_bell_without_means_is_silent() -> None:
 @pytest.mark.usefixtures("quick_tries")
 def test_a_webhook_that_fails_is_told_again_up_to_three_times(caplog: pytest.LogCaptureFixture) -> None:
     with webhook(500, 429) as hook:
-        with DeadLetterAlerts(hook.url) as bell:
-            bell.send(LETTER)
+        with DeadLetterAlerts(hook.url) as alert_sender:
+            alert_sender.send(LETTER)
             eventually(lambda: hook.heard, "third try")
         assert len(hook.at) == 3
         assert hook.at[1] - hook.at[0] >= 0.045
@@ -194,8 +196,8 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
 ) -> None:
     caplog.set_level(logging.WARNING)
     with webhook(*statuses) as hook:
-        with DeadLetterAlerts(hook.url) as bell:
-            bell.send(LETTER)
+        with DeadLetterAlerts(hook.url) as alert_sender:
+            alert_sender.send(LETTER)
             eventually(lambda: caplog.records, "complaint")
         assert len(hook.at) == tries
     assert f"cannot call the dead-letter webhook at 127.0.0.1: it answers {statuses[0]}" in caplog.text
@@ -204,24 +206,24 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
 
 def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = HandClock(1e6)
-    with webhook(*(404,) * 9) as hook, DeadLetterAlerts(hook.url, min_interval_s=0, clock=clock) as bell:
+    with webhook(*(404,) * 9) as hook, DeadLetterAlerts(hook.url, min_interval_s=0, clock=clock) as alert_sender:
         for tries, complaints in ((1, 1), (2, 1), (3, 1)):
-            bell.send(LETTER)
+            alert_sender.send(LETTER)
             eventually(lambda: len(hook.at) == tries, "try")  # noqa: B023 - it is over by then
             eventually(lambda: len(caplog.records) == complaints)  # noqa: B023 - it is over by then
         clock.now_ms += 60_000
-        bell.send(LETTER)
+        alert_sender.send(LETTER)
         eventually(lambda: len(caplog.records) == 2, "complaint")
 
 
 def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        bell = DeadLetterAlerts(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=10 * FAIL_SAFE_S)
+        alert_sender = DeadLetterAlerts(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=10 * FAIL_SAFE_S)
         for _ in range(10_000):
-            bell.send(LETTER)
-        bell.close(timeout_ms=300)
-        assert bell._thread is not None
-        assert bell._thread.is_alive(), "it waits for the answer yet"
+            alert_sender.send(LETTER)
+        alert_sender.close(timeout_ms=300)
+        assert alert_sender._thread is not None
+        assert alert_sender._thread.is_alive(), "it waits for the answer yet"
     assert not caplog.records
 
 
@@ -229,8 +231,8 @@ def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFix
 def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with DeadLetterAlerts(f"http://127.0.0.1:{port}/", min_interval_s=0) as bell:
-        bell.send(LETTER)
+    with DeadLetterAlerts(f"http://127.0.0.1:{port}/", min_interval_s=0) as alert_sender:
+        alert_sender.send(LETTER)
         eventually(lambda: caplog.records, "complaint")
     assert "ConnectError" in caplog.text
 
@@ -254,15 +256,15 @@ def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog:
 def test_a_command_that_fails_is_complained_about(
     command: str, timeout_s: float, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with DeadLetterAlerts(command=command, timeout_s=timeout_s) as bell:
-        bell.send(LETTER)
+    with DeadLetterAlerts(command=command, timeout_s=timeout_s) as alert_sender:
+        alert_sender.send(LETTER)
         eventually(lambda: caplog.records, "complaint")
     assert complaint in caplog.text
 
 
 def test_a_command_that_ends_unheard_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    with DeadLetterAlerts(command="true") as bell:
-        bell.send({"text": "x" * 1_000_000})
+    with DeadLetterAlerts(command="true") as alert_sender:
+        alert_sender.send({"text": "x" * 1_000_000})
     assert not caplog.records
 
 
@@ -274,10 +276,10 @@ def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Pat
         "open(sys.argv[1], 'w').write(f'{os.getpid()} {child.pid} .')\n"
         "time.sleep(600)"
     )
-    bell = DeadLetterAlerts(command=python(script, pids), timeout_s=600)
-    bell.send(LETTER)
+    alert_sender = DeadLetterAlerts(command=python(script, pids), timeout_s=600)
+    alert_sender.send(LETTER)
     eventually(lambda: pids.exists() and pids.read_text().endswith("."), "process")
-    bell.close(timeout_ms=100)
+    alert_sender.close(timeout_ms=100)
     for pid in pids.read_text().split()[:2]:
         eventually(lambda: not _lives(int(pid)), "end of the command")  # noqa: B023 - it is over by then
 
@@ -309,8 +311,8 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_command(tmp_path: Path)
     told = tmp_path / "told"
     before = signal.getsignal(signal.SIGINT)
     script = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpgid(0)))"
-    with DeadLetterAlerts(command=python(script, told)) as bell:
-        bell.send(LETTER)
+    with DeadLetterAlerts(command=python(script, told)) as alert_sender:
+        alert_sender.send(LETTER)
         eventually(lambda: told.exists() and told.read_text(), "process")
     assert int(told.read_text()) != os.getpgid(0)
     assert signal.getsignal(signal.SIGINT) is before
@@ -358,10 +360,10 @@ def test_a_worker_alerts_by_webhook_and_command_of_each_dead_letter_once(client:
 
 
 def test_a_process_that_was_restarted_counts_from_0_again() -> None:
-    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0) as bell:
-        alerts = FigureAlerts("shop", bell)
+    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0) as alert_sender:
+        alerts = FigureAlerts("shop", alert_sender)
         for pid, dead in ((1, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 1)):
             alerts.add("w-0", pid, {"bill": {"dead": dead}})
         alerts.add("w-1", 3, {"bill": {"dead": 4}})
-        close(bell)
+        close(alert_sender)
     assert sum(one["dead"] for alert in hook.heard for one in alert["summaries"]) == 2 + 1 + 1 + 4

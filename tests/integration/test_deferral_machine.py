@@ -53,17 +53,17 @@ class Machine(TaskFixture):
     def begin(self) -> None:
         self.on_spark = True
         self.token = CommitStore(self.client, app="app", handler="handle").new_token(["in"])
-        self.ledger.begin_run(["in"])
+        self.store.begin_run(["in"])
 
     @property
-    def ledger(self) -> CommitStore:
+    def store(self) -> CommitStore:
         return CommitStore(self.client, app="app", handler="handle", token=self.token, keyed=True)
 
     def batch(self, most: int, *, dies: bool = False, again: bool = False) -> None:
         """A batch; it may die before its end, or be run by a twin as well."""
         if not self.on_spark:
             self.begin()
-        after = self.ledger.committed_ids(["in"]).get("in", EntryId(0, 0))
+        after = self.store.committed_ids(["in"]).get("in", EntryId(0, 0))
         rows: list[Row] = []
         for entry_id, pairs in self.client.execute("XRANGE", "in", f"({after}", "+", "COUNT", most):
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -73,7 +73,7 @@ class Machine(TaskFixture):
             for _ in range(1 + again):
                 self.process(self.runs, self.rows(*rows[:cut]))
             if not dies:
-                self.ledger.advance_committed({"in": EntryId(max(n for n, _, _ in rows), 0)})
+                self.store.advance_committed({"in": EntryId(max(n for n, _, _ in rows), 0)})
 
     def run_lines(self) -> None:
         if not self.on_spark:

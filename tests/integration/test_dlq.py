@@ -58,7 +58,7 @@ def letter(
     )
 
 
-def bury(client: Client, *letters: DeadLetter) -> list[str]:
+def write_dead_letter(client: Client, *letters: DeadLetter) -> list[str]:
     """Have messages die, and return the ids of their letters: no two are the same, in whatever boxes they are."""
     ids = [f"{time.time_ns() // 1_000_000}-{next(_buried)}" for _ in letters]
     boxes = [HandlerKeys(d.app, d.handler, d.stream).dead_letters for d in letters]
@@ -86,7 +86,7 @@ def redriven(client: Client, stream: str = "flights") -> list[int]:
 def test_letters_are_listed_and_narrowed_down(client: Client) -> None:
     other = HandlerKeys("airline", "arrival", "flights")
     elsewhere = HandlerKeys("shop", "order", "{shop}:orders")
-    ids = bury(
+    ids = write_dead_letter(
         client,
         letter("1-0"),
         letter("2-0", reason="rejected", key=None),
@@ -115,7 +115,7 @@ def test_letters_are_listed_and_narrowed_down(client: Client) -> None:
 
 
 def test_the_list_has_a_line_for_each_letter(client: Client) -> None:
-    bury(client, *(letter(f"{number}-0") for number in range(1, 124)))
+    write_dead_letter(client, *(letter(f"{number}-0") for number in range(1, 124)))
     shown = call("dlq", "list", url=client.url)
     lines = shown.out.splitlines()
     assert len(lines) == 101
@@ -136,7 +136,7 @@ def test_the_list_has_a_line_for_each_letter(client: Client) -> None:
 
 
 def test_letters_are_counted_by_reason(client: Client) -> None:
-    bury(client, letter(), letter(), letter(reason="crashed"))
+    write_dead_letter(client, letter(), letter(), letter(reason="crashed"))
     counted = call("dlq", "list", "--count", "--json", url=client.url).json_lines()
     place = {"handler": "airline.departure", "stream": "flights"}
     assert counted == [{**place, "reason": "crashed", "count": 1}, {**place, "reason": "failed", "count": 2}]
@@ -160,7 +160,7 @@ def test_what_is_no_dead_letter_is_shown_as_such_and_never_sent_back(
     client: Client, foreign: Sequence[bytes | str | int]
 ) -> None:
     foreign_id = client.execute("XADD", KEYS.dead_letters, "*", *foreign).decode()
-    (good_id,) = bury(client, letter())
+    (good_id,) = write_dead_letter(client, letter())
     shown = call("dlq", "list", "--json", url=client.url).json_lines()
     assert [line["reason"] for line in shown] == ["unreadable", "failed"]
     assert call("dlq", "list", url=client.url).code == 0
@@ -199,10 +199,10 @@ def test_any_fields_come_back_from_the_dead_byte_for_byte(
 ) -> None:
     client.execute("FLUSHALL")
     pairs = [part for field in fields for part in field]
-    ledger = CommitStore(client, app=KEYS.app, handler=KEYS.handler)
+    store = CommitStore(client, app=KEYS.app, handler=KEYS.handler)
     dead = letter("7-0", pairs=pairs, key=key)
     unit = Effects(b"k", b"", first_id="7-0", last_id="7-0", message_count=1, dead_letters=[dead.items()])
-    ledger.commit({"flights": [unit]})
+    store.commit({"flights": [unit]})
 
     box = DeadLetterQueue(client)
     (filed,) = box.find(DeadLetterFilter(key=key))
@@ -228,7 +228,7 @@ def _from_json(shown: dict[str, object]) -> list[bytes]:
 
 
 def test_a_letter_is_shown_whole_and_harmless(client: Client) -> None:
-    (letter_id,) = bury(client, letter("9-3", pairs=[b"note", b"\x1b[31m\xff", b"n", b"1"], key=b"\x07"))
+    (letter_id,) = write_dead_letter(client, letter("9-3", pairs=[b"note", b"\x1b[31m\xff", b"n", b"1"], key=b"\x07"))
     shown = call("dlq", "show", letter_id, url=client.url).out
     for expected in (
         f"letter_id  {letter_id}",
@@ -254,7 +254,7 @@ def test_a_letter_is_shown_whole_and_harmless(client: Client) -> None:
 def test_a_reason_that_there_is_not_is_refused_with_those_that_there_are(
     client: Client, words: tuple[str, ...]
 ) -> None:
-    bury(client, letter("1-0"))
+    write_dead_letter(client, letter("1-0"))
     refused = call("dlq", *words, "--reason", "nonsense", url=client.url)
     assert (refused.code, refused.out) == (2, "")
     assert "unknown dead-letter reason 'nonsense': use one of missing-key, " in refused.err
@@ -264,7 +264,9 @@ def test_a_reason_that_there_is_not_is_refused_with_those_that_there_are(
 
 def test_a_megabyte_comes_back_whole(client: Client) -> None:
     value = os.urandom(1_000_000)
-    bury(client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number, b"v", value]) for number in range(1, 61)))
+    write_dead_letter(
+        client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number, b"v", value]) for number in range(1, 61))
+    )
     assert call("dlq", "redrive", "--all", "--yes", "--json", url=client.url).json()["redriven"] == 60
     assert [pairs[2:] for pairs in entries(client)] == [[b"n", b"%d" % n, b"v", value] for n in range(1, 61)]
 
@@ -275,7 +277,7 @@ def test_a_megabyte_comes_back_whole(client: Client) -> None:
 def test_letters_come_back_in_their_original_order_whenever_they_died(client: Client) -> None:
     order = list(range(1, 301))
     random.Random(3).shuffle(order)
-    bury(client, *(letter(f"{number}-{number % 3}", pairs=[b"n", b"%d" % number]) for number in order))
+    write_dead_letter(client, *(letter(f"{number}-{number % 3}", pairs=[b"n", b"%d" % number]) for number in order))
     assert call("dlq", "redrive", "--all", "--yes", "--json", url=client.url).json() == {
         "selected": 300,
         "redriven": 300,
@@ -285,13 +287,13 @@ def test_letters_come_back_in_their_original_order_whenever_they_died(client: Cl
 
 
 def test_ids_order_as_numbers_not_as_text(client: Client) -> None:
-    bury(client, *(letter(f"5-{number}", pairs=[b"n", b"%d" % number]) for number in (10, 9, 100, 1)))
+    write_dead_letter(client, *(letter(f"5-{number}", pairs=[b"n", b"%d" % number]) for number in (10, 9, 100, 1)))
     call("dlq", "redrive", "--all", "--yes", url=client.url)
     assert redriven(client) == [1, 9, 10, 100]
 
 
 def test_only_what_is_chosen_is_sent_back(client: Client) -> None:
-    ids = bury(
+    ids = write_dead_letter(
         client,
         letter("1-0", pairs=[b"n", b"1"]),
         letter("2-0", pairs=[b"n", b"2"], reason="crashed"),
@@ -310,7 +312,7 @@ def test_only_what_is_chosen_is_sent_back(client: Client) -> None:
 
 
 def test_redrive_and_purge_want_to_know_what_and_whether(client: Client) -> None:
-    (letter_id,) = bury(client, letter())
+    (letter_id,) = write_dead_letter(client, letter())
     for command in ("redrive", "purge"):
         assert "or --all" in call("dlq", command, "--yes", url=client.url).err
         assert call("dlq", command, "--yes", url=client.url).code == 2
@@ -343,7 +345,7 @@ def test_an_id_that_two_handlers_have_given_must_be_narrowed_down(client: Client
 def test_letters_of_many_handlers_and_streams_each_go_home(client: Client) -> None:
     for number in range(1, 31):
         keys = HandlerKeys("a", f"h{number % 2}", f"{{tag}}s{number % 3}")
-        bury(client, letter(f"{number}-0", pairs=[b"n", b"%d" % number], keys=keys))
+        write_dead_letter(client, letter(f"{number}-0", pairs=[b"n", b"%d" % number], keys=keys))
     assert call("dlq", "redrive", "a", "--yes", "--json", url=client.url).json()["redriven"] == 30
     for stream in range(3):
         found = entries(client, f"{{tag}}s{stream}")
@@ -352,11 +354,11 @@ def test_letters_of_many_handlers_and_streams_each_go_home(client: Client) -> No
 
 
 def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> None:
-    bury(client, *(letter(f"{number}-0") for number in range(1, 101)))
+    write_dead_letter(client, *(letter(f"{number}-0") for number in range(1, 101)))
     box = DeadLetterQueue(client)
     outcomes = 0
     for outcome in box.redrive(box.select(DeadLetterFilter())):
-        bury(client, letter(str(outcome.new_id)))
+        write_dead_letter(client, letter(str(outcome.new_id)))
         outcomes += 1
     assert outcomes == 100
     assert client.execute("XLEN", KEYS.dead_letters) == 100
@@ -364,7 +366,7 @@ def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> No
 
 @pytest.mark.parametrize("right", ["xdel", "xadd"])
 def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_letter(client: Client, right: str) -> None:
-    bury(client, letter("1-0"))
+    write_dead_letter(client, letter("1-0"))
     client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all", f"-{right}")
     with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited:
         box = DeadLetterQueue(limited)
@@ -374,7 +376,7 @@ def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_letter(clien
 
 
 def test_an_error_that_quotes_what_is_no_text_is_kept_readable(client: Client) -> None:
-    bury(client, replace(letter("1-0"), error="cannot read '\udc80'", traceback="\ud800"))
+    write_dead_letter(client, replace(letter("1-0"), error="cannot read '\udc80'", traceback="\ud800"))
     (filed,) = DeadLetterQueue(client).find(DeadLetterFilter())
     assert filed.letter is not None
     assert (filed.letter.error, filed.letter.traceback) == (r"cannot read '\udc80'", r"\ud800")
@@ -382,7 +384,9 @@ def test_an_error_that_quotes_what_is_no_text_is_kept_readable(client: Client) -
 
 def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Client) -> None:
     names = [b"n%d" % number for number in range(4_000)]
-    wide_id, _ = bury(client, letter("1-0", pairs=[part for name in names for part in (name, b"")]), letter("2-0"))
+    wide_id, _ = write_dead_letter(
+        client, letter("1-0", pairs=[part for name in names for part in (name, b"")]), letter("2-0")
+    )
     done = call("dlq", "redrive", "--all", "--yes", "--json", url=client.url)
     assert done.code == 1
     assert f"letter {wide_id} was not redriven: its 4,000 fields are too many for one atomic step" in done.err
@@ -391,7 +395,7 @@ def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Cli
 
 
 def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> None:
-    bury(client, letter(), letter())
+    write_dead_letter(client, letter(), letter())
     client.execute("SET", "flights", "text")
     box = DeadLetterQueue(client)
     why = "cannot add to flights: the key holds no stream"
@@ -403,7 +407,7 @@ def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> 
 
 def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client:
-        bury(client, letter(), letter())
+        write_dead_letter(client, letter(), letter())
         client.execute("CONFIG", "SET", "maxmemory", "1")
         box = DeadLetterQueue(client)
         with pytest.raises(OutOfMemory):
@@ -416,7 +420,7 @@ def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: Em
 
 
 def test_two_redrives_at_once_send_each_letter_back_once(client: Client) -> None:
-    bury(client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number]) for number in range(1, 2_001)))
+    write_dead_letter(client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number]) for number in range(1, 2_001)))
     outcomes: list[str | None] = []
 
     def redrive() -> None:
@@ -440,7 +444,7 @@ def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_lette
     total = KILLS * 400
     pairs = ([b"n", b"%d" % number] for number in range(1, total + 1))
     for chunk in zip(*[enumerate(pairs, 1)] * 400, strict=True):
-        bury(client, *(letter(f"{number}-0", pairs=fields) for number, fields in chunk))
+        write_dead_letter(client, *(letter(f"{number}-0", pairs=fields) for number, fields in chunk))
     chance = random.Random(11)
     kills = 0
     for _ in range(KILLS):
@@ -467,7 +471,7 @@ def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_lette
 
 def test_purge_deletes_what_is_chosen_and_nothing_else(client: Client) -> None:
     other = HandlerKeys("airline", "arrival", "flights")
-    ids = bury(client, letter(), letter(reason="crashed"), letter(key=b"x"), letter(keys=other))
+    ids = write_dead_letter(client, letter(), letter(reason="crashed"), letter(key=b"x"), letter(keys=other))
     assert call("dlq", "purge", "--reason", "crashed", "--yes", url=client.url).out == "1 dead letter purged\n"
     assert call("dlq", "purge", ids[2], "--yes", "--json", url=client.url).json() == {
         "selected": 1,
@@ -480,19 +484,19 @@ def test_purge_deletes_what_is_chosen_and_nothing_else(client: Client) -> None:
 
 
 def test_many_letters_are_purged_in_pieces(client: Client) -> None:
-    bury(client, *(letter(f"{number}-0") for number in range(1, 1_235)))
+    write_dead_letter(client, *(letter(f"{number}-0") for number in range(1, 1_235)))
     assert call("dlq", "purge", "--all", "--yes", "--json", url=client.url).json()["purged"] == 1_234
 
 
 def test_ids_are_checked_before_anything_is_done(client: Client) -> None:
     box = DeadLetterQueue(client)
-    bury(client, letter())
+    write_dead_letter(client, letter())
     with pytest.raises(ConfigError, match="is not an entry id"):
         box.select(DeadLetterFilter(ids=("first",)))
 
 
 def test_output_in_a_pipe_is_plain_and_json_parses_line_by_line(client: Client) -> None:
-    bury(client, letter(), letter(pairs=[b"\xff", "\u2028".encode()]))
+    write_dead_letter(client, letter(), letter(pairs=[b"\xff", "\u2028".encode()]))
     process = start("dlq", "list", "--json", url=client.url)
     parsed = subprocess.run(
         ["python3", "-c", "import json,sys; print([json.loads(line)['reason'] for line in sys.stdin])"],

@@ -44,26 +44,26 @@ class Query:
         return self.takers[-2:][0]
 
     @property
-    def taker(self) -> GroupBatchPlanner:
+    def reader(self) -> GroupBatchPlanner:
         """The driver."""
         return self.takers[-1]
 
     def close(self) -> None:
         """End all drivers."""
-        for taker in self.takers:
-            taker.close()
+        for reader in self.takers:
+            reader.close()
         self.client.close()
 
     def plan(self) -> GroupOffset:
         """What Spark would log next."""
-        found = self.taker.plan_next(self.place, target=None, may_delay=False).end
+        found = self.reader.plan_next(self.place, target=None, may_delay=False).end
         assert load(dump(found)) == found
         return found
 
     def rows(self, end: GroupOffset, start: GroupOffset | None = None) -> list[int]:
         """What the tasks of a batch read, one after the other."""
         read: list[int] = []
-        for portions in self.taker.plan_tasks(start or self.place, end):
+        for portions in self.reader.plan_tasks(start or self.place, end):
             fail = self.options.fail_on_data_loss
             reading = GroupPartitionReader(self.client, portions, limit_ms=1_000, fail_on_data_loss=fail)
             for runs in reading.batches(list):
@@ -129,7 +129,7 @@ def test_a_batch_is_held_by_its_portions_and_acknowledged_when_the_next_is_plann
     one = query(minPartitions="3", maxOffsetsPerTrigger="2000")
     end = one.plan()
     assert one.rows(end) == list(range(2_000)), "in stream order, task after task"
-    assert [len(portions) for portions in one.taker.plan_tasks(one.place, end)] == [1, 1, 1]
+    assert [len(portions) for portions in one.reader.plan_tasks(one.place, end)] == [1, 1, 1]
     assert holders(client) == {"spark:0": 667, "spark:1": 667, "spark:2": 666}
     one.place = end
     assert one.batch() == list(range(2_000, 2_500))
@@ -268,7 +268,7 @@ def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
     Group(client, "a", GROUP).destroy()
     client.execute("DEL", "b")
     with pytest.raises(GroupMissing):
-        one.taker._batches.renew("abc")
+        one.reader._batches.renew("abc")
     assert len(list(Group(client, "c", GROUP).pending.iter_entries())) == 5
     assert is_kept(client, "c")
 
@@ -467,11 +467,11 @@ def test_available_now_takes_no_new_entries_once_the_group_is_where_the_stream_w
 ) -> None:
     add(client, range(10))
     one = query(maxOffsetsPerTrigger="10")
-    target = one.taker.latest_ids()
+    target = one.reader.latest_ids()
     add(client, range(10, 15))
-    end = one.taker.plan_next(BEFORE_FIRST_BATCH, target=target, may_delay=False).end
+    end = one.reader.plan_next(BEFORE_FIRST_BATCH, target=target, may_delay=False).end
     assert end.counts == {"s": 10}
-    assert one.taker.plan_next(end, target=target, may_delay=False).end == end
+    assert one.reader.plan_next(end, target=target, may_delay=False).end == end
 
 
 def test_a_run_survives_redis_that_restarts_in_mid_batch(millstream_fresh_server: EmbeddedServer) -> None:
@@ -508,6 +508,6 @@ def test_batches_that_spark_skipped_are_refused(query: Callable[..., Query], cli
     one = query()
     end: Any = one.plan()
     with pytest.raises(ConfigError, match="asyncProgressTrackingEnabled"):
-        one.taker.plan_tasks(BEFORE_FIRST_BATCH, end._replace(batch=3))
+        one.reader.plan_tasks(BEFORE_FIRST_BATCH, end._replace(batch=3))
     with pytest.raises(ConfigError, match="new checkpoint folder"):
         load({"s": ["1-1", 5]})

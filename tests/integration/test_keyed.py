@@ -375,20 +375,20 @@ def test_without_a_lease_nothing_of_a_line_is_committed(client: Client) -> None:
 
 
 def ledger_of(worker: KeyedStream) -> CommitStore:
-    ledger = CommitStore(worker._client, app="app", handler="handle", into="out", consumer=worker.consumer)
-    return ledger.with_token(worker.token)
+    store = CommitStore(worker._client, app="app", handler="handle", into="out", consumer=worker.consumer)
+    return store.with_token(worker.token)
 
 
 def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_nothing(client: Client) -> None:
     worker = routed(client, "AAB")
     a, b = take(worker).leases
-    ledger, units = ledger_of(worker), [unit_of(a, 2), unit_of(b)]
+    store, units = ledger_of(worker), [unit_of(a, 2), unit_of(b)]
     units.append(worker.key_effects_of(b, [a.queued[0]]))
     for _ in range(3):
-        assert ledger.commit({"in": units}, call="life-1") == [units[2]]
+        assert store.commit({"in": units}, call="life-1") == [units[2]]
     assert outputs(client) == {"kA": [1, 2], "kB": [3]}
     assert client.execute("HMGET", KEYS.meta, "committed", "written", "refused") == [b"3", b"3", b"1"]
-    assert len(ledger.commit({"in": units}, call="life-2")) == 3
+    assert len(store.commit({"in": units}, call="life-2")) == 3
     assert 0 < client.execute("TTL", f"{KEYS.base}:w1:last") <= 3_600
 
 

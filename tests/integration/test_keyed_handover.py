@@ -89,8 +89,8 @@ def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
     client: Client, late: Callable[[KeyedStream, KeyLease], object]
 ) -> None:
     worker, lease = some_of_two_lines(client)
-    ledger = spark(client)
-    ledger.begin_run(["in"])
+    store = spark(client)
+    store.begin_run(["in"])
     with pytest.raises(StaleOwner):
         late(worker, lease)
     with pytest.raises(ConfigError):
@@ -161,9 +161,9 @@ def test_marks_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client
 
 def test_a_handler_that_gets_a_key_passes_what_it_has_committed_without(client: Client) -> None:
     publish(client, "AAAA")
-    ledger = spark(client)
-    ledger.begin_run(["in"])
-    ledger.commit({"in": [Effects(b"i2-0", b"", first_id="2-0", last_id="2-0", message_count=1)]})
+    store = spark(client)
+    store.begin_run(["in"])
+    store.commit({"in": [Effects(b"i2-0", b"", first_id="2-0", last_id="2-0", message_count=1)]})
     keyed(client).enqueue_new(count=3, most_pending=MANY)
     assert lines(client, "kA") == [[1, 3]]
 

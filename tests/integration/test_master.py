@@ -184,8 +184,8 @@ def test_a_message_that_can_never_succeed_dies_at_once(master: Master, client: C
 
 def test_a_released_message_goes_to_another_at_once_and_counts_no_attempt(master: Master, client: Client) -> None:
     (only,) = publish(client, "A")
-    with Foreign(client, "c1").register(master) as leaver, Foreign(client, "c2") as other:
-        leaver.next()
+    with Foreign(client, "c1").register(master) as leaving, Foreign(client, "c2") as other:
+        leaving.next()
         assert master.post("messages/release", consumer="c1").json() == {"released": 1}
         assert master.state_of("c1") is None
         other.register(master)

@@ -27,49 +27,51 @@ def registry(client: Client) -> Registry:
 
 
 @pytest.fixture
-def desk(client: Client, registry: Registry) -> Delegator:
+def delegator(client: Client, registry: Registry) -> Delegator:
     found = Delegator(client, registry, SETTINGS)
     found.join()
     return found
 
 
-def join(desk: Delegator, registry: Registry, name: str, count: int = 1) -> list[str]:
+def join(delegator: Delegator, registry: Registry, name: str, count: int = 1) -> list[str]:
     """Register a consumer; return the ids that it is given."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
-    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
-    return [one.decode() for one in desk.assign(name, found, count=count)]
+    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    return [one.decode() for one in delegator.assign(name, found, count=count)]
 
 
-def lose(desk: Delegator, registry: Registry, name: str) -> None:
+def lose(delegator: Delegator, registry: Registry, name: str) -> None:
     """Have a consumer begin another life, so that what it had is lost to it."""
     registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
-    desk.group_stream.renew_consumer_leases()
+    delegator.group_stream.renew_consumer_leases()
 
 
-def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> tuple[bool, list[str]]:
+def acknowledge(client: Client, delegator: Delegator, name: str, message_id: str) -> tuple[bool, list[str]]:
     """Whether a message is done only now, and what its consumer is given next. Raises Refused."""
-    (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([AckRequest(name, [message_id.encode()])])
+    (found,) = Acknowledger(client, Registry(client, KEYS), delegator).acknowledge(
+        [AckRequest(name, [message_id.encode()])]
+    )
     for _, refusal in found.refused:
         raise refusal
     return bool(found.newly_acked), [one.decode() for one in found.next_ids]
 
 
 def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_committed(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
-    assert join(desk, registry, "c1") == [first]
-    (lease,) = desk.leases_of("c1")
-    assert not desk.group_stream.commit([desk.group_stream.key_effects_of(lease, list(lease.queued))])
-    desk.group_stream.renew_consumer_leases()
+    assert join(delegator, registry, "c1") == [first]
+    (lease,) = delegator.leases_of("c1")
+    assert not delegator.group_stream.commit([delegator.group_stream.key_effects_of(lease, list(lease.queued))])
+    delegator.group_stream.renew_consumer_leases()
     assert holders(client) == {second: "waiting"}
     # The master has died there.
     eventually(
-        lambda: desk.group_stream.renew_consumer_leases() and holders(client) == {second: "c1"},
+        lambda: delegator.group_stream.renew_consumer_leases() and holders(client) == {second: "c1"},
         "another one to go on with it",
     )
-    assert acknowledge(client, desk, "c1", second) == (True, [])
-    desk.group_stream.renew_consumer_leases()
+    assert acknowledge(client, delegator, "c1", second) == (True, [])
+    delegator.group_stream.renew_consumer_leases()
     assert is_clean(client)
 
 
@@ -81,67 +83,67 @@ def leases_have_ended(client: Client) -> None:
 
 
 def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_looked(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
-    assert join(desk, registry, "c1") == [first]
+    assert join(delegator, registry, "c1") == [first]
     assert client.execute("XACK", STREAM, GROUP, first) == 1
     leases_have_ended(client)
-    assert join(desk, registry, "c2") == []
-    assert desk.group_stream.renew_consumer_leases().acknowledged == [first.encode()]
-    assert desk.assign("c2", registry.get("c2"), count=1) == [second.encode()]
+    assert join(delegator, registry, "c2") == []
+    assert delegator.group_stream.renew_consumer_leases().acknowledged == [first.encode()]
+    assert delegator.assign("c2", registry.get("c2"), count=1) == [second.encode()]
 
 
 def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_master_looked(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
-    assert join(desk, registry, "c1") == [only]
+    assert join(delegator, registry, "c1") == [only]
     leases_have_ended(client)
-    assert join(desk, registry, "c2") == []
-    tended = desk.group_stream.renew_consumer_leases()
+    assert join(delegator, registry, "c2") == []
+    tended = delegator.group_stream.renew_consumer_leases()
     assert (tended.renewed, tended.revoked) == (1, [])
     assert client.execute("HLEN", KEYS.crashes) == 0
-    assert acknowledge(client, desk, "c1", only) == (True, [])
+    assert acknowledge(client, delegator, "c1", only) == (True, [])
 
 
 def test_two_masters_give_no_consumer_more_than_it_asked_for(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     publish(client, *(f"T{n}" for n in range(30)))
-    assert len(join(desk, registry, "c1", count=8)) == 8
+    assert len(join(delegator, registry, "c1", count=8)) == 8
     other = Delegator(client, registry, SETTINGS)
     assert len(other.assign("c1", registry.get("c1"), count=8)) == 2
-    assert not desk.assign("c1", registry.get("c1"), count=8)
+    assert not delegator.assign("c1", registry.get("c1"), count=8)
 
 
 def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
-    join(desk, registry, "c1")
-    before = desk.leases_of("c1")[0]
+    join(delegator, registry, "c1")
+    before = delegator.leases_of("c1")[0]
     registry.register("c1", health_url=None, max_tickets=1, instance="", silent_ms=1_000)
-    assert [(lost.id.decode(), lost.cause) for lost in desk.group_stream.renew_consumer_leases().revoked] == [
+    assert [(lost.id.decode(), lost.cause) for lost in delegator.group_stream.renew_consumer_leases().revoked] == [
         (only, "gone")
     ]
     with pytest.raises(Refused, match="does not have"):
-        acknowledge(client, desk, "c1", only)
-    assert desk.group_stream.commit([desk.group_stream.key_effects_of(before, list(before.queued))])
-    assert join(desk, registry, "c2") == [only]
+        acknowledge(client, delegator, "c1", only)
+    assert delegator.group_stream.commit([delegator.group_stream.key_effects_of(before, list(before.queued))])
+    assert join(delegator, registry, "c2") == [only]
 
 
 def test_what_was_trimmed_while_it_was_in_hand_can_still_be_acknowledged(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
-    join(desk, registry, "c1")
+    join(delegator, registry, "c1")
     client.execute("XDEL", STREAM, first)
-    assert acknowledge(client, desk, "c1", first) == (True, [second])
+    assert acknowledge(client, delegator, "c1", first) == (True, [second])
 
 
-def test_no_change_of_a_registration_undoes_another(client: Client, registry: Registry, desk: Delegator) -> None:
-    join(desk, registry, "c1")
+def test_no_change_of_a_registration_undoes_another(client: Client, registry: Registry, delegator: Delegator) -> None:
+    join(delegator, registry, "c1")
     found = registry.get("c1")
     assert found is not None
     assert not registry.record_failure("c1", found.incarnation, silent_ms=10_000), "it was heard of a moment ago"
@@ -160,79 +162,81 @@ def test_no_change_of_a_registration_undoes_another(client: Client, registry: Re
 
 
 def test_who_lost_a_message_is_told_who_has_done_it_and_who_did_may_say_so_again(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
-    assert join(desk, registry, "late") == [only]
-    lose(desk, registry, "late")
-    assert join(desk, registry, "c2") == [only]
+    assert join(delegator, registry, "late") == [only]
+    lose(delegator, registry, "late")
+    assert join(delegator, registry, "c2") == [only]
     with pytest.raises(Refused, match="'c2' has it") as refused:
-        acknowledge(client, desk, "late", only)
+        acknowledge(client, delegator, "late", only)
     assert refused.value.status == 409
-    assert acknowledge(client, desk, "c2", only) == (True, [])
+    assert acknowledge(client, delegator, "c2", only) == (True, [])
     for _ in range(2):
-        assert acknowledge(client, desk, "c2", only) == (False, [])
+        assert acknowledge(client, delegator, "c2", only) == (False, [])
         with pytest.raises(Refused, match="'c2' has done it") as refused:
-            acknowledge(client, desk, "late", only)
+            acknowledge(client, delegator, "late", only)
         assert refused.value.status == 409
 
 
 def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
-    join(desk, registry, "c1")
+    join(delegator, registry, "c1")
     client.execute("XACK", STREAM, GROUP, only)
-    desk.group_stream.renew_consumer_leases()
-    assert acknowledge(client, desk, "c1", only) == (False, [])
+    delegator.group_stream.renew_consumer_leases()
+    assert acknowledge(client, delegator, "c1", only) == (False, [])
     with pytest.raises(Refused, match="'c1' has done it"):
-        acknowledge(client, desk, "c2", only)
+        acknowledge(client, delegator, "c2", only)
 
 
-def test_a_message_that_never_was_cannot_be_acknowledged(client: Client, registry: Registry, desk: Delegator) -> None:
-    join(desk, registry, "c1")
+def test_a_message_that_never_was_cannot_be_acknowledged(
+    client: Client, registry: Registry, delegator: Delegator
+) -> None:
+    join(delegator, registry, "c1")
     with pytest.raises(Refused, match="there is no message 1-1") as refused:
-        acknowledge(client, desk, "c1", "1-1")
+        acknowledge(client, delegator, "c1", "1-1")
     assert refused.value.status == 404
     (new,) = publish(client, "A")
     with pytest.raises(Refused, match="not assigned to any consumer yet") as refused:
-        acknowledge(client, desk, "c1", new)
+        acknowledge(client, delegator, "c1", new)
     assert refused.value.status == 409
 
 
-def test_a_dead_letter_cannot_be_acknowledged(client: Client, registry: Registry, desk: Delegator) -> None:
+def test_a_dead_letter_cannot_be_acknowledged(client: Client, registry: Registry, delegator: Delegator) -> None:
     (only,) = publish(client, "A")
-    join(desk, registry, "c1")
-    assert desk.fail("c1", only, "nonsense", retry=False)[0] == "dead-letter"
+    join(delegator, registry, "c1")
+    assert delegator.fail("c1", only, "nonsense", retry=False)[0] == "dead-letter"
     with pytest.raises(Refused, match="dead-lettered"):
-        acknowledge(client, desk, "c1", only)
+        acknowledge(client, delegator, "c1", only)
 
 
 def test_who_has_done_a_message_is_known_of_the_last_twenty_thousand_at_least(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     ids = publish(client, "A", "A", "A", "A")
-    join(desk, registry, "c1")
+    join(delegator, registry, "c1")
     done, full = f"{KEYS.base}:done", 20_000
     for first, last in ((0, 1), (2, 3)):
-        acknowledge(client, desk, "c1", ids[first])
+        acknowledge(client, delegator, "c1", ids[first])
         client.pipeline([("HSET", done, f"other-{number}", "c9") for number in range(full - 2)])
         assert client.execute("HLEN", done) == full - 1
-        acknowledge(client, desk, "c1", ids[last])
+        acknowledge(client, delegator, "c1", ids[last])
         assert client.execute("HLEN", done) == 0
         assert client.execute("HLEN", f"{done}-before") == full
-        assert [acknowledge(client, desk, "c1", ids[one])[0] for one in (first, last)] == [False, False]
+        assert [acknowledge(client, delegator, "c1", ids[one])[0] for one in (first, last)] == [False, False]
     with pytest.raises(Refused, match="done or dead-lettered before"):
-        acknowledge(client, desk, "c1", ids[0])
+        acknowledge(client, delegator, "c1", ids[0])
 
 
 def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     a1, b1, a2, b2 = publish(client, "A", "B", "A", "B")
-    assert join(desk, registry, "c1") == [a1]
-    assert join(desk, registry, "c2") == [b1]
-    found = Acknowledger(client, registry, desk).acknowledge(
+    assert join(delegator, registry, "c1") == [a1]
+    assert join(delegator, registry, "c2") == [b1]
+    found = Acknowledger(client, registry, delegator).acknowledge(
         [AckRequest("c1", [a1.encode()]), AckRequest("c2", [a1.encode()]), AckRequest("c2", [b1.encode(), b2.encode()])]
     )
     assert [one.newly_acked for one in found] == [1, 0, 1]
@@ -247,10 +251,10 @@ def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
 
 
 def test_what_another_master_has_given_out_is_acknowledged_too(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
-    join(desk, registry, "c1")
+    join(delegator, registry, "c1")
     other = Delegator(client, registry, SETTINGS)
     other.join()
     assert acknowledge(client, other, "c1", first) == (True, [second])
@@ -260,11 +264,11 @@ def test_what_another_master_has_given_out_is_acknowledged_too(
 
 
 def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_for_once(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     tickets = 12_000
     client.pipeline([("XADD", STREAM, "*", "ticket_id", f"T{number:05}") for number in range(tickets)])
-    while desk.group_stream.enqueue_new(count=1_000, most_pending=100_000):
+    while delegator.group_stream.enqueue_new(count=1_000, most_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS)
     scripts_before = scripts_run(client)
@@ -284,15 +288,15 @@ def scripts_run(client: Client) -> int:
 
 
 def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     ids = publish(client, *"ABCDE")
-    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
+    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
     views = Queries(client, registry, SETTINGS)
     first = views.tickets(None, 2)
     assert [one.ticket_id for one in first.tickets] == ["A", "B"]
-    assert join(desk, registry, "c1", count=4) == ids[:4]
-    assert [acknowledge(client, desk, "c1", one)[0] for one in ids[:3]] == [True] * 3
+    assert join(delegator, registry, "c1", count=4) == ids[:4]
+    assert [acknowledge(client, delegator, "c1", one)[0] for one in ids[:3]] == [True] * 3
     second = views.tickets(first.cursor, 2)
     assert [(one.ticket_id, one.consumer_name) for one in second.tickets] == [("D", "c1"), ("E", "c1")]
     assert second.cursor is None
@@ -301,10 +305,10 @@ def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
 
 
 def test_a_page_that_finds_all_done_that_it_looks_at_says_where_to_go_on(
-    client: Client, registry: Registry, desk: Delegator
+    client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     publish(client, *(f"T{number:04}" for number in range(1_200)))
-    while desk.group_stream.enqueue_new(count=1_000, most_pending=100_000):
+    while delegator.group_stream.enqueue_new(count=1_000, most_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS, clock=HandClock())
     cursor = views.tickets(None, 1).cursor

@@ -60,8 +60,8 @@ def pending(client: Client) -> list[tuple[str, str]]:
 
 
 def spark(client: Client, token: int = 0) -> CommitStore:
-    ledger = CommitStore(client, app="app", handler="handle", into="out")
-    return ledger.with_token(token or ledger.new_token(["in"]))
+    store = CommitStore(client, app="app", handler="handle", into="out")
+    return store.with_token(token or store.new_token(["in"]))
 
 
 def test_what_is_committed_is_acknowledged_with_its_effects_and_nothing_else_is(client: Client) -> None:
@@ -385,27 +385,27 @@ def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothin
     found = mine.fetch(count=6)
     mine.commit([effect(mine, one) for one in found if one.id not in (b"2-0", b"5-0")])
     mine.checkpoint()
-    ledger = spark(client)
-    standing = ledger.begin_run(["in"])["in"]
+    store = spark(client)
+    standing = store.begin_run(["in"])["in"]
     assert (standing.committed_id, standing.takeover_offset) == (EntryId(1, 0), EntryId(6, 0))
-    assert ledger.incomplete("in", [f"{n}-0" for n in range(1, 7)]) == {"2-0", "5-0"}
+    assert store.incomplete("in", [f"{n}-0" for n in range(1, 7)]) == {"2-0", "5-0"}
     for late in (lambda: mine.commit([effect(mine, found[1])]), mine.checkpoint, lambda: mine.renew_claims([b"2-0"])):
         with pytest.raises(StaleOwner):
             late()
     assert pending(client) == []
-    assert ledger.begin_run(["in"])["in"] == standing
+    assert store.begin_run(["in"])["in"] == standing
 
 
 def test_workers_take_over_from_spark_behind_its_marks(client: Client) -> None:
     fill(client, 8)
-    ledger = spark(client)
-    ledger.begin_run(["in"])
-    ledger.commit({"in": [unit_of_spark(n) for n in (1, 2, 3)]})
-    ledger.advance_committed({"in": EntryId(3, 0)})
-    ledger.commit({"in": [unit_of_spark(n) for n in (5, 7)]})  # a batch that died half-way
+    store = spark(client)
+    store.begin_run(["in"])
+    store.commit({"in": [unit_of_spark(n) for n in (1, 2, 3)]})
+    store.advance_committed({"in": EntryId(3, 0)})
+    store.commit({"in": [unit_of_spark(n) for n in (5, 7)]})  # a batch that died half-way
     mine = worker(client)
     with pytest.raises(StaleOwner):
-        ledger.commit({"in": [unit_of_spark(4)]})
+        store.commit({"in": [unit_of_spark(4)]})
     found = mine.fetch(count=10)
     assert ids(found) == [4, 6, 8]
     mine.commit([effect(mine, one) for one in found])
@@ -419,13 +419,13 @@ def unit_of_spark(n: int) -> Effects:
     return Effects(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", message_count=1, outputs=[("n", str(n))])
 
 
-def open_to_spark(ledger: CommitStore, standing: CommittedPosition, end: int) -> list[int]:
+def open_to_spark(store: CommitStore, standing: CommittedPosition, end: int) -> list[int]:
     """What Spark is to process up to `end`: beyond the committed_id, without a mark, and up to the floor only if it is open."""
     assert standing.committed_id is not None
     numbers = range(standing.committed_id.ms + 1, end + 1)
     floor = standing.takeover_offset.ms if standing.takeover_offset else 0
-    still_open = ledger.incomplete("in", [f"{n}-0" for n in numbers if n <= floor])
-    marked = ledger.load({"in": ([ENTRY_PREFIX + b"%d-0" % n for n in numbers], [])})["in"]
+    still_open = store.incomplete("in", [f"{n}-0" for n in numbers if n <= floor])
+    marked = store.load({"in": ([ENTRY_PREFIX + b"%d-0" % n for n in numbers], [])})["in"]
     return [n for n in numbers if ENTRY_PREFIX + b"%d-0" % n not in marked and (n > floor or f"{n}-0" in still_open)]
 
 
@@ -438,14 +438,14 @@ def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(clie
         mine.commit([effect(mine, one) for one in held[::2]])
         if turn % 2:
             mine.checkpoint()
-        ledger = spark(client)
-        standing = ledger.begin_run(["in"])["in"]
+        store = spark(client)
+        standing = store.begin_run(["in"])["in"]
         assert standing.committed_id is not None
         end = standing.committed_id.ms + 6
-        units = [unit_of_spark(n) for n in open_to_spark(ledger, standing, end)]
-        assert ledger.commit({"in": units}) == []
+        units = [unit_of_spark(n) for n in open_to_spark(store, standing, end)]
+        assert store.commit({"in": units}) == []
         if turn != 2:
-            ledger.advance_committed({"in": EntryId(end, 0)})
+            store.advance_committed({"in": EntryId(end, 0)})
         done = max(done, end)
     last = worker(client, "last")
     rest = last.claim_idle() + last.fetch(count=100)

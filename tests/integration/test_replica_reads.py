@@ -80,8 +80,8 @@ class Deployment:
     def add(self, stream: str, numbers: Sequence[int]) -> None:
         self.client.pipeline([("XADD", stream, f"{n + 1}-0", "n", n) for n in numbers])
 
-    def read(self, pieces: Sequence[OffsetRange]) -> list[tuple[str, int]]:
-        reading = PartitionReader(self.client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=self.replicas)
+    def read(self, parts: Sequence[OffsetRange]) -> list[tuple[str, int]]:
+        reading = PartitionReader(self.client, parts, limit_ms=0, fail_on_data_loss=True, replicas=self.replicas)
         return rows(reading.batches(list))
 
     def planned(self, **given: str) -> list[OffsetRange]:
@@ -150,10 +150,10 @@ def test_the_rows_are_those_of_the_primary_and_only_replicas_are_asked_for_them(
     deployment.client.execute("XTRIM", "a", "MAXLEN", 4_000)
     deployment.client.execute("XDEL", "b", "5-0")
     deployment.settle(2)
-    pieces = deployment.planned()
+    parts = deployment.planned()
     with none_asked(deployment.primary), asked_for(deployment.late, deployment.prompt):
-        found = [deployment.read(pieces) for _ in range(12)]
-    there = rows(PartitionReader(deployment.client, pieces, limit_ms=0, fail_on_data_loss=True).batches(list))
+        found = [deployment.read(parts) for _ in range(12)]
+    there = rows(PartitionReader(deployment.client, parts, limit_ms=0, fail_on_data_loss=True).batches(list))
     assert sorted(there) == [("a", n) for n in range(1_000, 5_000)] + [("b", n) for n in range(30) if n != 4]
     assert all(some == there for some in found)
     with asked_for(deployment.primary):
@@ -167,12 +167,12 @@ def test_no_replica_is_said_once_and_one_that_comes_later_is_found(
 ) -> None:
     deployment.follow()
     deployment.add("s", range(100))
-    pieces = deployment.planned()
-    assert [len(deployment.read(pieces)) for _ in range(3)] == [100] * 3
+    parts = deployment.planned()
+    assert [len(deployment.read(parts)) for _ in range(3)] == [100] * 3
     assert caplog.text.count("no connected replica") == 1
     deployment.follow(deployment.prompt)
     with none_asked(deployment.primary), asked_for(deployment.prompt):
-        assert len(deployment.read(pieces)) == 100
+        assert len(deployment.read(parts)) == 100
 
 
 # --- Replicas that are behind ---
@@ -197,27 +197,27 @@ def test_what_a_replica_has_not_heard_of_yet_is_read_from_the_primary(
     deployment.settle(1)
     deployment.link.freeze()
     deployment.client.pipeline(NEWS[news])
-    pieces = deployment.planned()
+    parts = deployment.planned()
     expected = [("s", int(pairs[1])) for _, pairs in deployment.client.execute("XRANGE", "s", "-", "+")]
-    assert deployment.read(pieces) == deployment.read(pieces) == expected
+    assert deployment.read(parts) == deployment.read(parts) == expected
     assert len(caplog.records) == (1 if expected else 0), "trouble is said once"
     assert not expected or "bytes behind its primary" in caplog.text
     deployment.link.resume()
     deployment.settle(1)
     monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", float(PATIENCE_MS))
     with asked_for(*([deployment.late] if expected else [])):
-        assert deployment.read(pieces) == expected
+        assert deployment.read(parts) == expected
 
 
 def test_a_replica_that_is_behind_for_a_moment_is_waited_for(deployment: Deployment) -> None:
     deployment.follow(deployment.late)
     deployment.link.freeze()
     deployment.add("s", range(100))
-    pieces = deployment.planned()
+    parts = deployment.planned()
     resume = threading.Timer(0.2, deployment.link.resume)
     resume.start()
     with none_asked(deployment.primary), asked_for(deployment.late):
-        assert len(deployment.read(pieces)) == 100
+        assert len(deployment.read(parts)) == 100
     resume.join()
 
 
@@ -243,10 +243,10 @@ def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployme
     deployment.follow(deployment.prompt)
     deployment.add("s", range(100))
     deployment.settle(1)
-    pieces = deployment.planned()
+    parts = deployment.planned()
     for _ in range(2):
         with none_asked(deployment.primary):
-            assert len(deployment.read(pieces)) == 100
+            assert len(deployment.read(parts)) == 100
         assert deployment.prompt.call("CLIENT", "KILL", "TYPE", "normal") > 0
 
 
@@ -256,14 +256,14 @@ def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
     monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", float(PATIENCE_MS))
     deployment.follow(deployment.late)
     deployment.add("s", range(100))
-    pieces = deployment.planned()
+    parts = deployment.planned()
     deployment.late.pause()
     deployment.give_up_soon()
-    assert len(deployment.read(pieces)) == 100
+    assert len(deployment.read(parts)) == 100
     deployment.late.resume()
     deployment.settle(1)
     with none_asked(deployment.late):
-        assert len(deployment.read(pieces)) == 100
+        assert len(deployment.read(parts)) == 100
 
 
 # --- Replicas that change while they are read ---
@@ -435,7 +435,7 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
     deployment.follow(deployment.prompt)
     deployment.add("s", range(100))
     deployment.settle(1)
-    pieces = deployment.planned()
+    parts = deployment.planned()
     for servers, replicas, why in (
         ((deployment.primary, deployment.prompt), True, None),
         ((deployment.primary, deployment.prompt), False, "cannot find the primary's replicas: .*info"),
@@ -450,7 +450,7 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
         caplog.clear()
         with Client(deployment.primary.url.replace("//", "//reader:secret@")) as client:
             limited = Replicas(client)
-            reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=limited)
+            reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True, replicas=limited)
             with none_asked(*([deployment.prompt] if why else [deployment.primary])):
                 assert len(rows(reading.batches(list))) == 100
             limited.close()
@@ -469,8 +469,8 @@ def test_a_server_that_is_no_primary_any_more_sends_nobody_to_its_replicas(deplo
     deployment.settle(1)
     with Client(deployment.prompt.url) as client:
         replicas = Replicas(client)
-        pieces = [OffsetRange("s", ZERO_ID, EntryId(10, 0), 10, 10)]
-        reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
+        parts = [OffsetRange("s", ZERO_ID, EntryId(10, 0), 10, 10)]
+        reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
         with none_asked(deployment.late), asked_for(deployment.prompt):
             assert len(rows(reading.batches(list))) == 10
         replicas.close()
@@ -494,10 +494,10 @@ def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
             server.call(*line.split(), ">secret")
         eventually(lambda: all(knows(node, replica) for node in deployed.nodes), "the cluster to know of it")
         eventually(lambda: b"cluster_state:ok" in replica.call("CLUSTER", "INFO"), "it to know the cluster")
-        pieces = [OffsetRange(name, ZERO_ID, EntryId(50, 0), 50, 50) for name in streams]
+        parts = [OffsetRange(name, ZERO_ID, EntryId(50, 0), 50, 50) for name in streams]
         with Client(deployed.url.replace("//", "//reader:secret@")) as client:
             replicas = Replicas(client)
-            reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
+            reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
             with none_asked(first), asked_for(replica, *deployed.nodes[1:]):
                 found = rows(reading.batches(list))
             assert sorted(found) == sorted((name, n) for name in streams for n in range(50))

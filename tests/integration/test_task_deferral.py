@@ -28,14 +28,14 @@ HOUR_MS = 3_600_000.0
 A = b"kA"
 
 
-class Aside(TaskFixture):
+class Deferral(TaskFixture):
     """A bench whose entries are in the stream as well, and a run on Spark that has begun."""
 
     batch: list[Row]
 
     def begin(self, handler: Handler) -> None:
-        self.token = self._ledger(handler).new_token(["in"])
-        self._ledger(handler).begin_run(["in"])
+        self.token = self._commit_store(handler).new_token(["in"])
+        self._commit_store(handler).begin_run(["in"])
 
     def add(self, *numbers: int, keys: str, fail: int = 0) -> list[Row]:
         """Add entries with these numbers, one for each letter of `keys`; those of A fail `fail` times."""
@@ -49,10 +49,10 @@ class Aside(TaskFixture):
     def run(self, handler: Handler, rows: list[Row]) -> dict[str, Any]:
         """A whole batch."""
         report = self.process(handler, self.rows(*rows))
-        self._ledger(handler).advance_committed({"in": EntryId(max(n for n, _, _ in rows), 0)})
+        self._commit_store(handler).advance_committed({"in": EntryId(max(n for n, _, _ in rows), 0)})
         return report
 
-    def _ledger(self, handler: Handler) -> CommitStore:
+    def _commit_store(self, handler: Handler) -> CommitStore:
         keyed = handler.key is not None
         return CommitStore(self.client, app=handler.app, handler=handler.name, token=self.token, keyed=keyed)
 
@@ -64,11 +64,11 @@ class Aside(TaskFixture):
 
 
 @pytest.fixture
-def bench(client: Client) -> Aside:
-    return Aside(client)
+def bench(client: Client) -> Deferral:
+    return Deferral(client)
 
 
-def parking(bench: Aside, **options: Any) -> Handler:
+def parking(bench: Deferral, **options: Any) -> Handler:
     handler = bench.handler(**{"retry": Retry(attempts=2, delay_ms=1, then="park"), **options})
     bench.begin(handler)
     return handler
@@ -83,7 +83,7 @@ def worker(client: Client) -> KeyedStream:
     return stream
 
 
-def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while_others_go_on(bench: Aside) -> None:
+def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while_others_go_on(bench: Deferral) -> None:
     handler = parking(bench)
     report = bench.run(handler, bench.add(1, 2, 3, 4, 5, keys="ABABA", fail=9))
     assert (report["committed"], report["deferred"], report["dead"]) == (2, 3, 0)
@@ -100,7 +100,7 @@ def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while
     bench.check()
 
 
-def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_anew(bench: Aside) -> None:
+def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_anew(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, keys="A") + bench.add(2, 3, keys="AB", fail=9) + bench.add(4, keys="A"))
     works = replace(handler, retry=Retry(attempts=20, delay_ms=0, then="park"))
@@ -119,7 +119,7 @@ def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_ane
     assert bench.client.execute("HGET", KEYS.state, "A") == b"\x81\xa3sum\x12"
 
 
-def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_stays_so(bench: Aside) -> None:
+def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_stays_so(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
@@ -131,7 +131,7 @@ def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_s
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next batch", "same batch"])
-def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Aside, again: bool) -> None:
+def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Deferral, again: bool) -> None:
     handler = parking(bench)
     rows = bench.add(1, 2, 3, keys="AAB", fail=9)
     bench.process(handler, bench.rows(*rows))
@@ -144,7 +144,7 @@ def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Aside, again: 
     bench.check()
 
 
-def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Aside) -> None:
+def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Deferral) -> None:
     app = App("app")
 
     def handle(item: Item, state: State) -> dict[str, int]:
@@ -162,7 +162,7 @@ def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Asi
     bench.check()
 
 
-def test_what_is_skipped_while_it_runs_from_its_line_is_not_committed(bench: Aside) -> None:
+def test_what_is_skipped_while_it_runs_from_its_line_is_not_committed(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
@@ -177,7 +177,7 @@ def test_what_is_skipped_while_it_runs_from_its_line_is_not_committed(bench: Asi
     bench.check()
 
 
-def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Aside) -> None:
+def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
@@ -191,7 +191,7 @@ def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Asid
     bench.check()
 
 
-def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_on(bench: Aside) -> None:
+def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_on(bench: Deferral) -> None:
     retry = Retry(attempts=3, delay_ms=1, factor=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0)
     handler = parking(bench, retry=retry)
     report = bench.run(handler, bench.add(1, keys="A", fail=2) + bench.add(2, 3, keys="AB"))
@@ -210,7 +210,7 @@ def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_
 
 @pytest.mark.parametrize("advance", [True, False], ids=["whole batch", "half batch"])
 def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers_can_take_it_over(
-    bench: Aside, advance: bool
+    bench: Deferral, advance: bool
 ) -> None:
     def handle(item: Item, message: Message) -> dict[str, int]:
         if item.fail:
@@ -234,7 +234,7 @@ def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers
 
 
 @pytest.mark.parametrize("advance", [True, False], ids=["whole batch", "half batch"])
-def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Aside, advance: bool) -> None:
+def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Deferral, advance: bool) -> None:
     handler = parking(bench)
     rows = bench.add(1, 2, 3, keys="AAB", fail=9)
     (bench.run if advance else lambda h, r: bench.process(h, bench.rows(*r)))(handler, rows)
@@ -247,7 +247,7 @@ def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Aside, ad
     assert bench.lines() == {b"A": ("parked", 3)}
     bench.check()
     works = replace(handler, retry=Retry(attempts=20, delay_ms=0))
-    standing = bench._ledger(handler).begin_run(["in"])["in"]
+    standing = bench._commit_store(handler).begin_run(["in"])["in"]
     left = [
         (n, k, f)
         for n, k, f in [(4, b"A", {"n": 4}), (5, b"B", {"n": 5})]
@@ -261,7 +261,7 @@ def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Aside, ad
     bench.check()
 
 
-def test_a_line_that_waits_on_spark_is_taken_by_the_next_worker(bench: Aside) -> None:
+def test_a_line_that_waits_on_spark_is_taken_by_the_next_worker(bench: Deferral) -> None:
     bench.run(parking(bench), bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
     keyed = worker(bench.client)
@@ -270,21 +270,21 @@ def test_a_line_that_waits_on_spark_is_taken_by_the_next_worker(bench: Aside) ->
     bench.check()
 
 
-def test_a_handler_without_a_key_does_not_begin_where_keys_wait(bench: Aside) -> None:
+def test_a_handler_without_a_key_does_not_begin_where_keys_wait(bench: Deferral) -> None:
     bench.run(parking(bench), bench.add(1, 2, keys="AA", fail=9))
     with pytest.raises(ConfigError, match="unpark them or skip"):
         bench.begin(only(App("app"), lambda message: None, name="handle"))
 
 
-def test_to_process_anew_forgets_what_is_parked(bench: Aside) -> None:
+def test_to_process_anew_forgets_what_is_parked(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
-    bench._ledger(handler).drop_progress(["in"])
+    bench._commit_store(handler).drop_progress(["in"])
     assert (bench.lines(), bench.client.execute("XPENDING", "in", KEYS.group)[0]) == ({}, 0)
 
 
 def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_goes_on(
-    bench: Aside, caplog: pytest.LogCaptureFixture
+    bench: Deferral, caplog: pytest.LogCaptureFixture
 ) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
@@ -297,7 +297,7 @@ def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_go
     bench.check()
 
 
-def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Aside, caplog: pytest.LogCaptureFixture) -> None:
+def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Deferral, caplog: pytest.LogCaptureFixture) -> None:
     handler = parking(bench)
     rows = bench.add(1, 2, keys="AB", fail=9)
     bench.client.execute("DEL", "in")
@@ -309,7 +309,7 @@ def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Aside, caplog: 
     assert (bench.outputs(), bench.lines(), bench.client.execute("EXISTS", "in")) == ([2], {}, 0)
 
 
-def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Aside) -> None:
+def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Deferral) -> None:
     bench.run(parking(bench), bench.add(1, 2, keys="AB", fail=9))
     assert bench.client.execute("XPENDING", "in", KEYS.group)[:2] == [1, b"1-0"]
     (report,) = inspect(bench.client).handlers
@@ -317,7 +317,7 @@ def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Asid
 
 
 @pytest.mark.parametrize("seen_by", ["the jobs", "the next batch"])
-def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group(bench: Aside, seen_by: str) -> None:
+def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group(bench: Deferral, seen_by: str) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, 3, keys="BAB", fail=9))
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
@@ -331,7 +331,7 @@ def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group
     bench.check()
 
 
-def test_a_group_that_is_destroyed_is_made_again_while_something_is_set_aside_and_only_then(bench: Aside) -> None:
+def test_a_group_that_is_destroyed_is_made_again_while_something_is_set_aside_and_only_then(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AB", fail=9))
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
@@ -358,7 +358,7 @@ def works_of(handler: Handler) -> Handler:
     return replace(handler, function=handle)
 
 
-def make_due_and_work_off(bench: Aside, handler: Handler) -> None:
+def make_due_and_work_off(bench: Deferral, handler: Handler) -> None:
     """As a job does that works lines off, at whatever moment of a batch."""
     bench.client.execute("ZADD", KEYS.backoff, "XX", 1, A)
     thread = threading.Thread(target=bench.process_deferred, args=(handler,))  # it has an event loop of its own
@@ -367,26 +367,26 @@ def make_due_and_work_off(bench: Aside, handler: Handler) -> None:
     assert not thread.is_alive()
 
 
-def sums(bench: Aside) -> bytes:
+def sums(bench: Deferral) -> bytes:
     found: bytes = bench.client.execute("HGET", KEYS.state, "A")
     return found
 
 
 @pytest.mark.parametrize("moment", ["before the state is loaded", "after"])
 def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
-    bench: Aside, moment: str, monkeypatch: pytest.MonkeyPatch
+    bench: Deferral, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
     bench.run(handler, bench.add(1, keys="A", fail=9))
     load, done = CommitStore.load, threading.Event()
 
-    def meanwhile(ledger: CommitStore, wanted: Any) -> Any:
-        found = load(ledger, wanted) if moment == "after" else None
+    def meanwhile(store: CommitStore, wanted: Any) -> Any:
+        found = load(store, wanted) if moment == "after" else None
         if not done.is_set():
             done.set()
             make_due_and_work_off(bench, works)
-        return load(ledger, wanted) if found is None else found
+        return load(store, wanted) if found is None else found
 
     monkeypatch.setattr(CommitStore, CommitStore.load.__name__, meanwhile)
     bench.run(works, bench.add(2, keys="A"))
@@ -395,7 +395,7 @@ def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
     bench.check()
 
 
-def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: Aside) -> None:
+def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: Deferral) -> None:
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
 
@@ -412,7 +412,7 @@ def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: A
 
 
 @pytest.mark.parametrize("routed", [0, 1])
-def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_once(bench: Aside, routed: int) -> None:
+def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_once(bench: Deferral, routed: int) -> None:
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     rows = bench.add(1, 2, 3, keys="BAA", fail=9)
     bench.process(handler, bench.rows(*rows))
@@ -420,7 +420,7 @@ def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_onc
     if routed:
         joined.enqueue_new(count=1, most_pending=100)
     bench.begin(handler)
-    committed_id = bench._ledger(handler).begin_run(["in"])["in"].committed_id or EntryId(0, 0)
+    committed_id = bench._commit_store(handler).begin_run(["in"])["in"].committed_id or EntryId(0, 0)
     bench.run(works_of(handler), [row for row in rows if row[0] > committed_id.ms])
     assert (bench.outputs(), bench.dead()) == ([1, 2, 3], [])
     bench.check()

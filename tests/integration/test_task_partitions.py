@@ -59,12 +59,12 @@ class Pipeline:
         return self.partitions.require().streams
 
     @property
-    def ledger(self) -> CommitStore:
+    def store(self) -> CommitStore:
         return CommitStore(self.client, app="app", handler="handle", token=self.token, keyed=True)
 
     def begin(self) -> None:
         self.token = CommitStore(self.client, app="app", handler="handle").new_token(self.streams)
-        self.ledger.begin_run(self.streams)
+        self.store.begin_run(self.streams)
 
     def publish(self, keys: str) -> None:
         rows = []
@@ -76,7 +76,7 @@ class Pipeline:
     def batch(self, most: int, *, dies: bool = False) -> None:
         """A batch of up to so many entries of each partition; it may die before its end."""
         rows, ends = [], {}
-        frontiers = self.ledger.committed_ids(self.streams)
+        frontiers = self.store.committed_ids(self.streams)
         for stream in self.streams:
             after = frontiers.get(stream, EntryId(0, 0))
             for entry_id, pairs in self.client.execute("XRANGE", stream, f"({after}", "+", "COUNT", most):
@@ -92,10 +92,10 @@ class Pipeline:
             )
             asyncio.run(self._task().process([batch]))
         if not dies:
-            self.ledger.advance_committed(ends)
+            self.store.advance_committed(ends)
 
     def catch_up(self) -> bool:
-        found = runnable_keys(self.ledger, self.streams, 100)
+        found = runnable_keys(self.store, self.streams, 100)
         rows = [{"stream": stream, "line": line} for stream, ready in found.items() for line in ready.queues]
         asyncio.run(self._task().process_deferred([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
         return bool(rows)
@@ -194,7 +194,7 @@ def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(mills
         pipeline, clock = Pipeline(client), HandClock()
         streams = [f"s{n}" for n in range(250)]
         pipeline.token = CommitStore(client, app="app", handler="handle").new_token(streams)
-        pipeline.ledger.begin_run(streams)
+        pipeline.store.begin_run(streams)
         for stream in streams:
             client.execute("XADD", stream, "1-0", "k", "A")
             park(client, HandlerKeys("app", "handle", stream), b"kA", "by hand")

@@ -309,10 +309,10 @@ def test_a_redriven_entry_is_run_by_the_handler_it_is_meant_for_only(client: Cli
 
 def test_workers_stop_when_spark_takes_over(client: Client) -> None:
     fill(client, 10)
-    ledger = CommitStore(client, app="app", handler="handle")
+    store = CommitStore(client, app="app", handler="handle")
     with ending(StaleOwner, client, make(double), match="taken over") as loop:
         eventually(lambda: loop.loop_metrics.committed == 10)
-        ledger.with_token(ledger.new_token(["in"])).begin_run(["in"])
+        store.with_token(store.new_token(["in"])).begin_run(["in"])
     fill(client, 10, first=10)
     assert len(outputs(client)) == 10
 

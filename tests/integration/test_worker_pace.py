@@ -90,8 +90,8 @@ def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
     entries = client.execute("XRANGE", "out", "-", "+")
     for some in (range(1_000), range(1_000, 2_000)):
         came_no_faster([entry for entry in entries if int(entry[1][1]) in some], 100, began_ms)
-    ledger = CommitStore(client, app="app", handler="other")
-    assert [ledger.reserve_rate(name, 0.001, 1) for name in ("in.a", "in.b")] == [0, 0]
+    store = CommitStore(client, app="app", handler="other")
+    assert [store.reserve_rate(name, 0.001, 1) for name in ("in.a", "in.b")] == [0, 0]
 
 
 def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None:

@@ -170,10 +170,10 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
         ran.append(message.text("n"))
         return {"n": message.text("n"), "block": block}
 
-    def late(ledger: CommitStore, units: dict[str, list[Effects]], **options: Any) -> Any:
+    def late(store: CommitStore, units: dict[str, list[Effects]], **options: Any) -> Any:
         eventually(lambda: len(ran) >= 600, "the handler, which gets ahead")
         sent.append(sum(unit.size for some in units.values() for unit in some))
-        return commit(ledger, units, **options)
+        return commit(store, units, **options)
 
     monkeypatch.setattr(CommitStore, CommitStore.commit.__name__, late)
     fill(client, 1_000)
@@ -271,11 +271,11 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
         stream.join()
         found += stream.fetch(count=1)
     handler = make(nothing)
-    hand = InFlight(WorkerPolicy(), 1)
-    hand.add(found, 0)
+    entries = InFlight(WorkerPolicy(), 1)
+    entries.add(found, 0)
     report = LoopMetrics(handler.label, time_limit_ms=1_000)
-    settler = Committer(
-        HandlerSteps(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False,
+    committer = Committer(
+        HandlerSteps(handler), entries, client, report, SYSTEM_CLOCK, give_up=lambda: False,
         breaker=HandlerBreaker(handler, "w"), release=lambda deliveries: None,
     )  # fmt: skip
     waiting, going_on = threading.Event(), threading.Event()
@@ -287,13 +287,13 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
         return commit(*args, **options)
 
     streams[0].commit = late  # type: ignore[method-assign]
-    thread = threading.Thread(target=settler.settle, args=([((one,), NO_EFFECTS) for one in found],))
+    thread = threading.Thread(target=committer.settle, args=([((one,), NO_EFFECTS) for one in found],))
     thread.start()
     eventually(waiting.is_set)
     assert [one.committing for one in found] == [True, False]
     going_on.set()
     thread.join()
-    assert (report.committed, len(hand)) == (2, 0)
+    assert (report.committed, len(entries)) == (2, 0)
 
 
 # Handlers that misbehave

@@ -90,8 +90,8 @@ def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelin
     with pipelines.running(app):
         eventually((folder / "failed").exists, "the first attempt")
         call("pause", "app.try_twice", "--url", pipelines.url)
-    ledger = CommitStore(pipelines.client, app="app", handler="try_twice", token=1 << 60)
-    for is_due in (lambda: True, lambda: runnable_keys(ledger, ["in"], 1)["in"].queues):
+    store = CommitStore(pipelines.client, app="app", handler="try_twice", token=1 << 60)
+    for is_due in (lambda: True, lambda: runnable_keys(store, ["in"], 1)["in"].queues):
         eventually(is_due, "the time of its next attempt")
         pipelines.once(app)  # ends, though something is left that only waits
         assert pipelines.entries("out") == []
@@ -102,9 +102,9 @@ def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelin
 
 def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: Client) -> None:
     clock = HandClock()
-    ledger = CommitStore(client, app="app", handler="handle")
-    ledger = ledger.with_token(ledger.new_token(["a", "b"]))
-    ledger.begin_run(["a", "b"])
+    store = CommitStore(client, app="app", handler="handle")
+    store = store.with_token(store.new_token(["a", "b"]))
+    store.begin_run(["a", "b"])
     for stream, count in (("a", 100), ("b", 5)):
         client.pipeline([("XADD", stream, f"{n}-0", "n", n) for n in range(1, count + 1)])
     names = {"committedApp": "app", "committedHandler": "handle", "startingOffsets": "committed"}
@@ -112,13 +112,13 @@ def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: C
         client, parse({"url": client.url, "subscribePattern": "*", **names}, {}), cores=1, clock=clock
     )
     start = paused.starting_offsets("earliest")
-    ledger.set_paused(["a"], paused=True)
+    store.set_paused(["a"], paused=True)
     ends = paused.plan_next(start, limit=10, target=None).end
     assert ends["b"].id == EntryId(5, 0)
     assert ends.get("a") == start.get("a")
     assert paused.plan_next(ends, limit=10, target=paused.latest_offsets()).end is ends, (
         "and a run that ends at a target ends"
     )
-    ledger.set_paused(["a"], paused=False)
+    store.set_paused(["a"], paused=False)
     clock.now_ms += 60_000
     assert paused.plan_next(ends, limit=10, target=None).end["a"].id == EntryId(10, 0)

@@ -38,9 +38,9 @@ class Query:
         start: Offsets = self.at
         end = self.planner.plan_next(start, limit=None, target=None).end
         planned()
-        pieces = [piece for task in self.planner.plan_tasks(start, end) for piece in task]
+        parts = [piece for task in self.planner.plan_tasks(start, end) for piece in task]
         dealt()
-        reading = PartitionReader(self.client, pieces, limit_ms=1000, fail_on_data_loss=not self.lenient)
+        reading = PartitionReader(self.client, parts, limit_ms=1000, fail_on_data_loss=not self.lenient)
         found = [
             (name, entry[0].decode()) for runs in reading.batches(list) for name, entries in runs for entry in entries
         ]

@@ -120,11 +120,11 @@ def test_looking_at_streams_in_turn_may_end_when_the_batch_is_full(
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
 def test_pieces_are_dealt_out_whole_and_evenly(sizes: list[int], tasks: int) -> None:
-    pieces = [OffsetRange(f"s{n:02}", ZERO_ID, EntryId(9, 9), size, size) for n, size in enumerate(sizes)]
-    dealt = assign(pieces, tasks, sum(sizes))
-    assert sorted(piece for some in dealt for piece in some) == pieces
+    chunks = [OffsetRange(f"s{n:02}", ZERO_ID, EntryId(9, 9), size, size) for n, size in enumerate(sizes)]
+    dealt = assign(chunks, tasks, sum(sizes))
+    assert sorted(piece for some in dealt for piece in some) == chunks
     loads = [sum(piece.size for piece in some) for some in dealt]
-    assert len(loads) == min(tasks, len(pieces))
+    assert len(loads) == min(tasks, len(chunks))
     assert max(loads) <= sum(sizes) / tasks + max(sizes)
 
 
@@ -135,16 +135,16 @@ parts_of_streams = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 300)), 
 def test_tasks_in_turn_have_each_stream_in_order_and_none_has_too_much(
     streams: list[tuple[int, int]], tasks: int, most: int
 ) -> None:
-    pieces = [
+    chunks = [
         OffsetRange(f"s{number}", EntryId(n, 0), EntryId(n + 1, 0), size, size)
         for number, (parts, size) in enumerate(streams)
         for n in range(parts)
     ]
-    dealt = assign(pieces, tasks, most)
+    dealt = assign(chunks, tasks, most)
     round_robin = [piece for task in dealt for piece in task]
-    assert sorted(round_robin) == sorted(pieces)
+    assert sorted(round_robin) == sorted(chunks)
     assert sorted(round_robin, key=lambda piece: piece.stream) == sorted(
-        pieces, key=lambda piece: (piece.stream, piece.after)
+        chunks, key=lambda piece: (piece.stream, piece.after)
     )
     assert all(len(task) == 1 or sum(piece.size for piece in task) <= most for task in dealt)
     assert from_tuple(to_tuple(round_robin)) == round_robin
@@ -159,10 +159,10 @@ def test_guessed_cuts_cover_the_range_without_gap_or_overlap(
     a: tuple[int, int], b: tuple[int, int], parts: int
 ) -> None:
     after, until = sorted((EntryId(*a), EntryId(*b)))
-    pieces = split_evenly(OffsetRange("s", after, until, 100, 100, untouched=True), parts)
-    assert (pieces[0].after, pieces[-1].until) == (after, until)
-    assert all(one.until == two.after for one, two in pairwise(pieces))
-    assert len(pieces) <= parts
+    chunks = split_evenly(OffsetRange("s", after, until, 100, 100, untouched=True), parts)
+    assert (chunks[0].after, chunks[-1].until) == (after, until)
+    assert all(one.until == two.after for one, two in pairwise(chunks))
+    assert len(chunks) <= parts
 
 
 def test_a_piece_is_cut_at_marks_with_exact_counts() -> None:

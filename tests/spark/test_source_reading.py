@@ -42,8 +42,8 @@ def fill(client: Client, stream: str, count: int, value: bytes = b"x") -> None:
     client.pipeline([("XADD", stream, f"{n + 1}-0", "a", value) for n in range(count)])
 
 
-def read(client: Client, pieces: Sequence[OffsetRange]) -> list[list[StreamEntries]]:
-    reading = PartitionReader(client, pieces, limit_ms=5000, fail_on_data_loss=True)
+def read(client: Client, parts: Sequence[OffsetRange]) -> list[list[StreamEntries]]:
+    reading = PartitionReader(client, parts, limit_ms=5000, fail_on_data_loss=True)
     return list(reading.batches(list))
 
 
@@ -100,14 +100,14 @@ def test_a_redis_that_limits_what_it_keeps_for_a_client_is_asked_for_less(client
 
 
 def test_small_streams_share_round_trips(client: Client) -> None:
-    pieces = []
+    parts = []
     for n in range(500):
         fill(client, f"s{n:03}", 5)
-        pieces.append(OffsetRange(f"s{n:03}", ZERO_ID, EntryId(5, 0), 5, 5))
+        parts.append(OffsetRange(f"s{n:03}", ZERO_ID, EntryId(5, 0), 5, 5))
     with closing(Watched(client.url)) as watched:
-        batches = read(watched, pieces)
+        batches = read(watched, parts)
         assert len(watched.trips) <= 12
-    assert all(ids(batches, piece.stream) == [b"%d-0" % n for n in range(1, 6)] for piece in pieces)
+    assert all(ids(batches, piece.stream) == [b"%d-0" % n for n in range(1, 6)] for piece in parts)
 
 
 @pytest.mark.parametrize("size", [1, 10, 500, 1_000])
@@ -115,8 +115,8 @@ def test_cuts_that_hold_more_than_was_guessed_keep_the_order_of_their_stream(cli
     fill(client, "s", 5_000)
     fill(client, "t", 10)
     marks = (EntryId(0, 0), EntryId(4_000, 0), EntryId(4_500, 0), EntryId(5_000, 0))
-    pieces = [OffsetRange("s", after, until, size, None) for after, until in pairwise(marks)]
-    batches = read(client, [*pieces, OffsetRange("t", ZERO_ID, END, 10, 10)])
+    parts = [OffsetRange("s", after, until, size, None) for after, until in pairwise(marks)]
+    batches = read(client, [*parts, OffsetRange("t", ZERO_ID, END, 10, 10)])
     assert ids(batches, "s") == [b"%d-0" % n for n in range(1, 5_001)]
     assert len(ids(batches, "t")) == 10
 

@@ -31,8 +31,8 @@ def sizes(plan: BatchPlanner) -> dict[str, int]:
     """How many entries a first batch of all that is there would read of each stream."""
     start = plan.starting_offsets("latest")
     ends = plan.plan_next(start, limit=None, target=None).end
-    pieces = [piece for task in plan.plan_tasks(start, ends) for piece in task]
-    return {piece.stream: piece.size for piece in pieces}
+    parts = [piece for task in plan.plan_tasks(start, ends) for piece in task]
+    return {piece.stream: piece.size for piece in parts}
 
 
 # --- times ---
@@ -85,8 +85,8 @@ def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Clien
     for stream in "abc":
         fill(client, stream, "10-0", "20-0", "30-0")
     plan = planner(client, "a,b,c", endingOffsetsByTimestamp='{"a": 20, "b": 99}', endingOffsets='{"c": "20-0"}')
-    pieces = [piece for task in plan.plan_batch_read(ReadRange()) for piece in task]
-    assert [(piece.stream, str(piece.until)) for piece in pieces] == [
+    parts = [piece for task in plan.plan_batch_read(ReadRange()) for piece in task]
+    assert [(piece.stream, str(piece.until)) for piece in parts] == [
         ("a", f"19-{2**64 - 1}"),
         ("b", "30-0"),
         ("c", "20-0"),
@@ -99,8 +99,8 @@ def test_a_batch_read_may_leave_out_one_stream_of_several_and_begins_early_where
     for stream in "abc":
         fill(client, stream, "10-0", "20-0")
     plan = planner(client, "a,b,c", startingOffsets='{"a": "10-0", "b": "latest"}')
-    pieces = [piece for task in plan.plan_batch_read(ReadRange()) for piece in task]
-    assert {piece.stream: piece.after < EntryId(10, 0) for piece in pieces} == {"a": False, "c": True}
+    parts = [piece for task in plan.plan_batch_read(ReadRange()) for piece in task]
+    assert {piece.stream: piece.after < EntryId(10, 0) for piece in parts} == {"a": False, "c": True}
 
 
 def test_a_batch_read_names_the_streams_that_are_not_there(client: Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -127,8 +127,8 @@ def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
 
 
 def spark(client: Client) -> CommitStore:
-    ledger = CommitStore(client, app="app", handler="handle", into="out")
-    return ledger.with_token(ledger.new_token(["in"]))
+    store = CommitStore(client, app="app", handler="handle", into="out")
+    return store.with_token(store.new_token(["in"]))
 
 
 def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> CommitStore:
@@ -136,12 +136,12 @@ def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> C
 
     `advance`: end the batch; without it, it dies before that.
     """
-    ledger = spark(client)
-    standing = ledger.begin_run(["in"])["in"]
+    store = spark(client)
+    standing = store.begin_run(["in"])["in"]
     begin = standing.committed_id or EntryId(0, 0)
     entries = client.execute("XRANGE", "in", f"({begin}", "+")
     floor = standing.takeover_offset or EntryId(0, 0)
-    still_open = ledger.incomplete("in", [one.decode() for one, _ in entries if EntryId.parse(one) <= floor])
+    still_open = store.incomplete("in", [one.decode() for one, _ in entries if EntryId.parse(one) <= floor])
     done, end = 0, begin
     for entry_id, pairs in entries:
         if done >= most:
@@ -149,20 +149,20 @@ def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> C
         end = EntryId.parse(entry_id)
         if end <= floor and entry_id.decode() not in still_open:
             continue
-        done += _commit_on_spark(ledger, entry_id, line_of(entry_id, pairs))
+        done += _commit_on_spark(store, entry_id, line_of(entry_id, pairs))
     if advance and end > begin:
-        ledger.advance_committed({"in": end})
-    return ledger
+        store.advance_committed({"in": end})
+    return store
 
 
-def _commit_on_spark(ledger: CommitStore, entry_id: bytes, mark: bytes) -> int:
-    before = ledger.load({"in": ([mark], [])})["in"].get(mark, b"")
+def _commit_on_spark(store: CommitStore, entry_id: bytes, mark: bytes) -> int:
+    before = store.load({"in": ([mark], [])})["in"].get(mark, b"")
     if before and EntryId.parse(before) >= EntryId.parse(entry_id):
         return 0
     unit = Effects(mark, before)
     unit.add_message(entry_id.decode())
-    unit.add_outputs([[b"line", mark, b"id", entry_id, b"fence", str(ledger.token)]])
-    assert ledger.commit({"in": [unit]}) == []
+    unit.add_outputs([[b"line", mark, b"id", entry_id, b"fence", str(store.token)]])
+    assert store.commit({"in": [unit]}) == []
     return 1
 
 

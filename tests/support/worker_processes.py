@@ -33,7 +33,7 @@ CLAIM_S = 2.0
 """For tests in which a claim or lease has to expire: no shorter, as a worker without processor time loses it, too."""
 
 
-class Fleet:
+class RunningWorkers:
     """One supervisor and its worker processes, on `url`. A context manager, at whose end all of them are gone.
 
     Logs, and the events that the handlers write, are in `folder`. With the default `claim_s` no claim and no lease

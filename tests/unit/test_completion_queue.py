@@ -26,10 +26,10 @@ def numbers(found: list[FinishedRun]) -> list[float]:
 
 
 @contextmanager
-def collecting(outbox: CompletionQueue) -> Iterator[list[list[float]]]:
+def collecting(queue: CompletionQueue) -> Iterator[list[list[float]]]:
     """Collect once during the block; at its end the collected runs must be these."""
     found: list[list[float]] = []
-    thread = threading.Thread(target=lambda: found.append(numbers(outbox.collect(None)[0])), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(numbers(queue.collect(None)[0])), daemon=True)
     thread.start()
     yield found
     thread.join(FAIL_SAFE_S)
@@ -37,48 +37,48 @@ def collecting(outbox: CompletionQueue) -> Iterator[list[list[float]]]:
 
 
 def test_what_is_not_urgent_waits_for_what_is() -> None:
-    outbox = CompletionQueue(10, linger_s=FOR_EVER_S)
-    outbox.put(ran(1))
-    assert numbers(outbox.collect(None)[0]) == [1]
-    with collecting(outbox) as found:
-        outbox.put(ran(2), urgent=False)
-        outbox.put(ran(3), urgent=False)
+    queue = CompletionQueue(10, linger_s=FOR_EVER_S)
+    queue.put(ran(1))
+    assert numbers(queue.collect(None)[0]) == [1]
+    with collecting(queue) as found:
+        queue.put(ran(2), urgent=False)
+        queue.put(ran(3), urgent=False)
         time.sleep(0.05)
         assert found == []
-        outbox.put(ran(4))
+        queue.put(ran(4))
     assert found == [[2, 3, 4]]
 
 
 def test_what_is_not_urgent_waits_no_longer_than_the_linger() -> None:
-    outbox = CompletionQueue(10, linger_s=0.01)
-    outbox.put(ran(1))
-    outbox.collect(None)
-    outbox.put(ran(2), urgent=False)
-    with collecting(outbox) as found:
+    queue = CompletionQueue(10, linger_s=0.01)
+    queue.put(ran(1))
+    queue.collect(None)
+    queue.put(ran(2), urgent=False)
+    with collecting(queue) as found:
         pass
     assert found == [[2]]
 
 
 def test_what_comes_after_a_while_of_nothing_is_collected_at_once() -> None:
-    outbox = CompletionQueue(10, linger_s=0.001)
-    with collecting(outbox) as found:
+    queue = CompletionQueue(10, linger_s=0.001)
+    with collecting(queue) as found:
         time.sleep(0.1)
-        outbox.put(ran(1), urgent=False)
+        queue.put(ran(1), urgent=False)
     assert found == [[1]]
 
 
 def test_as_many_as_may_be_settled_together_are_collected_at_once() -> None:
-    outbox = CompletionQueue(3, linger_s=FOR_EVER_S)
-    with collecting(outbox) as found:
+    queue = CompletionQueue(3, linger_s=FOR_EVER_S)
+    with collecting(queue) as found:
         time.sleep(0.05)
         for number in range(3):
-            outbox.put(ran(number), urgent=False)
+            queue.put(ran(number), urgent=False)
     assert found == [[0, 1, 2]]
     for number in range(5):
-        outbox.put(ran(number), urgent=False)
-    assert numbers(outbox.collect(None)[0]) == [0, 1, 2]
-    outbox.put(ran(5), urgent=False)
-    assert numbers(outbox.collect(None)[0]) == [3, 4, 5]
+        queue.put(ran(number), urgent=False)
+    assert numbers(queue.collect(None)[0]) == [0, 1, 2]
+    queue.put(ran(5), urgent=False)
+    assert numbers(queue.collect(None)[0]) == [3, 4, 5]
 
 
 def test_a_time_limit_ends_the_waiting_with_nothing() -> None:
@@ -86,21 +86,21 @@ def test_a_time_limit_ends_the_waiting_with_nothing() -> None:
 
 
 def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
-    outbox = CompletionQueue(2, linger_s=FOR_EVER_S)
+    queue = CompletionQueue(2, linger_s=FOR_EVER_S)
     for number in range(3):
-        outbox.put(ran(number), urgent=False)
-    outbox.close()
-    first, second = outbox.collect(None), outbox.collect(None)
+        queue.put(ran(number), urgent=False)
+    queue.close()
+    first, second = queue.collect(None), queue.collect(None)
     assert [(numbers(some), ended) for some, ended in (first, second)] == [([0, 1], False), ([2], True)]
 
 
 def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
     each, producers = 20_000, 3
-    outbox = CompletionQueue(100, linger_s=0.0005)
+    queue = CompletionQueue(100, linger_s=0.0005)
 
     def produce(producer: int) -> None:
         for number in range(each):
-            outbox.put(ran(number, producer), urgent=number % 7 == 0)
+            queue.put(ran(number, producer), urgent=number % 7 == 0)
             if number % 1_000 == 0:
                 time.sleep(0.002)  # lets the collector go idle now and then
 
@@ -110,7 +110,7 @@ def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
     seen: dict[str, list[float]] = {str(producer): [] for producer in range(producers)}
     while sum(map(len, seen.values())) < each * producers:
         began_s = time.monotonic()
-        found, ended = outbox.collect(FAIL_SAFE_S)
+        found, ended = queue.collect(FAIL_SAFE_S)
         # A late notification may find nothing, as an earlier collect took all; no collector may sleep on a run.
         slept_on = time.monotonic() - began_s >= FAIL_SAFE_S / 2
         assert found or not slept_on, "a run was put, and the collector was not notified"

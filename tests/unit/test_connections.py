@@ -32,7 +32,7 @@ class Line:
         return self.unread
 
 
-class Door:
+class Listener:
     """Room for so many, in the hands of a test."""
 
     def __init__(self, connections: int) -> None:
@@ -53,121 +53,129 @@ class Door:
 
 
 def test_where_there_are_too_many_the_one_that_has_waited_longest_for_a_request_goes() -> None:
-    door = Door(3)
-    (first, first_line), (_, second_line), (third, third_line) = door.come(), door.come(), door.come()
-    door.all.clear_wait(first)
-    _, fourth_line = door.come()
+    listener = Listener(3)
+    (first, first_line), (_, second_line), (third, third_line) = listener.come(), listener.come(), listener.come()
+    listener.all.clear_wait(first)
+    _, fourth_line = listener.come()
     assert [line.ended for line in (first_line, second_line, third_line, fourth_line)] == ["", "aborted", "", ""]
-    door.all.await_client(first)  # it was answered, and waits from now on
-    door.come()
+    listener.all.await_client(first)  # it was answered, and waits from now on
+    listener.come()
     assert (first_line.ended, third_line.ended) == ("", "aborted")
-    door.all.remove(third, None)
-    assert (len(door.all), door.cut("crowded")) == (3, 2)
+    listener.all.remove(third, None)
+    assert (len(listener.all), listener.cut("crowded")) == (3, 2)
 
 
 def test_who_has_sent_a_request_is_closed_for_nobody() -> None:
-    door = Door(2)
-    working = [door.come() for _ in range(2)]
+    listener = Listener(2)
+    working = [listener.come() for _ in range(2)]
     for connection, _ in working:
-        door.all.clear_wait(connection)
-    newcomer, line = door.come()
-    _, later_line = door.come()
+        listener.all.clear_wait(connection)
+    newcomer, line = listener.come()
+    _, later_line = listener.come()
     assert [one.ended for _, one in working] == ["", ""]
     assert line.ended == "aborted", "newcomers take each other's place"
     assert later_line.ended == ""
-    door.all.await_client(newcomer)  # what is heard of one that is cut changes nothing
-    assert len(door.all) == 3
+    listener.all.await_client(newcomer)  # what is heard of one that is cut changes nothing
+    assert len(listener.all) == 3
 
 
 def test_a_request_is_refused_only_if_all_others_are_at_work() -> None:
-    door = Door(1)
-    (working, _), (asking, _) = door.come(), door.come()
-    assert len(door.all) == 1, "the first had sent nothing"
-    door = Door(1)
-    working, line = door.come()
-    door.all.clear_wait(working)
-    asking, _ = door.come()
-    door.all.clear_wait(asking)
-    assert door.all.is_full()
-    door.all.await_client(working)
-    assert not door.all.is_full()
+    listener = Listener(1)
+    (working, _), (asking, _) = listener.come(), listener.come()
+    assert len(listener.all) == 1, "the first had sent nothing"
+    listener = Listener(1)
+    working, line = listener.come()
+    listener.all.clear_wait(working)
+    asking, _ = listener.come()
+    listener.all.clear_wait(asking)
+    assert listener.all.is_full()
+    listener.all.await_client(working)
+    assert not listener.all.is_full()
     assert line.ended == "aborted", "it was done, and made room"
 
 
 def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
-    door = Door(10)
-    (_, silent), (body, body_line), (working, working_line) = door.come(), door.come(), door.come()
-    door.all.await_body(body)
-    door.all.clear_wait(working)
-    door.clock.now_ms += REQUEST_MS - 3
-    door.all.sweep()
+    listener = Listener(10)
+    (_, silent), (body, body_line), (working, working_line) = listener.come(), listener.come(), listener.come()
+    listener.all.await_body(body)
+    listener.all.clear_wait(working)
+    listener.clock.now_ms += REQUEST_MS - 3
+    listener.all.sweep()
     assert silent.ended == ""
-    door.clock.now_ms += 3
-    door.all.sweep()
+    listener.clock.now_ms += 3
+    listener.all.sweep()
     assert (silent.ended, body_line.ended) == ("aborted", "")
-    door.clock.now_ms += 2 * REQUEST_MS
-    door.all.sweep()
+    listener.clock.now_ms += 2 * REQUEST_MS
+    listener.all.sweep()
     assert (body_line.ended, working_line.ended) == ("aborted", "")
-    door.all.await_client(working)
-    door.clock.now_ms += REQUEST_MS
-    door.all.sweep()
+    listener.all.await_client(working)
+    listener.clock.now_ms += REQUEST_MS
+    listener.all.sweep()
     assert working_line.ended == "aborted"
-    assert door.cut("late") == 3
+    assert listener.cut("late") == 3
 
 
 def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
-    door = Door(3)
-    (loading, loading_line), (last, last_line), (stream, stream_line) = door.come(), door.come(), door.come()
+    listener = Listener(3)
+    (loading, loading_line), (last, last_line), (stream, stream_line) = (
+        listener.come(),
+        listener.come(),
+        listener.come(),
+    )
     stream.exempt_reading()
     for connection in (loading, last, stream):
-        door.all.clear_wait(connection)
-    door.all.await_client(loading, "reading")
-    door.all.await_client(stream, "reading")
-    door.all.await_client(last)
+        listener.all.clear_wait(connection)
+    listener.all.await_client(loading, "reading")
+    listener.all.await_client(stream, "reading")
+    listener.all.await_client(last)
     last_line.unread = 1  # of the answer that is complete
-    door.clock.now_ms += 100 * REQUEST_MS
-    door.all.sweep()
+    listener.clock.now_ms += 100 * REQUEST_MS
+    listener.all.sweep()
     assert [one.ended for one in (loading_line, last_line, stream_line)] == ["", "", ""]
-    door.come()
-    door.come()
+    listener.come()
+    listener.come()
     assert [one.ended for one in (loading_line, last_line, stream_line)] == ["aborted", "aborted", ""]
 
 
 def test_the_time_for_the_next_request_begins_when_the_answer_has_been_taken() -> None:
-    door = Door(3)
-    (done, done_line), (going_on, going_on_line), (stream, stream_line) = door.come(), door.come(), door.come()
+    listener = Listener(3)
+    (done, done_line), (going_on, going_on_line), (stream, stream_line) = (
+        listener.come(),
+        listener.come(),
+        listener.come(),
+    )
     stream.exempt_reading()
     for connection in (done, going_on, stream):
-        door.all.clear_wait(connection)
-        door.all.await_client(connection, "reading")
-    door.all.await_client(done)
-    door.clock.now_ms += REQUEST_MS
+        listener.all.clear_wait(connection)
+        listener.all.await_client(connection, "reading")
+    listener.all.await_client(done)
+    listener.clock.now_ms += REQUEST_MS
     for connection in (done, going_on, stream):
-        door.all.on_read(connection)
-    door.all.sweep()
+        listener.all.on_read(connection)
+    listener.all.sweep()
     assert done_line.ended == ""
-    door.clock.now_ms += REQUEST_MS
-    door.all.sweep()
+    listener.clock.now_ms += REQUEST_MS
+    listener.all.sweep()
     assert [one.ended for one in (done_line, going_on_line, stream_line)] == ["aborted", "", ""]
 
 
 def test_that_there_are_too_many_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    door = Door(1)
+    listener = Listener(1)
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
-            door.come()
+            listener.come()
         assert len(caplog.records) == 1
-        door.clock.now_ms += 60_000
-        door.come()
-        door.come()
+        listener.clock.now_ms += 60_000
+        listener.come()
+        listener.come()
     assert len(caplog.records) == 2
 
 
 def test_a_stop_closes_those_that_owe_something() -> None:
-    door = Door(2)
-    (_, silent), (working, working_line) = door.come(), door.come()
-    door.all.clear_wait(working)
-    door.all.close_waiting()
+    listener = Listener(2)
+    (_, silent), (working, working_line) = listener.come(), listener.come()
+    listener.all.clear_wait(working)
+    listener.all.close_waiting()
     assert (silent.ended, working_line.ended) == ("closed", "")
-    door.all.abort_all()
+    listener.all.abort_all()
     assert working_line.ended == "aborted"

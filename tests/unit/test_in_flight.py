@@ -41,7 +41,7 @@ def stream() -> Iterator[ReliableStream]:
 
 
 @pytest.fixture
-def hand() -> InFlight:
+def in_flight() -> InFlight:
     return InFlight(WorkerPolicy(), 1)
 
 
@@ -50,32 +50,32 @@ def delivery(stream: ReliableStream, number: int = 1) -> Delivery:
 
 
 def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(
-    stream: ReliableStream, hand: InFlight
+    stream: ReliableStream, in_flight: InFlight
 ) -> None:
     first, again = delivery(stream), delivery(stream)
-    hand.add([first], 0)
-    hand.add([again], 0)
-    hand.remove([first])
-    assert (again in hand, first in hand, len(hand)) == (True, False, 1)
+    in_flight.add([first], 0)
+    in_flight.add([again], 0)
+    in_flight.remove([first])
+    assert (again in in_flight, first in in_flight, len(in_flight)) == (True, False, 1)
 
 
-def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: ReliableStream, hand: InFlight) -> None:
+def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: ReliableStream, in_flight: InFlight) -> None:
     lease = KeyLease(stream=stream, queue=b"kA", token=b"1 a w", state=b"", expires_ms=100.0)  # type: ignore[arg-type]
     lease.entries = [delivery(stream), delivery(stream, 2)]
     for one in lease.entries:
         one.lease = lease
     lease.queued.extend(lease.entries)
-    hand.add_leases([lease], 0)
+    in_flight.add_leases([lease], 0)
     first, second = lease.entries
-    assert (hand.start(first, 99), hand.start(second, 100)) == (True, False)
+    assert (in_flight.start(first, 99), in_flight.start(second, 100)) == (True, False)
     assert (first.running, second.running, lease.expired) == (True, False, True)
 
 
 def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
-    stream: ReliableStream, hand: InFlight
+    stream: ReliableStream, in_flight: InFlight
 ) -> None:
     entries = [delivery(stream, number) for number in range(20_000)]
-    hand.add(entries, 0)
+    in_flight.add(entries, 0)
     begun: list[Delivery] = []
     started = threading.Event()
 
@@ -83,27 +83,27 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
         for number, one in enumerate(entries):
             if number == 100:
                 started.set()
-            if hand.start(one, 0):
+            if in_flight.start(one, 0):
                 begun.append(one)
 
     thread = threading.Thread(target=begin)
     thread.start()
     eventually(started.is_set)
-    given_up = hand.remove_waiting()
+    given_up = in_flight.remove_waiting()
     thread.join()
     assert len(given_up) + len(begun) == len(entries)
     assert not {one.id for one in given_up} & {one.id for one in begun}
-    assert hand.buffer.empty()
+    assert in_flight.buffer.empty()
 
 
 def test_whoever_reads_is_woken_once_there_is_room_worth_a_read(stream: ReliableStream) -> None:
-    hand = InFlight(WorkerPolicy(prefetch=4), 2)
+    in_flight = InFlight(WorkerPolicy(prefetch=4), 2)
     entries = [delivery(stream, number) for number in range(4)]
-    hand.add(entries, 0)
-    hand.remove(entries[:1])
-    assert (hand.room_freed.is_set(), hand.free_slots()) == (False, 0)
-    hand.remove(entries[1:2])
-    assert (hand.room_freed.is_set(), hand.free_slots()) == (True, 2)
+    in_flight.add(entries, 0)
+    in_flight.remove(entries[:1])
+    assert (in_flight.room_freed.is_set(), in_flight.free_slots()) == (False, 0)
+    in_flight.remove(entries[1:2])
+    assert (in_flight.room_freed.is_set(), in_flight.free_slots()) == (True, 2)
 
 
 # Runners
@@ -128,24 +128,24 @@ ALL = pytest.mark.parametrize("function", RUNNERS, ids=lambda function: function
 
 
 def runner_of(
-    function: Callable[..., Any], kind: type[Any], hand: InFlight, threads: int = 1, **options: Any
+    function: Callable[..., Any], kind: type[Any], in_flight: InFlight, threads: int = 1, **options: Any
 ) -> Runner:
     app = App("app")
     app.handler("in", name="handle", **options)(function)
     handler = app.handlers["handle"]
-    means = HandlerSteps(handler), hand, LoopMetrics(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
+    means = HandlerSteps(handler), in_flight, LoopMetrics(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
     runner: Runner = kind(*means) if handler.is_async else kind(*means, threads)
     return runner
 
 
 @contextmanager
-def running(runner: Runner, hand: InFlight) -> Iterator[None]:
+def running(runner: Runner, in_flight: InFlight) -> Iterator[None]:
     thread = threading.Thread(target=runner.run)
     thread.start()
     try:
         yield
     finally:
-        hand.buffer.put(None)
+        in_flight.buffer.put(None)
         runner.notify()
         thread.join(FAIL_SAFE_S)
     assert not thread.is_alive()
@@ -153,12 +153,12 @@ def running(runner: Runner, hand: InFlight) -> Iterator[None]:
 
 @ALL
 def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
-    stream: ReliableStream, hand: InFlight, function: Callable[..., Any]
+    stream: ReliableStream, in_flight: InFlight, function: Callable[..., Any]
 ) -> None:
     one = delivery(stream)
-    hand.add([one], 0)
-    with running(runner_of(function, RUNNERS[function], hand), hand):
-        (ran,), _ = hand.completions.collect(FAIL_SAFE_S)
+    in_flight.add([one], 0)
+    with running(runner_of(function, RUNNERS[function], in_flight), in_flight):
+        (ran,), _ = in_flight.completions.collect(FAIL_SAFE_S)
     assert ran[0] == (one,)
     assert (one.running, one.finished) == (True, True)
 
@@ -166,33 +166,33 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
 # Threads
 
 
-def nudged_while_it_runs(runner: Runner, hand: InFlight, entries: int) -> int:
+def nudged_while_it_runs(runner: Runner, in_flight: InFlight, entries: int) -> int:
     """Notify it as a reading loop does until so many have run; return how many threads there were besides the first."""
     assert isinstance(runner, ThreadRunner)
 
     def have_run() -> bool:
         runner.notify()
-        return len(hand.completions) >= entries
+        return len(in_flight.completions) >= entries
 
-    with running(runner, hand):
+    with running(runner, in_flight):
         eventually(have_run)
         return len(runner._threads)
 
 
-def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: ReliableStream, hand: InFlight) -> None:
+def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: ReliableStream, in_flight: InFlight) -> None:
     def waits(message: Message) -> None:
         time.sleep(0.02)
 
-    hand.add([delivery(stream, number) for number in range(100)], 0)
-    assert nudged_while_it_runs(runner_of(waits, ThreadRunner, hand, 4), hand, 100) == 3
+    in_flight.add([delivery(stream, number) for number in range(100)], 0)
+    assert nudged_while_it_runs(runner_of(waits, ThreadRunner, in_flight, 4), in_flight, 100) == 3
 
 
-def test_so_do_short_lists_that_wait(stream: ReliableStream, hand: InFlight) -> None:
+def test_so_do_short_lists_that_wait(stream: ReliableStream, in_flight: InFlight) -> None:
     def waits(messages: list[Message]) -> None:
         time.sleep(0.003)  # one ends between any two samples
 
-    hand.add([delivery(stream, number) for number in range(400)], 0)
-    assert nudged_while_it_runs(runner_of(waits, ThreadBatchRunner, hand, 4, batch_size=1), hand, 400) == 3
+    in_flight.add([delivery(stream, number) for number in range(400)], 0)
+    assert nudged_while_it_runs(runner_of(waits, ThreadBatchRunner, in_flight, 4, batch_size=1), in_flight, 400) == 3
 
 
 BEFORE = LoadSample(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, stalled_since_ms=0.0)
@@ -216,32 +216,32 @@ def test_another_thread_is_made_where_it_is_of_use(
 
 
 def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_message(
-    stream: ReliableStream, hand: InFlight
+    stream: ReliableStream, in_flight: InFlight
 ) -> None:
-    runner = runner_of(plain, ThreadRunner, hand, 4)
+    runner = runner_of(plain, ThreadRunner, in_flight, 4)
     assert isinstance(runner, ThreadRunner)
-    hand.on_buffered = runner.notify
-    with running(runner, hand):
+    in_flight.on_buffered = runner.notify
+    with running(runner, in_flight):
         for number in range(20):
             eventually(lambda: runner._idle_threads)
             runner.notify()
             time.sleep(0.01)  # long enough to sample the load
-            hand.add([delivery(stream, number)], 0)
-            eventually(lambda: len(hand.completions) == number + 1)  # noqa: B023 - it is over by then
+            in_flight.add([delivery(stream, number)], 0)
+            eventually(lambda: len(in_flight.completions) == number + 1)  # noqa: B023 - it is over by then
         assert not runner._threads
 
 
 @ALL
 def test_an_entry_that_was_lost_meanwhile_is_not_run_alone(
-    stream: ReliableStream, hand: InFlight, function: Callable[..., Any]
+    stream: ReliableStream, in_flight: InFlight, function: Callable[..., Any]
 ) -> None:
-    runner = runner_of(function, RUNNERS[function], hand)
-    with running(runner, hand):
+    runner = runner_of(function, RUNNERS[function], in_flight)
+    with running(runner, in_flight):
         assert runner.run_isolated(delivery(stream)) is None
 
 
 def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
-    stream: ReliableStream, hand: InFlight
+    stream: ReliableStream, in_flight: InFlight
 ) -> None:
     started = threading.Event()
 
@@ -249,12 +249,12 @@ def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
         started.set()
         await asyncio.sleep(2 * FAIL_SAFE_S)
 
-    runner = runner_of(endless, AsyncRunner, hand)
-    hand.add_unbuffered(one := delivery(stream))
+    runner = runner_of(endless, AsyncRunner, in_flight)
+    in_flight.add_unbuffered(one := delivery(stream))
     outcomes: list[object] = []
     waiting = threading.Thread(target=lambda: outcomes.append(runner.run_isolated(one)))
     waiting.start()
-    with running(runner, hand):
+    with running(runner, in_flight):
         eventually(started.is_set)
         runner.cancel_all()
     waiting.join(FAIL_SAFE_S)
@@ -273,7 +273,9 @@ class Alone:
         self.saw: list[bool] = []
 
     def run_isolated(self, _: Delivery) -> Outcome:
-        self.saw.append(any(one.running and not one.finished for hand in self._others for one in hand.deliveries))
+        self.saw.append(
+            any(one.running and not one.finished for in_flight in self._others for one in in_flight.deliveries)
+        )
         return NO_EFFECTS
 
 
@@ -298,7 +300,7 @@ def test_a_message_is_never_given_up_for_the_death_of_one_process_alone(
     assert (isolated_after(retry), crashes_allowed(retry)) == (losses, deaths)
 
 
-def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(hand: InFlight) -> None:
+def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(in_flight: InFlight) -> None:
     with Client("redis://127.0.0.1:1") as nowhere:
         here = Unmarked(nowhere, "in", app="app", handler="handle", consumer="w")
         there = Unmarked(nowhere, "in", app="app", handler="other", consumer="w")
@@ -308,18 +310,18 @@ def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(h
         app.handler("in", name="handle")(nothing)
         handler = app.handlers["handle"]
 
-        def guard_of(hand: InFlight) -> PoisonIsolation:
+        def guard_of(in_flight: InFlight) -> PoisonIsolation:
             return PoisonIsolation(
-                handler, hand, runner, stopping, quiet,  # type: ignore[arg-type]
+                handler, in_flight, runner, stopping, quiet,  # type: ignore[arg-type]
                 incarnation=Incarnation(nowhere, SYSTEM_CLOCK, app="app", consumer="w"), clock=SYSTEM_CLOCK,
             )  # fmt: skip
 
-        guard = guard_of(hand)
+        guard = guard_of(in_flight)
         guard_of(other)
         running, waiting, suspect = delivery(there), delivery(there, 2), delivery(here)
         other.add([running, waiting], 0)
         assert other.start(running, 0)
-        hand.add_unbuffered(suspect)
+        in_flight.add_unbuffered(suspect)
         guard.add_suspect(suspect)
         thread = threading.Thread(target=guard.run)
         thread.start()
@@ -328,7 +330,7 @@ def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(h
         assert other.start(waiting, 0) is None
         assert runner.saw == []
         running.finished = True
-        assert hand.completions.collect(FAIL_SAFE_S)[0]
+        assert in_flight.completions.collect(FAIL_SAFE_S)[0]
         guard.add_suspect(None)
         thread.join()
     assert runner.saw == [False]

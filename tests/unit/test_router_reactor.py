@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.router]
 
 
 def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake() -> None:
-    pump = ThreadReactor(SYSTEM_CLOCK, print)
-    pump.start()
+    pump_of = ThreadReactor(SYSTEM_CLOCK, print)
+    pump_of.start()
     try:
-        pump._notify()
-        eventually(lambda: not select.select([pump._wake_socket], [], [], 0)[0], "silence")
+        pump_of._notify()
+        eventually(lambda: not select.select([pump_of._wake_socket], [], [], 0)[0], "silence")
         called = threading.Event()
-        pump.call(called.set)
+        pump_of.call(called.set)
         assert called.wait(FAIL_SAFE_S)
     finally:
-        assert pump.stop(FAIL_SAFE_S * 1000)
+        assert pump_of.stop(FAIL_SAFE_S * 1000)

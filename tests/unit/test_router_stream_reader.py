@@ -47,19 +47,19 @@ class Bench:
         self.link = Told()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         budget = Budget(1 << 30)
-        shelf = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NO_METRICS, budget)
+        buffer = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NO_METRICS, budget)
         calls = ReaderCallbacks(
             on_read=lambda cursor: None, schedule=self._want, on_moved=lambda: None,
             read_at=lambda node, cursors: None, call_later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
         )  # fmt: skip
         link: Any = self.link
-        self.lane = StreamReader(link, shelf, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
+        self.lane = StreamReader(link, buffer, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
         self.inboxes = [
             SubscriberBuffer(name.decode(), budget, limit=1000, limit_bytes=1 << 30, when_full="wait")
             for name in streams
         ]
         for name, inbox in zip(streams, self.inboxes, strict=True):
-            shelf.add(inbox, name, b"0-0")
+            buffer.add(inbox, name, b"0-0")
         self.lane.flush()
 
     def _want(self, cursor: Cursor) -> None:

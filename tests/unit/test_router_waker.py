@@ -84,9 +84,9 @@ def test_a_wait_that_is_cancelled_loses_nothing_even_when_it_had_been_woken() ->
     async def body(bench: Bench) -> None:
         for number in range(2):
             task = await started(bench.follow())
-            bell = bench.put(number) if number else bench.waker()
+            woken = bench.put(number) if number else bench.waker()
             task.cancel()
-            asyncio.get_running_loop().call_soon(bell.wake)
+            asyncio.get_running_loop().call_soon(woken.wake)
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert bench.taken == []
@@ -141,23 +141,23 @@ def test_one_iterator_is_for_one_task() -> None:
 class Overtaken(SubscriberBuffer):
     """The router's thread delivers as soon as it can know of a waker, before the task goes on."""
 
-    pump: ThreadReactor
+    pump_of: ThreadReactor
 
     def prepare_wait(self, waker: WakeTarget) -> bool:
         free = super().prepare_wait(waker)
         if free and not self.put_count:
             delivered = threading.Event()
             self.put(batch_of([[b"1-0", []]], BUDGET))
-            self.pump.call(lambda: self.pump.wake(self))
-            self.pump.call(delivered.set)
+            self.pump_of.call(lambda: self.pump_of.wake(self))
+            self.pump_of.call(delivered.set)
             assert delivered.wait(FAIL_SAFE_S)
         return free
 
 
 def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_heard_of() -> None:
     inbox = Overtaken("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
-    inbox.pump = pump = ThreadReactor(SYSTEM_CLOCK, print)
-    pump.start()
+    inbox.pump_of = pump_of = ThreadReactor(SYSTEM_CLOCK, print)
+    pump_of.start()
 
     async def body() -> Any:
         return await asyncio.wait_for(anext(aiter(Subscription(inbox, Desk()))), FAIL_SAFE_S)
@@ -165,15 +165,15 @@ def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_he
     try:
         assert asyncio.run(body()).id == "1-0"
     finally:
-        assert pump.stop(FAIL_SAFE_S * 1000)
+        assert pump_of.stop(FAIL_SAFE_S * 1000)
 
 
 def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     inbox = SubscriberBuffer("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
     inbox.waker = Waker()
-    pump = ThreadReactor(SYSTEM_CLOCK, print)
-    pump.wake(inbox)
-    pump._end_round()
+    pump_of = ThreadReactor(SYSTEM_CLOCK, print)
+    pump_of.wake(inbox)
+    pump_of._end_round()
     assert "in no event loop" in caplog.text
 
 

@@ -15,6 +15,7 @@ from millstream.model import ZERO_ID
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, StreamKeys, from_wire, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Arg, Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -131,7 +132,7 @@ def _read_places(client: Client, places: Sequence[HandlerKeys]) -> list[_Place]:
     for keys, (length, groups, meta, pending, letters, delayed) in zip(places, _rows(replies, 6), strict=True):
         if length is None or meta is None:
             continue
-        named = [dict(zip(one[::2], one[1::2], strict=True)) for one in groups or ()]
+        named = [mapping_of(one) for one in groups or ()]
         group = next((one for one in named if from_wire(one[b"name"]) == keys.group), {})
         found.append(
             _Place(

@@ -18,6 +18,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
+from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.redis_client.resp import Arg, Reply
 
 _SCAN_PAGE = 1_000
@@ -111,7 +112,7 @@ def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator
     cursor: Arg = 0
     while True:
         cursor, items = client.execute("HSCAN", to_wire(keys.state), cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
-        yield from zip(items[::2], items[1::2], strict=True)
+        yield from pairs_of(items)
         if int(cursor) == 0:
             return
 
@@ -158,10 +159,10 @@ def _find_streams(client: Client, most: int | None, budget_ms: float, clock: Clo
 def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:
     now_ms = server_time_ms(client)
     reports = _readable(names, send_all(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
-    known = {name: _to_dict(reply) for name, reply in reports.items()}
+    known = {name: mapping_of(reply) for name, reply in reports.items()}
     grouped = [name for name, values in known.items() if values[b"groups"]]
     replies = _readable(grouped, send_all(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]), hidden)
-    groups = {name: tuple(_group(_to_dict(group)) for group in reply) for name, reply in replies.items()}
+    groups = {name: tuple(_group(mapping_of(group)) for group in reply) for name, reply in replies.items()}
     for name, values in known.items():
         first, last = values[b"first-entry"], values[b"last-entry"]
         yield StreamReport(
@@ -390,7 +391,3 @@ def _or_denied(found: C, hidden: Sequence[AccessDenied]) -> C:
     if hidden and not found:
         raise hidden[0]
     return found
-
-
-def _to_dict(reply: Reply) -> dict[bytes, Any]:
-    return dict(zip(reply[::2], reply[1::2], strict=True))

@@ -19,6 +19,7 @@ from millstream.redis_client.key_names import (
     worker_name_key,
 )
 from millstream.redis_client.pipelining import send_all, server_time_ms
+from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Command
 
 _LIVE_MS = 60_000.0
@@ -80,9 +81,7 @@ def _announced(client: Client, found: Sequence[HandlerKeys]) -> dict[str, frozen
     return {
         label: frozenset()
         if isinstance(reply, RedisError)
-        else frozenset(
-            from_wire(name) for name, until in zip(reply[::2], reply[1::2], strict=True) if float(until) > now_ms
-        )
+        else frozenset(from_wire(name) for name, until in pairs_of(reply) if float(until) > now_ms)
         for label, reply in zip(handlers, replies, strict=True)
     }
 
@@ -103,10 +102,10 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
     except (AccessDenied, ConfigError, WrongType):  # WrongType: another program has written these keys
         return None
     now_s = float(seconds)
-    living = {name for name, until in zip(alive[::2], alive[1::2], strict=True) if float(until) / 1000 > now_s}
+    living = {name for name, until in pairs_of(alive) if float(until) / 1000 > now_s}
     if not living:
         return None
-    pairs = ((stream, owner.partition(b" ")[2]) for stream, owner in zip(owners[::2], owners[1::2], strict=True))
+    pairs = ((stream, owner.partition(b" ")[2]) for stream, owner in pairs_of(owners))
     return {from_wire(stream): [from_wire(name)] for stream, name in pairs if name in living}
 
 

@@ -5,13 +5,14 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from millstream.admin.findings import Finding, run_check
 from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client
 from millstream.redis_client.redaction import redact_url
+from millstream.redis_client.replies import mapping_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def read_servers(client: Client) -> list[Server]:
     @functools.cache
     def settings() -> Mapping[str, Mapping[str, str]]:
         found = client.execute_on_primaries("CONFIG", "GET", *_SETTINGS)
-        return {address: _to_settings(reply) for address, reply in found}
+        return {address: mapping_of([part.decode("utf-8", "replace") for part in reply]) for address, reply in found}
 
     return [
         Server(
@@ -266,11 +267,6 @@ def _settings_of(read: Callable[[], Mapping[str, Mapping[str, str]]], address: s
 def _to_info(reply: bytes) -> dict[str, str]:
     lines = (line.partition(":") for line in reply.decode("utf-8", "replace").splitlines())
     return {name: value for name, colon, value in lines if colon}
-
-
-def _to_settings(reply: Sequence[bytes]) -> dict[str, str]:
-    texts = [part.decode("utf-8", "replace") for part in reply]
-    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def redis_cli(url: str, address: str) -> str:

@@ -18,7 +18,7 @@ from millstream.balancer.notification_queue import NotificationQueue
 from millstream.balancer.notifications import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
 from millstream.balancer.policy import BalancerPolicy
 from millstream.balancer.protocol import UNASSIGNED, HeartbeatReply, HeartbeatRequest, Service, announce
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
@@ -313,21 +313,20 @@ class Balancer:
 
     def _heartbeat_with_retry(self) -> HeartbeatReply:
         """Send a heartbeat, and retry with back-off while Redis is unavailable."""
-        wait_ms, since_ms = _FIRST_BACKOFF_MS, self._clock.monotonic_ms()
+        backoff, since_ms = Backoff(_FIRST_BACKOFF_MS, _LAST_BACKOFF_MS), self._clock.monotonic_ms()
         while not self._stopping.is_set():
             try:
                 reply = self._heartbeat()
             except (Unavailable, NameHeld) as error:
                 self._mark_uncertain()
-                if wait_ms == _FIRST_BACKOFF_MS:
+                if not backoff.has_begun:
                     logger.warning("consumer %s lost contact with Redis: %s; retrying", self.consumer, error)
                 with self._lock:
                     if self._held and self._clock.monotonic_ms() >= self._valid_until_ms:
                         self._revoke_all("lost contact")
-                self._stopping.wait(wait_ms / 1000)
-                wait_ms = min(2 * wait_ms, _LAST_BACKOFF_MS)
+                self._stopping.wait(backoff.next_ms() / 1000)
             else:
-                if wait_ms > _FIRST_BACKOFF_MS:
+                if backoff.has_begun:
                     away_ms = self._clock.monotonic_ms() - since_ms
                     logger.warning("consumer %s reconnected to Redis after %.1f s", self.consumer, away_ms / 1000)
                 return reply

@@ -14,6 +14,7 @@ from millstream.balancer.notifications import Lease
 from millstream.errors import AccessDenied, AlreadyOwned, ConfigError, LeaseLost, NameHeld, StreamNotFound
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import ServiceKeys, check_stream, from_wire, to_wire
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Arg, Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -307,7 +308,7 @@ def _pairs(leases: Sequence[Lease]) -> list[Arg]:
 
 def _lease(reply: Sequence[Any]) -> Lease:
     stream, token, announced, items, losses = reply
-    fields = dict(zip(items[::2], items[1::2], strict=True))
+    fields = mapping_of(items)
     try:
         info = json.loads(fields.get(ANNOUNCEMENT_FIELD.encode(), b"null"))[_INFO]
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import ServiceKeys, from_wire
+from millstream.redis_client.replies import mapping_of, pairs_of
 
 _PAGE = 1_000
 _OWNER = re.compile(rb"(\d{1,19}) (.*)", re.DOTALL)
@@ -68,7 +69,7 @@ def fetch_service_state(client: Client, service: str) -> ServiceState:
     ]
     commands = [("XLEN", keys.input), ("XLEN", keys.dead), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES")]
     announced, dead, alive = map(raise_if_error, client.pipeline(commands))
-    until = dict(zip(alive[::2], alive[1::2], strict=True))
+    until = mapping_of(alive)
     has = Counter(one.consumer for one in streams)
     consumers = [
         _consumer(from_wire(name), record, has[from_wire(name)], float(until.get(name, b"0")))
@@ -112,7 +113,7 @@ def _pairs(client: Client, key: str) -> Iterator[tuple[bytes, bytes]]:
     cursor = b"0"
     while True:
         cursor, page = client.execute("HSCAN", key, cursor, "COUNT", _PAGE)
-        for name, value in zip(page[::2], page[1::2], strict=True):
+        for name, value in pairs_of(page):
             if name not in seen:  # HSCAN may return a field twice
                 seen.add(name)
                 yield name, value

@@ -13,6 +13,7 @@ from millstream.formats import format_age, pluralize
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields
 from millstream.redis_client.pipelining import server_time_ms
+from millstream.redis_client.replies import pairs_of
 
 _FIELD_CHARS = 60
 
@@ -75,8 +76,6 @@ def cancel(
 def _row(one: DelayedMessage, now_ms: int) -> tuple[str, str, str, str]:
     wait_ms = one.due_ms - now_ms
     due_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.due_ms / 1000))
-    fields = " ".join(
-        f"{escape(name)}={escape(value)}" for name, value in zip(one.pairs[::2], one.pairs[1::2], strict=True)
-    )
+    fields = " ".join(f"{escape(name)}={escape(value)}" for name, value in pairs_of(one.pairs))
     shown = fields if one.problem is None else f"unreadable: {one.problem}"
     return escape(one.id), format_age(wait_ms) if wait_ms > 0 else "overdue", due_at, truncate(shown, _FIELD_CHARS)

@@ -45,6 +45,7 @@ from millstream.formats import format_age, pluralize
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields, json_value, unescape
+from millstream.redis_client.replies import pairs_of
 
 _LETTER_ID = re.compile(r"\d+-\d+")
 _ERROR_CHARS = 60
@@ -298,7 +299,7 @@ def _show(entry: DeadLetterEntry) -> None:
     print_line("")
     print_line("fields")
     pairs = letter.pairs if letter else entry.pairs
-    print_details((f"  {escape(name)}", escape(value)) for name, value in zip(pairs[::2], pairs[1::2], strict=True))
+    print_details((f"  {escape(name)}", escape(value)) for name, value in pairs_of(pairs))
     if letter and letter.traceback:
         print_text(f"\ntraceback\n{letter.traceback.rstrip()}")
 

@@ -19,6 +19,7 @@ from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.escaping import escape, json_fields
 from millstream.redis_client.key_names import is_pattern
+from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Reply
 from millstream.router import END, Gap, Item, Router
 from millstream.router.stream_events import Reason
@@ -160,10 +161,7 @@ class _Printer:
         if self._as_json:
             print_json({"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)})
         else:
-            shown = (
-                f"{escape(name)}={truncate(escape(value), _SHOWN_CHARS)}"
-                for name, value in zip(pairs[::2], pairs[1::2], strict=True)
-            )
+            shown = (f"{escape(name)}={truncate(escape(value), _SHOWN_CHARS)}" for name, value in pairs_of(pairs))
             print_line(f"{_time(entry_id) or '-'}  {escape(stream)}  {entry_id}  {'  '.join(shown)}")
         self._left -= 1
         return self._left <= 0

@@ -20,6 +20,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.replies import time_us_of
 from millstream.redis_client.resp import Arg, Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -121,10 +122,10 @@ class CommitStore:
 
         It is the server's time in microseconds, so a failover to a replica that missed the last epoch cannot repeat it.
         """
-        seconds, microseconds = self._client.execute("TIME")
+        now_us = time_us_of(self._client.execute("TIME"))
         epochs = self._client.pipeline([("HGET", self.keys(stream).meta, "epoch") for stream in streams])
         known = max((int(raise_if_error(epoch) or 0) for epoch in epochs), default=0)
-        return max(int(seconds) * 1_000_000 + int(microseconds), known + 1)
+        return max(now_us, known + 1)
 
     def begin_run(self, streams: Sequence[str]) -> dict[str, CommittedPosition]:
         """Raise the epoch of each stream to this run's token, and return how far each stream is committed.

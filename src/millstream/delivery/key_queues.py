@@ -13,6 +13,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.redis_client.pipelining import call_all, send_all
+from millstream.redis_client.replies import mapping_of, pairs_of, time_ms_of
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
@@ -100,7 +101,7 @@ def _describe(client: Client, keys: HandlerKeys, snapshot: "_Snapshot", names: S
     )
     # A key that holds no list is no key queue: it has no length, and is shown as unreadable.
     counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
-    lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
+    lengths = dict(zip(names, pairs_of(counted), strict=True))
     counts_of_first = call_all(
         client,
         [("HMGET", keys.crashes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
@@ -138,7 +139,7 @@ class _Snapshot:
 
     @classmethod
     def read(cls, client: Client, keys: HandlerKeys, most: int) -> "_Snapshot":
-        (seconds, micros), owners, leases, backoff, parked, ready, engine = call_all(
+        time, owners, leases, backoff, parked, ready, engine = call_all(
             client,
             [
                 ("TIME",), ("HGETALL", keys.owners), ("ZRANGE", keys.leases, 0, -1, "WITHSCORES"),
@@ -147,8 +148,8 @@ class _Snapshot:
             ],
         )  # fmt: skip
         return cls(
-            now_ms=int(seconds) * 1000 + int(micros) // 1000,
-            owners=_mapping(owners), leases=_mapping(leases), backoff=_mapping(backoff), parked=_mapping(parked),
+            now_ms=time_ms_of(time),
+            owners=mapping_of(owners), leases=mapping_of(leases), backoff=mapping_of(backoff), parked=mapping_of(parked),
             ready={name: place for place, name in enumerate(ready, 1)},
             waits_for=_waits_for(engine),
         )  # fmt: skip
@@ -156,7 +157,7 @@ class _Snapshot:
     @classmethod
     def of_names(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
         """Read the state of these key queues only."""
-        (seconds, micros), engine, owners, parked, leases, backoff = call_all(
+        time, engine, owners, parked, leases, backoff = call_all(
             client,
             [
                 ("TIME",), ("HGET", keys.meta, "owner"), ("HMGET", keys.owners, *names), ("HMGET", keys.parked, *names),
@@ -164,7 +165,7 @@ class _Snapshot:
             ],
         )  # fmt: skip
         return cls(
-            now_ms=int(seconds) * 1000 + int(micros) // 1000,
+            now_ms=time_ms_of(time),
             owners=_present(names, owners), leases=_present(names, leases), backoff=_present(names, backoff),
             parked=_present(names, parked), ready={}, waits_for=_waits_for(engine),
         )  # fmt: skip
@@ -284,7 +285,7 @@ def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason:
     (first,) = call_all(client, [("LINDEX", keys.queue(queue), 0)])
     if first is None:
         return None
-    found, (*counts, packed), (seconds, micros) = call_all(
+    found, (*counts, packed), time = call_all(
         client,
         [
             ("XRANGE", keys.stream, first, first),
@@ -297,7 +298,7 @@ def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason:
     letter = DeadLetter(
         stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(queue), app=keys.app,
         handler=keys.handler, attempts=sum(int(count or 0) for count in counts), reason=reason, error=error,
-        traceback=last.traceback, time_ms=int(seconds) * 1000 + int(micros) // 1000,
+        traceback=last.traceback, time_ms=time_ms_of(time),
     )  # fmt: skip
     done = _run_park_unpark_skip(client, keys, (queue, "skip", first, *letter.items()))
     return first.decode() if done else None
@@ -348,7 +349,7 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     """
     wrong: list[str] = []
     ready = client.execute("LRANGE", keys.ready, 0, -1)
-    owners = _mapping(client.execute("HGETALL", keys.owners))
+    owners = mapping_of(client.execute("HGETALL", keys.owners))
     leases = set(client.execute("ZRANGE", keys.leases, 0, -1))
     backoff = set(client.execute("ZRANGE", keys.backoff, 0, -1))
     parked = set(client.execute("HKEYS", keys.parked))
@@ -388,10 +389,6 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     if counted - queued:
         wrong.append(f"crash counts of entries that are done: {counted - queued}")
     return wrong
-
-
-def _mapping(items: list[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(items[::2], items[1::2], strict=True))
 
 
 def _key_of(name: bytes) -> bytes | None:

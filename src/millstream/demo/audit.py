@@ -11,6 +11,7 @@ from millstream.handlers.attempt import parse_state
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.testing.history import check_outputs
 
 KEYS = HandlerKeys("airline", "departure", "flights")
@@ -199,7 +200,7 @@ def _parse(items: Sequence[bytes]) -> Departure:
 
 def _row(items: Sequence[bytes]) -> int:
     """Return the flight's place in the source; -1, which no flight has, if there is none."""
-    fields = dict(zip(items[::2], items[1::2], strict=True))
+    fields = mapping_of(items)
     return int(fields.get(b"row", b"-1"))
 
 
@@ -208,6 +209,6 @@ def _read_states(client: Client) -> dict[str, Mapping[str, Any]]:
     cursor: bytes | int = 0
     while True:
         cursor, pairs = client.execute("HSCAN", KEYS.state, cursor, "COUNT", _CHUNK)
-        states |= {k.decode(): parse_state(v) for k, v in zip(pairs[::2], pairs[1::2], strict=True)}
+        states |= {k.decode(): parse_state(v) for k, v in pairs_of(pairs)}
         if int(cursor) == 0:
             return states

@@ -112,8 +112,3 @@ def execute_on(client: Client, stream: str, *command: Arg) -> Reply:
         raise WrongType(f"{stream} is not a stream: rename or delete that key") from error
     except KeyMissing as error:
         raise GroupMissing(f"there is no stream {stream!r}: add an entry, or create it with its group") from error
-
-
-def to_mapping(items: Sequence[Reply]) -> dict[bytes, Reply]:
-    """Return an XINFO reply, alternating names and values, as a mapping."""
-    return dict(zip(items[::2], items[1::2], strict=True))

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from millstream.errors import CommandFailed, ConfigError, RedisError
-from millstream.groups.entries import BEGINNING, Id, execute_on, to_mapping, wire_id
+from millstream.groups.entries import BEGINNING, Id, execute_on, wire_id
 from millstream.groups.pending import PendingList
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.redis_client.pipelining import send_all
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
@@ -63,7 +64,7 @@ def groups_of(client: Client, stream: str) -> list[GroupInfo]:
     """Return the groups of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
     found = []
     for item in execute_on(client, stream, "XINFO", "GROUPS", to_wire(stream)):
-        info = to_mapping(item)
+        info = mapping_of(item)
         found.append(
             GroupInfo(
                 name=from_wire(info[b"name"]),
@@ -223,7 +224,7 @@ def consumers_of(client: Client, places: Sequence[tuple[str, str]]) -> dict[tupl
 
 
 def _to_consumers(reply: Reply) -> list[ConsumerInfo]:
-    found = [to_mapping(item) for item in reply]
+    found = [mapping_of(item) for item in reply]
     consumers = [
         ConsumerInfo(
             name=from_wire(info[b"name"]),

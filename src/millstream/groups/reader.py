@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.errors import ConfigError, GroupMissing, Unavailable
 from millstream.groups.consumer import Consumer
 from millstream.groups.entries import BEGINNING, END, Batch, Id, check_position, wire_id
@@ -25,7 +25,7 @@ from millstream.redis_client.client import Client
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
+_WAITS_MS = (50.0, 1_000.0)
 _LOG_EVERY_MS = 1000.0
 _FIRST_CURSOR = b"0-0"
 
@@ -117,7 +117,7 @@ class Reader:
         self._reread_after: dict[str, Id] = {}
         self._claim_cursors: deque[tuple[str, bytes]] = deque()
         self._next_claim_ms = clock.monotonic_ms()
-        self._wait_ms = 0.0
+        self._backoff = Backoff(*_WAITS_MS, at_once=True)
         self._away_since_ms: float | None = None
         self._last_error = ""
         self._next_log_ms = 0.0
@@ -188,7 +188,7 @@ class Reader:
         # While there is more to claim, do not block.
         block_ms = 0 if self._claim_cursors else self._policy.block_ms
         batches = self._consumer.read_new(count=self._policy.count, block_ms=block_ms, noack=self._policy.noack)
-        self._wait_ms = 0.0
+        self._backoff.reset()
         for batch in batches:
             self._last_ids[batch.stream] = batch.raw[-1][0]
         return (
@@ -269,7 +269,8 @@ class Reader:
     # Errors
 
     def _recreate_groups(self, cause: GroupMissing) -> None:
-        self._back_off()
+        if wait_ms := self._backoff.next_ms():
+            self._clock.sleep_ms(wait_ms)
         for stream, group in self._groups.items():
             at = self._resume_id(stream)
             if group.create(at, mkstream=True):
@@ -301,8 +302,7 @@ class Reader:
         self._log(
             "consumer %s waits for Redis, %.0f s so far: %s", self._name, (now_ms - self._away_since_ms) / 1000, error
         )
-        self._wait_ms = self._wait_ms or _FIRST_WAIT_MS
-        self._back_off()
+        self._clock.sleep_ms(self._backoff.next_ms() or self._backoff.next_ms())
 
     def _end_outage(self) -> None:
         if self._away_since_ms is not None:
@@ -310,12 +310,6 @@ class Reader:
             self._away_since_ms = None
             self._on_event(Resumed(away_ms=away_ms, cause=self._last_error))
             self._log("consumer %s reconnected after %.1f s", self._name, away_ms / 1000)
-
-    def _back_off(self) -> None:
-        """Wait, unless this is the first error since the last successful read."""
-        if self._wait_ms:
-            self._clock.sleep_ms(self._wait_ms)
-        self._wait_ms = min(max(self._wait_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
 
     def _log(self, message: str, *args: Any) -> None:
         now_ms = self._clock.monotonic_ms()

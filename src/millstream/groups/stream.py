@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from millstream.errors import ConfigError
-from millstream.groups.entries import Delivered, execute_on, to_mapping
+from millstream.groups.entries import Delivered, execute_on
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, to_wire
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Reply
 
 
@@ -89,7 +90,7 @@ class StreamDetails(StreamFigures):
 
 def stream_info(client: Client, stream: str) -> StreamInfo:
     """Return the figures of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
-    info = to_mapping(execute_on(client, stream, "XINFO", "STREAM", to_wire(stream)))
+    info = mapping_of(execute_on(client, stream, "XINFO", "STREAM", to_wire(stream)))
     first, last = _entry(info[b"first-entry"]), _entry(info[b"last-entry"])
     return StreamInfo(groups=info[b"groups"], first=first, last=last, **_figures(info))
 
@@ -103,10 +104,10 @@ def stream_details(client: Client, stream: str, *, count: int = 10) -> StreamDet
     """
     if count < 1:
         raise ConfigError(f"count={count}: Redis would list all entries; use 1 or more")
-    info = to_mapping(execute_on(client, stream, "XINFO", "STREAM", to_wire(stream), "FULL", "COUNT", count))
+    info = mapping_of(execute_on(client, stream, "XINFO", "STREAM", to_wire(stream), "FULL", "COUNT", count))
     return StreamDetails(
         entries=[Delivered(entry_id, pairs, 0) for entry_id, pairs in info[b"entries"]],
-        groups=[_group(to_mapping(one)) for one in info[b"groups"]],
+        groups=[_group(mapping_of(one)) for one in info[b"groups"]],
         **_figures(info),
     )
 
@@ -135,7 +136,7 @@ def _group(info: Mapping[bytes, Reply]) -> GroupDetails:
         lag=info[b"lag"],
         pending=info[b"pel-count"],
         held=[HeldEntry(one, from_wire(name), since_ms, times) for one, name, since_ms, times in info[b"pending"]],
-        consumers=[_consumer(to_mapping(one)) for one in info[b"consumers"]],
+        consumers=[_consumer(mapping_of(one)) for one in info[b"consumers"]],
     )
 
 

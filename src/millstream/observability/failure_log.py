@@ -18,6 +18,7 @@ from millstream.handlers.attempt import Parked, RetryLater, traceback_of
 from millstream.handlers.handler import Handler
 from millstream.redis_client.escaping import escape, escape_line, escape_lines, json_value
 from millstream.redis_client.redaction import redact_text
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Arg
 
 logger = logging.getLogger("millstream.failures")
@@ -158,7 +159,7 @@ class FailureLog:
     def dead_lettered(self, letters: Sequence[Sequence[Arg]]) -> None:
         """Log dead letters that were written, as `DeadLetter.items` returns them."""
         for items in letters:
-            found = dict(zip(items[::2], items[1::2], strict=True))
+            found = mapping_of(items)
             reason, error = _text(found["reason"]), _text(found["error"])
             kind = f"{reason} {_kind_of_text(error, '')}"
             is_admitted, is_new = self._admit(self._dead, kind)

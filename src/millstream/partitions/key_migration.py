@@ -20,6 +20,7 @@ from millstream.partitions.partition_map import PartitionMap, PastOwner, moved_a
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, StreamKeys, to_wire
+from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Arg, Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -129,7 +130,7 @@ class KeyMigration:
             "HSCAN", names.awaiting, self._cursors.get(place, _START), "COUNT", _AT_ONCE
         )
         self._cursors[place] = cursor
-        awaiting = {line[1:]: reason for line, reason in zip(items[::2], items[1::2], strict=True)}
+        awaiting = {line[1:]: reason for line, reason in pairs_of(items)}
         found = self._query_past_owners(place, list(awaiting))
         for detour, keys in found.detours.items():
             self._await_keys(detour, keys)

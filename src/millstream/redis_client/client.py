@@ -18,7 +18,7 @@ from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.connection import ConnectionPool
 from redis.exceptions import AskError, MovedError, NoScriptError
 
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissing, Unavailable, WrongType
 from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
 from millstream.redis_client.error_translation import (
@@ -267,7 +267,7 @@ class Client:
         is raised.
         """
         began = self._clock.monotonic_ms()
-        wait_ms, next_log_ms = 50.0, 0.0
+        backoff, next_log_ms = Backoff(50, 1_000), 0.0
         while True:
             try:
                 result = operation()
@@ -278,8 +278,7 @@ class Client:
                 if waited_ms >= next_log_ms:
                     logger.warning("%s is waiting for Redis (%.0f s so far): %s", what, waited_ms / 1000, error)
                     next_log_ms = waited_ms + 5000
-                self._clock.sleep_ms(wait_ms)
-                wait_ms = min(wait_ms * 2, 1000.0)
+                self._clock.sleep_ms(backoff.next_ms())
             else:
                 if next_log_ms:
                     waited_ms = self._clock.monotonic_ms() - began

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.replies import time_ms_of
 from millstream.redis_client.resp import Command, Reply, ReplySize
 
 _COMMANDS_PER_TRIP = 1_000
@@ -24,5 +25,4 @@ def call_all(client: Client, commands: Sequence[Command]) -> list[Reply]:
 
 def server_time_ms(client: Client) -> int:
     """The time of the server, in Unix milliseconds. Raises RedisError."""
-    seconds, microseconds = client.execute("TIME")
-    return int(seconds) * 1000 + int(microseconds) // 1000
+    return time_ms_of(client.execute("TIME"))

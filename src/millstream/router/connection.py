@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millstream.clock import Backoff
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, MillstreamError, Unavailable
 from millstream.redis_client.resp import CHUNK_BYTES, Command, Push, RespConnection
 from millstream.router.reactor import Reactor
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
+_WAITS_MS = (50.0, 1_000.0)
 _WARN_EVERY_MS = 5000.0
 _TICK_MS = 250.0
 _MOST_CHUNKS = 8  # per call, so that other connections get their turn
@@ -82,7 +83,7 @@ class ReconnectingConnection:
         self._in_flight: deque[tuple[int, ReplyCallback]] = deque()
         self._replies: list[Any] = []
         self._last_reply_ms = self._down_since_ms = self._up_since_ms = reactor.clock.monotonic_ms()
-        self._backoff_ms = 0.0
+        self._backoff = Backoff(*_WAITS_MS, at_once=True)
         self._warned_ms: float | None = None
         self._warned = False
         self._redial()
@@ -197,8 +198,8 @@ class ReconnectingConnection:
         was_up = self.up
         if was_up:
             self._down_since_ms = self._reactor.clock.monotonic_ms()
-            if self._down_since_ms - self._up_since_ms >= self._backoff_ms:  # it was stable: no back-off
-                self._backoff_ms = 0.0
+            if self._down_since_ms - self._up_since_ms >= self._backoff.upcoming_ms:  # it was stable
+                self._backoff.reset()
         self._disconnect()
         if was_up:
             self._events.on_down(hung_up)
@@ -222,8 +223,7 @@ class ReconnectingConnection:
             self._warned_ms, self._warned = now_ms, True
             away_s = (now_ms - self._down_since_ms) / 1000
             logger.warning("%s unreachable for %.0f s: %s; redialling", self.name, away_s, error)
-        self._reactor.call_later(self._backoff_ms, self._redial)
-        self._backoff_ms = min(max(self._backoff_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
+        self._reactor.call_later(self._backoff.next_ms(), self._redial)
 
     def _check_alive(self) -> None:
         """Detect a dead connection: send a PING when it is silent, and redial when no reply comes."""

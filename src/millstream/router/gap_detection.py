@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from millstream.errors import KeyMissing
+from millstream.redis_client.replies import mapping_of
 
 ZERO = b"0-0"
 _LAST_SEQ = (1 << 64) - 1
@@ -55,7 +56,7 @@ def counters_of(reply: Any) -> StreamCounters | None:
     """Parse a reply of XINFO STREAM; None for an error that says nothing about the stream."""
     if isinstance(reply, Exception):
         return MISSING if isinstance(reply, KeyMissing) else None
-    fields = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+    fields = reply if isinstance(reply, dict) else mapping_of(reply)
     first, last = fields[b"first-entry"], fields[b"last-entry"]
     length = int(fields[b"length"])
     return StreamCounters(

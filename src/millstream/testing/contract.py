@@ -20,6 +20,7 @@ from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Command
 
 APP = "contract"
@@ -289,7 +290,7 @@ def _leftovers(client: Client, case: Case) -> Iterator[str]:
     if committed != len(case.entries):
         yield f"{committed} of {len(case.entries)} entries are committed"
     for items in client.execute("XINFO", "GROUPS", case.stream):
-        group = dict(zip(items[::2], items[1::2], strict=True))
+        group = mapping_of(items)
         if group[b"name"] == case.keys.group.encode() and group[b"pending"]:
             yield f"{group[b'pending']} entries are pending"
     left = client.execute("HGETALL", case.keys.crashes)

@@ -29,6 +29,7 @@ from millstream.handlers.decoding import compile_decoder
 from millstream.handlers.encoding import encode_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
+from millstream.redis_client.replies import mapping_of
 
 T = TypeVar("T")
 
@@ -158,4 +159,4 @@ def _of_one(ended: BatchOutcome) -> Outcome:
 
 def _texts(outputs: Outputs) -> list[dict[str, str]]:
     decoded = ([part.decode("utf-8", "surrogateescape") for part in output] for output in outputs)
-    return [dict(zip(parts[::2], parts[1::2], strict=True)) for parts in decoded]
+    return [mapping_of(parts) for parts in decoded]

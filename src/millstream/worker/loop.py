@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_SLACK_MS = 10_000
 _FULL_WAIT_S = 0.02
 _POLL_S = 0.005
-_BACK_OFF_MS = (50.0, 1_000.0)
+_WAITS_MS = (50.0, 1_000.0)
 _DISCOVERY_SHARE = 20
 _EXCLUDED_MS = 60_000.0
 
@@ -214,7 +214,7 @@ class ReadingLoop:
 
     def _run_fetcher(self) -> None:
         """Fetch new entries while there is room for them."""
-        wait_ms, away = _BACK_OFF_MS[0], False
+        backoff, away = Backoff(*_WAITS_MS), False
         while not self._stopping.is_set():
             self._runner.notify()
             if self._ordering.renewal.reread_pending.is_set():
@@ -240,10 +240,9 @@ class ReadingLoop:
                     self._recover_pending if isinstance(error, Unavailable) else self._rejoin_streams
                 )
                 # Redis may answer other commands and still refuse the next read: wait in any case.
-                self._stopping.wait(wait_ms / 1000)
-                wait_ms = min(2 * wait_ms, _BACK_OFF_MS[1])
+                self._stopping.wait(backoff.next_ms() / 1000)
             else:
-                wait_ms = _BACK_OFF_MS[0]
+                backoff.reset()
                 if away:
                     away = False
                     self.loop_metrics.count_reconnect()

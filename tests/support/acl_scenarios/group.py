@@ -21,13 +21,13 @@ def take_from_group(url: str, admin: Client) -> None:
     options = parse({**given, "maxOffsetsPerTrigger": "4", "failOnDataLoss": "false"}, {})
     assert options.sharing is not None
     with Client(url) as client, ExitStack() as stack:
-        first, taker, other = (GroupBatchPlanner(client, options, options.sharing, cores=2) for _ in range(3))
-        for one in (first, taker, other):
+        first, reader, other = (GroupBatchPlanner(client, options, options.sharing, cores=2) for _ in range(3))
+        for one in (first, reader, other):
             stack.callback(one.close)
         end = first.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
         assert sum(end.counts.values()) == 4
-        (portions,) = taker.plan_tasks(BEFORE_FIRST_BATCH, end)
+        (portions,) = reader.plan_tasks(BEFORE_FIRST_BATCH, end)
         reading = GroupPartitionReader(client, portions, limit_ms=0, fail_on_data_loss=True)
         assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs) == 4
-        assert sum(taker.plan_next(end, target=None, may_delay=False).end.counts.values()) == 4
+        assert sum(reader.plan_next(end, target=None, may_delay=False).end.counts.values()) == 4
         assert sum(other.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end.counts.values()) == 4

@@ -45,11 +45,11 @@ def publish(admin: Client, *tickets: str) -> list[str]:
     return [admin.execute("XADD", "orders", "*", "ticket_id", ticket).decode() for ticket in tickets]
 
 
-def give(desk: Delegator, registry: Registry, name: str, count: int = 10) -> list[str]:
+def give(delegator: Delegator, registry: Registry, name: str, count: int = 10) -> list[str]:
     """Register a consumer with a new incarnation; return the ids assigned to it."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1)
-    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
-    return [one.decode() for one in desk.assign(name, found, count=count)]
+    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    return [one.decode() for one in delegator.assign(name, found, count=count)]
 
 
 def direct(url: str, admin: Client) -> None:
@@ -57,56 +57,58 @@ def direct(url: str, admin: Client) -> None:
     with Client(url) as client:
         warn_of_data_loss(client)
         registry = Registry(client, KEYS)
-        desk = Delegator(client, registry, SETTINGS)
+        delegator = Delegator(client, registry, SETTINGS)
         publish(admin, "A")
         before = ReliableStream(admin, "orders", app="master", handler="bill", consumer="w")
         before.join()
         before.fetch(count=1)
-        desk.join()
+        delegator.join()
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-        desk.group_stream.refresh()
-        take_in(client, desk, registry, admin)
-        look_after(client, desk, registry, admin)
+        delegator.group_stream.refresh()
+        take_in(client, delegator, registry, admin)
+        look_after(client, delegator, registry, admin)
         adopt(client, admin)
         views = Queries(client, registry, SETTINGS)
         assert views.consumers(None, 10).consumers
         views.tickets(None, 10)
         list_queues(client, KEYS)
         rounds = FewRounds(read_within_ms=1_000, run_within_ms=1_000, clock=SYSTEM_CLOCK)
-        DelegationLoop(url, desk, registry, SETTINGS, progress=rounds).run(rounds.over)
+        DelegationLoop(url, delegator, registry, SETTINGS, progress=rounds).run(rounds.over)
 
 
-def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> int:
+def acknowledge(client: Client, delegator: Delegator, name: str, message_id: str) -> int:
     """The number of messages that this acknowledges."""
-    (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([AckRequest(name, [message_id.encode()])])
+    (found,) = Acknowledger(client, Registry(client, KEYS), delegator).acknowledge(
+        [AckRequest(name, [message_id.encode()])]
+    )
     return found.newly_acked
 
 
-def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
+def take_in(client: Client, delegator: Delegator, registry: Registry, admin: Client) -> None:
     """The calls of consumers about their messages; the first acknowledges as many as the list of done messages keeps."""
     admin.execute("HSET", f"{KEYS.base}:done", *(part for number in range(19_999) for part in (number, "c9")))
     publish(admin, "A", "A", "B", "C", "D")
-    a, b, c, d = give(desk, registry, "c1")
-    assert acknowledge(client, desk, "c1", a)
-    desk.fail("c1", b, "why")
-    desk.fail("c1", c, "why", retry=False)
-    desk.release("c1", d)
-    desk.release("c1")
-    while desk.group_stream.enqueue_new(count=100, most_pending=1_000):
+    a, b, c, d = give(delegator, registry, "c1")
+    assert acknowledge(client, delegator, "c1", a)
+    delegator.fail("c1", b, "why")
+    delegator.fail("c1", c, "why", retry=False)
+    delegator.release("c1", d)
+    delegator.release("c1")
+    while delegator.group_stream.enqueue_new(count=100, most_pending=1_000):
         pass
 
 
-def look_after(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
+def look_after(client: Client, delegator: Delegator, registry: Registry, admin: Client) -> None:
     """Messages whose consumers die at every attempt, or acknowledge without a call to the master."""
     (lost,) = publish(admin, "E")
     for _ in range(2):
-        assert lost in give(desk, registry, "c2")
-        give(desk, registry, "c2", count=0)
-        desk.group_stream.renew_consumer_leases()
+        assert lost in give(delegator, registry, "c2")
+        give(delegator, registry, "c2", count=0)
+        delegator.group_stream.renew_consumer_leases()
     (done,) = publish(admin, "F")
-    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
+    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
     admin.execute("XACK", "orders", KEYS.group, done)
-    assert acknowledge(client, desk, "c2", done)
+    assert acknowledge(client, delegator, "c2", done)
 
 
 def adopt(client: Client, admin: Client) -> None:
@@ -115,19 +117,21 @@ def adopt(client: Client, admin: Client) -> None:
     admin.execute("XGROUP", "CREATE", "orders", "ship", "$", "MKSTREAM")
     (older,) = publish(admin, "A")
     admin.execute("XREADGROUP", "GROUP", "ship", "outsider", "STREAMS", "orders", ">")
-    desk = Delegator(client, Registry(client, settings.keys), settings)
-    desk.join()
+    delegator = Delegator(client, Registry(client, settings.keys), settings)
+    delegator.join()
     publish(admin, "A")
-    desk.group_stream.enqueue_new(count=100, most_pending=1_000)
-    eventually(lambda: desk.group_stream.claim_idle_messages(0.0) == [older.encode()], "the entry to have been idle")
+    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    eventually(
+        lambda: delegator.group_stream.claim_idle_messages(0.0) == [older.encode()], "the entry to have been idle"
+    )
 
 
 def consume(url: str, admin: Client) -> None:
     """Every operation of a consumer of a master."""
     publish(admin, "A")
-    desk, registry = Delegator(admin, Registry(admin, KEYS), SETTINGS), Registry(admin, KEYS)
-    desk.join()
-    (given,) = give(desk, registry, "c1")
+    delegator, registry = Delegator(admin, Registry(admin, KEYS), SETTINGS), Registry(admin, KEYS)
+    delegator.join()
+    (given,) = give(delegator, registry, "c1")
     with Client(url) as client:
         found = client.execute("XREADGROUP", "GROUP", KEYS.group, "c1", "COUNT", 10, "STREAMS", "orders", "0")
         assert found[0][1][0][0].decode() == given

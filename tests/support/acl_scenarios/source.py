@@ -22,7 +22,7 @@ def read_as_log(url: str, admin: Client) -> None:
         middle = planner.plan_next(start, limit=4, target=None).end
         end = planner.plan_next(middle, limit=None, target=None).end
         for at, until in ((start, middle), (middle, end)):
-            for pieces in planner.plan_tasks(at, until):
-                reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True)
+            for parts in planner.plan_tasks(at, until):
+                reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True)
                 assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs)
             lag.publish(until)

@@ -49,12 +49,12 @@ def run_on_spark(url: str, admin: Client) -> None:
         ends = planner.plan_next(start, limit=10, target=None)[0]
         assert ids[9] == str(ends["orders"].id).encode()
         ProgressGroup(client, KEYS.group).publish(ends)
-        ledger = CommitStore(client, app="shop", handler="bill", into="out")
-        ledger = ledger.with_token(ledger.new_token(["orders"]))
-        ledger.begin_run(["orders"])
-        assert ledger.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
+        store = CommitStore(client, app="shop", handler="bill", into="out")
+        store = store.with_token(store.new_token(["orders"]))
+        store.begin_run(["orders"])
+        assert store.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
         client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks do
-        ledger.count_crash("orders", ids[0].decode())
+        store.count_crash("orders", ids[0].decode())
         unit = Effects(
             b"kA",
             b"",
@@ -65,8 +65,8 @@ def run_on_spark(url: str, admin: Client) -> None:
             dead_letters=[letter().items()],
         )
         unit.add_message(ids[0].decode())
-        assert ledger.commit({"orders": [unit]}) == []
-        ledger.advance_committed({"orders": EntryId.parse(ids[9])})
+        assert store.commit({"orders": [unit]}) == []
+        store.advance_committed({"orders": EntryId.parse(ids[9])})
         ProgressGroup(client, KEYS.group).publish(ends)
         stream = reliable(admin)
         stream.join()  # workers take over, commit one of three entries, and their group is destroyed
@@ -74,11 +74,11 @@ def run_on_spark(url: str, admin: Client) -> None:
         stream.ack(found[1])
         stream.checkpoint()
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-        committed_id = ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])["orders"].committed_id
+        committed_id = store.with_token(store.new_token(["orders"])).begin_run(["orders"])["orders"].committed_id
         assert str(committed_id).encode() == ids[9]
         keyed(admin).join()  # workers of a keyed handler take over, and have entries in key queues
         keyed(admin).enqueue_new(count=4, most_pending=100)
-        ledger.with_token(ledger.new_token(["orders"])).begin_run(["orders"])
+        store.with_token(store.new_token(["orders"])).begin_run(["orders"])
         read_figures(client)
         keep_lines(client, admin, KEYS)
         move_keys(client, admin, "shop", "bill")
@@ -88,27 +88,25 @@ def run_on_spark(url: str, admin: Client) -> None:
 def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
     """Defer messages, find the runnable keys, drain one key queue, and park another."""
     ids = [one.decode() for one in admin.pipeline([("XADD", keys.stream, "*", "n", n) for n in range(4)])]
-    ledger = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
-    ledger = ledger.with_token(ledger.new_token([keys.stream]))
-    ledger.begin_run([keys.stream])
+    store = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
+    store = store.with_token(store.new_token([keys.stream]))
+    store.begin_run([keys.stream])
     asides = [Deferral(queue=line, expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=some)
               for line, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
-    assert defer(ledger, keys.stream, asides) == []
-    assert deferred_keys(ledger, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
+    assert defer(store, keys.stream, asides) == []
+    assert deferred_keys(store, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
     ready = [b"kX", b"kY"]
-    eventually(
-        lambda: sorted(runnable_keys(ledger, [keys.stream], 10)[keys.stream].queues) == ready, "both to be ready"
-    )
+    eventually(lambda: sorted(runnable_keys(store, [keys.stream], 10)[keys.stream].queues) == ready, "both to be ready")
     assert [one for one, _ in read_queue(client, keys, b"kX", 10).entries] == ids[:2]
     unit = Effects(b"kX", FROM_QUEUE)
     for one in ids[:2]:
         unit.add_message(one)
-    assert ledger.commit({keys.stream: [unit]}) == []
+    assert store.commit({keys.stream: [unit]}) == []
     parked = Deferral(
         queue=b"kY", expected_offset=FROM_QUEUE, mode="park", detail="why", failed_attempts=2, ids=ids[2:3]
     )
-    assert defer(ledger, keys.stream, [parked]) == []
-    assert runnable_keys(ledger, [keys.stream], 10)[keys.stream].queues == []
+    assert defer(store, keys.stream, [parked]) == []
+    assert runnable_keys(store, [keys.stream], 10)[keys.stream].queues == []
 
 
 def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
@@ -121,14 +119,14 @@ def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
     key = moved_key(old, 4)
     publisher.publish(defaultdict(list), key)
     layout = Partitions(admin, BASE).grow(4)
-    ledger = CommitStore(client, app=app, handler=handler, keyed=True)
-    ledger = ledger.with_token(ledger.new_token(layout.streams))
-    ledger.begin_run(layout.streams)
+    store = CommitStore(client, app=app, handler=handler, keyed=True)
+    store = store.with_token(store.new_token(layout.streams))
+    store.begin_run(layout.streams)
     home = layout.stream(layout.partition_of(key.encode()))
     moves = PartitionMigration(client, compiled)
     moves.await_keys(home, [b"k" + key.encode()])
     new = admin.execute("XADD", home, "*", "k", key).decode()
-    assert defer(ledger, home, [Deferral(queue=b"k" + key.encode(), expected_offset=b"", ids=[new])]) == []
+    assert defer(store, home, [Deferral(queue=b"k" + key.encode(), expected_offset=b"", ids=[new])]) == []
     pairs = [REDRIVE_FIELD, f"{app}.{handler}".encode(), b"k", key.encode()]
     assert moves.forward(old.stream(old.partition_of(key.encode())), key.encode(), "1-0", pairs)
     for stream in old.streams:

@@ -15,6 +15,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import MASTER
+from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.services.master.leases import AckOutcome, ConsumerStream, GroupStream
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.master.settings import MasterSettings
@@ -172,7 +173,7 @@ class Delegator:
     def leases_of(self, name: str) -> list[KeyLease]:
         """The leases of a consumer."""
         owners = self._client.execute("HGETALL", self._keys.owners)
-        pairs = zip(owners[::2], owners[1::2], strict=True)
+        pairs = pairs_of(owners)
         owned = [(queue, token) for queue, token in pairs if holder_of(token) == name]
         heads = self._client.pipeline([("LINDEX", self._keys.queue(queue), 0) for queue, _ in owned])
         return [
@@ -182,7 +183,7 @@ class Delegator:
     def dead_letter(self, delivery: Delivery, reason: Reason, error: str) -> DeadLetter:
         """The dead letter of a message."""
         pairs = list(delivery.pairs)
-        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        fields = mapping_of(pairs)
         return DeadLetter(
             stream=self.group_stream.stream, id=delivery.id.decode(), pairs=pairs, app=MASTER, handler=self._settings.group,
             key=fields.get(self._settings.key.encode()), attempts=delivery.attempt, reason=reason, error=error,

@@ -12,6 +12,7 @@ from millstream.observability import metrics as m
 from millstream.observability.health import Progress
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.replies import pairs_of, time_ms_of
 from millstream.services.master.delegation import Delegator, holder_of
 from millstream.services.master.leases import CONSUMERS_CRASHED
 from millstream.services.master.registry import Registration, Registry
@@ -108,7 +109,7 @@ class DelegationLoop:
         if self._settings.retry.then != "dead-letter":
             return
         parked = self._client.execute("HGETALL", self._keys.parked)
-        for queue, note in zip(parked[::2], parked[1::2], strict=True):
+        for queue, note in pairs_of(parked):
             if note.partition(b" ")[2] == CONSUMERS_CRASHED.encode():
                 skipped = skip(self._client, self._keys, queue, error=CONSUMERS_CRASHED, reason="crashed")
                 if skipped is not None:
@@ -143,7 +144,7 @@ class DelegationLoop:
                 )
             ),
         )
-        if due and float(due[1]) <= int(time[0]) * 1000 + int(time[1]) // 1000:
+        if due and float(due[1]) <= time_ms_of(time):
             ready += 1
         if not ready:
             return

@@ -1,4 +1,4 @@
-"""MasterCalls: a consumer's HTTP client for its masters. Any master will do, and all may be away for a while."""
+"""MasterClient: a consumer's HTTP client for its masters. Any master will do, and all may be away for a while."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx
 
+from millstream.clock import Backoff
+
 _TIMEOUT_S = 5.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_WAITS_MS = (50.0, 2_000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class MasterClient:
 
         Each URL is tried at least once. The wait ends early when the consumer stops.
         """
-        waited_s, wait_s, problem = 0.0, _FIRST_WAIT_S, ""
+        waited_s, backoff, problem = 0.0, Backoff(*_WAITS_MS), ""
         while True:
             for url in urls:
                 try:
@@ -52,10 +54,10 @@ class MasterClient:
                 if found.status_code < 500 and found.status_code != 429:
                     return MasterResponse(found.status_code, _object(found))
                 problem = f"{url}: {_object(found).get('error', found.status_code)}"
+            wait_s = backoff.next_ms() / 1000
             if waited_s >= for_s or self._stopping.wait(wait_s):
                 return problem
             waited_s += wait_s
-            wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
 
 def sibling_url(url: str, name: str) -> str:

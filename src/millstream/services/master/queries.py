@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import KeyQueue, queue_names, read_queues
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.replies import pairs_of
 from millstream.services.master.delegation import holder_of
 from millstream.services.master.registry import Registry
 from millstream.services.master.schemas import Consumer, ConsumerPage, Ticket, TicketPage
@@ -69,7 +70,7 @@ class Queries:
         page = rest[:limit]
         owners = self._client.execute("HGETALL", self._keys.owners)
         queues: dict[str, list[bytes]] = {name: [] for name in page}
-        for queue, token in zip(owners[::2], owners[1::2], strict=True):
+        for queue, token in pairs_of(owners):
             if (name := holder_of(token)) in queues:
                 queues[name].append(queue)
         held = [queue for some in queues.values() for queue in some]

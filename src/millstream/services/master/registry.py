@@ -14,6 +14,7 @@ from millstream.delivery.key_queues import WAITING
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
+from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Command, Reply
 from millstream.redis_client.scripts import Script
 from millstream.services.web.errors import Refused
@@ -67,7 +68,7 @@ class Registry:
     def all(self) -> dict[str, Registration]:
         """All consumers, by name."""
         found = self._client.execute("HGETALL", self._key)
-        return {name.decode(): _decode(text) for name, text in zip(found[::2], found[1::2], strict=True)}
+        return {name.decode(): _decode(text) for name, text in pairs_of(found)}
 
     def get(self, name: str) -> Registration | None:
         """One consumer, or None if it is not registered."""

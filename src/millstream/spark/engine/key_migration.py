@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
+from millstream.clock import Backoff
 from millstream.handlers.handler import Handler
 from millstream.partitions.key_migration import KeyMigration, forward_entry
 from millstream.partitions.partition_map import PartitionMap
@@ -10,7 +11,7 @@ from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 
-_MIN_WAIT_S, _MAX_WAIT_S = 0.05, 0.5
+_WAITS_MS = (50.0, 500.0)
 
 
 def partition_maps_of(client: Client, handler: Handler) -> list[PartitionMap]:
@@ -51,9 +52,8 @@ def keep_migrating(
 ) -> None:
     """Import migrating keys until `ended`; pass partitions with runnable keys to `on_runnable`. Raises RedisError."""
     migrations: dict[str, KeyMigration] = {}
-    wait_s = _MIN_WAIT_S
-    while not ended.wait(wait_s):
-        wait_s = min(2 * wait_s, _MAX_WAIT_S)
+    backoff = Backoff(*_WAITS_MS)
+    while not ended.wait(backoff.next_ms() / 1000):
         for partition_map in partition_maps_of(client, handler):
             migration = migrations.setdefault(
                 partition_map.base, KeyMigration(client, partition_map, app=handler.app, handler=handler.name)
@@ -62,4 +62,4 @@ def keep_migrating(
             partitions = range(partition_map.count)
             if partition_map.generation > 1 and migration.import_keys(partitions) + migration.drain(partitions):
                 on_runnable(partition_map.streams)
-                wait_s = _MIN_WAIT_S
+                backoff.reset()

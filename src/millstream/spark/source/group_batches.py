@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from millstream.errors import CommandFailed, GroupMissing, StaleOwner
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import GroupBatchKeys, from_wire, to_wire
+from millstream.redis_client.replies import time_us_of
 from millstream.redis_client.resp import Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -99,10 +100,10 @@ class Batches:
             self._epoch = str(int(self._epoch) + 1)
             return
         commands = [("HGET", self.keys(stream).record, "epoch") for stream in streams]
-        seconds, micros = map(int, self._client.execute("TIME"))
+        now_us = time_us_of(self._client.execute("TIME"))
         epochs = [int(reply or 0) for reply in self._call(commands)]
         # At least the server's time, so that a failover to a replica that missed the last epoch cannot repeat it.
-        self._epoch = str(max([seconds * 1_000_000 + micros, *(epoch + _EPOCHS_OF_A_RUN for epoch in epochs)]))
+        self._epoch = str(max([now_us, *(epoch + _EPOCHS_OF_A_RUN for epoch in epochs)]))
 
     # --- state in Redis ---
 

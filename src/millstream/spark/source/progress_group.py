@@ -12,6 +12,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.stream_info import fetch_calls
@@ -49,7 +50,7 @@ def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes
     names = list(streams)
     replies = [_expected_errors(reply) for reply in fetch_calls(client, [("XINFO", "GROUPS", name) for name in names])]
     return {
-        name: [dict(zip(items[::2], items[1::2], strict=True)) for items in reply] if isinstance(reply, list) else []
+        name: [mapping_of(items) for items in reply] if isinstance(reply, list) else []
         for name, reply in zip(names, replies, strict=True)
     }
 

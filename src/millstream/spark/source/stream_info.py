@@ -7,6 +7,7 @@ from millstream.errors import AccessDenied, CommandFailed, ConfigError, KeyMissi
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client import pipelining
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.offsets import Position
 
@@ -84,7 +85,7 @@ def parse_full_info(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict[
     found = _fields(stream, reply)
     groups = {}
     for group in found[b"groups"] if found is not None else ():
-        about = dict(zip(group[::2], group[1::2], strict=True))
+        about = mapping_of(group)
         groups[about[b"name"].decode("utf-8", "replace")] = _id(about[b"last-delivered-id"])
     return _stream_info(found), groups
 
@@ -93,7 +94,7 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
     if isinstance(reply, dict):
         return reply
     if isinstance(reply, list):
-        return dict(zip(reply[::2], reply[1::2], strict=True))
+        return mapping_of(reply)
     if isinstance(reply, KeyMissing):
         return None
     if isinstance(reply, WrongType):

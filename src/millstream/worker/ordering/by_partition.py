@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 
+from millstream.clock import Backoff
 from millstream.errors import ConfigError, Unavailable
 from millstream.partitions.key_migration import KeyMigration, PartitionStream, forward_entry
 from millstream.partitions.partition_map import PartitionMap
@@ -15,7 +16,7 @@ from millstream.worker.ordering.ordering import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
-_SOON_S = 0.05
+_SOON_MS = 50.0
 
 
 class ByPartition(ByKey):
@@ -86,12 +87,11 @@ class ByPartition(ByKey):
 
     def _run_migration(self, stopping: threading.Event) -> None:
         """Import keys into the partitions that this worker routes. Raises RedisError except Unavailable."""
-        wait_s, longest_s = _SOON_S, self._context.policy.sweep_ms / 1000
-        while not stopping.wait(wait_s):
-            wait_s = min(2 * wait_s, longest_s)
+        backoff = Backoff(_SOON_MS, self._context.policy.sweep_ms)
+        while not stopping.wait(backoff.next_ms() / 1000):
             try:
                 if self._migrate_once():
-                    wait_s = _SOON_S
+                    backoff.reset()
             except Unavailable as error:
                 logger.debug("key migration paused, Redis is unavailable: %s; retrying", error)
 

@@ -26,6 +26,7 @@ from millstream.errors import (
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys, check_stream, to_wire
+from millstream.redis_client.replies import time_us_of
 from millstream.worker.context import WorkerContext
 from millstream.worker.ordering.by_key import ByKey
 from millstream.worker.ordering.ordering import BackgroundLoop, S, existing_streams
@@ -112,10 +113,10 @@ class ByStream(ByKey):
 
     def _join_service(self, scan_client: Client) -> int:
         """Join the consumers of the service; return the server's time."""
-        seconds, microseconds = scan_client.execute("TIME")
+        now_us = time_us_of(scan_client.execute("TIME"))
         self._check_output(scan_client)
         self._balancer.start()  # last, as it can be called only once
-        return int(seconds) * 1_000_000 + int(microseconds)
+        return now_us
 
     def _check_output(self, scan_client: Client) -> None:
         """Raises AccessDenied if the user may not write to the output stream of the handler."""

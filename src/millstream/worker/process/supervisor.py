@@ -12,12 +12,12 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import msgspec
 
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.errors import MillstreamError, PipelineFailed, RedisError, StaleOwner, Unavailable
 from millstream.worker.incarnations import ProcessEnd
 from millstream.worker.process.heartbeat import Watchdog
@@ -51,7 +51,7 @@ _STDERR = 2
 _DRAIN_PIPE_MS = 5_000.0
 _LAST_REPORT_S = 1.0
 _SLACK_MS = 5_000.0
-_BACK_OFF_MS = (100.0, 5_000.0)
+_WAITS_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
 
 
@@ -86,7 +86,7 @@ class _Child:
     started_ms: float = 0.0
     ended_ms: float | None = None
     due_ms: float = 0.0
-    wait_ms: float = 0.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(*_WAITS_MS))
     has_worked: bool = False
     listener: threading.Thread | None = None
 
@@ -195,10 +195,10 @@ class Supervisor:
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot continue; see its error above")
         if child.has_worked or now_ms - child.started_ms > _STEADY_MS:
-            child.wait_ms = 0.0
-        child.wait_ms = min(max(2 * child.wait_ms, _BACK_OFF_MS[0]), _BACK_OFF_MS[1])
-        child.due_ms = now_ms + child.wait_ms
-        logger.warning("worker %s %s; restarting in %.1f s", child.name, how, child.wait_ms / 1000)
+            child.backoff.reset()
+        wait_ms = child.backoff.next_ms()
+        child.due_ms = now_ms + wait_ms
+        logger.warning("worker %s %s; restarting in %.1f s", child.name, how, wait_ms / 1000)
 
     def _kill_if_frozen(self, child: _Child, process: subprocess.Popen[bytes], now_ms: float) -> None:
         if child.watchdog is not None and not child.is_frozen and child.watchdog.is_frozen(process.pid, now_ms):

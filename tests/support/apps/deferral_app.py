@@ -1,6 +1,6 @@
-"""An app that sets messages aside, and whose driver is killed, by SIGKILL, at exactly the points that a test arms.
+"""An app that defers messages, and whose driver is killed, by SIGKILL, at exactly the points that a test arms.
 
-A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM. Whoever reaches it first, driver or task, takes
+A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM. The first process to reach it, driver or task, takes
 the file and ends the driver, and itself.
 """
 
@@ -24,7 +24,7 @@ ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
 MENDED = ARM / "mended"
 """While it is not there, what is poisoned fails for good."""
 
-_in_line = False
+_runs_deferred = False
 
 
 def reach(point: str) -> None:
@@ -45,11 +45,11 @@ def reach(point: str) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def _around(step: Callable[..., Any], before: str = "", after: str = "", *, lines: bool | None = None) -> Any:
-    """`step` with points; `lines`: only in a task that runs lines, or in none."""
+def _around(step: Callable[..., Any], before: str = "", after: str = "", *, deferred: bool | None = None) -> Any:
+    """`step` with points; `deferred`: only where deferred messages run, or only where they do not."""
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        counts = lines is None or lines == _in_line
+        counts = deferred is None or deferred == _runs_deferred
         if before and counts:
             reach(before)
         result = step(*args, **kwargs)
@@ -60,25 +60,25 @@ def _around(step: Callable[..., Any], before: str = "", after: str = "", *, line
     return stepped
 
 
-def _told(step: Callable[..., Any], *, lines: bool) -> Any:
+def _noting(step: Callable[..., Any], *, deferred: bool) -> Any:
     """Notes which of the two kinds of work the process is at: it does one at a time."""
 
-    async def told(*args: Any, **kwargs: Any) -> Any:
-        global _in_line  # noqa: PLW0603 - the hooks are plain functions
-        _in_line = lines
+    async def noting(*args: Any, **kwargs: Any) -> Any:
+        global _runs_deferred  # noqa: PLW0603 - the hooks are plain functions
+        _runs_deferred = deferred
         return await step(*args, **kwargs)
 
-    return told
+    return noting
 
 
 _task: Any = task
-_ledger: Any = CommitStore
-_task.PartitionTask.process = _told(_task.PartitionTask.process, lines=False)
-_task.PartitionTask.process_deferred = _told(_task.PartitionTask.process_deferred, lines=True)
-_task.defer = _around(_task.defer, "before-aside", "after-aside", lines=False)
-_task.read_queue = _around(_task.read_queue, after="line-loaded")
-_ledger.commit = _around(_ledger.commit, "line-run", "line-committed", lines=True)
-_ledger.advance_committed = _around(_ledger.advance_committed, "before-advance", "after-advance")
+_commit_store: Any = CommitStore
+_task.PartitionTask.process = _noting(_task.PartitionTask.process, deferred=False)
+_task.PartitionTask.process_deferred = _noting(_task.PartitionTask.process_deferred, deferred=True)
+_task.defer = _around(_task.defer, "before-defer", "after-defer", deferred=False)
+_task.read_queue = _around(_task.read_queue, after="queue-loaded")
+_commit_store.commit = _around(_commit_store.commit, "queue-run", "queue-committed", deferred=True)
+_commit_store.advance_committed = _around(_commit_store.advance_committed, "before-advance", "after-advance")
 
 
 @dataclass
@@ -101,7 +101,7 @@ def add(booking: Booking, message: Message, state: State) -> dict[str, object]:
 
 @app.handler("bookings", key="account", retry=Retry(attempts=2, delay_ms=1_100, then="park"), into="{bookings}.park")
 def park(booking: Booking, message: Message, state: State) -> dict[str, object]:
-    """Keys whose messages fail twice wait for a person."""
+    """Keys whose messages fail twice wait for an operator."""
     return add(booking, message, state)
 
 
