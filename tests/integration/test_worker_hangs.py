@@ -1,6 +1,7 @@
 """Runs that hang: their process ends at the time limit, and one that runs in isolation keeps no message from others."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from millstream.errors import HandlerStuck
 from millstream.redis_client.client import Client
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, deliver_to, double, ending, fill, make, outputs, working
+from tests.support.workers import KEYS, LONG_AGO_MS, QUICK, deliver_to, double, ending, fill, make, outputs, working
 
 pytestmark = [pytest.mark.worker]
 
@@ -66,3 +67,56 @@ def test_a_process_that_runs_a_suspect_in_isolation_reads_nothing_until_that_run
             eventually(lambda: sorted(outputs(client)) == list(range(1, 6)), "all others, elsewhere")
         release.set()
         eventually(lambda: len(outputs(client)) == 6)
+
+
+def add_suspect(client: Client, *, keyed: bool) -> None:
+    """Add a message with the number 9 that has ended three processes, without a worker reading it in between."""
+    if keyed:
+        client.execute("HSET", KEYS.crashes, "9000000000000-0l", 3)
+        client.execute("XADD", "in", "9000000000000-0", "n", 9)
+        return
+    add = """
+    local id = redis.call('XADD', KEYS[1], '9000000000000-0', 'n', 9)
+    redis.call('XREADGROUP', 'GROUP', ARGV[1], 'dead', 'STREAMS', KEYS[1], '>')
+    redis.call('XCLAIM', KEYS[1], ARGV[1], 'dead', 0, id, 'IDLE', ARGV[2], 'RETRYCOUNT', 3, 'JUSTID')
+    """
+    client.execute("EVAL", add, 1, "in", KEYS.group, LONG_AGO_MS)
+
+
+@pytest.mark.parametrize("key", [None, "n"])
+def test_what_a_process_had_read_before_it_runs_a_suspect_in_isolation_goes_to_the_others(
+    client: Client, key: str | None
+) -> None:
+    running: list[int] = []
+    isolated, go_on, release = threading.Event(), threading.Event(), threading.Event()
+
+    def handle(message: Message) -> dict[str, Any]:
+        number = int(message.fields["n"])
+        if number >= 100:
+            return double(message)
+        running.append(number)
+        if number == 9:
+            isolated.set()
+            release.wait(FAIL_SAFE_S)
+        else:
+            go_on.wait(FAIL_SAFE_S)
+        return double(message)
+
+    options: dict[str, Any] = {"retry": Retry(attempts=5), "key": key}
+    with working(client, make(handle, **options), "isolated", policy=replace(QUICK, threads=2)) as loop:
+        fill(client, 300, first=100)  # so that it reads ahead
+        eventually(lambda: len(outputs(client)) == 300 and loop._in_flight.is_empty)
+        fill(client, 2, first=1)
+        eventually(lambda: len(running) == 2, "two runs")
+        fill(client, 1, first=3)
+        eventually(lambda: len(loop._in_flight) == 3, "a third message in flight")
+        add_suspect(client, keyed=key is not None)
+        eventually(lambda: len(loop._in_flight) == 4, "the suspect in flight")
+        go_on.set()
+        eventually(isolated.is_set, "its run in isolation")
+        assert sorted(running) == [1, 2, 9]
+        with working(client, make(double, **options), "other"):
+            eventually(lambda: sorted(outputs(client))[:-300] == [1, 2, 3], "the third message, elsewhere")
+        release.set()
+        eventually(lambda: sorted(outputs(client))[:-300] == [1, 2, 3, 9])
+    assert running == [*running[:2], 9]

@@ -250,7 +250,7 @@ def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
         await asyncio.sleep(2 * FAIL_SAFE_S)
 
     runner = runner_of(endless, AsyncRunner, in_flight)
-    in_flight.add_unbuffered(one := delivery(stream))
+    in_flight.add_suspect(one := delivery(stream))
     outcomes: list[object] = []
     waiting = threading.Thread(target=lambda: outcomes.append(runner.run_isolated(one)))
     waiting.start()
@@ -321,7 +321,7 @@ def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(i
         running, waiting, suspect = delivery(there), delivery(there, 2), delivery(here)
         other.add([running, waiting], 0)
         assert other.start(running, 0)
-        in_flight.add_unbuffered(suspect)
+        in_flight.add_suspect(suspect)
         guard.add_suspect(suspect)
         thread = threading.Thread(target=guard.run)
         thread.start()

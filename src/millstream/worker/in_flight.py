@@ -40,6 +40,7 @@ class InFlight:
         self.leases: set[KeyLease] = set()
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}
         self._dropped: set[Delivery] = set()
+        self._suspects: set[Delivery] = set()
         self._run_ms = 0.0
         self._lock = threading.Lock()
         self._max_count = policy.prefetch
@@ -148,14 +149,16 @@ class InFlight:
             # The same entry may have been delivered to this worker again since.
             if by_ref.get(delivery.entry_ref) is delivery:
                 del by_ref[delivery.entry_ref]
+                self._suspects.discard(delivery)
                 self._bytes -= delivery.size
                 if delivery.running and not delivery.finished:
                     self._dropped.add(delivery)
 
-    def add_unbuffered(self, delivery: Delivery) -> None:
-        """Add an entry that bypasses the buffer."""
+    def add_suspect(self, delivery: Delivery) -> None:
+        """Add an entry that bypasses the buffer, as it runs in isolation."""
         with self._lock:
             self._add((delivery,))
+            self._suspects.add(delivery)
         if delivery.lease is not None:
             self.leases.add(lease_of(delivery))
 
@@ -201,16 +204,20 @@ class InFlight:
         return None
 
     def remove_surplus(self) -> list[KeyLease]:
-        """Remove leased keys that have not started, as far as they exceed the prefetch limit; return their leases."""
+        """Remove leased keys that have not started, as far as they exceed the prefetch limit; return their leases.
+
+        While the gate is closed all of them do, except suspects: here they could not start before it is opened.
+        """
         surplus: list[KeyLease] = []
-        if len(self.leases) <= self._limit:
+        limit = 0 if self._is_gate_closed else self._limit
+        if len(self.leases) <= limit:
             return surplus
         with self._lock:
             for lease in self.leases.copy():
-                if len(self.leases) <= self._limit:
+                if len(self.leases) <= limit:
                     break
                 head = next(iter(lease.entries), None)
-                if head is None or head.running or head not in self:
+                if head is None or head.running or head not in self or head in self._suspects:
                     continue
                 self._remove((head,))
                 if head.running:  # it started at this moment, or is about to
@@ -293,11 +300,16 @@ class InFlight:
                 self.buffer.get_nowait()
         return waiting
 
-    def remove_unstarted(self) -> list[Delivery]:
-        """As `remove_waiting`, while entries may still be added: leaves the buffer to the runners, which skip them."""
+    def remove_unstarted(self, *, but_suspects: bool = False) -> list[Delivery]:
+        """As `remove_waiting`, while entries may still be added: leaves the buffer to the runners, which skip them.
+
+        `but_suspects` leaves the suspects in flight.
+        """
         waiting: list[Delivery] = []
         with self._lock:
             for delivery in self.deliveries:
+                if but_suspects and delivery in self._suspects:
+                    continue
                 if not delivery.running and delivery in self:
                     self._remove((delivery,))
                     if delivery.running:  # it started at this moment, or is about to: it stays until the stop is over

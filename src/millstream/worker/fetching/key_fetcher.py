@@ -63,7 +63,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         self._rate_limiter.consume(stream.stream, new)
         self._in_flight.add_leases(trusted, self._clock.monotonic_ms())
         for suspect in suspects:
-            self._in_flight.add_unbuffered(suspect)
+            self._in_flight.add_suspect(suspect)
             self._on_suspect(suspect)
         self._loop_metrics.on_polled(new)
         self._loop_metrics.count_claimed(leased.expired_count)

@@ -45,7 +45,7 @@ class ByKey:
         self._router = self._make_router(ready_streams)
         self.renewal = KeyLeaseRenewal(
             c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
-            on_suspect=c.on_suspect, cancel_run=c.cancel_run, breaker=c.breaker,
+            on_suspect=c.on_suspect, cancel_run=c.cancel_run, breaker=c.breaker, release=self.release,
         )  # fmt: skip
         self.committer: Committer = KeyCommitter(
             c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up, breaker=c.breaker,

@@ -26,7 +26,7 @@ class Unordered:
         self.streams: dict[str, ReliableStream] = {}
         self.renewal = ClaimRenewal(
             c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
-            on_suspect=c.on_suspect, breaker=c.breaker,
+            on_suspect=c.on_suspect, breaker=c.breaker, release=self.release,
         )  # fmt: skip
         self.committer = Committer(
             c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up, breaker=c.breaker,

@@ -44,7 +44,7 @@ class ClaimRenewal:
     def __init__(
         self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
         client: Client, streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
-        breaker: HandlerBreaker,
+        breaker: HandlerBreaker, release: Callable[[Sequence[Delivery]], None],
     ) -> None:  # fmt: skip
         self._client = client
         self._streams = streams
@@ -54,6 +54,7 @@ class ClaimRenewal:
         self._clock = clock
         self._policy = policy
         self._on_suspect = on_suspect
+        self._release = release
         self._breaker = breaker
         self._claim_lock = threading.Lock()
         self._renew_due_ms = 0.0
@@ -104,11 +105,17 @@ class ClaimRenewal:
 
     def run_once(self) -> None:
         """Renew claims, checkpoint, check time limits, and report figures, once."""
+        self._release_surplus()
         self._maintain_all()
         self._check_time_limits()
         self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
         self._loop_metrics.on_reply()
         self._steps.failures.report_omitted()
+
+    def _release_surplus(self) -> None:
+        """Release what waits for the end of a run in isolation, which may take as long as the handler's time limit."""
+        if not self._in_flight.gate.is_set():
+            self._release(self._in_flight.remove_unstarted(but_suspects=True))
 
     def recover(self, stream: ReliableStream) -> None:
         """Add to flight the entries that this worker holds in Redis only: from before a restart, or from a lost reply.
@@ -129,7 +136,7 @@ class ClaimRenewal:
         self._in_flight.add([one for one in claimed if one.deliveries <= trusted_count], self._clock.monotonic_ms())
         for delivery in claimed:
             if delivery.deliveries > trusted_count:
-                self._in_flight.add_unbuffered(delivery)
+                self._in_flight.add_suspect(delivery)
                 self._on_suspect(delivery)
         self._loop_metrics.count_claimed(len(claimed))
         return len(claimed)

@@ -38,8 +38,8 @@ class KeyLeaseRenewal(ClaimRenewal):
         earlier, unheard = stream.recover_leases(known, self._policy.batch)
         self._loop_metrics.count_claimed(earlier + unheard)
 
-    def run_once(self) -> None:
-        """See ClaimRenewal. Also releases surplus leases, taken when runs were shorter: other workers may have time."""
+    def _release_surplus(self) -> None:
+        """Release leases that were taken when runs were shorter, or before the isolation: other workers may have time."""
         surplus: dict[KeyedStream, list[KeyLease]] = defaultdict(list)
         for lease in self._in_flight.remove_surplus():
             surplus[lease.stream].append(lease)
@@ -49,7 +49,6 @@ class KeyLeaseRenewal(ClaimRenewal):
                 self._loop_metrics.count_released(
                     sum(one.in_flight_count for one in some) - sum(one.in_flight_count for one in lost)
                 )
-        super().run_once()
 
     def run_watchdog(self, over: threading.Event) -> None:
         """Until `over` is set, cancel each run whose lease is about to expire, also while Redis is unavailable.
