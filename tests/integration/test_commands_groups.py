@@ -165,15 +165,16 @@ def test_silent_consumers_that_hold_nothing_are_cleaned_up(client: Client, group
 
 
 def test_pending_entries_are_shown_in_sum_and_one_by_one(client: Client, group: Group) -> None:
-    found = call("group", "pending", "s", "g", "--json", url=client.url).json()
-    assert {name: found[name] for name in ("count", "lowest", "highest", "by_consumer")} == {
-        "count": 6, "lowest": "1-0", "highest": "6-0", "by_consumer": {"a": 4, "b": 2},
+    assert call("group", "pending", "s", "g", "--count", "--json", url=client.url).json() == {
+        "stream": "s", "group": "g", "count": 6, "lowest": "1-0", "highest": "6-0", "by_consumer": {"a": 4, "b": 2},
     }  # fmt: skip
-    assert [one["id"] for one in found["entries"]] == [f"{n}-0" for n in range(1, 7)]
-    assert set(found["entries"][0]) == {"id", "consumer", "idle_ms", "deliveries"}
+    found = call("group", "pending", "s", "g", "--json", url=client.url).json_lines()
+    assert [one["id"] for one in found] == [f"{n}-0" for n in range(1, 7)]
+    assert set(found[0]) == {"stream", "group", "id", "consumer", "idle_ms", "deliveries"}
     lines = call("group", "pending", "s", "g", url=client.url).out.splitlines()
     assert lines[0] == "6 pending entries, from 1-0 to 6-0"
     assert lines[-1].split()[:2] == ["6-0", "b"]
+    assert call("group", "pending", "s", "g", "--count", url=client.url).out.splitlines() == lines[:4]
 
 
 def test_pending_entries_are_picked_by_consumer_idle_time_range_and_count(client: Client, group: Group) -> None:
@@ -181,8 +182,7 @@ def test_pending_entries_are_picked_by_consumer_idle_time_range_and_count(client
 
     def ids(*options: str) -> list[str]:
         return [
-            one["id"]
-            for one in call("group", "pending", "s", "g", "--json", *options, url=client.url).json()["entries"]
+            one["id"] for one in call("group", "pending", "s", "g", "--json", *options, url=client.url).json_lines()
         ]
 
     assert ids("--consumer", "b") == ["5-0", "6-0"]

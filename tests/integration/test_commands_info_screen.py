@@ -108,6 +108,19 @@ def test_a_status_says_what_is_known_of_a_reader(client: Client, given: dict[str
     assert statuses(client) == {"shop.h": status}
 
 
+def test_a_redis_that_refuses_writes_for_want_of_memory_is_told(client: Client) -> None:
+    client.execute("XADD", "s", "*", "n", 1)
+    assert call("info", "--json", url=client.url).json()["problems"] == []
+    client.execute("CONFIG", "SET", "maxmemory", "1mb")
+    try:
+        shown = call("info", url=client.url)
+        (problem,) = call("info", "--json", url=client.url).json()["problems"]
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    assert "of maxmemory (1,048,576 bytes): at maxmemory it refuses writes" in problem
+    assert f"{problem}; see: millstream doctor\n" in shown.err
+
+
 def test_a_status_sums_up_the_streams_and_a_group_without_consumers_is_no_fault(client: Client) -> None:
     handler(client, HandlerKeys("shop", "h", "s"), done=5, is_paused=True)
     handler(client, HandlerKeys("shop", "h", "s2"), done=5)

@@ -68,6 +68,19 @@ def read_servers(client: Client) -> list[Server]:
     ]  # fmt: skip
 
 
+def memory_problems(client: Client) -> tuple[str, ...]:
+    """A line for each primary that refuses writes for want of memory; none where this user may not see it.
+
+    Raises RedisError, except AccessDenied.
+    """
+    try:
+        servers = read_servers(client)
+    except AccessDenied:
+        return ()
+    found = [one for server in servers for one in check_memory(server) if one.severity == "problem"]
+    return tuple(f"{one.what}: {one.why}" for one in found)
+
+
 def warn_of_data_loss(client: Client) -> None:
     """Log a warning for each setting of Redis that loses data, with the command that mends it.
 

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from millstream.admin.consumption_summary import ReaderReport, summarize_readers
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import Inspection
+from millstream.admin.server_checks import memory_problems
 from millstream.cli.info_tables import Rates, RatesByReader, print_tables, status_of
 from millstream.cli.options import DEFAULT_URL, MARKUP, Duration, Json, Url, duration
 from millstream.cli.screen import Screen
@@ -25,11 +26,16 @@ _WATCH_EVERY = "2s"
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    """What one inspection found. `at_s`: when it began; `rates`: since the one before, None if there was none."""
+    """What one inspection found.
+
+    * `at_s`: when it began; `rates`: since the one before, None if there was none
+    * `problems`: why Redis refuses writes
+    """
 
     at_s: float
     found: Inspection
     readers: Sequence[ReaderReport]
+    problems: Sequence[str]
     rates: RatesByReader | None = None
 
 
@@ -37,9 +43,8 @@ def _take(client: Client, app: str | None, before: _Snapshot | None = None) -> _
     at_s = time.monotonic()
     found = inspect(client, app)
     readers = summarize_readers(found)
-    return _Snapshot(
-        at_s=at_s, found=found, readers=readers, rates=None if before is None else _rates(readers, before, at_s)
-    )
+    rates = None if before is None else _rates(readers, before, at_s)
+    return _Snapshot(at_s=at_s, found=found, readers=readers, problems=memory_problems(client), rates=rates)
 
 
 def _rates(readers: Sequence[ReaderReport], before: _Snapshot, at_s: float) -> RatesByReader:
@@ -105,11 +110,11 @@ def show(
 
     def print_one(snapshot: _Snapshot) -> None:
         if as_json:
-            print_json(
-                {"readers": [_row(one, snapshot.rates) for one in snapshot.readers], **asdict(snapshot.found)},
-                flush=True,
-            )
+            readers = [_row(one, snapshot.rates) for one in snapshot.readers]
+            print_json({"readers": readers, "problems": snapshot.problems, **asdict(snapshot.found)}, flush=True)
         else:
+            for problem in snapshot.problems:
+                print_message(f"{problem}; see: millstream doctor")
             print_tables(snapshot.found, snapshot.readers, snapshot.rates, app=app, wide=wide, limit=limit)
 
     with Client(url) as client:

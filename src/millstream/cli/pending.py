@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
+from millstream.cli.options import DEFAULT_URL, Duration, JsonLines, OnlyCount, Url, duration
 from millstream.cli.terminal import print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError
 from millstream.formats import format_age, pluralize
@@ -24,10 +24,11 @@ def pending(
     after: Annotated[str | None, typer.Option(help="Only entries after this id.", metavar="ID")] = None,
     to: Annotated[str | None, typer.Option(help="Only entries up to this id.", metavar="ID")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries to list.")] = 100,
+    count: OnlyCount = False,
     url: Url = DEFAULT_URL,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
-    """Show the pending entries of a group: the number of each consumer, then the first entries one by one."""
+    """List the pending entries of a group, and the number of each consumer's."""
     if start is not None and after is not None:
         raise ConfigError("--from and --after exclude each other: give only one")
     first = f"({EntryId.parse(after)}" if after else str(EntryId.parse(start)) if start else "-"
@@ -35,11 +36,14 @@ def pending(
     with Client(url) as client:
         of = Group(client, stream, group).pending
         summary = of.summary()
-        found = of.entries(first, last, count=limit + 1, consumer=consumer, min_idle_ms=min_idle.ms)
+        asked = 0 if count else limit + 1
+        found = of.entries(first, last, count=asked, consumer=consumer, min_idle_ms=min_idle.ms) if asked else []
     shown = found[:limit]
-    if as_json:
-        entries = [{**one._asdict(), "id": one.id.decode()} for one in shown]
-        print_json({"stream": stream, "group": group, **_figures(summary), "entries": entries})
+    if as_json and count:
+        print_json({"stream": stream, "group": group, **_figures(summary)})
+    elif as_json:
+        for one in shown:
+            print_json({"stream": stream, "group": group, **one._asdict(), "id": one.id.decode()})
     else:
         _show(summary, shown)
     if len(found) > limit:
@@ -59,6 +63,8 @@ def _show(summary: PendingSummary, shown: Sequence[PendingEntry]) -> None:
     what = pluralize(summary.count, "pending entry", "pending entries")
     print_line(f"{what}, from {summary.lowest.decode()} to {summary.highest.decode()}")
     print_table(("~consumer", ">pending"), [(escape(name), f"{held:,}") for name, held in summary.by_consumer.items()])
+    if not shown:
+        return
     print_line("")
     rows = [(one.id.decode(), escape(one.consumer), format_age(one.idle_ms), f"{one.deliveries:,}") for one in shown]
     print_table(("entry", "~consumer", ">idle", ">deliveries"), rows)
