@@ -3,17 +3,23 @@
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, did_you_mean
 from millstream.handlers.handler import Handler, HandlerOptions, compile_handler
 from millstream.handlers.stage import Rows, Stage, StageOptions, compile_stage
+from millstream.model import Breaker, Retry
 from millstream.redis_client.key_names import MASTER, check_identifier
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+_POLICIES = {one.__name__: one for one in (Retry, Breaker)}
 
 
 class App:
@@ -237,4 +243,15 @@ def _import(module_name: str, target: str) -> Any:
         while traceback is not None:
             line = f" ({traceback.tb_frame.f_code.co_filename}, line {traceback.tb_lineno})"
             traceback = traceback.tb_next
-        raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error}{line}") from error
+        text = f"{type(error).__name__}: {error}{line}{_hint_of(error)}"
+        raise ConfigError(f"{target!r} cannot be imported: {text}") from error
+
+
+def _hint_of(error: BaseException) -> str:
+    """What a misspelt parameter of a policy may have been meant to be."""
+    found = _UNEXPECTED.match(str(error)) if isinstance(error, TypeError) else None
+    policy = _POLICIES.get(found[1]) if found is not None else None
+    if found is None or policy is None:
+        return ""
+    known = [one.name for one in fields(policy)]
+    return f"; {did_you_mean(found[2], known, 'it has ' + ', '.join(known))}"

@@ -1,6 +1,7 @@
 """Apps and handlers: a mistake in the app file is one clear line that says what to change."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -294,3 +295,21 @@ def test_a_file_beside_the_app_that_hides_a_module_of_python_is_refused(tmp_path
     with pytest.raises(ConfigError, match=r"'json\.py', beside the app, would shadow"):
         load_app(f"{tmp_path}/neighbour_app.py:app")
     assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"),
+    [
+        ("Retry(atempts=3)", "did you mean 'attempts'?"),
+        ("Breaker(windwo=3)", "did you mean 'window'?"),
+        ("Retry(zzz=3)", "it has attempts, delay_ms, factor, max_delay_ms, jitter, then"),
+    ],
+)
+def test_a_misspelt_parameter_of_a_policy_is_told_from_the_right_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, hint: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    path = tmp_path / f"{tmp_path.name.replace('-', '_')}.py"
+    path.write_text(f"from millstream import App, Breaker, Retry\napp = App('a')\nretry = {policy}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{path.name}, line 3); {hint}")):
+        load_app(str(path))
