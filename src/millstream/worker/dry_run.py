@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
-from millstream.admin.inspection import find_handlers
+from millstream.admin.redis_metrics import streams_of
 from millstream.errors import DecodeError
 from millstream.groups import Group
 from millstream.handlers.attempt import BatchOutcome, DeadLettered, Done, Outcome
@@ -63,7 +63,7 @@ def dry_run(client: Client, handler: Handler, *, sample: int, newest: bool = Fal
     """
     handler = replace(handler, retry=Retry(attempts=1))
     result = DryRun(handler=handler.label, of="newest" if newest else "uncommitted")
-    streams = _streams(client, handler)
+    streams = sorted(streams_of(client, handler))
     each = -(-sample // max(1, len(streams)))
     found: list[tuple[str, bytes, Sequence[bytes]]] = []
     if not newest:
@@ -73,15 +73,6 @@ def dry_run(client: Client, handler: Handler, *, sample: int, newest: bool = Fal
         found = list(islice((one for name in streams for one in _newest(client, name, each)), sample))
     _Rehearsal(client, handler, result).run(found)
     return result
-
-
-def _streams(client: Client, handler: Handler) -> list[str]:
-    """The streams that it names or that match its pattern, and those on which it has run."""
-    named = handler.streams or (client.scan_streams(handler.pattern) if handler.pattern else ())
-    known = [
-        one.stream for one in find_handlers(client) if (one.app, one.handler) == (handler.app, handler.name)
-    ]  # partitions and announced streams
-    return sorted({*named, *known})
 
 
 def _uncommitted(client: Client, handler: Handler, stream: str, most: int) -> Iterator[tuple[str, bytes, list[bytes]]]:
