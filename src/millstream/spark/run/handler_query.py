@@ -91,9 +91,9 @@ class HandlerQuery(SupervisedQuery):
 
     def start_background(self) -> None:
         """Start the threads that run deferred keys and migrate keys."""
-        self._deferred_thread = self._start_thread(self._run_deferred, "millstream-lines")
+        self._deferred_thread = self._start_thread(self._run_deferred, "millstream-deferred-jobs")
         if self._handler.partitions is not None:
-            self._start_thread(self._migrate_keys, "millstream-keys")
+            self._start_thread(self._migrate_keys, "millstream-key-migration")
 
     def drain(self, within_s: float) -> None:
         """Wait for the deferred keys' thread, so that its last event is emitted."""

@@ -43,7 +43,7 @@ class ServiceMembership:
         """Join the service. Raises ConfigError if it belongs to another handler, RedisError."""
         claim_service(self._client, self._service, self._handler.label)
         self._balancer.start()
-        threading.Thread(target=self._handle_notifications, name="millstream-leases", daemon=True).start()
+        threading.Thread(target=self._handle_notifications, name="millstream-stream-leases", daemon=True).start()
 
     def _handle_notifications(self) -> None:
         """Release leases that are rebalanced to other consumers."""

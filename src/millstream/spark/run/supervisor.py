@@ -110,8 +110,8 @@ class Supervisor:
             for supervised in self._supervised:
                 self._context.retry_while_unavailable(supervised.join, supervised.label)
                 self._context.retry_while_unavailable(supervised.prepare, supervised.label)
-            threading.Thread(target=self._move_delayed, name="millstream-mover", daemon=True).start()
-            threading.Thread(target=self._announce, name="millstream-presence", daemon=True).start()
+            threading.Thread(target=self._move_delayed, name="millstream-delayed-mover", daemon=True).start()
+            threading.Thread(target=self._announce, name="millstream-liveness", daemon=True).start()
             for supervised in self._supervised:
                 supervised.start_background()
             while not self._stopping.is_set() and not all(supervised.done for supervised in self._supervised):
