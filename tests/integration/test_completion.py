@@ -13,7 +13,7 @@ from millstream.cli.main import COMMANDS
 pytestmark = [pytest.mark.cli]
 
 PROGRAM = "from millstream.cli.main import main; main()"
-HEAVY = {"pyspark", "pandas", "fastapi", "uvicorn", "httpx", "rich", "opentelemetry", "matplotlib"}
+HEAVY = {"pyspark", "pandas", "fastapi", "uvicorn", "httpx", "rich", "opentelemetry.sdk", "matplotlib"}
 
 
 def completed(line: str, *, shell: str = "bash", program: str = PROGRAM) -> list[str]:

@@ -22,6 +22,7 @@ LAZY = ("millstream", "millstream.router", "millstream.spark.sink", "millstream.
             ("millstream.router.router", "millstream.balancer", "millstream.partitions.key_migration", "pyspark"),
         ),
         ("millstream.cli.worker_child", ("typer", "pydantic", "pyspark")),
+        ("millstream.redis_client.client", ("opentelemetry.sdk",)),
         ("millstream.spark.source.provider", ("redis", "pyarrow", "numpy", "asyncio")),
         ("millstream.spark.source.batch_planner", ("pyarrow", "numpy")),
         (
@@ -34,6 +35,23 @@ def test_a_module_comes_without_what_only_others_need(module: str, without: tupl
     code = f"import sys, {module}; print(*sorted({{*{(*HEAVY, *without)!r}}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+def test_metrics_of_redis_py_itself_can_still_be_switched_on() -> None:
+    code = """
+import millstream.redis_client.client
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from redis.observability import OTelConfig, get_observability_instance
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
+get_observability_instance().init(OTelConfig())
+from redis.observability.recorder import record_connection_create_time
+print(get_observability_instance().is_enabled())
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (found.stdout, found.stderr) == ("True\n", "")
 
 
 def test_a_module_of_a_package_that_was_imported_is_its_attribute() -> None:

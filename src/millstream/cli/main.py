@@ -70,7 +70,6 @@ _OTHER_WORDS: Mapping[str, str] = {
 
 _NAME = "millstream"
 _SUGGESTION = re.compile(r"\.? \(?(?:Did you mean|Possible options:) (.*?)[?)]*$")
-_COMPLETION = "_MILLSTREAM_COMPLETE"
 """The variable by which a shell asks for completions."""
 _NO_REDIS_HINT = " (is it running? see --url / MILLSTREAM_URL)"
 
@@ -193,9 +192,6 @@ class _Program(typer.Typer):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         redact_uncaught_exceptions()
-        if _COMPLETION in os.environ:
-            # redis-py would import it, if it is installed, which takes longer than all of the completion.
-            sys.modules.setdefault("opentelemetry", None)  # type: ignore[arg-type]
         return get_command(self)(*args, **{"prog_name": _NAME, **options})
 
 

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
+import millstream.redis_client.redis_py  # noqa: F401 - before redis itself
+
+# isort: split
 import redis
 from redis._parsers import BaseParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA

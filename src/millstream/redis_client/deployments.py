@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import millstream.redis_client.redis_py  # noqa: F401 - before redis itself
+
+# isort: split
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster

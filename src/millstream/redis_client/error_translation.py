@@ -8,6 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
+import millstream.redis_client.redis_py  # noqa: F401 - before redis itself
+
+# isort: split
 import redis
 from redis.exceptions import RedisClusterException
 
