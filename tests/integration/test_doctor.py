@@ -283,6 +283,9 @@ def test_dead_letters_parked_keys_and_pauses_are_told_with_their_commands(client
         "millstream dlq list app.handle", "millstream key list app.handle", "millstream resume app.handle"
     ]  # fmt: skip
     assert found(diagnose(client, app="another"), "dead-letters") == []
+    (misspelt,) = found(diagnose(client, app="another"), "app")
+    assert (misspelt.severity, "named 'another' has run on this Redis" in misspelt.what) == ("problem", True)
+    assert found(diagnose(client, app="app"), "app") == []
 
 
 def test_a_blocked_key_is_found_and_listed_as_such(client: Client) -> None:
@@ -296,7 +299,7 @@ def test_a_blocked_key_is_found_and_listed_as_such(client: Client) -> None:
         eventually(lambda: client.execute("ZRANGE", KEYS.backoff, 0, -1, "WITHSCORES"), "the back-off")
         eventually(lambda: found(diagnose(client), "blocked"), "the finding")
         one = only(client, "blocked")
-        assert one.what == "app.handle: 1 blocked key, with 3 messages"
+        assert one.what == "app.handle: 1 blocked key"
         assert one.mend[1].startswith("millstream key skip app.handle KEY")
         row = call("key", "list", "app.handle", "--json", url=client.url).json()
         assert (row["state"], row["blocked"], row["attempts"], row["failed_attempts"]) == ("backing off", True, 2, 2)

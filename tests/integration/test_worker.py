@@ -269,7 +269,7 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
         finally:
             client.execute("CONFIG", "SET", "maxmemory", "0")
         eventually(lambda: loop.loop_metrics.committed >= 200)
-        eventually(lambda: "app.handle resumes: Redis has memory again after " in caplog.text)
+        eventually(lambda: "app.handle resumes: Redis has stored its postponed commits after " in caplog.text)
     assert sorted(outputs(client)) == list(range(1, 200, 2))
     assert {pairs[3] for _, pairs in client.execute("XRANGE", "out", "-", "+")} == {b"1"}
     assert dead(client) == []

@@ -252,7 +252,7 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_keeps_the_orde
         finally:
             client.execute("CONFIG", "SET", "maxmemory", "0")
         eventually(lambda: len(rows(client)) >= 2_200)
-        eventually(lambda: "app.handle resumes: Redis has memory again after " in caplog.text)
+        eventually(lambda: "app.handle resumes: Redis has stored its postponed commits after " in caplog.text)
     check_order(client, 2_200)
     assert {row["attempt"] for row in rows(client)} == {"1"}
     assert dead(client) == []

@@ -31,6 +31,7 @@ class ReaderReport:
     * `oldest_age_ms`: age of the first uncommitted entry
     * `pending`: entries in flight, or deferred by Spark
     * `parked`, `backing_off`: parked keys, and keys that wait for the next attempt: both are stuck
+    * `blocked`: those of the latter whose first message has failed all its attempts
     * `dead_letters`: dead letters in Redis
     * `paused`: number of its paused streams
     * `added`: entries ever added to its streams; `done`: the number of them that a handler has committed, a group was
@@ -53,6 +54,7 @@ class ReaderReport:
     pending: int
     parked: int
     backing_off: int
+    blocked: int
     dead_letters: int
     paused: int
     added: int
@@ -62,7 +64,7 @@ class ReaderReport:
     def is_sick(self) -> bool:
         """True if an operator has to act."""
         ill = self.status in ("unreadable", "not running", "paused", "partly paused")
-        return ill or self.dead_letters > 0 or self.parked > 0
+        return ill or self.dead_letters > 0 or self.parked > 0 or self.blocked > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,7 @@ def _summed(kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _Reader
         pending=sum(report.pending for report in reports),
         parked=sum(one.parked for one in handlers),
         backing_off=sum(one.backing_off for one in handlers),
+        blocked=sum(one.blocked for one in handlers),
         dead_letters=sum(one.dead_letters for one in handlers),
         paused=sum(one.paused for one in handlers),
         added=sum(one.stream.added for _, one in on_streams if one.stream is not None),

@@ -5,7 +5,6 @@ Findings are summed up by handler: a handler of 100,000 streams has one line for
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -13,8 +12,8 @@ from millstream.admin.findings import Finding
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import WAITING, KeyQueue, blocked_queues
-from millstream.errors import AccessDenied, RedisError, WrongType
+from millstream.delivery.key_queues import WAITING
+from millstream.errors import RedisError
 from millstream.formats import format_age, pluralize
 from millstream.groups.group import ConsumerInfo, consumers_of
 from millstream.model import EntryId
@@ -26,6 +25,7 @@ from millstream.redis_client.pipelining import call_all, send_all
 _FINISHED_ENTRIES = 10_000
 _UNREAD_ENTRIES = 1_000_000
 _NAMED = 3
+_RESTART_MS = 30_000  # as long as a worker or run may be away for a restart
 _WATCHED = 100
 _MEASURED_STREAMS = 100
 
@@ -36,7 +36,6 @@ class Data:
 
     * `found`: streams and handlers; `consumers`: of each handler on a stream
     * `idle`: pending entries that were idle for `old_ms`, on streams with a live worker
-    * `blocked`: blocked keys by handler, of some of its streams
     * `known`: names of the handlers in the app's file, by app; {} if no file was given
     * `cli`: the redis-cli command that reaches the streams
     """
@@ -44,7 +43,6 @@ class Data:
     found: Inspection
     consumers: Mapping[tuple[str, str], Sequence[ConsumerInfo]]
     idle: Mapping[tuple[str, str], int]
-    blocked: Mapping[str, Sequence[KeyQueue]]
     old_ms: int
     known: Mapping[str, Collection[str]]
     cli: str
@@ -66,8 +64,8 @@ def read_data(
     consumers = consumers_of(client, places)
     alive = [(one.stream, _keys(one).group) for one in found.handlers if one.pending and one.consumers]
     return Data(
-        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), blocked=_find_blocked(client, found),
-        old_ms=old_ms, known=known, cli=cli,
+        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), old_ms=old_ms, known=known,
+        cli=cli,
     )  # fmt: skip
 
 
@@ -94,14 +92,6 @@ def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) 
         if not isinstance(reply, RedisError)
     }
     return {place: count for place, count in counts.items() if count}
-
-
-def _find_blocked(client: Client, found: Inspection) -> dict[str, list[KeyQueue]]:
-    blocked: dict[str, list[KeyQueue]] = {}
-    for one in islice((one for one in found.handlers if one.backing_off and one.problem is None), _WATCHED):
-        with suppress(AccessDenied, WrongType):
-            blocked.setdefault(f"{one.app}.{one.handler}", []).extend(blocked_queues(client, _keys(one)))
-    return blocked
 
 
 # --- The checks ---
@@ -153,7 +143,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
                 why="these messages wait until a live worker claims them",
                 mend=(
                     f"millstream group claim {where} {_quote(claimants[0])} --min-idle {data.old_ms // 1000}s"
-                    if claimants else f"millstream worker {some[0].app}  # with the file of the app",
+                    if claimants else f"millstream worker {some[0].app}.py  # the file of the app {some[0].app}",
                 ),
             )  # fmt: skip
         if empty:
@@ -187,15 +177,16 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
 def check_waiting(data: Data) -> Iterator[Finding]:
     """Backlogs with no worker and no run alive."""
     for label, some in _by_handler(data.found.handlers).items():
-        waiting = [one for one in some if one.lag and not one.consumers and (one.oldest_age_ms or 0) >= data.old_ms]
+        old_ms = min(data.old_ms, _RESTART_MS)
+        waiting = [one for one in some if one.lag and not one.consumers and (one.oldest_age_ms or 0) >= old_ms]
         if waiting and not any(one.consumers for one in some):
             engine = waiting[0].engine
             yield Finding(
-                check="waiting", severity="warning",
+                check="waiting", severity="problem",
                 what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, for "
                 f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
-                mend=(f"millstream {'worker' if engine == 'workers' else 'run'} {some[0].app}  # with the file of the app",),
+                mend=(f"millstream {'worker' if engine == 'workers' else 'run'} {some[0].app}.py  # the file of the app {some[0].app}",),
             )  # fmt: skip
 
 
@@ -223,14 +214,13 @@ def check_parked(data: Data) -> Iterator[Finding]:
 
 def check_blocked(data: Data) -> Iterator[Finding]:
     """Keys whose first message has failed all its attempts, and is retried without end."""
-    for label, queues in data.blocked.items():
-        if queues:
-            waiting = sum(one.length for one in queues)
+    for label, some in _by_handler(data.found.handlers).items():
+        if count := sum(one.blocked for one in some):
             yield Finding(
-                check="blocked", severity="warning",
-                what=f"{label}: {pluralize(len(queues), 'blocked key')}, with {pluralize(waiting, 'message')}",
-                why="the first message of the key has failed all its attempts; it is retried without end, and the others wait",
-                mend=(f"millstream key list {label}", f"millstream key skip {label} KEY  # makes it a dead letter"),
+                check="blocked", severity="warning", what=f"{label}: {pluralize(count, 'blocked key')}",
+                why="its first message has failed all its attempts and is retried without end, and the others wait: mend "
+                "the cause, and it goes on by itself",
+                mend=(f"millstream key list {label}", f"millstream key skip {label} KEY  # or give that message up"),
             )  # fmt: skip
 
 
@@ -241,7 +231,7 @@ def check_paused(data: Data) -> Iterator[Finding]:
         if paused:
             opened = next((one.pause for one in some if one.pause and one.pause.by == "breaker"), None)
             yield Finding(
-                check="paused", severity="warning", what=f"{label}: paused on {_streams(paused)}",
+                check="paused", severity="problem" if opened else "warning", what=f"{label}: paused on {_streams(paused)}",
                 why=f"it is {opened.describe(label)}" if opened else "its workers read nothing new",
                 mend=(f"millstream resume {label}",),
             )  # fmt: skip

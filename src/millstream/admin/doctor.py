@@ -12,6 +12,7 @@ from millstream.admin.server_checks import SERVER_CHECKS, Server, check_buffers,
 from millstream.errors import AccessDenied, RedisError
 from millstream.formats import pluralize
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import stage_of
 
 _DEFAULT_OLD_MS = 600_000
 
@@ -60,6 +61,8 @@ def diagnose(
     def read() -> Iterator[Finding]:
         data.append(read_data(client, app=app, known=known or {}, cli=cli, max_streams=max_streams, old_ms=old_ms))
         yield from _hidden(data[0])
+        if app is not None and not known:
+            yield from _check_name(data[0], app)
 
     read_findings = [*run_check("data", read)]
     servers = _Servers(client)
@@ -113,6 +116,20 @@ def _check_cluster_state(client: Client) -> Iterator[Finding]:
             )  # fmt: skip
             return
     yield Finding(check="cluster", severity="ok", what="all slots are served")
+
+
+def _check_name(data: Data, app: str) -> Iterator[Finding]:
+    """Nothing is found of an app: its name may be misspelt."""
+    stages = {stage_of(group.name) for stream in data.found.streams for group in stream.groups}
+    if (
+        not data.found.handlers
+        and not data.found.hidden_handlers
+        and app not in {one[0] for one in stages if one is not None}
+    ):
+        yield Finding(
+            check="app", severity="problem", what=f"no handler or stage of an app named {app!r} has run on this Redis",
+            why="nothing of it can be checked", mend=("millstream info  # the names that there are",),
+        )  # fmt: skip
 
 
 def _hidden(data: Data) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.key_queues import blocked_queues
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.handlers.attempt import parse_state
@@ -22,6 +24,7 @@ from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.redis_client.resp import Arg, Reply
 
 _SCAN_PAGE = 1_000
+_MAX_BLOCKED = 100
 _COUNTERS = ("committed", "written", "dead", "refused")
 _OWN_PREFIX = f"{PREFIX}:"
 
@@ -325,6 +328,7 @@ def _handler_reports(
         for keys, meta in metas.items()
     ]
     count_lags(client, lags, budget_ms, clock)
+    blocked = _count_blocked(client, metas)
     now_ms = server_time_ms(client)
     for (keys, meta), lag in zip(metas.items(), lags, strict=True):
         group = with_pending.get(keys)
@@ -349,12 +353,22 @@ def _handler_reports(
             dead_letters=meta.dead_letters,
             parked=meta.parked,
             backing_off=meta.backing_off,
+            blocked=blocked.get(keys, 0),
             paused=meta.pause is not None,
             pause=meta.pause,
             problem=meta.problem,
             processed=max(0, meta.counters["committed"] - meta.counters["dead"]),
             **meta.counters,
         )
+
+
+def _count_blocked(client: Client, metas: Mapping[HandlerKeys, _Meta]) -> dict[HandlerKeys, int]:
+    """How many keys are blocked, of each of the first handlers on a stream that have keys that back off."""
+    blocked: dict[HandlerKeys, int] = {}
+    for keys in islice((keys for keys, meta in metas.items() if meta.backing_off), _MAX_BLOCKED):
+        with suppress(AccessDenied, WrongType):
+            blocked[keys] = len(blocked_queues(client, keys))
+    return blocked
 
 
 def _engine(found: bytes | None) -> Engine:

@@ -227,7 +227,7 @@ def check_memory(server: Server) -> Iterator[Finding]:
             check="memory", severity="problem" if used >= limit else "warning",
             what=f"{server.where} uses {used / limit:.0%} of maxmemory ({limit:,} bytes)",
             why="at maxmemory it refuses writes: producers and handlers with effects wait",
-            mend=(f"{server.cli} CONFIG SET maxmemory {2 * limit}  # or trim: millstream worker APP --trim",),
+            mend=(f"{server.cli} CONFIG SET maxmemory {2 * max(limit, used)}  # or trim: millstream worker APP --trim",),
         )  # fmt: skip
     elif not limit and machine and used > _MACHINE_SHARE * machine:
         yield Finding(

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from millstream.app import load_app
-from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
+from millstream.cli.options import Json, Url, Yes
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_text
 from millstream.errors import ConfigError
 from millstream.formats import pluralize
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.redaction import redact_text

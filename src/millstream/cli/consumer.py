@@ -9,8 +9,9 @@ import typer
 from millstream.app import load_function
 from millstream.cli.config_file import require_modules
 from millstream.cli.log_output import finish_logging
-from millstream.cli.options import DEFAULT_URL, Connections, Duration, Json, RequestTimeout, Url, duration
+from millstream.cli.options import Connections, Duration, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.deployments import parse_route
 
 Target = Annotated[str, typer.Argument(help="module:function or path/to/file.py:function", metavar="FUNCTION")]

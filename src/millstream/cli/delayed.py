@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, Url, Yes, command_group
+from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate
 from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.formats import format_age, pluralize
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields
 from millstream.redis_client.pipelining import server_time_ms

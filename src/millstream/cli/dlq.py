@@ -4,16 +4,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Annotated, Any
 
 import typer
 
-from millstream.cli.handler_names import HandlerNames, split_name
+from millstream.cli.handler_names import HandlerNames, select_handlers, split_name
 from millstream.cli.options import (
-    DEFAULT_URL,
     DryRun,
     Json,
     JsonLines,
@@ -43,6 +41,7 @@ from millstream.delivery.dead_letter_queue import (
 from millstream.errors import ConfigError, MillstreamError
 from millstream.formats import format_age, pluralize
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields, json_value, unescape
 from millstream.redis_client.replies import pairs_of
@@ -91,17 +90,20 @@ def list_(
 ) -> None:
     """List dead letters, handler by handler, in the order in which they were dead-lettered."""
     wanted = _filter([handlers] if handlers else [], stream, reason, key, since)
-    with _queue(url) as queue:
+    with Client(url) as client:
+        queue = DeadLetterQueue(client)
         if count:
             _list_counts(queue.find(wanted), as_json=as_json)
             return
         found = list(islice(queue.find(wanted), (limit or 0) + 1))
+        if not found:
+            _check_name(client, handlers, stream)
     shown = found[:limit]
     if as_json:
         for entry in shown:
             print_json(_as_json(entry))
     else:
-        _list_table(shown)
+        _list_table(shown, is_filtered=wanted != DeadLetterFilter())
     if len(found) > len(shown):
         print_message("there are more: --limit shows them, --count counts them")
 
@@ -126,8 +128,8 @@ def show(
     wanted = _filter(letter, stream)
     if len(wanted.ids) != 1:
         raise ConfigError("give the id of one dead letter, like 1700000000000-0; see: millstream dlq list")
-    with _queue(url) as queue:
-        found = list(queue.find(wanted))
+    with Client(url) as client:
+        found = list(DeadLetterQueue(client).find(wanted))
     if not found:
         raise MillstreamError(f"there is no dead letter {wanted.ids[0]} (any more); see: millstream dlq list")
     # Each handler has its own queue per stream, so several letters may have the same id.
@@ -181,9 +183,12 @@ def _on_selected(
         as_json: Json = False,
     ) -> None:
         wanted = _filter(selection or [], stream, reason, key, since)
-        with _queue(url) as queue:
+        with Client(url) as client:
+            queue = DeadLetterQueue(client)
             refs = _selected(queue, wanted, limit, every=every)
             number, failed = 0, 0
+            if not refs:
+                _check_name(client, next(iter(_names(selection or [])), None), stream)
             if refs and not dry_run:
                 confirm(question.format(pluralize(len(refs), "dead letter")), yes=yes)
                 number, failed = act(queue, refs)
@@ -202,10 +207,14 @@ dlq.command("purge")(_on_selected(_purge, question="Delete {} for good?", done="
 # --- Selection ---
 
 
-@contextmanager
-def _queue(url: str) -> Iterator[DeadLetterQueue]:
-    with Client(url) as client:
-        yield DeadLetterQueue(client)
+def _check_name(client: Client, name: str | None, stream: str | None) -> None:
+    """Where nothing is found, raise MillstreamError if no such handler has run: the name may be misspelt."""
+    if name is not None:
+        select_handlers(client, name, stream)
+
+
+def _names(selection: Sequence[str]) -> list[str]:
+    return [one for one in selection if not _LETTER_ID.fullmatch(one)]
 
 
 def _filter(
@@ -213,7 +222,7 @@ def _filter(
     since: str | None = None,
 ) -> DeadLetterFilter:  # fmt: skip
     """The filter of a command. `selection` is letter ids, and at most one handler or app before them."""
-    names = [one for one in selection if not _LETTER_ID.fullmatch(one)]
+    names = _names(selection)
     if len(names) > 1 or names != [*selection[: len(names)]]:
         raise ConfigError(
             f"give at most one APP or APP.HANDLER, then letter ids like 1700000000000-0, not {names[-1]!r}"
@@ -247,9 +256,9 @@ def _list_counts(found: Iterator[DeadLetterEntry], *, as_json: bool) -> None:
     print_table(("~handler", "~stream", "reason", ">letters"), rows)
 
 
-def _list_table(found: Sequence[DeadLetterEntry]) -> None:
+def _list_table(found: Sequence[DeadLetterEntry], *, is_filtered: bool) -> None:
     if not found:
-        print_message("there are no such dead letters")
+        print_message("there are no dead letters" + (" of these" if is_filtered else ""))
         return
     now_ms = time.time() * 1000
     print_table(

@@ -10,9 +10,10 @@ import typer
 from millstream.admin.doctor import Diagnosis, diagnose
 from millstream.admin.findings import Finding
 from millstream.app import load_app
-from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
+from millstream.cli.options import Duration, Json, Url, duration
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.formats import pluralize
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 
 AppOption = Annotated[

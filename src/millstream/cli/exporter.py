@@ -8,11 +8,12 @@ import typer
 
 from millstream.admin.redis_metrics import all_places
 from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
-from millstream.cli.options import DEFAULT_URL, Json, Url
+from millstream.cli.options import Json, Url
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json
 from millstream.errors import ConfigError, Unavailable
 from millstream.observability.health import Health
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
 

@@ -8,13 +8,14 @@ import typer
 
 from millstream.admin.inspection import engine_of, handler_of
 from millstream.cli.claim import claim, print_deleted
-from millstream.cli.options import DEFAULT_URL, DryRun, Duration, Json, JsonLines, Url, Yes, command_group, duration
+from millstream.cli.options import DryRun, Duration, Json, JsonLines, Url, Yes, command_group, duration
 from millstream.cli.pending import pending
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError, GroupMissing, MillstreamError
 from millstream.formats import format_age, pluralize
 from millstream.groups import BEGINNING, END, ConsumerInfo, Group, GroupInfo, groups_of
 from millstream.model import EntryId
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import to_wire

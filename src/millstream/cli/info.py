@@ -15,10 +15,11 @@ from millstream.admin.inspection import inspect
 from millstream.admin.reports import Inspection
 from millstream.admin.server_checks import memory_problems
 from millstream.cli.info_tables import Rates, RatesByReader, print_tables, status_of
-from millstream.cli.options import DEFAULT_URL, MARKUP, Duration, Json, Url, duration
+from millstream.cli.options import MARKUP, Duration, Json, Url, duration
 from millstream.cli.screen import Screen
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.errors import ConfigError, Unavailable
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 
 _WATCH_EVERY = "2s"
@@ -125,6 +126,8 @@ def show(
             time.sleep(max(0.0, snapshot.at_s + over - time.monotonic()))
             snapshot = _take(client, app, snapshot)
     print_one(snapshot)
+    if app is not None and not snapshot.readers and not snapshot.found.hidden_handlers:
+        raise typer.Exit(1)  # its name may be misspelt
 
 
 def _watch(

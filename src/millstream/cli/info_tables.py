@@ -48,7 +48,9 @@ def print_tables(
     if app is not None and not readers:
         print_message(f"no handler or stage of an app named {app!r} has run on this Redis")
     # Readers that need attention come first.
-    worst = sorted(readers, key=lambda one: (not one.is_sick, -one.dead_letters, -one.parked, -(one.lag or 0)))[:limit]
+    worst = sorted(
+        readers, key=lambda one: (not one.is_sick, -one.dead_letters, -one.parked - one.blocked, -(one.lag or 0))
+    )[:limit]
     if worst:
         _print_readers(worst, rates, wide=wide)
         _print_more(len(readers) - len(worst), "reader")
@@ -91,7 +93,9 @@ def _compact_cells(one: ReaderReport, rates: Rates | None) -> tuple[str, ...]:
         format_count(one.alive),
         "?" if one.lag is None else f"{'' if one.lag_exact else '>'}{format_count(one.lag)}",
         format_age(one.oldest_age_ms),
-        (WarningCell if stuck else str)(format_count(stuck)) if one.kind == "handler" else "-",
+        (ProblemCell if one.blocked else WarningCell if stuck else str)(format_count(stuck))
+        if one.kind == "handler"
+        else "-",
         (ProblemCell if one.dead_letters else str)(format_count(one.dead_letters)) if one.kind == "handler" else "-",
     )
 

@@ -10,7 +10,7 @@ import typer
 
 from millstream.admin.inspection import existing_handlers
 from millstream.cli.handler_names import HandlerName, HandlerNames, OnStream, find_handler, select_handlers, split_name
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
+from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,
     print_details,
@@ -41,6 +41,7 @@ from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, WrongType
 from millstream.formats import pluralize
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.key_names import HandlerKeys
@@ -108,7 +109,7 @@ def list_(
         for (keys, queue), last in zip(found, errors, strict=False):
             print_json(_as_json(keys, queue, last))
     else:
-        _print_keys(found, errors)
+        _print_keys(found, errors, with_handler=not one_handler)
     if not as_json:
         _print_pauses(pauses)
         _print_crowded(places)
@@ -211,16 +212,17 @@ def _describe(states: Counter[str], messages: int) -> str:
     )
 
 
-def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[LastError]) -> None:
+def _print_keys(
+    found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[LastError], *, with_handler: bool
+) -> None:
     """Print as many of these keys as there are errors."""
     if not found:
         print_message("there are no such keys")
         return
     print_line(_describe(Counter(str(queue.state) for _, queue in found), sum(queue.length for _, queue in found)))
-    several = len({(keys.app, keys.handler) for keys, _ in found}) > 1
     rows = [
         (
-            *((f"{keys.app}.{keys.handler}",) if several else ()),
+            *((f"{keys.app}.{keys.handler}",) if with_handler else ()),
             _name(queue),
             escape(keys.stream),
             queue.state,
@@ -232,7 +234,7 @@ def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[
         for (keys, queue), last in zip(found, errors, strict=False)
     ]
     columns = ("~key", "~stream", "state", ">messages", "+first", "+why", "+last error")
-    print_table((*(("~handler",) if several else ()), *columns), rows)
+    print_table((*(("~handler",) if with_handler else ()), *columns), rows)
 
 
 def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:

@@ -13,11 +13,12 @@ import typer
 from millstream.admin.inspection import inspect_handlers
 from millstream.balancer.protocol import announce_all, end_leases, service_of
 from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, Url, Yes, command_group
+from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
 from millstream.formats import format_age, pluralize
 from millstream.groups import groups_of
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire

@@ -9,7 +9,6 @@ from millstream.admin.server_checks import warn_of_data_loss_at
 from millstream.cli.config_file import require_modules
 from millstream.cli.metrics_server import new_recorder, print_started
 from millstream.cli.options import (
-    DEFAULT_URL,
     Connections,
     Duration,
     Json,
@@ -21,6 +20,7 @@ from millstream.cli.options import (
 )
 from millstream.errors import ConfigError
 from millstream.model import Retry
+from millstream.redis_client import DEFAULT_URL
 
 if TYPE_CHECKING:
     from millstream.services.master.scopes import Tokens

@@ -14,7 +14,6 @@ from typer.main import get_command
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
 
-DEFAULT_URL = "redis://127.0.0.1:6379/0"
 MARKUP: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
 """Markup of help texts: rich only in a terminal."""
 

@@ -1,9 +1,10 @@
 """`millstream pause` and `millstream resume`: stops and resumes reading by a handler's workers."""
 
 from millstream.cli.handler_names import HandlerName, OnStream, find_handler
-from millstream.cli.options import DEFAULT_URL, Json, Url
+from millstream.cli.options import Json, Url
 from millstream.cli.terminal import print_json, print_line
 from millstream.delivery.commit_store import CommitStore
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 

@@ -11,12 +11,13 @@ from typing import Annotated, Protocol
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, Duration, Json, Url, duration
+from millstream.cli.options import Duration, Json, Url, duration
 from millstream.cli.records import Input, read_csv, read_jsonl
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.errors import ConfigError, DecodeError, MillstreamError
 from millstream.formats import format_size, pluralize
 from millstream.producer.bulk import Publisher
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 
 

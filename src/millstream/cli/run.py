@@ -20,7 +20,7 @@ from millstream.app import App, add_to_path, app_folder, load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl
 from millstream.cli.log_output import finish_logging
 from millstream.cli.metrics_server import new_recorder, serve_metrics
-from millstream.cli.options import DEFAULT_URL, Duration, Json, MetricsAddress, Url, duration
+from millstream.cli.options import Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, print_message
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -29,6 +29,7 @@ from millstream.formats import pluralize
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics, Recorder
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.escaping import escape_line
 from millstream.redis_client.redaction import redact_text
 

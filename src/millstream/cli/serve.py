@@ -8,7 +8,6 @@ import typer
 from millstream.cli.config_file import require_modules
 from millstream.cli.metrics_server import new_recorder, print_started
 from millstream.cli.options import (
-    DEFAULT_URL,
     Connections,
     Duration,
     Json,
@@ -20,6 +19,7 @@ from millstream.cli.options import (
 )
 from millstream.cli.terminal import print_json
 from millstream.errors import ConfigError
+from millstream.redis_client import DEFAULT_URL
 
 Host = Annotated[
     str, typer.Option("--host", help="Address to listen on. It is plain HTTP: be careful with other addresses.")

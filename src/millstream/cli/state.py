@@ -8,10 +8,11 @@ import typer
 
 from millstream.admin.inspection import count_states, decode_state, list_states, read_state, reset_states
 from millstream.cli.handler_names import HandlerName, handler_on
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, JsonLines, Url, Yes, command_group
+from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, print_text, truncate
 from millstream.errors import DecodeError, MillstreamError
 from millstream.formats import format_size, pluralize
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
 

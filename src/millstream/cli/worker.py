@@ -18,13 +18,14 @@ from millstream.cli.alerts import AlertCommand, AlertUrl, FigureAlerts
 from millstream.cli.log_output import finish_logging
 from millstream.cli.log_output import settings as log_settings
 from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
-from millstream.cli.options import DEFAULT_URL, Duration, Json, MetricsAddress, Url, duration
+from millstream.cli.options import Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
 from millstream.formats import pluralize
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.metrics import Recorder
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process.process_reports import ProcessReports

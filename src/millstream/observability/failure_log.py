@@ -222,10 +222,11 @@ class FailureLog:
             return
         is_error = window is self._dead and window.omitted.keys() != {"rejected"}
         logger.log(
-            logging.ERROR if is_error else logging.WARNING, "%s: %s more %s, left out of this log: %s; see: millstream info",
+            logging.ERROR if is_error else logging.WARNING, "%s: %s more %s, left out of this log: %s; see: millstream %s",
             self._handler.label, f"{window.omitted.total():,}",
             "dead letters" if window is self._dead else "failed attempts",
             ", ".join(f"{count:,} {kind}" for kind, count in window.omitted.most_common(_KINDS_NAMED)),
+            f"dlq list {self._handler.label}" if window is self._dead else "info",
             extra={"handler": self._handler.label},
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ Every call returns when Redis has confirmed it, so the producer buffers nothing 
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 from millstream.observability.tracing import tracing
 from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, ProducerSession, PublishOptions, new_token
+from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 
 DedupeId = str | bytes
@@ -116,7 +118,8 @@ class Publishing:
 class Producer(Publishing):
     """Publishes messages to streams: in order, and each once, however often a call has to be repeated.
 
-    * `redis`: the URL of Redis, or a Client, which is then shared and stays open at the end
+    * `redis`: the URL of Redis, or a Client, which is then shared and stays open at the end; None = the URL that the
+      commands use, MILLSTREAM_URL or redis://127.0.0.1:6379/0
     * `max_length`: most entries that a stream may hold; a publish beyond that waits until there is room. None = no
       limit. It counts all entries, so processed ones must be removed (trimmed)
     * `dedupe_window_ms`: how long a `dedupe_id` is remembered, in milliseconds
@@ -130,14 +133,16 @@ class Producer(Publishing):
 
     def __init__(
         self,
-        redis: str | Client,
+        redis: str | Client | None = None,
         *,
         max_length: int | None = None,
         dedupe_window_ms: int = 3_600_000,
         patience_ms: float = 30_000.0,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        super().__init__(redis, max_length, dedupe_window_ms, patience_ms, metrics)
+        super().__init__(
+            redis or os.environ.get("MILLSTREAM_URL") or DEFAULT_URL, max_length, dedupe_window_ms, patience_ms, metrics
+        )
 
     def publish(
         self,

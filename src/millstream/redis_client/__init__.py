@@ -16,4 +16,7 @@ else:
         },
     )
 
-__all__ = ["Client", "EmbeddedServer"]
+DEFAULT_URL = "redis://127.0.0.1:6379/0"
+"""The URL of commands and producers that are given none, also by MILLSTREAM_URL."""
+
+__all__ = ["DEFAULT_URL", "Client", "EmbeddedServer"]

@@ -16,7 +16,7 @@ from typing import Literal
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
-from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
+from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, OutOfMemory, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
@@ -94,6 +94,8 @@ class ReadingLoop:
         self._excluded: dict[str, float] = {}
         """Streams that cannot be joined: when they are tried again, in milliseconds of the clock."""
         self._deadline_ms = float("inf")
+        self._refused_since_ms: float | None = None
+        self._is_short_of_memory = False
         self._runner = self._make_runner()
         self._in_flight.on_buffered = self._runner.notify
         self._process_isolation = isolation = isolation or ProcessIsolation()
@@ -214,7 +216,7 @@ class ReadingLoop:
 
     def _run_fetcher(self) -> None:
         """Fetch new entries while there is room for them."""
-        backoff, away = Backoff(*_WAITS_MS), False
+        backoff = Backoff(*_WAITS_MS)
         while not self._stopping.is_set():
             self._runner.notify()
             if self._ordering.renewal.reread_pending.is_set():
@@ -233,8 +235,7 @@ class ReadingLoop:
                 self._ordering.fetcher.fetch(room, self._stopping)
             except (GroupMissing, Unavailable) as error:
                 if isinstance(error, Unavailable):
-                    away = True
-                    self.loop_metrics.on_redis_error(error)
+                    self._on_fetch_refused(error)
                 # Entries delivered when the connection broke are pending, and no worker has seen them.
                 self._retry_while_unavailable(
                     self._recover_pending if isinstance(error, Unavailable) else self._rejoin_streams
@@ -243,9 +244,24 @@ class ReadingLoop:
                 self._stopping.wait(backoff.next_ms() / 1000)
             else:
                 backoff.reset()
-                if away:
-                    away = False
-                    self.loop_metrics.count_reconnect()
+                self._on_fetched()
+
+    def _on_fetch_refused(self, error: Unavailable) -> None:
+        self.loop_metrics.on_redis_error(error)
+        if self._refused_since_ms is None:
+            self._refused_since_ms = self._clock.monotonic_ms()
+        if isinstance(error, OutOfMemory) and not self._is_short_of_memory:
+            self._is_short_of_memory = True  # Redis answers all else: nothing else would log it
+            logger.warning("%s cannot fetch messages: %s; retrying", self.handler.label, error)
+
+    def _on_fetched(self) -> None:
+        if self._refused_since_ms is None:
+            return
+        self.loop_metrics.count_reconnect()
+        if self._is_short_of_memory:
+            waited_ms = self._clock.monotonic_ms() - self._refused_since_ms
+            logger.warning("%s resumes: Redis lets it fetch again after %.1f s", self.handler.label, waited_ms / 1000)
+        self._refused_since_ms, self._is_short_of_memory = None, False
 
     def _rejoin_streams(self) -> None:
         self._for_each_stream(lambda stream: stream.join())

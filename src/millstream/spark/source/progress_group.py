@@ -4,7 +4,8 @@ The query reads nothing through the group. It moves the group when it plans the 
 call comes one batch late and never for the last one.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,12 +13,16 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.key_names import stage_of
 from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.stream_info import fetch_calls
 
+logger = logging.getLogger(__name__)
+
 _MAX_MS = 50.0
+_CHECK_EVERY_MS = 10_000.0
 _STREAMS_PER_TRIP = 500
 
 
@@ -66,6 +71,9 @@ class ProgressGroup:
     """Keeps the consumer group `group` of every stream at the query's offset; "" keeps none.
 
     `is_handler_group`: only workers of a handler read through the group, and this run has replaced them.
+
+    Logs a warning, once, if another query seems to show its progress in the group: what the other has finished may be
+    trimmed (`millstream worker --trim`) though this one has not read it.
     """
 
     def __init__(
@@ -78,6 +86,8 @@ class ProgressGroup:
         self._published: Offsets = {}
         self._due: Offsets = {}
         self._offsets: Offsets = {}
+        self._is_warned = is_handler_group or stage_of(group) is not None  # these groups have one run each
+        self._check_due_ms = clock.monotonic_ms() + _CHECK_EVERY_MS
 
     def publish(self, offsets: Offsets) -> None:
         """Move the group to `offsets` on the streams where it is elsewhere; create it where it is missing.
@@ -110,6 +120,7 @@ class ProgressGroup:
                 return
 
     def _move(self, offsets: Offsets) -> None:
+        self._check_sharing()
         created = self._create({stream: at for stream, at in offsets.items() if stream not in self._published})
         offsets = {stream: at for stream, at in offsets.items() if stream not in created}
         replies = self._send("SETID", offsets)
@@ -126,13 +137,37 @@ class ProgressGroup:
             if isinstance(reply, CommandFailed) and reply.code == "BUSYGROUP"
         ]
         if not self._is_handler_group:  # a replaced worker may read once more before it is fenced
-            self._refuse_foreign(existing)
+            self._refuse_foreign({stream: new[stream] for stream in existing})
         return new.keys() - existing
 
-    def _refuse_foreign(self, streams: Iterable[str]) -> None:
-        for stream, groups in _groups(self._client, streams).items():
+    def _check_sharing(self) -> None:
+        """Now and then, look on one stream whether the group is where this query has left it."""
+        now_ms = self._clock.monotonic_ms()
+        if self._is_warned or not self._published or now_ms < self._check_due_ms:
+            return
+        self._check_due_ms = now_ms + _CHECK_EVERY_MS
+        stream, at = next(iter(self._published.items()))
+        found = group_positions(self._client, self._group, [stream]).get(stream)
+        if found is not None and found.position.id != at.id:
+            self._warn_of_sharing(stream, found.position.id, at.id)
+
+    def _warn_of_sharing(self, stream: str, found: EntryId, own: EntryId) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "the group %r of stream %r is at %s, and this query at %s: another query shows its progress in it, or "
+                "this one has begun anew; what only the other has read may be trimmed. Give each query a group of its "
+                'own: option("group", NAME)', self._group, stream, found, own,
+            )  # fmt: skip
+
+    def _refuse_foreign(self, offsets: Mapping[str, Position]) -> None:
+        for stream, groups in _groups(self._client, offsets).items():
             for group in groups:
-                if group[b"name"] == self._group.encode() and (group[b"consumers"] or group[b"pending"]):
+                if group[b"name"] != self._group.encode():
+                    continue
+                if (found := EntryId.parse(group[b"last-delivered-id"])) > offsets[stream].id:
+                    self._warn_of_sharing(stream, found, offsets[stream].id)
+                if group[b"consumers"] or group[b"pending"]:
                     raise ConfigError(
                         f"the group {self._group!r} of stream {stream!r} has {group[b'consumers']} consumers and "
                         f"{group[b'pending']} pending entries, so others read through it: give this query a group of "

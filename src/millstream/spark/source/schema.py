@@ -131,7 +131,7 @@ def check_schema(columns: Columns, schema: StructType) -> None:
         if not isinstance(field.dataType, _FIELD_TYPES):
             raise ConfigError(
                 f"the column {field.name} cannot be of type {field.dataType.simpleString()}: fields are decoded to "
-                f"{', '.join(kind.typeName() for kind in _FIELD_TYPES)}"
+                f"{', '.join(kind.typeName() for kind in _FIELD_TYPES)}; read others as a string, and cast it"
             )
         if not field.nullable and field.name not in meta_columns(schema).values():
             raise ConfigError(f"the column {field.name} must be nullable: an entry need not have that field")

@@ -138,6 +138,10 @@ class ProcessReports:
 
     def collect(self) -> Iterator[Any]:
         """The metric families of all processes, for prometheus_client."""
+        with self._lock:
+            for name, one in self._workers.items():
+                if one.ended is None and self._silent_ms(one) > _SILENT_MS:  # stopped, say; a report sets it to 1 again
+                    self._recorder.set(m.WORKER_UP, 0, worker=name)
         return self._metrics.collect()
 
     def _failures(self, worker: _Worker, kind: str = "failures") -> Iterator[str]:
@@ -146,9 +150,12 @@ class ProcessReports:
                 yield f"it {worker.ended}; it is being restarted"
             return
         yield from worker.health.get(kind, ())
-        silent_ms = 0.0 if worker.reported_ms is None else self._clock.monotonic_ms() - worker.reported_ms
+        silent_ms = self._silent_ms(worker)
         if silent_ms > _SILENT_MS and not self._stopping:
             yield f"it has not reported for {silent_ms / 1000:.1f} s"
+
+    def _silent_ms(self, worker: _Worker) -> float:
+        return 0.0 if worker.reported_ms is None else self._clock.monotonic_ms() - worker.reported_ms
 
     def _starting(self, worker: _Worker) -> Iterator[str]:
         if worker.ended is None and worker.reported_ms is None:

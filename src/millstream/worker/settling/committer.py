@@ -226,7 +226,9 @@ class Committer:
         if self._postponed_since_ms is not None and not self._has_postponed:
             waited_ms = self._clock.monotonic_ms() - self._postponed_since_ms
             logger.warning(
-                "%s resumes: Redis has memory again after %.1f s", self._steps.handler.label, waited_ms / 1000
+                "%s resumes: Redis has stored its postponed commits after %.1f s",
+                self._steps.handler.label,
+                waited_ms / 1000,
             )
             self._postponed_since_ms, self._warn_due_ms = None, 0.0
 
