@@ -22,6 +22,7 @@ from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import worker_name_key
+from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import eventually
@@ -256,13 +257,24 @@ def test_what_dead_workers_hold_is_a_problem_and_their_empty_names_a_warning(
     assert (holding.severity, "2 pending entries of dead" in holding.what) == ("problem", True)
     assert holding.mend[0].startswith("millstream worker app")
     assert (empty.severity, "(empty)" in empty.what) == ("warning", True)
-    assert only(client, "waiting", **at_once).what.startswith("app.handle: 3 entries wait")
+    waiting = only(client, "waiting", **at_once)
+    assert (waiting.severity, waiting.what.startswith("app.handle: 3 entries wait")) == ("problem", True)
     client.execute("SET", worker_name_key("app", "alive"), "its supervisor")
     Group(client, "in", KEYS.group).create_consumer("alive")
     holding, _ = found(diagnose(client, **at_once), "dead-consumers")
     assert "group claim in millstream:app.handle alive" in holding.mend[0]
     assert only(client, "idle-entries", **at_once).severity == "warning"
     assert found(diagnose(client, old_ms=3_600_000), "dead-consumers") == []
+
+
+def test_a_backlog_without_a_live_worker_is_a_problem_as_soon_as_a_restart_would_be_over(client: Client) -> None:
+    ReliableStream(client, "in", app="app", handler="handle", consumer="gone").join()
+    now_ms = server_time_ms(client)
+    client.execute("XADD", "in", f"{now_ms - 31_000}-0", "n", 1)
+    assert only(client, "waiting").severity == "problem"
+    client.execute("XTRIM", "in", "MAXLEN", 0)
+    client.execute("XADD", "in", f"{now_ms + 60_000}-0", "n", 1)
+    assert found(diagnose(client), "waiting") == []
 
 
 def test_dead_letters_parked_keys_and_pauses_are_told_with_their_commands(client: Client) -> None:

@@ -113,6 +113,22 @@ def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
     assert (sorted(outputs(client)), loop.loop_metrics.retried, dead(client)) == (list(range(10)), 0, [])
 
 
+def test_a_worker_that_may_lease_no_keys_for_want_of_memory_says_so_and_when_it_goes_on(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    handler = make(lambda message: gate.wait(FAIL_SAFE_S) and None, key="n", into=None)
+    with working(client, handler, policy=replace(QUICK, prefetch=1, threads=1)) as loop:
+        fill(client, 5)
+        eventually(lambda: client.execute("LLEN", KEYS.ready) == 4, "four keys that are ready, and one that is leased")
+        with configured(client, "maxmemory", "1"):
+            gate.set()  # without outputs it is committed all the same
+            eventually(lambda: "app.handle cannot fetch messages: " in caplog.text)
+        eventually(lambda: loop.loop_metrics.committed == 5)
+        eventually(lambda: "app.handle resumes: Redis lets it fetch again after " in caplog.text)
+    assert caplog.text.count("cannot fetch messages") == 1
+
+
 def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_is_kept_meanwhile(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,7 +111,7 @@ def test_all_are_ready_when_each_has_read_and_a_process_that_is_restarted_is_nam
 
 
 def test_a_process_that_is_not_healthy_or_reports_no_more_makes_all_unhealthy_unless_they_stop(
-    reports: ProcessReports, clock: HandClock
+    reports: ProcessReports, recorder: Recorder, clock: HandClock
 ) -> None:
     process = Process(clock)
     process.work(1)
@@ -122,6 +122,12 @@ def test_a_process_that_is_not_healthy_or_reports_no_more_makes_all_unhealthy_un
     reports.on_report("w-0", 11, process.report())
     clock.sleep_ms(30_001)
     assert reports.failures() == ["worker w-0: it has not reported for 30.0 s"]
+    list(reports.collect())
+    assert recorder.value(m.WORKER_UP, worker="w-0") == 0, "as of a process that was stopped"
+    process.work(1)
+    reports.on_report("w-0", 11, process.report())
+    assert recorder.value(m.WORKER_UP, worker="w-0") == 1
+    clock.sleep_ms(30_001)
     reports.on_stopping()
     assert reports.failures() == []
     assert reports.readiness_failures()[-1] == "it is stopping"
