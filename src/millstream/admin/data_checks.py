@@ -177,12 +177,13 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
 def check_waiting(data: Data) -> Iterator[Finding]:
     """Backlogs with no worker and no run alive."""
     for label, some in _by_handler(data.found.handlers).items():
-        old_ms = min(data.old_ms, _RESTART_MS)
+        # Runs on Spark may be jobs that start once a day; workers are there all the time.
+        engine = some[0].engine
+        old_ms = min(data.old_ms, _RESTART_MS) if engine == "workers" else data.old_ms
         waiting = [one for one in some if one.lag and not one.consumers and (one.oldest_age_ms or 0) >= old_ms]
         if waiting and not any(one.consumers for one in some):
-            engine = waiting[0].engine
             yield Finding(
-                check="waiting", severity="problem",
+                check="waiting", severity="problem" if engine == "workers" else "warning",
                 what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, for "
                 f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
