@@ -42,7 +42,7 @@ def test_commands_below_a_noun_have_settings_too(client: Client, folder: Path, m
     client.execute("XREADGROUP", "GROUP", "g", "c", "STREAMS", "s", ">")
 
     def pending() -> int:
-        return len(call("group", "pending", "s", "g", "--json", url=client.url).json()["entries"])
+        return len(call("group", "pending", "s", "g", "--json", url=client.url).json_lines())
 
     (folder / "millstream.toml").write_text("[group.pending]\nlimit = 4\n")
     assert pending() == 4
