@@ -9,6 +9,7 @@ import pytest
 from millstream import Message, Retry
 from millstream.delivery.key_queues import skip
 from millstream.delivery.keyed_stream import queue_of_key
+from millstream.delivery.last_error import LastError
 from millstream.errors import HandlerStuck
 from millstream.redis_client.client import Client
 from tests.support.clocks import LeapClock
@@ -41,6 +42,24 @@ def test_a_run_that_hangs_ends_its_process_at_the_time_limit_though_its_message_
         eventually(lambda: loop.loop_metrics.refused == 1)
         assert not loop.ended.is_set()
         clock.leap(602_000)
+    release.set()
+
+
+def test_a_key_whose_run_took_too_long_says_so(client: Client) -> None:
+    hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
+
+    def handle(message: Message) -> None:
+        hangs.set()
+        release.wait(FAIL_SAFE_S)
+
+    client.execute("XADD", "in", "1-0", "key", "k", "n", 0)
+    handler = make(handle, key="key", time_limit_ms=600_000, into=None)
+    with ending(HandlerStuck, client, handler, clock=clock):
+        eventually(hangs.is_set)
+        clock.leap(30_000)
+        clock.leap(602_000)
+    stored = LastError.parse(client.execute("HGET", KEYS.crashes, "1-0e"))
+    assert (stored.error, stored.attempts) == ("it took longer than its time limit of 600,000 ms", 3)
     release.set()
 
 
@@ -112,6 +131,7 @@ def test_what_a_process_had_read_before_it_runs_a_suspect_in_isolation_goes_to_t
         eventually(lambda: len(loop._in_flight) == 3, "a third message in flight")
         add_suspect(client, keyed=key is not None)
         eventually(lambda: len(loop._in_flight) == 4, "the suspect in flight")
+        eventually(lambda: not loop._in_flight.gate.is_set(), "nothing else to be started")
         go_on.set()
         eventually(isolated.is_set, "its run in isolation")
         assert sorted(running) == [1, 2, 9]

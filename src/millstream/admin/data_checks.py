@@ -167,9 +167,10 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
             stream, group = places[0]
             yield Finding(
                 check="idle-entries", severity="warning",
-                what=f"{label}: {sum(data.idle[place] for place in places):,} entries or more are pending and idle for "
+                what=f"{label}: {pluralize(sum(data.idle[place] for place in places), 'entry', 'entries')} or more pending and idle for "
                 f"{format_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
-                why="live workers renew or claim pending entries: these workers hang, or have a longer --claim",
+                why="live workers renew or claim pending entries, at once those that were given back (idle for 24 h or "
+                "more): these workers hang, or have a longer --claim",
                 mend=(f"millstream group pending {_quote(stream)} {_quote(group)} --min-idle {data.old_ms // 1000}s",),
             )  # fmt: skip
 

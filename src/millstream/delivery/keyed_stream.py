@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
-from millstream.delivery.effects import Effects
+from millstream.delivery.effects import ERROR_SUFFIX, Effects
 from millstream.delivery.key_queues import check_invariants
 from millstream.delivery.reliable_stream import (
     NO_LIMIT,
@@ -341,6 +341,11 @@ class KeyedStream(ReliableStream):
         args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
         earlier, unknown = self._with_rejoin(lambda: self._run_script(RECOVER_LEASES, (self.token, *args)))
         return int(earlier), int(unknown)
+
+    def record_error(self, delivery: Delivery, last_error: bytes) -> None:
+        """Store why the current attempt on an entry has failed, as `LastError.pack` returns it; its lease goes on."""
+        field = delivery.id + ERROR_SUFFIX.encode()
+        self._client.execute("HSET", self._store.keys(self.stream).crashes, field, last_error)
 
     def release_leases(self, endings: Sequence[LeaseRelease]) -> list[KeyLease]:
         """Release leases; return those that were lost already, of which nothing was changed. May safely be repeated."""

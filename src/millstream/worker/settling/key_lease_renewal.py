@@ -136,6 +136,7 @@ class KeyLeaseRenewal(ClaimRenewal):
         elif isinstance(outcome, RetryLater):
             self._steps.log_failure(delivery, outcome)
             lease.stream.record_failures([delivery])
+            lease.stream.record_error(delivery, LastError.of(outcome, self._steps.handler.retry).pack())
             self._loop_metrics.count_retried(1)
             lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
