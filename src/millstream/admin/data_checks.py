@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from millstream.admin.findings import Finding
 from millstream.admin.inspection import inspect
-from millstream.admin.reports import HandlerReport, Inspection, StreamReport
+from millstream.admin.reports import Engine, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import RedisError
@@ -64,9 +64,8 @@ def read_data(
     consumers = consumers_of(client, places)
     alive = [(one.stream, _keys(one).group) for one in found.handlers if one.pending and one.consumers]
     return Data(
-        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), old_ms=old_ms, known=known,
-        cli=cli,
-    )  # fmt: skip
+        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), old_ms=old_ms, known=known, cli=cli
+    )
 
 
 def largest_entry_bytes(client: Client) -> int:
@@ -143,7 +142,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
                 why="these messages wait until a live worker claims them",
                 mend=(
                     f"millstream group claim {where} {_quote(claimants[0])} --min-idle {data.old_ms // 1000}s"
-                    if claimants else f"millstream worker {some[0].app}.py  # the file of the app {some[0].app}",
+                    if claimants else _start("workers", some[0].app),
                 ),
             )  # fmt: skip
         if empty:
@@ -188,7 +187,7 @@ def check_waiting(data: Data) -> Iterator[Finding]:
                 what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, for "
                 f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
-                mend=(f"millstream {'worker' if engine == 'workers' else 'run'} {some[0].app}.py  # the file of the app {some[0].app}",),
+                mend=(_start(engine, some[0].app),),
             )  # fmt: skip
 
 
@@ -321,6 +320,10 @@ def _streams(names: Iterable[str]) -> str:
 def _names(consumers: Sequence[tuple[HandlerReport, ConsumerInfo]]) -> str:
     found = sorted({consumer.name for _, consumer in consumers})
     return ", ".join(map(escape, found[:_NAMED])) + (", ..." if len(found) > _NAMED else "")
+
+
+def _start(engine: Engine, app: str) -> str:
+    return f"millstream {'worker' if engine == 'workers' else 'run'} {app}.py  # the file of the app {app}"
 
 
 def _quote(name: str) -> str:

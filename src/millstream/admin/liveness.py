@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from millstream.balancer.protocol import service_of
 from millstream.delivery.key_queues import WAITING
-from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
+from millstream.errors import AccessDenied, ConfigError, WrongType
 from millstream.groups.group import consumers_of
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import (
@@ -80,8 +80,8 @@ def _announced(client: Client, found: Sequence[HandlerKeys]) -> dict[str, frozen
     replies = send_all(client, [("ZRANGE", key, 0, -1, "WITHSCORES") for key in handlers.values()])
     return {
         label: frozenset()
-        if isinstance(reply, RedisError)
-        else frozenset(from_wire(name) for name, until in pairs_of(reply) if float(until) > now_ms)
+        if isinstance(reply, AccessDenied | WrongType)
+        else frozenset(from_wire(name) for name, until in pairs_of(raise_if_error(reply)) if float(until) > now_ms)
         for label, reply in zip(handlers, replies, strict=True)
     }
 

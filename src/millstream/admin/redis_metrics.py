@@ -76,7 +76,7 @@ class RedisMetrics:
     """Reports what Redis shows of handlers to `recorder`, and answers what an autoscaler asks.
 
     * `discover`: returns the handlers and their streams; called again from time to time, as streams come and go
-    * `progress`: is told of each answer of Redis
+    * `progress`: notified of each answer of Redis
     * `every_ms`: how often the figures are read, in milliseconds, unless there are too many streams for that
 
     While Redis cannot be read there are no figures, rather than old ones, and `millstream_redis_up` is 0.

@@ -46,7 +46,7 @@ def serve_metrics(
     used.
 
     * `discover`: finds the handlers whose figures are read from Redis at `url`
-    * `progress`: is told of each answer of Redis, where that is what health means
+    * `progress`: notified of each answer of Redis, where that is what health means
     * `more`: collectors to serve beside `recorder`
     """
     if (place := parse_address(address)) is None:

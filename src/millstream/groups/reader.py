@@ -302,6 +302,7 @@ class Reader:
         self._log(
             "consumer %s waits for Redis, %.0f s so far: %s", self._name, (now_ms - self._away_since_ms) / 1000, error
         )
+        # A lost group is made again at once, but an outage waits from its first error on.
         self._clock.sleep_ms(self._backoff.next_ms() or self._backoff.next_ms())
 
     def _end_outage(self) -> None:

@@ -1,6 +1,6 @@
 """ServiceMembership: a run on Spark as a consumer of the service that its streams are announced to.
 
-The run reads every announced stream, whoever owns its lease: the handler's workers stop when the run begins. It joins
+The run reads every announced stream, regardless of its lease: the handler's workers stop when the run begins. It joins
 so that announcements are read, and so that operators see the owner of each stream.
 """
 
