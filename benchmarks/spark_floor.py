@@ -27,7 +27,7 @@ def run(*, batches: int = 60) -> dict[str, Any]:
         fill(client, [STREAM], ROWS)
         own = spark.readStream.format("rate-micro-batch").options(rowsPerBatch=ROWS, numPartitions=1).load()
         baseline = _batches(own, batches)
-        ours = spark.readStream.format("redis-streams").options(url=client.url, subscribe=STREAM).load()
+        ours = spark.readStream.format("redis-streams").options(url=client.url, subscribe=STREAM, group="floor").load()
         over = threading.Event()
         publisher = threading.Thread(target=_publish, args=(client.url, over))
         publisher.start()

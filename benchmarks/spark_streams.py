@@ -76,7 +76,8 @@ def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[f
     """Entries per second over all batches, planning seconds of the first, and the longest of the others."""
     frame = (
         spark.readStream.format("redis-streams")
-        .options(url=url, subscribePattern="stream:*", startingOffsets="earliest", maxOffsetsPerTrigger=per_batch)
+        .options(url=url, subscribePattern="stream:*", group="drain")
+        .options(startingOffsets="earliest", maxOffsetsPerTrigger=per_batch)
         .load()
     )
     with tempfile.TemporaryDirectory() as checkpoint:

@@ -58,7 +58,7 @@ def views(spark: SparkSession, client: Client) -> DataFrame:
     """Views per campaign and window, as a stream."""
     events = (
         spark.readStream.format("redis-streams")
-        .options(url=client.url, subscribe=EVENTS, startingOffsets="earliest")
+        .options(url=client.url, subscribe=EVENTS, group="views", startingOffsets="earliest")
         .schema("ad_id string, event_type string, event_time long")
         .load()
     )

@@ -36,7 +36,7 @@ def test_available_now_ends_at_what_was_there_and_a_restart_reads_each_entry_onc
 def test_a_new_query_begins_with_what_comes_after_its_start_unless_told_otherwise(bench: Bench) -> None:
     bench.add("s", 5)
     taken = bench.start(bench.stream("s"))
-    eventually(lambda: bench.groups("s").get("millstream-spark"), "the query has begun")
+    eventually(lambda: bench.groups("s").get("progress"), "the query has begun")
     bench.add("s", 5, start=5)
     eventually(lambda: len(taken.rows) >= 5, "the new entries were read")
     assert taken.numbers == [5, 6, 7, 8, 9]
@@ -51,7 +51,7 @@ def test_no_batch_is_larger_than_asked_and_streams_share_it_by_backlog(bench: Be
     assert taken.sizes == [100] * 9
     first = [row["stream"] for row in taken.batches[0]]
     assert {stream: first.count(stream) for stream in set(first)} == {"big": 89, "small": 10, "tiny": 1}
-    assert set(bench.groups("big")) == {"millstream-spark"}, "planning leaves no groups behind"
+    assert set(bench.groups("big")) == {"progress"}, "planning leaves no groups behind"
 
 
 def test_more_streams_than_a_batch_may_hold_take_turns(bench: Bench) -> None:
@@ -71,7 +71,7 @@ def test_more_streams_than_a_batch_may_hold_take_turns(bench: Bench) -> None:
 def test_streams_that_appear_while_the_query_runs_are_read_from_their_beginning(bench: Bench) -> None:
     bench.add("orders:1", 2)
     taken = bench.start(bench.stream(subscribePattern="orders:*"))
-    eventually(lambda: bench.groups("orders:1").get("millstream-spark"), "the query has begun")
+    eventually(lambda: bench.groups("orders:1").get("progress"), "the query has begun")
     bench.add("orders:2", 3, start=100)
     bench.add("other", 3)
     eventually(lambda: len(taken.rows) >= 3, "the new stream was read")
@@ -83,7 +83,7 @@ def test_streams_that_appear_while_the_query_runs_are_read_from_their_beginning(
 def test_a_listed_stream_may_come_later(bench: Bench) -> None:
     bench.add("here", 1)
     taken = bench.start(bench.stream("here,later"))
-    eventually(lambda: bench.groups("here").get("millstream-spark"), "the query has begun")
+    eventually(lambda: bench.groups("here").get("progress"), "the query has begun")
     bench.add("later", 4)
     eventually(lambda: len(taken.rows) >= 4, "the late stream was read")
     assert {row["stream"] for row in taken.rows} == {"later"}
@@ -240,9 +240,12 @@ def test_a_query_outlives_a_restart_of_redis(
         taken.query.stop()
 
 
-def test_what_only_a_batch_read_can_do_is_refused(bench: Bench) -> None:
+def test_a_query_with_what_only_a_batch_read_can_do_or_without_a_group_is_refused(bench: Bench) -> None:
     with pytest.raises(StreamingQueryException, match=r"endingOffsets and endingTimestamp are for spark\.read"):
         bench.take(bench.stream("s", endingOffsets="latest"))
+    without_group = bench.spark.readStream.format("redis-streams").options(url=bench.url, subscribe="s").load()
+    with pytest.raises(StreamingQueryException, match="for each query of a stream another"):
+        bench.take(without_group)
 
 
 def test_a_key_of_another_type_is_a_clear_error(bench: Bench) -> None:

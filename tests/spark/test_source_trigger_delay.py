@@ -93,7 +93,9 @@ def test_a_limited_batch_waits_too_and_an_end_that_is_fixed_does_not(client: Cli
 
 
 def reader_of(streams: Streams, **options: str) -> RedisStreamReader:
-    given = parse({"url": streams.url, "subscribe": "s", "startingOffsets": "earliest", **options}, {})
+    given = parse(
+        {"url": streams.url, "subscribe": "s", "group": "progress", "startingOffsets": "earliest", **options}, {}
+    )
     return RedisStreamReader(given, default_schema(given.columns))
 
 

@@ -18,7 +18,7 @@ from tests.support.sources import Streams
 
 pytestmark = [pytest.mark.spark]
 
-LOG: dict[str, str] = {"startingOffsets": "earliest"}
+LOG: dict[str, str] = {"startingOffsets": "earliest", "group": "progress"}
 GROUP: dict[str, str] = {"startingOffsets": "earliest", "readAs": "group", "group": "g"}
 
 
@@ -170,12 +170,12 @@ def test_the_lag_of_queries_is_what_their_groups_have_not_read(streams: Streams)
     streams.add("b", 20)
     one = reader(streams, "a,b", maxOffsetsPerTrigger="10", **LOG)
     lag = RedisLag(streams.client, SYSTEM_CLOCK)
-    assert lag.total([("millstream-spark", ["a", "b"])]) is None  # the query has not begun
+    assert lag.total([("progress", ["a", "b"])]) is None  # the query has not begun
     at = one.initialOffset()
     for _ in range(3):
         end = one.latestOffset()
         count(one, at, end)
         at = end
-    behind = entries_behind_group(streams.client, "millstream-spark", ["a", "b", "none"])
+    behind = entries_behind_group(streams.client, "progress", ["a", "b", "none"])
     assert sum(count or 0 for count in behind.values()) == 30
-    assert RedisLag(streams.client, SYSTEM_CLOCK).total([("millstream-spark", ["a", "b"])]) == 30
+    assert RedisLag(streams.client, SYSTEM_CLOCK).total([("progress", ["a", "b"])]) == 30

@@ -65,9 +65,9 @@ class Bench(Streams):
         return self.spark.read.format("redis-streams").options(url=self.url, subscribe=subscribe, **options).load()
 
     def stream(self, subscribe: str | None = None, *, schema: str | None = None, **options: Any) -> DataFrame:
-        """`spark.readStream` of the streams."""
-        chosen = {"subscribe": subscribe} if subscribe is not None else {}
-        reader = self.spark.readStream.format("redis-streams").options(url=self.url, **chosen, **options)
+        """`spark.readStream` of the streams. Its progress is in the group `progress`, unless `options` names another."""
+        chosen = {"group": "progress"} if subscribe is None else {"group": "progress", "subscribe": subscribe}
+        reader = self.spark.readStream.format("redis-streams").options(url=self.url, **chosen | options)
         return (reader.schema(schema) if schema else reader).load()
 
     def start(self, frame: DataFrame, checkpoint: str = "checkpoint", *, once: bool = False) -> "Taken":

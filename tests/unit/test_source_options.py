@@ -28,8 +28,17 @@ def test_names_of_options_are_read_in_any_case() -> None:
 
 def test_the_defaults_are_those_of_the_documentation() -> None:
     assert options() == SourceOptions(url=URL, streams=("orders",))
-    assert options().group == "millstream-spark"
-    assert options(group="").group == ""
+    assert options().group is None
+
+
+def test_a_streaming_query_names_the_group_that_shows_its_progress_or_says_that_none_does() -> None:
+    with pytest.raises(ConfigError, match=r'name one by option\("group", NAME\), for each query of a stream another'):
+        options().check_streaming()
+    options().check_batch()
+    for group in ("mine", ""):
+        found = options(group=group)
+        found.check_streaming()
+        assert found.group == group
 
 
 def test_the_url_may_come_from_the_environment() -> None:
@@ -178,7 +187,8 @@ def test_limits_of_a_batch_are_those_of_the_kafka_source() -> None:
 
 
 def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> None:
-    assert options(startingOffsets="group").starting_group == "millstream-spark"
+    with pytest.raises(ConfigError, match="or that of the query"):
+        options(startingOffsets="group")
     assert options(startingOffsets="group", group="mine").starting_group == "mine"
     found = options(startingOffsets='{"orders": "GROUP"}', startingGroup="workers", group="")
     assert (found.starting_group, found.starting.for_stream("orders", "latest")) == ("workers", "group")
@@ -186,9 +196,15 @@ def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> N
 
 def test_a_query_that_shares_a_group_takes_a_bounded_batch_and_waits_before_it_adopts() -> None:
     found = options(readAs="Group", group="g")
-    assert (found.sharing, found.limits.max_per_trigger) == (Sharing(consumer="spark", claim_idle_ms=300_000), 10_000)
+    assert (found.sharing, found.limits.max_per_trigger) == (
+        Sharing(group="g", consumer="spark", claim_idle_ms=300_000),
+        10_000,
+    )
     found = options(readAs="group", group="g", consumer="mine", claimAfter="90s", maxOffsetsPerTrigger="7")
-    assert (found.sharing, found.limits.max_per_trigger) == (Sharing(consumer="mine", claim_idle_ms=90_000), 7)
+    assert (found.sharing, found.limits.max_per_trigger) == (
+        Sharing(group="g", consumer="mine", claim_idle_ms=90_000),
+        7,
+    )
     with pytest.raises(ConfigError, match=r"is for spark\.readStream"):
         found.check_batch()
 

@@ -10,13 +10,13 @@ from millstream.spark.source.progress_group import ProgressGroup
 
 
 def read_as_log(url: str, admin: Client) -> None:
-    """Two batches: one cut by a limit, and the rest; the start is read from another query's group."""
+    """Two batches: one cut by a limit, and the rest; on one of two streams the group of its progress exists."""
     admin.pipeline([("XADD", "orders", "*", "n", n) for n in range(9)])
     admin.execute("XADD", "orders:2", "*", "n", 1)
-    admin.execute("XGROUP", "CREATE", "orders", "millstream-spark", 0)
+    admin.execute("XGROUP", "CREATE", "orders", "progress", 0)
     options = parse({"url": url, "subscribePattern": "orders*", "startingOffsets": "earliest"}, {})
     with closing(Client(url)) as client:
-        planner, lag = BatchPlanner(client, options, cores=2), ProgressGroup(client, options.group)
+        planner, lag = BatchPlanner(client, options, cores=2), ProgressGroup(client, "progress")
         start = planner.starting_offsets("latest")
         lag.publish(start)
         middle = planner.plan_next(start, limit=4, target=None).end

@@ -17,7 +17,13 @@ def main(url: str, checkpoint: str, master: str, most: str, options: str) -> Non
     """Run to the end."""
     spark = open_session("sink", master=master, conf={})
     spark.dataSource.register(DeadlySource)
-    source = {"url": url, "subscribe": "in", "startingOffsets": "earliest", "maxOffsetsPerTrigger": most}
+    source = {
+        "url": url,
+        "subscribe": "in",
+        "group": "sink",
+        "startingOffsets": "earliest",
+        "maxOffsetsPerTrigger": most,
+    }
     source |= json.loads(options)
     while True:
         frame = spark.readStream.format("deadly-streams").options(**source).schema("n int").load()

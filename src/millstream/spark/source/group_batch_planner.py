@@ -39,7 +39,7 @@ class PlannedGroupBatch(NamedTuple):
 
 
 class GroupBatchPlanner:
-    """Plans batches of `options.group`, fetched as `sharing.consumer` and spread over about `cores` tasks.
+    """Plans batches of `sharing.group`, fetched as `sharing.consumer` and spread over about `cores` tasks.
 
     Every method may be repeated: call them through `Client.retry_while_unavailable`. Each raises StaleOwner once a newer run uses the
     same consumer name, and DataLoss, with `failOnDataLoss`, for entries that are gone.
@@ -61,7 +61,7 @@ class GroupBatchPlanner:
         losses = LossPolicy(fail=options.fail_on_data_loss)
         self._starting = StartingOffsets(client, options, CommittedOffsets(client, None, clock=clock), losses)
         self._trigger_delay = TriggerDelay(limits.min_per_trigger, limits.max_delay_ms, clock=clock)
-        self._batches = Batches(client, group=options.group, consumer=sharing.consumer)
+        self._batches = Batches(client, group=sharing.group, consumer=sharing.consumer)
         self._claim_renewal = ClaimRenewal(self._batches, idle_ms=sharing.claim_idle_ms)
         self._acknowledged: tuple[str, int] | None = None
         self._planned: GroupOffset | None = None
@@ -107,7 +107,7 @@ class GroupBatchPlanner:
         self, start: GroupOffset, target: Mapping[str, EntryId] | None, may_delay: bool, sure: bool
     ) -> PlannedGroupBatch:
         infos = self._fetch_infos(start)
-        positions = group_positions(self._client, self._options.group, (name for name, info in infos.items() if info))
+        positions = group_positions(self._client, self._sharing.group, (name for name, info in infos.items() if info))
         self._begin_run(positions)
         self._acknowledge(start, positions)
         positions |= self._create_groups(start, infos, positions)
@@ -170,7 +170,7 @@ class GroupBatchPlanner:
         missing = {name: info for name, info in infos.items() if name not in positions}
         for name in missing.keys() & start.counts.keys():
             self._report_loss(
-                f"the group {self._options.group!r} of stream {name!r} is gone, or the whole stream, and with it the "
+                f"the group {self._sharing.group!r} of stream {name!r} is gone, or the whole stream, and with it the "
                 "pending entries and the last delivered id",
                 "the query then reads the stream from its beginning",
             )
@@ -179,7 +179,7 @@ class GroupBatchPlanner:
             starts = {name: info.earliest_position() for name, info in new.items()}
         else:
             starts = self._starting.resolve(new, "latest")
-        group = self._options.group
+        group = self._sharing.group
         replies = fetch_calls(
             self._client,
             [

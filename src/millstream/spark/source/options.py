@@ -98,10 +98,12 @@ class Columns:
 class Sharing:
     """Reading through a consumer group that the query shares with other consumers.
 
+    * `group`: its name
     * `consumer`: the query's consumer name; unique in the group, and the same after a restart
     * `claim_idle_ms`: idle time after which the query claims a pending entry of another consumer
     """
 
+    group: str
     consumer: str = "spark"
     claim_idle_ms: int = 300_000
 
@@ -117,7 +119,8 @@ class SourceOptions:
     * `available_now`: a streaming query ends at the entries that are there when it starts; None = not said
     * `handler`: the app and handler whose commits the query follows
     * `from_replicas`: tasks read entries from replicas that are up to date
-    * `sharing`: read through `group`; None = read all entries, and show the progress in `group`
+    * `group`: the consumer group that shows the query's progress; "" = none, None = not said (by a batch read)
+    * `sharing`: read through a group; None = read all entries, and show the progress in `group`
     """
 
     url: str = field(repr=False)
@@ -131,7 +134,7 @@ class SourceOptions:
     ending: OffsetBounds = DEFAULT_BOUNDS
     limits: Limits = Limits()
     fail_on_data_loss: bool = True
-    group: str = "millstream-spark"
+    group: str | None = None
     columns: Columns = Columns()
     push_down: bool = False
     available_now: bool | None = None
@@ -140,9 +143,18 @@ class SourceOptions:
     sharing: Sharing | None = None
 
     def check_streaming(self) -> None:
-        """Raise ConfigError for options that only a batch read supports."""
+        """Raise ConfigError for options that only a batch read supports, or without a group for the progress.
+
+        A group that queries share by default would show what one of them has finished, and what another has not read
+        yet could be trimmed. (Kafka's consumers have no default `group.id` for this reason, by KIP-289.)
+        """
         if why := self._why_not_streaming():
             raise ConfigError(why)
+        if self.group is None:
+            raise ConfigError(
+                "a streaming query shows in a consumer group how far it is, so that nothing is trimmed before it is "
+                'read: name one by option("group", NAME), for each query of a stream another, or "" to show no progress'
+            )
 
     def check_batch(self) -> None:
         """Raise ConfigError for options that only a streaming query supports."""
@@ -205,7 +217,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         ending=ending,
         limits=_limits(options, maximum=None if sharing is None else _SHARED_BATCH),
         fail_on_data_loss=options.flag("failOnDataLoss", True),
-        group=options.values.get("group", SourceOptions.group),
+        group=options.values.get("group"),
         columns=_columns(options),
         push_down=options.flag("pushDownPredicate", False),
         available_now=options.flag("availableNow", False) if "availableNow" in options.values else None,
@@ -242,14 +254,14 @@ def _sharing(options: OptionParser) -> Sharing | None:
             raise ConfigError(f"option {name} needs readAs={'log' if shared else 'group'}")
     if not shared:
         return None
-    if options.text("group") is None:
+    if (group := options.text("group")) is None:
         raise ConfigError('readAs=group: name the consumer group to share by option("group", NAME)')
     after = options.text("claimAfter")
     after_ms = Sharing.claim_idle_ms if after is None else _duration_ms("claimAfter", after)
     if after_ms < _MIN_ADOPT_MS:
         raise ConfigError(f"option claimAfter={after!r} must be 1s or more: longer than a consumer needs for an entry")
     consumer = check_identifier("consumer name", options.text("consumer") or Sharing.consumer)
-    return Sharing(consumer=consumer, claim_idle_ms=after_ms)
+    return Sharing(group=group, consumer=consumer, claim_idle_ms=after_ms)
 
 
 def _limits(options: OptionParser, *, maximum: int | None) -> Limits:
@@ -291,9 +303,12 @@ def _starting_group(options: OptionParser, starting: OffsetBounds) -> str | None
         if named is not None:
             raise ConfigError("option startingGroup needs startingOffsets=group: set that one too")
         return None
-    group = named or options.values.get("group", SourceOptions.group)
+    group = named or options.values.get("group")
     if not group:
-        raise ConfigError('startingOffsets=group: name the group by option("startingGroup", NAME)')
+        raise ConfigError(
+            'startingOffsets=group: name the group by option("startingGroup", NAME), or that of the query by '
+            'option("group", NAME)'
+        )
     return group
 
 

@@ -218,7 +218,9 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     def _progress_group(self) -> "ProgressGroup":
         from millstream.spark.source.progress_group import ProgressGroup
 
-        return ProgressGroup(self._client, self._options.group, is_handler_group=self._options.handler is not None)
+        return ProgressGroup(
+            self._client, self._options.group or "", is_handler_group=self._options.handler is not None
+        )
 
     @clean_tracebacks
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802

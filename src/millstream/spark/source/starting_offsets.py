@@ -63,7 +63,7 @@ class StartingOffsets:
     def committed_positions(self, names: Sequence[str], infos: StreamInfos) -> Offsets:
         """The positions to go on at in streams with commits of the handler. Raises DataLoss, with `failOnDataLoss`."""
         committed_ids = self._committed.committed_ids(names)
-        shown_offsets = progress_offsets(self._client, self._options.group, committed_ids)
+        shown_offsets = progress_offsets(self._client, self._options.group or "", committed_ids)
         return {
             name: self._committed_position(name, committed_id, shown_offsets.get(name), infos[name])
             for name, committed_id in committed_ids.items()
