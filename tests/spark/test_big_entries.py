@@ -1,5 +1,7 @@
 """Entries that are together greater than the memory of Spark's Java process pass a few at a time."""
 
+from collections.abc import Iterator
+
 import pytest
 from pyspark.sql import functions as F
 
@@ -10,6 +12,15 @@ from tests.support.sources import Bench
 
 pytestmark = [pytest.mark.spark]
 MEGABYTE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def written_once(client: Client) -> Iterator[None]:
+    """Redis does not write its file again and again while these entries make it grow."""
+    client.execute("CONFIG", "SET", "auto-aof-rewrite-percentage", 0)
+    yield
+    client.execute("DEL", "big")
+    client.execute("CONFIG", "SET", "auto-aof-rewrite-percentage", 100)
 
 
 def fill(client: Client, count: int, size: int) -> None:
