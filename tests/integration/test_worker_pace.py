@@ -1,5 +1,6 @@
 """How fast workers read: a handler's rate, shared by all its workers, and pause and resume."""
 
+import logging
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -147,8 +148,9 @@ def test_a_loop_that_waits_for_its_turn_is_healthy(client: Client, clock: LeapCl
 
 
 def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
-    client: Client, clock: LeapClock, health: Health
+    client: Client, clock: LeapClock, health: Health, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "millstream")
     fill(client, 10)
     with working(client, make(double), health=health) as loop:
         eventually(lambda: loop.loop_metrics.committed == 10)
@@ -158,12 +160,17 @@ def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
         assert (loop.loop_metrics.committed, loop.loop_metrics.read, health.readiness_failures()) == (10, 10, [])
         resume(client)
         eventually(lambda: loop.loop_metrics.committed == 20)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert [one.partition(" is ")[2] for one in told if " is paused" in one or " is resumed" in one] == [
+        "paused by an operator on in", "resumed on in",
+    ]  # fmt: skip
     assert sorted(outputs(client)) == list(range(20))
 
 
-def test_a_worker_that_starts_while_paused_takes_nothing_not_even_what_it_held(
-    client: Client, clock: LeapClock, health: Health
+def test_a_worker_that_starts_while_paused_says_so_and_takes_nothing_not_even_what_it_held(
+    client: Client, clock: LeapClock, health: Health, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "millstream")
     with working(client, make(double)):
         pass
     fill(client, 5)
@@ -172,6 +179,7 @@ def test_a_worker_that_starts_while_paused_takes_nothing_not_even_what_it_held(
     with working(client, make(double), health=health) as loop:
         wait_for_reads(health, clock)
         assert (loop.loop_metrics.read, loop.loop_metrics.claimed, outputs(client)) == (0, 0, [])
+        assert caplog.text.count("is paused by an operator on in") == 1
         resume(client)
         eventually(lambda: loop.loop_metrics.committed == 5)
     assert pending(client) == 0

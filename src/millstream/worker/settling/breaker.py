@@ -31,6 +31,7 @@ class HandlerBreaker:
         self._reset()
         self._opened: Pause | None = None
         self._stored: set[str] = set()
+        self._paused: set[str] = set()  # by an operator
         self._reported: Pause | None = None
 
     def is_open(self) -> bool:
@@ -86,14 +87,18 @@ class HandlerBreaker:
         logger.error("%s is %s", self._label, self._opened.describe(self._label))
 
     def follow(self, stream: ReliableStream, before: Pause | None) -> bool:
-        """After a refresh of `stream`: store the pause there, or notice its end; return True if it has ended.
+        """After a refresh of `stream`: store the pause there, or log its beginning or end; return True if it has ended.
 
         `before`: its pause before the refresh. Raises RedisError if the pause cannot be stored: call it again.
         """
         opened = self._opened
         if stream.pause is not None:
             self._stored.add(stream.stream)
-            self._report(stream.pause)
+            if stream.pause.by == "breaker":
+                self._report(stream.pause)
+            elif stream.stream not in self._paused:
+                self._paused.add(stream.stream)
+                logger.info("%s is paused by an operator on %s", self._label, stream.stream)
             return False
         if opened is not None and stream.stream not in self._stored:
             stream.store_pause(opened)
@@ -102,6 +107,7 @@ class HandlerBreaker:
         if before is None and opened is None:
             return False
         self._stored.clear()
+        self._paused.discard(stream.stream)
         self._reset()
         self._opened = None
         logger.info("%s is resumed on %s", self._label, stream.stream)
@@ -111,6 +117,6 @@ class HandlerBreaker:
         self._window, self._routed = BreakerWindow(self._policy or Breaker()), BreakerWindow(self._policy or Breaker())
 
     def _report(self, pause: Pause) -> None:
-        if pause.by == "breaker" and pause != self._reported:
+        if pause != self._reported:
             self._reported = pause
             logger.warning("%s is %s (worker %s)", self._label, pause.describe(self._label), pause.worker)
