@@ -97,8 +97,9 @@ def test_a_line_says_when_the_key_is_parked_or_blocked(caplog: pytest.LogCapture
     blocked.fail(13)
     texts = [text for _, text in lines(caplog)]
     assert texts[0].endswith("; its key is parked, see: millstream key list shop.total")
-    assert texts[1].startswith("shop.total: attempt 2 failed on ")
+    assert texts[1].startswith("shop.total: attempt 2 of 3 failed on ")
     assert texts[1].endswith("; retrying in 1.5 s")
+    assert texts[2].startswith("shop.total: attempt 13 failed on ")
     assert texts[2].endswith("; it blocks its key, retrying in 1.5 s")
 
 

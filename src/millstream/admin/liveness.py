@@ -38,17 +38,17 @@ def find_workers(
     RedisError, except AccessDenied.
     """
     announced = _announced(client, found)
-    owners = {label: _owners(client, label) for label in {_label(keys) for keys in found}}
+    owners = {label: _owners(client, label) for label in {keys.label for keys in found}}
     consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
     idle = {keys: consumers[keys.stream, keys.group] for keys in found}
     silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= idle_ms}
     gone = silent - _holders(client, silent)
     alive: dict[HandlerKeys, frozenset[str]] = {}
     for keys, some in idle.items():
-        leased = owners[_label(keys)]
+        leased = owners[keys.label]
         if leased is None:
             readers = [name for name in some if (keys.app, name) not in gone]
-            alive[keys] = announced[_label(keys)].union(readers)
+            alive[keys] = announced[keys.label].union(readers)
         else:
             alive[keys] = frozenset(leased.get(keys.stream, ()))
     return alive
@@ -75,7 +75,7 @@ def _holders(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str,
 
 def _announced(client: Client, found: Sequence[HandlerKeys]) -> dict[str, frozenset[str]]:
     """The announced workers of each handler; none where this user may not read them."""
-    handlers = {_label(keys): live_workers_key(keys.app, keys.handler) for keys in found}
+    handlers = {keys.label: live_workers_key(keys.app, keys.handler) for keys in found}
     now_ms = server_time_ms(client)
     replies = send_all(client, [("ZRANGE", key, 0, -1, "WITHSCORES") for key in handlers.values()])
     return {
@@ -84,10 +84,6 @@ def _announced(client: Client, found: Sequence[HandlerKeys]) -> dict[str, frozen
         else frozenset(from_wire(name) for name, until in pairs_of(raise_if_error(reply)) if float(until) > now_ms)
         for label, reply in zip(handlers, replies, strict=True)
     }
-
-
-def _label(keys: HandlerKeys) -> str:
-    return f"{keys.app}.{keys.handler}"
 
 
 def _owners(client: Client, label: str) -> dict[str, list[str]] | None:

@@ -47,7 +47,7 @@ def all_places(client: Client) -> Places:
 
     found: dict[str, list[HandlerKeys]] = {}
     for keys in find_handlers(client):
-        found.setdefault(f"{keys.app}.{keys.handler}", []).append(keys)
+        found.setdefault(keys.label, []).append(keys)
     return found
 
 

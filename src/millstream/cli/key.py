@@ -179,7 +179,7 @@ def _read_places(
 
 def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, Any]:
     return {
-        "handler": f"{keys.app}.{keys.handler}", "stream": keys.stream, "key": json_value(queue.key),
+        "handler": keys.label, "stream": keys.stream, "key": json_value(queue.key),
         "state": queue.state, "messages": queue.length, "first": queue.first_id, "worker": queue.worker,
         "since_ms": queue.since_ms, "until_ms": queue.until_ms, "failed_attempts": queue.failed_attempts,
         "attempts": last.attempts or None, "blocked": is_blocked(queue, last), "lost_leases": queue.expired_leases,
@@ -222,7 +222,7 @@ def _print_keys(
     print_line(_describe(Counter(str(queue.state) for _, queue in found), sum(queue.length for _, queue in found)))
     rows = [
         (
-            *((f"{keys.app}.{keys.handler}",) if with_handler else ()),
+            *((keys.label,) if with_handler else ()),
             _name(queue),
             escape(keys.stream),
             queue.state,
@@ -239,7 +239,7 @@ def _print_keys(
 
 def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:
     for keys, pause in pauses.items():
-        label = f"{keys.app}.{keys.handler}"
+        label = keys.label
         print_message(f"{label} on {escape(keys.stream)} is {pause.describe(label)}")
 
 

@@ -139,7 +139,8 @@ class FailureLog:
             traceback = outcome.traceback
         else:
             traceback = traceback_of(raised) if is_new or is_last else ""
-        of = "" if retry.then == "block" else f" of {max(attempt, retry.attempts)}"
+        blocks = retry.then == "block" and attempt > retry.attempts  # such a message has no last attempt
+        of = "" if blocks else f" of {max(attempt, retry.attempts)}"
         failure = Failure(
             kind=kind,
             text=f"{self._handler.label}: attempt {attempt}{of} failed on {_name(stream, entry_id, key)}: {error}; "

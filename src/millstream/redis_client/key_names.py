@@ -238,6 +238,11 @@ class HandlerKeys:
         return f"{self.base}:forwarded:{stream}:{entry_id.decode()}"
 
     @property
+    def label(self) -> str:
+        """The name of the handler that is shown to users."""
+        return f"{self.app}.{self.handler}"
+
+    @property
     def group(self) -> str:
         """The consumer group on the stream that shows this handler's progress to any Redis tool.
 

@@ -176,7 +176,7 @@ class KeyRouter:
         """Warn where the key queues are full, which pauses routing, and where they are nearly full."""
         most = self._policy.look_ahead
         for stream in mine:
-            name, share = stream.stream, stream.pending_count / most
+            name, share, label = stream.stream, stream.pending_count / most, self._keys_of(stream.stream).label
             if share < _NEARLY_FULL:
                 self._nearly_full.discard(name)
                 self._full.discard(name)
@@ -184,17 +184,17 @@ class KeyRouter:
             if name not in self._nearly_full:
                 self._nearly_full.add(name)
                 logger.warning(
-                    "key queues of %s are nearly full: they hold %d entries of at most %d; full queues block all other "
-                    "keys. Run `millstream key list` to see which keys fill them, and unblock those, or raise --look-ahead",
-                    name, stream.pending_count, most,
+                    "%s: key queues of %s are nearly full: they hold %d entries of at most %d; full queues block all "
+                    "other keys. Run `millstream key list %s` to see which keys fill them, and unblock those, or raise "
+                    "--look-ahead", label, name, stream.pending_count, most, label,
                 )  # fmt: skip
             if share < 1:
                 self._full.discard(name)
             elif name not in self._full:
                 self._full.add(name)
                 logger.warning(
-                    "key queues of %s are full: they hold %d entries; routing is paused until there are fewer",
-                    name, stream.pending_count,
+                    "%s: key queues of %s are full: they hold %d entries; routing is paused until there are fewer",
+                    label, name, stream.pending_count,
                 )  # fmt: skip
 
     def _wait(self, mine: Sequence[KeyedStream], stopping: threading.Event) -> None:
