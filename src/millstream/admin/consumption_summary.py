@@ -87,7 +87,7 @@ def summarize_readers(found: Inspection) -> tuple[ReaderReport, ...]:
         one = _ReaderOnStream(
             stream=streams.get(handler.stream), mode=mode, alive=handler.workers, report=handler, done=handler.committed
         )
-        grouped["handler", f"{handler.app}.{handler.handler}"].append((handler.stream, one))
+        grouped["handler", handler.label].append((handler.stream, one))
     for stream in found.streams:
         for group in stream.groups:
             if group.has_lag:

@@ -294,7 +294,7 @@ def _keys(report: HandlerReport) -> HandlerKeys:
 def _by_handler(reports: Iterable[HandlerReport]) -> dict[str, list[HandlerReport]]:
     found: dict[str, list[HandlerReport]] = {}
     for one in reports:
-        found.setdefault(f"{one.app}.{one.handler}", []).append(one)
+        found.setdefault(one.label, []).append(one)
     return found
 
 

@@ -118,7 +118,7 @@ class Forgetting:
     def _check_dead(self, found: Inspection) -> None:
         """Raise MillstreamError if a worker, or a run on Spark, is alive."""
         alive = {
-            f"{one.app}.{one.handler}: {name}"
+            f"{one.label}: {name}"
             for one in found.handlers
             if self._is_chosen(one.app, one.handler)
             for name in one.workers

@@ -98,6 +98,11 @@ class HandlerReport:
     pause: Pause | None = None
     problem: str | None = None
 
+    @property
+    def label(self) -> str:
+        """The name of the handler that is shown to users."""
+        return f"{self.app}.{self.handler}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:

@@ -246,7 +246,7 @@ def _selected(
 
 
 def _list_counts(found: Iterator[DeadLetterEntry], *, as_json: bool) -> None:
-    counts = Counter((f"{entry.keys.app}.{entry.keys.handler}", entry.keys.stream, entry.reason) for entry in found)
+    counts = Counter((entry.keys.label, entry.keys.stream, entry.reason) for entry in found)
     ordered = sorted(counts.items())
     if as_json:
         for (handler, stream, reason), number in ordered:
@@ -272,7 +272,7 @@ def _row(entry: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
     error = letter.error if letter else entry.problem
     return (
         entry.letter_id,
-        f"{entry.keys.app}.{entry.keys.handler}",
+        entry.keys.label,
         escape(entry.keys.stream),
         letter.id if letter else "-",
         truncate(escape(letter.key), _KEY_CHARS) if letter and letter.key is not None else "-",
@@ -302,7 +302,7 @@ def _as_json(entry: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
 
 def _show(entry: DeadLetterEntry) -> None:
     letter = entry.letter
-    head = [("letter_id", entry.letter_id), ("handler", f"{entry.keys.app}.{entry.keys.handler}")]
+    head = [("letter_id", entry.letter_id), ("handler", entry.keys.label)]
     head.append(("stream", escape(entry.keys.stream)))
     print_details(head + (_details_of(letter) if letter else [("problem", escape(entry.problem))]))
     print_line("")
@@ -331,6 +331,6 @@ def _summary(done: str, number: int, refs: Sequence[DeadLetterRef], *, dry_run: 
     elif dry_run:
         print_line(f"{pluralize(len(refs), 'dead letter')} would be {done}")
         for (stream, keys), count in Counter((ref.stream, ref.keys) for ref in refs).items():
-            print_line(f"  {count:,} of {keys.app}.{keys.handler} on {escape(stream)}")
+            print_line(f"  {count:,} of {keys.label} on {escape(stream)}")
     else:
         print_line(f"{pluralize(number, 'dead letter')} {done}")

@@ -179,7 +179,7 @@ def delete(
             if not client.execute("HEXISTS", to_wire(keys.meta), "committed_id"):
                 _refuse_handlers(stream, group, _NOT_DELETED)
             print_message(
-                f"{keys.app}.{keys.handler} will continue after its committed id: "
+                f"{keys.label} will continue after its committed id: "
                 "its next worker or pipeline creates the group again"
             )
         entries = pluralize(found.pending, "pending entry", "pending entries")
@@ -280,4 +280,4 @@ def _found(client: Client, stream: str, group: str) -> GroupInfo:
 
 def _refuse_handlers(stream: str, group: str, reason: str) -> None:
     if keys := handler_of(stream, group):
-        raise ConfigError(f"this is the group of the handler {keys.app}.{keys.handler}: {reason}")
+        raise ConfigError(f"this is the group of the handler {keys.label}: {reason}")

@@ -35,7 +35,7 @@ def find_handler(client: Client, name: str, stream: str | None) -> list[HandlerK
     app, handler = split_name(name)
     known = find_handlers(client)
     if handler is None:
-        near = sorted({f"{one.app}.{one.handler}" for one in known if name in (one.handler, one.app)})
+        near = sorted({one.label for one in known if name in (one.handler, one.app)})
         raise ConfigError(f"{name!r} is not APP.HANDLER: write {' or '.join(near[:_MAX_NAMED]) or 'both names'}")
     return _on_stream(name, [one for one in known if (one.app, one.handler) == (app, handler)], stream)
 

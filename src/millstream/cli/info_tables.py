@@ -135,7 +135,7 @@ def _number(count: int | None, *, exact: bool = True) -> str:
 
 def _print_breakers(handlers: Sequence[HandlerReport]) -> None:
     """Print why breakers have paused handlers, once for each handler."""
-    by_handler = {f"{one.app}.{one.handler}": one.pause for one in handlers if one.pause and one.pause.by == "breaker"}
+    by_handler = {one.label: one.pause for one in handlers if one.pause and one.pause.by == "breaker"}
     for label, pause in by_handler.items():
         print_line(f"{label} is {pause.describe(label)}")
     if by_handler:
@@ -163,7 +163,7 @@ def _print_handlers(handlers: Sequence[HandlerReport], limit: int) -> None:
 
 def _handler_cells(handler: HandlerReport) -> tuple[str, ...]:
     return (
-        f"{handler.app}.{handler.handler}",
+        handler.label,
         escape(handler.stream),
         _number(handler.lag, exact=handler.lag_exact),
         format_age(handler.oldest_age_ms),
@@ -180,7 +180,7 @@ def _handler_cells(handler: HandlerReport) -> tuple[str, ...]:
 def _print_unreadable(handlers: Sequence[HandlerReport], limit: int) -> None:
     for one in _worst(handlers, limit):
         if one.problem is not None:
-            print_message(f"{one.app}.{one.handler} on {escape(one.stream)} is unreadable: {one.problem}")
+            print_message(f"{one.label} on {escape(one.stream)} is unreadable: {one.problem}")
 
 
 def _engine(handler: HandlerReport) -> str:

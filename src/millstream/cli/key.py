@@ -171,7 +171,7 @@ def _read_places(
         except AccessDenied as error:
             refusals.append(error)
         except WrongType as error:
-            print_message(f"{keys.app}.{keys.handler} on {escape(keys.stream)} is unreadable: {error}")
+            print_message(f"{keys.label} on {escape(keys.stream)} is unreadable: {error}")
     if refusals and not places:
         raise refusals[0]
     return places
@@ -193,7 +193,7 @@ def _print_counts(places: Sequence[_Place], wanted: Collection[str] | None, *, a
         chosen = [one for one in place.queues if wanted is None or one.state in wanted]
         states = Counter(str(one.state) for one in chosen)
         messages = sum(one.length for one in chosen)
-        name = f"{place.keys.app}.{place.keys.handler}"
+        name = place.keys.label
         if as_json:
             queued, look_ahead = place.usage or (None, None)
             figures = {
@@ -239,8 +239,7 @@ def _print_keys(
 
 def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:
     for keys, pause in pauses.items():
-        label = keys.label
-        print_message(f"{label} on {escape(keys.stream)} is {pause.describe(label)}")
+        print_message(f"{keys.label} on {escape(keys.stream)} is {pause.describe(keys.label)}")
 
 
 def _print_crowded(places: Sequence[_Place]) -> None:

@@ -34,9 +34,7 @@ def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
         partition_map = _existing(client, base).require()
         lengths = client.pipeline([("XLEN", stream) for stream in partition_map.streams])
         undrained = {
-            f"{one.app}.{one.handler}": KeyMigration(
-                client, partition_map, app=one.app, handler=one.handler
-            ).undrained()
+            one.label: KeyMigration(client, partition_map, app=one.app, handler=one.handler).undrained()
             for one in _handlers(client, partition_map)
         }
     if as_json:

@@ -30,4 +30,4 @@ def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool
         print_json({"app": found[0].app, "handler": found[0].handler, "streams": streams, "paused": paused})
         return
     for one in found:
-        print_line(f"{one.app}.{one.handler} is {'paused' if paused else 'resumed'} on {escape(one.stream)}")
+        print_line(f"{one.label} is {'paused' if paused else 'resumed'} on {escape(one.stream)}")

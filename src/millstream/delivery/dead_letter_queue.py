@@ -141,7 +141,7 @@ class DeadLetterQueue:
             if not owners:
                 raise MillstreamError(f"there is no dead letter {letter_id} (any more): see `millstream dlq list`")
             if len(owners) > 1:
-                names = " and ".join(f"{keys.app}.{keys.handler} on {keys.stream}" for keys in owners)
+                names = " and ".join(f"{keys.label} on {keys.stream}" for keys in owners)
                 raise ConfigError(f"dead letter {letter_id} exists for {names}: give its handler too, or --stream")
         return sorted(refs, key=lambda ref: ref[:3])
 
@@ -233,7 +233,7 @@ def _redriven_items(ref: DeadLetterRef, found: list[tuple[bytes, list[bytes]]]) 
     entry = _parse_entry(ref.keys, *found[0])
     if entry.letter is None:
         return f"it is no dead letter: {entry.problem}"
-    items = [REDRIVE_FIELD, f"{ref.keys.app}.{ref.keys.handler}".encode(), *entry.letter.pairs]
+    items = [REDRIVE_FIELD, ref.keys.label.encode(), *entry.letter.pairs]
     if len(items) <= _MAX_ITEMS:
         return items
     return (

@@ -310,7 +310,7 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
     except CommandFailed as error:
         if error.code == "NOTKEYED":
             raise ConfigError(
-                f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so its keys cannot be "
+                f"{keys.label} has not begun on {keys.stream} as a handler with a key, so its keys cannot be "
                 "parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
             ) from error
         if error.code == "MIGRATING":

@@ -150,7 +150,7 @@ class HandlerKeys:
     @property
     def base(self) -> str:
         """The common prefix of the handler's keys."""
-        return f"{PREFIX}:{{{hash_tag(self.stream)}}}:{self.stream}:{self.app}.{self.handler}"
+        return f"{PREFIX}:{{{hash_tag(self.stream)}}}:{self.stream}:{self.label}"
 
     @property
     def meta(self) -> str:
@@ -248,7 +248,7 @@ class HandlerKeys:
 
         Masters work on a group that other programs created: there the handler is named after it.
         """
-        return self.handler if self.app == MASTER else f"{PREFIX}:{self.app}.{self.handler}"
+        return self.handler if self.app == MASTER else f"{PREFIX}:{self.label}"
 
     @classmethod
     def parse(cls, key: str) -> "HandlerKeys":
