@@ -258,6 +258,17 @@ def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_
     bench.check()
 
 
+@pytest.mark.parametrize("newer", ["worker", "pipeline"])
+def test_a_pipeline_that_is_taken_over_while_it_has_nothing_to_do_ends_too(bench: Bench, newer: str) -> None:
+    bench.publish(20)
+    with bench.pipeline("one") as pipeline:
+        bench.ends()
+        with bench.worker() if newer == "worker" else bench.pipeline("two"):
+            pipeline.join(FAIL_SAFE_S)
+            assert isinstance(pipeline.error, PipelineFailed)
+            assert "a newer run of app.handle has taken over" in str(pipeline.error)
+
+
 def test_a_pipeline_asks_before_it_goes_on_where_only_workers_have_been(bench: Bench) -> None:
     bench.publish(20)
     with bench.worker():

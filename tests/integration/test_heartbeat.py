@@ -16,10 +16,12 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = pytest.mark.worker
 
-BEGIN = """
+START = """
 import ctypes, re, sys, threading, time
 from millstream.worker.process.heartbeat import Heartbeat
 Heartbeat(int(sys.argv[1]), cpu_limit_ms=float(sys.argv[2])).start()
+"""
+WAIT = """
 time.sleep(0.3)
 print(flush=True)
 sys.stdin.readline()
@@ -35,14 +37,23 @@ LIMIT_MS = 1_000
 @contextmanager
 def process(watchdog: Watchdog, deed: str, *, cpu_limit_ms: int = NEVER_MS) -> Iterator[subprocess.Popen[bytes]]:
     """A process with a heartbeat, which runs some code when the test says so."""
+    with process_at_once(watchdog, WAIT + deed, cpu_limit_ms=cpu_limit_ms) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        yield running
+
+
+@contextmanager
+def process_at_once(
+    watchdog: Watchdog, deed: str, *, cpu_limit_ms: int = NEVER_MS
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs some code in the moment in which its heartbeat has started."""
     running = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + deed, str(watchdog.descriptor), str(cpu_limit_ms)],
+        [sys.executable, "-c", START + deed, str(watchdog.descriptor), str(cpu_limit_ms)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watchdog.descriptor,),
     )  # fmt: skip
     with running:
         try:
-            assert running.stdout is not None
-            running.stdout.readline()
             yield running
         finally:
             running.kill()
@@ -66,6 +77,16 @@ def test_a_process_that_computes_and_lets_no_other_of_its_threads_run_is_frozen(
     with process(watchdog, COMPUTE) as running:
         begin(running)
         eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
+
+
+def test_a_process_that_is_frozen_from_its_first_moment_on_is_frozen(watchdog: Watchdog) -> None:
+    with process_at_once(watchdog, COMPUTE) as running:
+        eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
+
+
+def test_a_process_that_is_frozen_from_its_first_moment_on_ends_though_nothing_watches_it(watchdog: Watchdog) -> None:
+    with process_at_once(watchdog, COMPUTE, cpu_limit_ms=300) as running:
+        assert running.wait(FAIL_SAFE_S) == -signal.SIGPROF
 
 
 def test_a_process_that_sleeps_and_lets_no_other_of_its_threads_run_is_frozen() -> None:
@@ -95,6 +116,7 @@ def test_a_process_that_computes_in_python_or_has_nothing_to_do_is_not_frozen(wa
 @pytest.mark.parametrize("deed", [COMPUTE, IDLE])
 def test_a_process_that_is_stopped_is_not_frozen_however_long(watchdog: Watchdog, deed: str) -> None:
     with process(watchdog, deed) as running:
+        begin(running)
         stopped = psutil.Process(running.pid)
         watchdog.is_frozen(running.pid, 0.0)
         stopped.suspend()

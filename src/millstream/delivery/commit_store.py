@@ -280,6 +280,11 @@ class CommitStore:
             raise self._stale_owner()
         return None if paused is None else parse_pause(paused, time.time() * 1000)
 
+    def check_owner(self, streams: Sequence[str]) -> None:
+        """Raise StaleOwner if a newer run has begun on one of `streams`. Writes nothing."""
+        for reply in call_all(self._client, [self.check_paused_command(stream) for stream in streams]):
+            self.parse_check_paused(reply)
+
     def is_owned_by_workers(self, stream: str, kind: WorkerKind = "workers") -> bool:
         """Return whether workers of that kind own `stream`, under any token."""
         return bool(self._client.execute("HGET", self.keys(stream).meta, "owner") == kind.encode())

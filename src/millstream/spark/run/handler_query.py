@@ -15,7 +15,7 @@ from millstream.admin.redis_metrics import streams_of
 from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
 from millstream.delivery.pause import Pause
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, StaleOwner, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.observability.failure_log import FailureLog
 from millstream.redis_client.client import Client, raise_if_error
@@ -28,12 +28,14 @@ from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import COUNTERS, BatchTotals
 from millstream.spark.run.failures import failure_of
 from millstream.spark.run.first_start import check_slots, commit_store_of, prepare_new
+from millstream.spark.run.owner_check import OwnerCheck
 from millstream.spark.run.query import MAX_FAILURES, Batch, RunContext, SupervisedQuery
 from millstream.spark.run.service_membership import ServiceMembership
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S, _MAX_WAIT_S = 0.2, 30.0
+_OWNER_CHECK_S = 1.0
 
 
 class _BatchFailed(Exception):
@@ -41,7 +43,10 @@ class _BatchFailed(Exception):
 
 
 class HandlerQuery(SupervisedQuery):
-    """Runs one handler (see `micro_batch.py`) and, in background threads, its deferred keys and key migration."""
+    """Runs one handler (see `micro_batch.py`) and, in background threads, its deferred keys and key migration.
+
+    A thread of its own notices a newer run.
+    """
 
     kind: ClassVar[str] = "handler"
 
@@ -50,6 +55,7 @@ class HandlerQuery(SupervisedQuery):
         self._handler = handler
         self._commit_store = commit_store_of(context.client, handler)
         self._deferred_jobs: DeferredJobs | None = None
+        self._owner_check: OwnerCheck | None = None
         self._membership: ServiceMembership | None = None
         self._deferred_thread: threading.Thread | None = None
         self._failure_log = FailureLog(handler, clock=context.clock)
@@ -90,8 +96,9 @@ class HandlerQuery(SupervisedQuery):
             prepare_new(client, self._handler, streams, self.checkpoint, start=start, start_at=start_at)
 
     def start_background(self) -> None:
-        """Start the threads that run deferred keys and migrate keys."""
+        """Start the threads that run deferred keys, check for a newer run, and migrate keys."""
         self._deferred_thread = self._start_thread(self._run_deferred, "millstream-deferred-jobs")
+        self._start_thread(self._check_owner, "millstream-owner-check")
         if self._handler.partitions is not None:
             self._start_thread(self._migrate_keys, "millstream-key-migration")
 
@@ -124,7 +131,7 @@ class HandlerQuery(SupervisedQuery):
     def start(self) -> StreamingQuery:
         """Take over from any earlier run of the handler, and start the query."""
         handler, context = self._handler, self._context
-        self.error = self._deferred_jobs = None
+        self.error = self._deferred_jobs = self._owner_check = None
         token, positions = context.retry_while_unavailable(self._take_over, self.label)
         options = {
             **self._source_options(),
@@ -146,6 +153,7 @@ class HandlerQuery(SupervisedQuery):
             job, context.spark, streams=deferred, give_up=context.ended.is_set, failures=self._failure_log,
             breaker=breaker, clock=context.clock,
         )  # fmt: skip
+        self._owner_check = OwnerCheck(self._commit_store.with_token(token), list(positions))
         engine = Engine(
             job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs, failures=self._failure_log, breaker=breaker
         )
@@ -225,6 +233,19 @@ class HandlerQuery(SupervisedQuery):
                 if totals:
                     wait_s = 0.0
                     self._context.on_event({"event": "caught-up", **asdict(totals)})
+
+    def _check_owner(self) -> None:
+        """Raise StaleOwner once a newer run has taken over: no commit tells a run that has nothing to do."""
+        while not self._context.ended.wait(_OWNER_CHECK_S):
+            owner_check = self._owner_check  # each start of the query has its own
+            try:
+                if owner_check is not None:
+                    owner_check.check_next()
+            except Unavailable as error:
+                logger.debug("cannot check the owner of %s, Redis is unavailable: %s; retrying", self.label, error)
+            except StaleOwner:
+                if owner_check is self._owner_check:  # else its query has ended, and the restarted one has taken over
+                    raise
 
     def _on_background_error(self, error: Exception) -> None:
         self.background_failure = failure_of(error)

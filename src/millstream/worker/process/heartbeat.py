@@ -34,18 +34,23 @@ class Heartbeat:
     def __init__(self, descriptor: int, *, cpu_limit_ms: float) -> None:
         self._memory = mmap.mmap(descriptor, _COUNTER.size)
         self._cpu_limit_s = cpu_limit_ms / 1000
+        self._count = 0
 
     def start(self) -> None:
-        """Start the heartbeat thread."""
-        threading.Thread(target=self._beat, name="millstream-heartbeat", daemon=True).start()
+        """Beat once, and start the heartbeat thread."""
+        self._beat()  # here, as the first message may hold the interpreter before the thread has run at all
+        threading.Thread(target=self._keep_beating, name="millstream-heartbeat", daemon=True).start()
+
+    def _keep_beating(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_BEAT_S):
+            self._beat()
 
     def _beat(self) -> None:
-        count, pause = 0, threading.Event()
-        while not pause.wait(_BEAT_S):
-            count += 1
-            _COUNTER.pack_into(self._memory, 0, count)
-            if signal.getsignal(signal.SIGPROF) is signal.SIG_DFL:
-                signal.setitimer(signal.ITIMER_PROF, self._cpu_limit_s)
+        self._count += 1
+        _COUNTER.pack_into(self._memory, 0, self._count)
+        if signal.getsignal(signal.SIGPROF) is signal.SIG_DFL:
+            signal.setitimer(signal.ITIMER_PROF, self._cpu_limit_s)
 
 
 class Watchdog:

@@ -1,0 +1,23 @@
+"""OwnerCheck: notices that a newer run has taken a handler over, also while this one has nothing to commit."""
+
+from collections.abc import Sequence
+
+from millstream.delivery.commit_store import CommitStore
+
+_STREAMS_PER_CHECK = 100
+
+
+class OwnerCheck:
+    """Checks the epochs of `streams` against the token of `commit_store`, a hundred streams at a time."""
+
+    def __init__(self, commit_store: CommitStore, streams: Sequence[str]) -> None:
+        self._commit_store = commit_store
+        self._streams = streams
+        self._next = 0
+
+    def check_next(self) -> None:
+        """Check the next streams, from the first again after the last. Raises StaleOwner, RedisError."""
+        self._commit_store.check_owner(self._streams[self._next : self._next + _STREAMS_PER_CHECK])
+        self._next += _STREAMS_PER_CHECK
+        if self._next >= len(self._streams):
+            self._next = 0
