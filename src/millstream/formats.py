@@ -1,4 +1,6 @@
-"""Numbers, sizes and durations as people read them, on screens and in findings."""
+"""Numbers, sizes, durations and times as people read them, on screens and in findings."""
+
+from datetime import UTC, datetime
 
 
 def format_age(duration_ms: float | None) -> str:
@@ -10,6 +12,15 @@ def format_age(duration_ms: float | None) -> str:
         if seconds >= length * 2:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.1f} s"
+
+
+def format_time(unix_ms: float) -> str | None:
+    """A moment in ISO 8601, with milliseconds, in UTC; None if it is beyond the year 9999."""
+    try:
+        moment = datetime.fromtimestamp(unix_ms / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def format_count(number: float) -> str:

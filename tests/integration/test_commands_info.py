@@ -52,7 +52,7 @@ def test_nothing_is_found_in_an_empty_redis(client: Client) -> None:
     assert inspect(client) == Inspection(streams=(), handlers=())
     assert call("info", url=client.url).err == "there are no streams\n"
     assert call("info", "--json", url=client.url).json() == {
-        "readers": [], "streams": [], "handlers": [], "hidden_streams": 0, "problems": [], "hidden_handlers": 0,
+        "readers": [], "streams": [], "handlers": [], "restarts": [], "hidden_streams": 0, "problems": [], "hidden_handlers": 0,
         "is_sample": False,
     }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """`millstream key`, run as a user runs it."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,7 +119,10 @@ def test_it_is_said_when_so_much_waits_that_other_keys_will_not_go_on(client: Cl
 
 def test_one_key_and_one_state_are_shown_on_request(client: Client, stream: KeyedStream) -> None:
     assert asked(client, "key", "show", "shop.pay", "b")["state"] == "backing off"
-    assert "attempt 2 of its first entry" in call("key", "show", "shop.pay", "b", url=client.url).out
+    shown = call("key", "show", "shop.pay", "b", url=client.url).out
+    assert "attempt 2 of its first entry" in shown
+    assert re.search(r"^until +20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$", shown, re.MULTILINE)
+    assert re.search(r"^blocked +no$", shown, re.MULTILINE)
     assert call("key", "show", "shop.pay", "nobody", url=client.url).code == 1
     assert [row["key"] for row in listed(client, "shop.pay", "--state", "parked")] == ["c"]
     text = call("key", "list", "shop.pay", "--limit", "1", url=client.url)
@@ -130,6 +134,11 @@ def test_one_key_and_one_state_are_shown_on_request(client: Client, stream: Keye
 def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, stream: KeyedStream) -> None:
     assert asked(client, "key", "park", "shop.pay", "d", "--reason", "audit")["parked"] == {"orders": True}
     assert asked(client, "key", "show", "shop.pay", "d")["parked"] == "audit"
+    parked = call("key", "park", "shop.pay", "dd", url=client.url)
+    assert parked.code == 0
+    assert "dd has no messages on orders now" in parked.err
+    assert parked.err.rstrip().endswith("millstream key unpark shop.pay dd")
+    assert asked(client, "key", "unpark", "shop.pay", "dd")["unparked"] == {"orders": True}
     tried = asked(client, "key", "skip", "shop.pay", "c", "--dry-run")
     assert (tried["dry_run"], list(tried["skipped"])) == (True, ["orders"])
     assert asked(client, "key", "show", "shop.pay", "c")["messages"] == 2

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     assert outcome.err.startswith("not run: the stages copy need Spark; use `millstream run`\n")
     assert outcome.err.count("a handler may print") == outcome.err.count('{"event": "figures"}') == 200
     assert client.execute("XPENDING", "orders", "millstream:shop.handle")[0] == 0
+    assert call("info", "shop", "--json", url=client.url).json()["restarts"] == [], "an orderly stop is no restart"
 
 
 def test_a_process_that_dies_is_started_again_under_its_name_and_goes_on(client: Client, app: str) -> None:
@@ -115,6 +117,10 @@ def test_a_process_that_dies_is_started_again_under_its_name_and_goes_on(client:
         outcome = end(worker)
     assert outcome.code == 0
     assert "worker till-0 ended with code 9; restarting in 0.1 s" in outcome.err
+    seen = call("info", "shop", url=client.url)
+    assert re.search(
+        r"shop: 1 restart of worker processes within 10 min; the last .+ ago: till-0 ended with code 9", seen.out
+    )
     assert sorted(int(entry[b"n"]) for entry in done(client)) == list(range(21))
 
 

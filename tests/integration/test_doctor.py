@@ -18,10 +18,11 @@ from millstream.admin.liveness import find_workers
 from millstream.admin.server_checks import Server, check_role, check_version, warn_of_data_loss
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import ReliableStream
+from millstream.delivery.restarts import Restart, record_restart
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import worker_name_key
+from millstream.redis_client.key_names import restarts_key, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.deployments import lent_cluster
@@ -55,8 +56,19 @@ def admin(server: EmbeddedServer) -> Iterator[Client]:
     with Client(server.url) as client:
         client.execute("FLUSHALL")
         client.execute(
-            *("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction", "appendonly", "yes", "appendfsync"),
+            *(
+                "CONFIG",
+                "SET",
+                "maxmemory",
+                "1000gb",
+                "maxmemory-policy",
+                "noeviction",
+                "appendonly",
+                "yes",
+                "appendfsync",
+            ),
             *("everysec", "save", "", "min-replicas-to-write", "0", "client-output-buffer-limit", "normal 0 0 0"),
+            *("timeout", "0", "maxclients", "5000", "stream-node-max-bytes", "4096", "stream-node-max-entries", "100"),
         )
         yield client
 
@@ -76,11 +88,16 @@ def only(client: Client, check: str, **options: Any) -> Finding:
 
 SETTINGS: list[tuple[str, str, tuple[str, ...]]] = [
     ("eviction", "problem", ("maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")),
-    ("eviction", "warning", ("maxmemory-policy", "volatile-ttl")),
+    ("eviction", "warning", ("maxmemory", "0", "maxmemory-policy", "volatile-ttl")),
     ("persistence", "problem", ("appendonly", "no")),
     ("persistence", "warning", ("appendonly", "no", "save", "3600 1")),
     ("sync", "warning", ("appendfsync", "no")),
     ("memory", "problem", ("maxmemory", "1mb")),
+    ("memory", "warning", ("maxmemory", "0")),
+    ("timeout", "warning", ("timeout", "300")),
+    ("clients", "warning", ("maxclients", "100")),
+    ("nodes", "warning", ("stream-node-max-bytes", "0")),
+    ("nodes", "warning", ("stream-node-max-entries", "10000")),
     ("buffers", "warning", ("client-output-buffer-limit", "normal 1mb 0 0")),
 ]
 
@@ -91,7 +108,7 @@ def test_a_setting_that_harms_is_found_and_the_printed_command_mends_it(
 ) -> None:
     fill(admin, 3)
     assert found(diagnose(admin), check) == []
-    if "maxmemory" in settings:
+    if "1mb" in settings:
         admin.execute("SET", "big", "x" * 2_000_000)
     admin.execute("CONFIG", "SET", *settings)
     one = only(admin, check)
@@ -99,7 +116,7 @@ def test_a_setting_that_harms_is_found_and_the_printed_command_mends_it(
     command = shlex.split(one.mend[0], comments=True)
     assert command[0] == "redis-cli"
     admin.execute(*command[command.index("CONFIG") :])
-    if check != "memory":  # twice the limit is still less than a server without data uses
+    if "1mb" not in settings:  # twice the limit is still less than a server without data uses
         assert found(diagnose(admin), check) == []
 
 
@@ -133,6 +150,10 @@ def test_a_replica_is_a_problem_and_a_primary_that_writes_without_replicas_a_war
         admin.execute("CONFIG", "SET", "min-replicas-to-write", "1")
         assert found(diagnose(admin), "replicas") == []
         admin.execute("CONFIG", "SET", "min-replicas-to-write", "0")
+        admin.execute("CONFIG", "SET", "repl-backlog-size", "1mb")
+        command = shlex.split(only(admin, "backlog").mend[0])
+        admin.execute(*command[command.index("CONFIG") :])
+        assert found(diagnose(admin), "backlog") == []
     assert list(check_role(Server(cli="", name="", info={"role": "master"}, settings=dict))) == []
 
 
@@ -275,6 +296,25 @@ def test_a_backlog_without_a_live_worker_is_a_problem_as_soon_as_a_restart_would
     client.execute("XTRIM", "in", "MAXLEN", 0)
     client.execute("XADD", "in", f"{now_ms + 60_000}-0", "n", 1)
     assert found(diagnose(client), "waiting") == []
+
+
+def test_processes_that_end_again_and_again_are_a_problem_for_ten_minutes(client: Client) -> None:
+    ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
+    for number in range(3):
+        restart = Restart(worker="w", incarnation=f"w-{number}", cause="was ended by SIGSEGV")
+        record_restart(client, "app", restart)
+        record_restart(client, "app", restart)  # after a reply that was lost
+        assert only(client, "restarts").severity == ("problem" if number == 2 else "warning")
+    assert only(client, "restarts").what.startswith("app: 3 restarts of worker processes within 10 min; the last ")
+    assert found(diagnose(client, app="other"), "restarts") == []
+    client.execute(
+        "ZADD",
+        restarts_key("app"),
+        "XX",
+        server_time_ms(client) - 1,
+        *client.execute("ZRANGE", restarts_key("app"), 0, 0),
+    )
+    assert ": 2 restarts" in only(client, "restarts").what
 
 
 def test_dead_letters_parked_keys_and_pauses_are_told_with_their_commands(client: Client) -> None:

@@ -72,6 +72,41 @@ def test_what_is_wrong_in_the_file_is_said_in_one_line(client: Client, folder: P
     assert says in refused.err
 
 
+def test_a_misspelt_variable_is_a_warning_and_those_of_other_programs_are_none(
+    client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MILLSTREAM_TAIL_LIMT", "MILLSTREAM_REDIS_URL"):
+        monkeypatch.setenv(name, "2")
+    for name in (
+        "SERVICE_HOST",
+        "SERVICE_PORT",
+        "PORT",
+        "PORT_6379_TCP_ADDR",
+        "TAIL_SERVICE_HOST",
+        "INFO_LIMIT",
+        "TEST_X",
+    ):
+        monkeypatch.setenv(
+            f"MILLSTREAM_{name}", "7"
+        )  # as Kubernetes does for the services `millstream`, `millstream-tail`
+    outcome = call("tail", "s", "--no-follow", url=client.url)
+    assert (outcome.code, outcome.out.count("\n")) == (0, 9)
+    assert outcome.err == (
+        "warning: the environment variable MILLSTREAM_REDIS_URL has no effect; did you mean MILLSTREAM_URL?\n"
+        "warning: the environment variable MILLSTREAM_TAIL_LIMT has no effect; did you mean MILLSTREAM_TAIL_LIMIT?\n"
+    )
+
+
+def test_an_error_names_the_variable_or_the_file_that_the_value_comes_from(
+    client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "invalid value for '--limit': " in call("tail", "s", "--limit", "x", url=client.url).err
+    (folder / "millstream.toml").write_text('[tail]\nlimit = "x"\n')
+    assert "invalid value for 'limit' in the configuration file: " in call("tail", "s", url=client.url).err
+    monkeypatch.setenv("MILLSTREAM_TAIL_LIMIT", "x")
+    assert "for the environment variable MILLSTREAM_TAIL_LIMIT: " in call("tail", "s", url=client.url).err
+
+
 def test_a_question_is_not_answered_by_the_environment(
     client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

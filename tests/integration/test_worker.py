@@ -1,6 +1,7 @@
 """The reading loop of a worker, in this process, on a real Redis."""
 
 import asyncio
+import re
 import threading
 import time
 from collections import Counter
@@ -209,6 +210,34 @@ def test_a_plain_handler_beyond_its_time_limit_ends_the_loop_and_counts_its_atte
     release.set()
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
     assert loop.loop_metrics.refused == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"key": "n"}], ids=["no key", "key"])
+def test_a_run_that_takes_a_minute_is_logged_and_again_when_it_has_taken_twice_as_long(
+    client: Client, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
+
+    def handle(message: Message) -> None:
+        hangs.set()
+        release.wait(FAIL_SAFE_S)
+
+    def warned() -> list[str]:
+        return re.findall(
+            r"1 run goes on for over a minute, the longest, on message .+ of in, for ([0-9]+) min", caplog.text
+        )
+
+    fill(client, 1)
+    with working(
+        client, make(handle, time_limit_ms=3_600_000, **options), policy=replace(QUICK, claim_ms=3_600_000), clock=clock
+    ):
+        eventually(hangs.is_set)
+        for minutes, logged in ((2, ["2"]), (3, ["2", "5"])):
+            clock.leap(minutes * 60_000)
+            eventually(lambda logged=logged: warned() == logged, log=lambda: caplog.text)  # type: ignore[misc]
+        release.set()
+        eventually(lambda: pending(client) == 0)
+    assert warned() == ["2", "5"]
 
 
 def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(client: Client) -> None:

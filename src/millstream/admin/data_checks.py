@@ -25,6 +25,7 @@ from millstream.redis_client.pipelining import call_all, send_all
 _FINISHED_ENTRIES = 10_000
 _UNREAD_ENTRIES = 1_000_000
 _NAMED = 3
+_CRASH_LOOP = 3
 _RESTART_MS = 30_000  # as long as a worker or run may be away for a restart
 _WATCHED = 100
 _MEASURED_STREAMS = 100
@@ -191,6 +192,17 @@ def check_waiting(data: Data) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def check_restarts(data: Data) -> Iterator[Finding]:
+    """Worker processes that have ended without being told to."""
+    for one in data.found.restarts:
+        yield Finding(
+            check="restarts", severity="problem" if one.count >= _CRASH_LOOP else "warning", what=one.describe(),
+            why="the messages that a process ran are run again each time, and one that crashes its process becomes a dead "
+            "letter in the end; its log has the cause",
+            mend=("millstream dlq list --reason crashed",),
+        )  # fmt: skip
+
+
 def check_dead_letters(data: Data) -> Iterator[Finding]:
     """Dead letters that wait for an operator."""
     for label, some in _by_handler(data.found.handlers).items():
@@ -275,6 +287,7 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
     "dead-consumers": check_dead_consumers,
     "idle-entries": check_idle_entries,
     "waiting": check_waiting,
+    "restarts": check_restarts,
     "dead-letters": check_dead_letters,
     "parked": check_parked,
     "blocked": check_blocked,

@@ -14,6 +14,7 @@ from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspect
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import blocked_queues
 from millstream.delivery.pause import Pause, parse_pause
+from millstream.delivery.restarts import read_restarts
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.handlers.attempt import parse_state
 from millstream.model import EntryId
@@ -60,6 +61,7 @@ def inspect(
     left_ms = end_ms - clock.monotonic_ms()
     return Inspection(
         streams=complete_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
+        restarts=read_restarts(client, [app] if app else {keys.app for keys in found}),
         hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers), is_sample=is_sample,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from millstream.delivery.pause import Pause
+from millstream.delivery.restarts import RecentRestarts
 
 Engine = Literal["workers", "spark"]
 
@@ -108,12 +109,14 @@ class HandlerReport:
 class Inspection:
     """Streams, sorted by name, and handlers on them, sorted by handler.
 
+    `restarts`: recent restarts of the apps' worker processes.
     `hidden_streams`, `hidden_handlers`: numbers of those that this user may not access. `is_sample`: there may be more
     streams.
     """
 
     streams: tuple[StreamReport, ...]
     handlers: tuple[HandlerReport, ...]
+    restarts: tuple[RecentRestarts, ...] = ()
     hidden_streams: int = 0
     hidden_handlers: int = 0
     is_sample: bool = False

@@ -17,8 +17,14 @@ from millstream.redis_client.replies import mapping_of
 logger = logging.getLogger(__name__)
 
 _MIN_VERSION = (7, 0)
-_SETTINGS = ("appendfsync", "save", "min-replicas-to-write", "client-output-buffer-limit")
-_FULL_SHARE, _MACHINE_SHARE = 0.8, 0.75
+_SETTINGS = (
+    "appendfsync", "save", "min-replicas-to-write", "client-output-buffer-limit", "timeout", "maxclients",
+    "repl-backlog-size", "stream-node-max-bytes", "stream-node-max-entries",
+)  # fmt: skip
+_FULL_SHARE, _MACHINE_SHARE = 0.8, 2 / 3
+_MIN_CLIENTS, _DEFAULT_CLIENTS = 1_000, 10_000
+_MIN_BACKLOG_BYTES, _BACKLOG_BYTES = 64 * 2**20, 256 * 2**20
+_NODE_LIMITS = {"stream-node-max-bytes": 4_096, "stream-node-max-entries": 100}
 _READ_BYTES = 64 * 2**20  # what a worker reads at once by default (--prefetch-mb)
 _START_TIMEOUT_MS = 3_000
 
@@ -229,7 +235,7 @@ def check_memory(server: Server) -> Iterator[Finding]:
             why="at maxmemory it refuses writes: producers and handlers with effects wait",
             mend=(f"{server.cli} CONFIG SET maxmemory {2 * max(limit, used)}  # or trim: millstream worker APP --trim",),
         )  # fmt: skip
-    elif not limit and machine and used > _MACHINE_SHARE * machine:
+    elif not limit and machine:
         yield Finding(
             check="memory", severity="warning",
             what=f"{server.where} has no maxmemory and uses {used / machine:.0%} of its machine's memory",
@@ -239,6 +245,51 @@ def check_memory(server: Server) -> Iterator[Finding]:
     else:
         bound = f"{used / limit:.0%} of maxmemory" if limit else "no maxmemory"
         yield Finding(check="memory", severity="ok", what=f"{used:,} bytes used, {bound}")
+
+
+def check_timeout(server: Server) -> Iterator[Finding]:
+    """Redis keeps idle connections open."""
+    timeout = server.setting("timeout")
+    if timeout not in ("", "0"):
+        yield Finding(
+            check="timeout", severity="warning", what=f"{server.where} ends connections that are idle for {timeout} s",
+            why="workers, routers and followers wait on idle connections, and connect again and again",
+            mend=(f"{server.cli} CONFIG SET timeout 0",),
+        )  # fmt: skip
+
+
+def check_clients(server: Server) -> Iterator[Finding]:
+    """Redis has room for the connections of workers."""
+    limit = int(server.setting("maxclients") or _DEFAULT_CLIENTS)
+    if limit < _MIN_CLIENTS:
+        yield Finding(
+            check="clients", severity="warning", what=f"{server.where} accepts {limit:,} connections (maxclients)",
+            why="a worker process has about ten connections; beyond the limit Redis refuses the next one",
+            mend=(f"{server.cli} CONFIG SET maxclients {_DEFAULT_CLIENTS}",),
+        )  # fmt: skip
+
+
+def check_backlog(server: Server) -> Iterator[Finding]:
+    """A replica that was away for a minute needs no full copy."""
+    size = int(server.setting("repl-backlog-size") or _BACKLOG_BYTES)
+    if server.number("connected_slaves") and size < _MIN_BACKLOG_BYTES:
+        yield Finding(
+            check="backlog", severity="warning", what=f"{server.where} has a repl-backlog-size of {size:,} bytes",
+            why="a replica that was away for some seconds copies everything, and is no safe target of a failover meanwhile",
+            mend=(f"{server.cli} CONFIG SET repl-backlog-size {_BACKLOG_BYTES}",),
+        )  # fmt: skip
+
+
+def check_nodes(server: Server) -> Iterator[Finding]:
+    """The nodes of streams are small, so that single entries are read quickly."""
+    for name, default in _NODE_LIMITS.items():
+        limit = int(server.setting(name) or default)
+        if limit == 0 or limit > 10 * default:
+            yield Finding(
+                check="nodes", severity="warning", what=f"{server.where} has {name} {limit or 'without a limit'}",
+                why="Redis searches the whole node for each entry that is claimed, and trims only whole nodes",
+                mend=(f"{server.cli} CONFIG SET {name} {default}",),
+            )  # fmt: skip
 
 
 def check_buffers(server: Server, *, largest_entry_bytes: Callable[[], int]) -> Iterator[Finding]:
@@ -266,6 +317,10 @@ SERVER_CHECKS: Mapping[str, Callable[[Server], Iterable[Finding]]] = {
     "disk": check_disk,
     "replicas": check_replicas,
     "memory": check_memory,
+    "timeout": check_timeout,
+    "clients": check_clients,
+    "backlog": check_backlog,
+    "nodes": check_nodes,
 }
 """The checks that need nothing but the server."""
 

@@ -1,8 +1,10 @@
 """Settings of commands from the environment and a TOML file: flag > environment > file > default."""
 
 import importlib.util
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +12,13 @@ import typer
 from typer.core import TyperOption
 
 from millstream.cli.options import parameters_of
+from millstream.cli.terminal import print_message
 from millstream.errors import ConfigError, install_hint
 
 _DEFAULT_FILE = Path("millstream.toml")
+_PREFIX = "MILLSTREAM_"
+_COMMON = ("MILLSTREAM_CONFIG", "MILLSTREAM_DEBUG")
+_SIMILAR = 0.75
 _COMMAND_LINE_ONLY = ("--help", "--config", "--yes")
 """`--yes` answers a question that this very command asks: neither a file nor the environment may."""
 
@@ -33,12 +39,13 @@ def add_settings(command: Any, path: Sequence[str]) -> None:
             option.envvar = "_".join(("millstream", *path, name)).replace("-", "_").upper()
             option.show_envvar = False  # the help of each option would say it; the page of commands says it once
     parameters = {name: option.name for name, option in names.items()}
+    command.params.append(_config_option(path, parameters, [str(option.envvar) for option in names.values()]))
 
-    command.params.append(_config_option(path, parameters))
 
-
-def _config_option(path: Sequence[str], parameters: Mapping[str, str]) -> Any:
+def _config_option(path: Sequence[str], parameters: Mapping[str, str], variables: Sequence[str]) -> Any:
     def read(context: typer.Context, file: str | None) -> None:
+        if not context.resilient_parsing:
+            _warn_of_misspelt(path, variables)
         if not context.resilient_parsing and (file or _DEFAULT_FILE.is_file()):
             context.default_map = _read(Path(file or _DEFAULT_FILE), path, parameters)
 
@@ -53,6 +60,24 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str]) -> Any:
     ) -> None: ...  # fmt: skip
 
     return parameters_of(options)[0]
+
+
+def _warn_of_misspelt(path: Sequence[str], variables: Sequence[str]) -> None:
+    """Print a warning for each variable of the environment that is almost one of `variables`.
+
+    Others may be of another program: Kubernetes sets MILLSTREAM_SERVICE_HOST for a service of that name.
+    """
+    own = "_".join(("millstream", *path, "")).replace("-", "_").upper()
+    common = {*_COMMON, *(one for one in variables if not one.startswith(own))}
+    for name in sorted(os.environ.keys() - set(variables) - common):
+        prefix = next((one for one in (own, _PREFIX) if name.startswith(one)), None)
+        if prefix is None:
+            continue
+        known = [one.removeprefix(prefix) for one in (variables if prefix == own else common) if one.startswith(prefix)]
+        similar = get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=_SIMILAR)
+        similar += [one for one in known if name.endswith(f"_{one}")]
+        if similar:
+            print_message(f"warning: the environment variable {name} has no effect; did you mean {prefix}{similar[0]}?")
 
 
 def _is_setting(parameter: Any) -> bool:

@@ -1,6 +1,5 @@
 """`millstream delayed`: lists and cancels delayed messages."""
 
-import time
 from typing import Annotated
 
 import typer
@@ -9,7 +8,7 @@ from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_gr
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate
 from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
-from millstream.formats import format_age, pluralize
+from millstream.formats import format_age, format_time, pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields
@@ -76,7 +75,7 @@ def cancel(
 
 def _row(one: DelayedMessage, now_ms: int) -> tuple[str, str, str, str]:
     wait_ms = one.due_ms - now_ms
-    due_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.due_ms / 1000))
+    due_at = format_time(one.due_ms) or "-"
     fields = " ".join(f"{escape(name)}={escape(value)}" for name, value in pairs_of(one.pairs))
     shown = fields if one.problem is None else f"unreadable: {one.problem}"
     return escape(one.id), format_age(wait_ms) if wait_ms > 0 else "overdue", due_at, truncate(shown, _FIELD_CHARS)

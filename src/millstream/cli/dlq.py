@@ -4,7 +4,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Annotated, Any
 
@@ -39,7 +38,7 @@ from millstream.delivery.dead_letter_queue import (
     DeadLetterRef,
 )
 from millstream.errors import ConfigError, MillstreamError
-from millstream.formats import format_age, pluralize
+from millstream.formats import format_age, format_time, pluralize
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
@@ -314,14 +313,13 @@ def _show(entry: DeadLetterEntry) -> None:
 
 
 def _details_of(letter: DeadLetter) -> list[tuple[str, str]]:
-    dead_lettered = datetime.fromtimestamp(letter.time_ms / 1000, UTC).isoformat(sep=" ", timespec="milliseconds")
     return [
         ("original", letter.id),
         ("key", "-" if letter.key is None else escape(letter.key)),
         ("reason", letter.reason),
         ("error", escape(letter.error)),
         ("attempts", str(letter.attempts)),
-        ("time", f"{dead_lettered} ({format_age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
+        ("time", f"{format_time(letter.time_ms)} ({format_age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
     ]
 
 

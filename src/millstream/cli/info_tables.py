@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from millstream.admin.consumption_summary import ReaderKind, ReaderReport
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.cli.terminal import ProblemCell, WarningCell, print_line, print_message, print_table
+from millstream.delivery.restarts import RecentRestarts
 from millstream.formats import format_age, format_count, pluralize
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import stage_of
@@ -56,6 +57,7 @@ def print_tables(
         _print_more(len(readers) - len(worst), "reader")
         print_line("")
     _print_breakers(found.handlers)
+    _print_restarts(found.restarts)
     if wide:
         _print_handlers(found.handlers, limit)
     _print_unreadable(found.handlers, limit)
@@ -139,6 +141,13 @@ def _print_breakers(handlers: Sequence[HandlerReport]) -> None:
     for label, pause in by_handler.items():
         print_line(f"{label} is {pause.describe(label)}")
     if by_handler:
+        print_line("")
+
+
+def _print_restarts(restarts: Sequence[RecentRestarts]) -> None:
+    for one in restarts:
+        print_line(one.describe())
+    if restarts:
         print_line("")
 
 

@@ -1,7 +1,7 @@
 """`millstream key`: shows and controls the queued keys of handlers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -40,7 +40,7 @@ from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, WrongType
-from millstream.formats import pluralize
+from millstream.formats import format_time, pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
@@ -137,12 +137,21 @@ def show(
         if as_json:
             print_json(row)
         else:
-            traceback = row.pop("traceback")
-            print_details(
-                (name, "-" if value is None else f"{value}") for name, value in {**row, "key": _name(one)}.items()
-            )
-            if traceback:
-                print_text(traceback.rstrip("\n"))
+            print_details(_details_of(row, _name(one)))
+            if row["traceback"]:
+                print_text(row["traceback"].rstrip("\n"))
+
+
+def _details_of(row: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
+    for field_name, value in {**row, "key": name}.items():
+        if field_name == "traceback":
+            continue
+        if field_name in ("since_ms", "until_ms"):
+            yield field_name.removesuffix("_ms"), "-" if value is None else format_time(value) or "-"
+        elif isinstance(value, bool):
+            yield field_name, "yes" if value else "no"
+        else:
+            yield field_name.replace("_", " "), "-" if value is None else f"{value}"
 
 
 def _read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[HandlerKeys, Pause]:
@@ -266,15 +275,17 @@ def park(
     as_json: Json = False,
 ) -> None:
     """Park a key after its message in progress, until `unpark`. Other keys go on."""
-    _act(
-        handler,
-        key,
-        stream,
-        url,
-        "parked",
-        lambda client, handler_keys, queue: park_queue(client, handler_keys, queue, reason),
-        as_json=as_json,
-    )
+
+    def park_and_look(client: Client, keys: HandlerKeys, queue: bytes) -> bool:
+        is_parked = park_queue(client, keys, queue, reason)
+        if is_parked and not any(one.length for one in read_queues(client, keys, [queue])):
+            print_message(
+                f"{key} has no messages on {escape(keys.stream)} now; those to come will wait. If it is misspelt: "
+                f"millstream key unpark {handler} {key}"
+            )
+        return is_parked
+
+    _act(handler, key, stream, url, "parked", park_and_look, as_json=as_json)
 
 
 @key.command()

@@ -121,12 +121,25 @@ def error_boundary(*, debug: bool, context: Any = None) -> Iterator[None]:
 
 def _describe_usage_error(error: Any, context: Any) -> str:
     """One line in our style, and where the usage is explained."""
+    _name_source(error)
     text = error.format_message().replace("Value error, ", "").rstrip(".")
     text = _SUGGESTION.sub(r"; did you mean \1?", f"{text[:1].lower()}{text[1:]}")
     words = [error.ctx.command_path] if getattr(error, "ctx", None) else [_NAME]
     if words == [_NAME] and context is not None and context.invoked_subcommand:
         words.append(context.invoked_subcommand)
     return f"{text}{'' if text.endswith('?') else ';'} see: {' '.join(words)} --help"
+
+
+def _name_source(error: Any) -> None:
+    """Let an error about a value name the variable or the file that it comes from, and not the option."""
+    parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if parameter is None or context is None:
+        return
+    source = getattr(context.get_parameter_source(parameter.name), "name", "")
+    if source == "ENVIRONMENT":
+        error.param_hint = f"the environment variable {parameter.envvar}"
+    elif source == "DEFAULT_MAP":
+        error.param_hint = f"{parameter.opts[0].removeprefix('--').replace('-', '_')!r} in the configuration file"
 
 
 class _CommandGroup(TyperGroup):

@@ -4,7 +4,6 @@ import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from millstream.cli.follow import Follower
 from millstream.cli.options import JsonLines, Url, parse_start
 from millstream.cli.terminal import print_json, print_line, print_message, truncate
 from millstream.errors import ConfigError
-from millstream.formats import pluralize
+from millstream.formats import format_time, pluralize
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client, raise_if_error
@@ -160,10 +159,10 @@ class _Printer:
     def show_entry(self, stream: str, entry_id: EntryId, pairs: Sequence[bytes]) -> bool:
         """Print an entry; return whether the limit is reached."""
         if self._as_json:
-            print_json({"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)})
+            print_json({"stream": stream, "id": str(entry_id), "time": format_time(entry_id.ms), **json_fields(pairs)})
         else:
             shown = (f"{escape(name)}={truncate(escape(value), _SHOWN_CHARS)}" for name, value in pairs_of(pairs))
-            print_line(f"{_time(entry_id) or '-'}  {escape(stream)}  {entry_id}  {'  '.join(shown)}")
+            print_line(f"{format_time(entry_id.ms) or '-'}  {escape(stream)}  {entry_id}  {'  '.join(shown)}")
         self._left -= 1
         return self._left <= 0
 
@@ -173,12 +172,3 @@ class _Printer:
             return
         missed = "" if gap.missed is None else f" ({pluralize(gap.missed, 'entry', 'entries')})"
         print_message(f"{escape(gap.stream)}: {_GAPS[gap.reason]}, after {gap.after}{missed}")
-
-
-def _time(entry_id: EntryId) -> str | None:
-    """The time when the entry was added, by its id; None if the id is not a valid time."""
-    try:
-        moment = datetime.fromtimestamp(entry_id.ms / 1000, UTC)
-    except (OverflowError, ValueError, OSError):
-        return None
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -100,6 +100,13 @@ def ended_process_key(app: str, incarnation: str) -> str:
     return f"{PREFIX}:worker:{app}:ended:{incarnation}"
 
 
+def restarts_key(app: str) -> str:
+    """Sorted set, with a time to live: recent restarts of an app's worker processes, until when. No worker can have
+    this name.
+    """
+    return worker_name_key(app, ":restarts")
+
+
 def run_name(pipeline: str) -> str:
     """Return the worker name under which a Spark run of a handler or stage announces that it is alive: no worker can
     have it.

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterable
 
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.restarts import HOLD_MEMBERS, Restart, record_restart
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import check_identifier, host_name, live_workers_key, worker_name_key
@@ -11,7 +12,6 @@ from millstream.redis_client.scripts import Script
 from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
 
 HOLD_NAME = Script("shared/hold_name")
-ANNOUNCE_WORKERS = Script("shared/announce_workers")
 
 _MOST_NAMES = 10_000
 
@@ -69,6 +69,10 @@ class StaticMembership:
         """Record in Redis how a process with one of the names has ended."""
         record_end(self._client, self._app, incarnation, end)
 
+    def record_restart(self, restart: Restart) -> None:
+        """Record in Redis that a process with one of the names has ended and is started again."""
+        record_restart(self._client, self._app, restart)
+
     def _await_name(self, name: str) -> None:
         # Its last holder may have died a moment ago: then the name expires soon.
         end_ms = self._clock.monotonic_ms() + NAME_LEASE_MS + 1_000
@@ -86,7 +90,7 @@ class StaticMembership:
         return False
 
     def _announce(self, held_ms: int) -> None:
-        self._client.scripts([(ANNOUNCE_WORKERS, (key,), (held_ms, *self.names)) for key in self._live_keys])
+        self._client.scripts([(HOLD_MEMBERS, (key,), (held_ms, *self.names)) for key in self._live_keys])
 
     def _hold_for(self, name: str, held_ms: int) -> bool:
         key = worker_name_key(self._app, name)

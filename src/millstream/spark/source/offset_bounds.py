@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, cast
 
 from millstream.errors import ConfigError
+from millstream.formats import format_time
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.option_parser import OptionParser, suggestion
 
@@ -99,10 +100,7 @@ def check_order(starting: OffsetBounds, ending: OffsetBounds, streams: Collectio
 def _describe(bound: Bound, id_word: str, time_word: str) -> str:
     if not isinstance(bound, Timestamp):
         return f"{id_word} {bound}"
-    try:
-        return f"{time_word} {datetime.fromtimestamp(bound.ms / 1000, UTC).isoformat(timespec='milliseconds')}"
-    except (ValueError, OverflowError, OSError):  # beyond the year 9999
-        return f"{time_word} {bound.ms} ms since 1970"
+    return f"{time_word} {format_time(bound.ms) or f'{bound.ms} ms since 1970'}"
 
 
 def _offsets(options: OptionParser, name: str, streams: Sequence[str], words: Sequence[str]) -> OffsetBounds:

@@ -18,6 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
+from millstream.delivery.restarts import Restart
 from millstream.errors import MillstreamError, PipelineFailed, RedisError, StaleOwner, Unavailable
 from millstream.worker.incarnations import ProcessEnd
 from millstream.worker.process.heartbeat import Watchdog
@@ -42,7 +43,12 @@ ORPHAN_END_MS = 8_000.0
 """When such a process ends in any case; in processor time, if a handler holds its interpreter."""
 
 _KILLED_AT_STOP = ProcessEnd(died=False, cause="was told to stop, and killed")
-_NOT_CRASHES = (STUCK_CODE, FINAL_CODE, SOFTWARE_ERROR_CODE)  # the process ended itself: no message crashed it
+_OWN_ENDS = {
+    STUCK_CODE: "a handler hung",
+    FINAL_CODE: "it cannot continue",
+    SOFTWARE_ERROR_CODE: "an error of its own ended it",
+}
+"""Codes with which a process ends itself, and why: no message has crashed it."""
 
 _TICK_S = 0.1
 _RENEW_MS = 5_000.0
@@ -129,6 +135,7 @@ class Supervisor:
         self._children: list[_Child] = []
         self._start_count = 0
         self._ends: dict[str, ProcessEnd] = {}
+        self._restarts: list[Restart] = []
         self._is_killed = False
         self._renew_due_ms = 0.0
         self._failure: Exception | None = None
@@ -191,7 +198,8 @@ class Supervisor:
         how = self._describe_end(child, code)
         if self._reports is not None:
             self._reports.on_ended(child.name, how)
-        self._record_end(child, ProcessEnd(died=code not in _NOT_CRASHES, cause=how))
+        self._restarts.append(Restart(worker=child.name, incarnation=child.incarnation, cause=how))
+        self._record_end(child, ProcessEnd(died=code not in _OWN_ENDS, cause=how))
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot continue; see its error above")
         if child.has_worked or now_ms - child.started_ms > _STEADY_MS:
@@ -214,6 +222,8 @@ class Supervisor:
         if child.is_frozen or code == -signal.SIGPROF:
             held_s = self._frozen_after_ms / 1000
             return f"was killed, as a handler had held Python's interpreter (the GIL) for {held_s:.1f} s"
+        if code in _OWN_ENDS:
+            return f"ended with code {code}, as {_OWN_ENDS[code]}: see its log"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def _record_end(self, child: _Child, end: ProcessEnd) -> None:
@@ -221,11 +231,14 @@ class Supervisor:
         self._record_ends()
 
     def _record_ends(self) -> None:
-        """Record ends in Redis that are not recorded yet. Until then, no message is blamed for them."""
+        """Record ends and restarts in Redis that are not recorded yet. Until then, no message is blamed for them."""
         try:
             for incarnation, end in list(self._ends.items()):
                 self._names.record_end(incarnation, end)
                 del self._ends[incarnation]
+            while self._restarts:
+                self._names.record_restart(self._restarts[0])
+                del self._restarts[0]
         except RedisError as error:
             logger.debug("cannot record how a worker ended: %s; retrying", error)
 

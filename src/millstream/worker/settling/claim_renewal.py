@@ -19,6 +19,7 @@ from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.running.poison_isolation import isolated_after
 from millstream.worker.settling.breaker import HandlerBreaker
+from millstream.worker.settling.long_runs import LongRuns
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class ClaimRenewal:
         self._on_suspect = on_suspect
         self._release = release
         self._breaker = breaker
+        self._long_runs = LongRuns(steps.handler)
         self._claim_lock = threading.Lock()
         self._renew_due_ms = 0.0
         self._longest_in_flight_ms = _longest_in_flight_ms(steps.handler, policy)
@@ -249,7 +251,9 @@ class ClaimRenewal:
         now_ms = self._clock.monotonic_ms()
         given_up: list[Delivery] = []
         try:
-            for one in self._in_flight.runs:
+            runs = self._in_flight.runs
+            self._long_runs.check(runs, now_ms)
+            for one in runs:
                 if now_ms - one.state_since_ms > limit_ms + _GRACE_MS:
                     if one in self._in_flight:  # else another worker, or an operator, has taken the entry meanwhile
                         self._give_up_run(one)

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Announce the live workers of a handler, also of those that have read nothing yet, or withdraw them.
+-- Hold members in a set for a time, or remove them: the live workers of a handler, the recent restarts of an app.
 --
--- KEYS  1 live workers of the handler (sorted set: name -> until when, in Unix milliseconds)
--- ARGV  1 for how long, in milliseconds; 0 withdraws them   2... names of the workers
+-- KEYS  1 the set (sorted set: member -> until when, in Unix milliseconds)
+-- ARGV  1 for how long, in milliseconds; 0 removes them   2... the members
 -- REPLY 1
 
 local time = redis.call('TIME')
