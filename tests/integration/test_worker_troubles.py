@@ -145,7 +145,7 @@ def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_
         eventually(lambda: loop.loop_metrics.committed == 2)
         with configured(client, "maxmemory", "1"):
             clock.leap(602_000)
-            eventually(lambda: "cannot give up a run of" in caplog.text)
+            eventually(lambda: "cannot give up a run that hangs" in caplog.text)
             for _ in range(3):
                 (one,) = entries(client)
                 client.execute("XCLAIM", "in", KEYS.group, "w1", 0, one[0], "IDLE", QUICK.claim_ms * 3 // 4, "JUSTID")

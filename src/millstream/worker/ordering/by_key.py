@@ -158,7 +158,7 @@ class ByKey:
                 stream.end_isolation([one for release in some for one in release.lease.entries])
                 lost = stream.release_leases(some)
             except MillstreamError as error:
-                _warn_not_released(count, error)
+                _warn_not_released(self._context.handler, count, error)
             else:
                 self._context.loop_metrics.count_released(count - sum(lease.in_flight_count for lease in lost))
 

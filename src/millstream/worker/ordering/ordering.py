@@ -61,5 +61,7 @@ def existing_streams(handler: Handler, scan_client: Client) -> Sequence[str]:
     return handler.streams or scan_client.scan_streams(handler.pattern or "*")
 
 
-def _warn_not_released(count: int, error: MillstreamError) -> None:
-    logger.warning("cannot release %d messages: %s; other workers claim them when they expire", count, error)
+def _warn_not_released(handler: Handler, count: int, error: MillstreamError) -> None:
+    logger.warning(
+        "%s: cannot release %d messages: %s; other workers claim them when they expire", handler.label, count, error
+    )

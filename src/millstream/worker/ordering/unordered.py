@@ -70,7 +70,7 @@ class Unordered:
                 stream.end_isolation(some)
                 lost = stream.nack([one.id for one in some], idle_ms=idle_ms)
             except MillstreamError as error:
-                _warn_not_released(len(some), error)
+                _warn_not_released(self._context.handler, len(some), error)
             else:
                 self._context.loop_metrics.count_released(len(some) - len(lost))
 

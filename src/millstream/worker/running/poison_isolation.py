@@ -125,8 +125,8 @@ class PoisonIsolation:
             delivery.stream.record_deaths(delivery, deaths + 1)
             wait_ms = self._handler.retry.delay_after(deaths + 1)
             logger.warning(
-                "message %s of %s crashed its process, which %s while no other message ran; retrying in %.1f s",
-                delivery.id.decode(), delivery.stream.stream, end.cause, wait_ms / 1000,
+                "%s: message %s of %s crashed its process, which %s while no other message ran; retrying in %.1f s",
+                self._handler.label, delivery.id.decode(), delivery.stream.stream, end.cause, wait_ms / 1000,
             )  # fmt: skip
             self._delay(delivery, wait_ms)
         else:
@@ -161,8 +161,8 @@ class PoisonIsolation:
 
     def _run_marked(self, delivery: Delivery) -> None:
         logger.warning(
-            "message %s of %s may have ended its process: it runs in isolation; this process starts no other message "
-            "until that run has ended", delivery.id.decode(), delivery.stream.stream,
+            "%s: message %s of %s may have ended its process: it runs in isolation; this process starts no other "
+            "message until that run has ended", self._handler.label, delivery.id.decode(), delivery.stream.stream,
         )  # fmt: skip
         delivery.stream.begin_isolation(delivery, self._incarnation.mark)
         outcome = self._runner.run_isolated(delivery)

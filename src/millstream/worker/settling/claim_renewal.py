@@ -238,10 +238,9 @@ class ClaimRenewal:
         ]
         if lost:
             logger.warning(
-                "claims on %d messages of %s lost: another worker claimed them, or they were deleted; dropping them",
-                len(lost),
-                stream.stream,
-            )
+                "%s: claims on %d messages of %s lost: another worker claimed them, or they were deleted; dropping them",
+                self._steps.handler.label, len(lost), stream.stream,
+            )  # fmt: skip
             stream.report_trimmed([one.id for one in lost])
             self._in_flight.remove(lost)
             self._loop_metrics.count_refused(len(lost))
@@ -262,7 +261,7 @@ class ClaimRenewal:
             if not given_up and not isinstance(error, OutOfMemory):
                 raise
             # The run hangs on, and others go on beside it, until its attempt can be recorded.
-            self._warn("cannot give up a run of %s that hangs: %s; retrying", self._steps.handler.label, error)
+            self._warn("cannot give up a run that hangs: %s; retrying", error)
         if given_up:
             raise HandlerStuck(
                 f"{self._steps.handler.label} has run on message {given_up[0].id.decode()} of "
@@ -294,7 +293,7 @@ class ClaimRenewal:
         now_ms = self._clock.monotonic_ms()
         if now_ms >= self._warn_due_ms.get(text, now_ms):
             self._warn_due_ms[text] = now_ms + _WARN_EVERY_MS
-            logger.warning(text, *args)
+            logger.warning("%s: %s", self._steps.handler.label, text % args)
 
 
 def _longest_in_flight_ms(handler: Handler, policy: WorkerPolicy) -> float:

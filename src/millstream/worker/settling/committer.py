@@ -118,7 +118,10 @@ class Committer:
         try:
             self._retry_while_unavailable(lambda: stream.record_failures(deliveries))
         except OutOfMemory as error:
-            logger.warning("cannot record %d failed attempts: %s; only this worker counts them", len(deliveries), error)
+            logger.warning(
+                "%s: cannot record %d failed attempts: %s; only this worker counts them",
+                self._steps.handler.label, len(deliveries), error,
+            )  # fmt: skip
 
     def _wait_s(self) -> float | None:
         due = [self._retries[0][0]] if self._retries else []
@@ -165,8 +168,9 @@ class Committer:
         if refused:
             self._loop_metrics.count_refused(len(refused))
             logger.warning(
-                "commit refused for %d messages of %s: another worker claimed them, or they were committed before; "
-                "discarding their effects (first: %s)", len(refused), stream.stream, refused[0].first_id,
+                "%s: commit refused for %d messages of %s: another worker claimed them, or they were committed before; "
+                "discarding their effects (first: %s)",
+                self._steps.handler.label, len(refused), stream.stream, refused[0].first_id,
             )  # fmt: skip
         self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():
@@ -219,7 +223,10 @@ class Committer:
         if count and self._postponed_since_ms is None:
             self._postponed_since_ms = now_ms
         if count and now_ms >= self._warn_due_ms:
-            logger.warning("commit of %d messages of %s postponed: %s; retrying", count, stream.stream, error)
+            label = self._steps.handler.label
+            logger.warning(
+                "%s: commit of %d messages of %s postponed: %s; retrying", label, count, stream.stream, error
+            )
             self._warn_due_ms = now_ms + _WARN_EVERY_MS
 
     def _note_resumption(self) -> None:

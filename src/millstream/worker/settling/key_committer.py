@@ -240,8 +240,9 @@ class KeyCommitter(Committer):
         if lost:
             self._loop_metrics.count_refused(len(lost))
             logger.warning(
-                "commit refused for %d messages of %s: this worker lost the lease of their key; "
-                "discarding their effects (first: %s)", len(lost), lease.stream.stream, lost[0].id.decode(),
+                "%s: commit refused for %d messages of %s: this worker lost the lease of their key; "
+                "discarding their effects (first: %s)",
+                self._steps.handler.label, len(lost), lease.stream.stream, lost[0].id.decode(),
             )  # fmt: skip
 
     @property

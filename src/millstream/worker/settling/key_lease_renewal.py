@@ -86,8 +86,8 @@ class KeyLeaseRenewal(ClaimRenewal):
             self._cancel_run(delivery)
         for stream, count in Counter(one.stream.stream for one in dropped).items():
             logger.warning(
-                "leases on %d messages of %s expire: they were not renewed, as Redis was unavailable or this process "
-                "was not scheduled; cancelling their runs", count, stream,
+                "%s: leases on %d messages of %s expire: they were not renewed, as Redis was unavailable or this "
+                "process was not scheduled; cancelling their runs", self._steps.handler.label, count, stream,
             )  # fmt: skip
         return running
 
@@ -118,7 +118,10 @@ class KeyLeaseRenewal(ClaimRenewal):
         if lost:
             self._loop_metrics.count_refused(len(lost))
             logger.warning(
-                "leases on %d messages of %s lost: they expired or were ended; dropping them", len(lost), stream.stream
+                "%s: leases on %d messages of %s lost: they expired or were ended; dropping them",
+                self._steps.handler.label,
+                len(lost),
+                stream.stream,
             )
 
     def _give_up_run(self, delivery: Delivery) -> None:
