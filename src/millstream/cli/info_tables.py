@@ -73,11 +73,11 @@ def _print_readers(readers: Sequence[ReaderReport], all_rates: RatesByReader | N
     rates = [None if all_rates is None else all_rates.get((one.kind, one.name)) for one in readers]
     if wide:
         columns = (
-            "~reader", "mode", ">alive", ">streams", ">lag", ">min", ">avg", ">max", "~largest lags", ">oldest",
+            "~reader", "status", "mode", ">alive", ">streams", ">lag", ">min", ">avg", ">max", "~largest lags", ">oldest",
             ">pending", ">parked keys", ">backing off", ">dead letters",
             *((">arriving/s", ">done/s") if all_rates is not None else ()),
         )  # fmt: skip
-        cells = [_wide_cells(one) for one in readers]
+        cells = [_wide_cells(one, rate) for one, rate in zip(readers, rates, strict=True)]
     else:
         with_rates = (">in/s", ">done/s") if all_rates is not None else ()
         columns = ("~reader", "status", ">alive", ">lag", ">oldest", ">stuck", ">dead", *with_rates)
@@ -88,10 +88,10 @@ def _print_readers(readers: Sequence[ReaderReport], all_rates: RatesByReader | N
 
 
 def _compact_cells(one: ReaderReport, rates: Rates | None) -> tuple[str, ...]:
-    status, stuck = status_of(one, rates), one.parked + one.backing_off
+    stuck = one.parked + one.backing_off
     return (
         escape(one.name),
-        _STATUS_CELLS.get(status, str)(status),
+        _status_cell(one, rates),
         format_count(one.alive),
         "?" if one.lag is None else f"{'' if one.lag_exact else '>'}{format_count(one.lag)}",
         format_age(one.oldest_age_ms),
@@ -102,10 +102,16 @@ def _compact_cells(one: ReaderReport, rates: Rates | None) -> tuple[str, ...]:
     )
 
 
-def _wide_cells(one: ReaderReport) -> tuple[str, ...]:
+def _status_cell(one: ReaderReport, rates: Rates | None) -> str:
+    status = status_of(one, rates)
+    return _STATUS_CELLS.get(status, str)(status)
+
+
+def _wide_cells(one: ReaderReport, rates: Rates | None) -> tuple[str, ...]:
     largest = ", ".join(f"{escape(stream)} ({count:,})" for stream, count in one.largest_lags[:_LARGEST])
     return (
         escape(one.name),
+        _status_cell(one, rates),
         "; ".join(one.modes) + (f", {pluralize(one.paused, 'stream')} paused" if one.paused else ""),
         f"{one.alive:,}",
         f"{one.streams:,}",
