@@ -113,6 +113,14 @@ def test_letters_are_listed_and_narrowed_down(client: Client) -> None:
     assert listed("--limit", "2") == [ids[3], ids[0]]
 
 
+def test_in_a_pipe_the_list_is_whole(client: Client) -> None:
+    key, error = "k" * 200, "ValueError: " + "x" * 200
+    write_dead_letter(client, replace(letter("1-0", key=key.encode()), error=error))
+    shown = call("dlq", "list", url=client.url).out
+    assert key in shown
+    assert error in shown
+
+
 def test_the_list_has_a_line_for_each_letter(client: Client) -> None:
     write_dead_letter(client, *(letter(f"{number}-0") for number in range(1, 124)))
     shown = call("dlq", "list", url=client.url)

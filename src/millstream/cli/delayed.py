@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
-from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate
+from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate_on_screen
 from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.formats import format_age, format_time, pluralize
@@ -78,4 +78,9 @@ def _row(one: DelayedMessage, now_ms: int) -> tuple[str, str, str, str]:
     due_at = format_time(one.due_ms) or "-"
     fields = " ".join(f"{escape(name)}={escape(value)}" for name, value in pairs_of(one.pairs))
     shown = fields if one.problem is None else f"unreadable: {one.problem}"
-    return escape(one.id), format_age(wait_ms) if wait_ms > 0 else "overdue", due_at, truncate(shown, _FIELD_CHARS)
+    return (
+        escape(one.id),
+        format_age(wait_ms) if wait_ms > 0 else "overdue",
+        due_at,
+        truncate_on_screen(shown, _FIELD_CHARS),
+    )

@@ -28,7 +28,7 @@ from millstream.cli.terminal import (
     print_message,
     print_table,
     print_text,
-    truncate,
+    truncate_on_screen,
 )
 from millstream.delivery.dead_letter_queue import (
     REASONS,
@@ -47,7 +47,6 @@ from millstream.redis_client.replies import pairs_of
 
 _LETTER_ID = re.compile(r"\d+-\d+")
 _ERROR_CHARS = 60
-_KEY_CHARS = 40
 
 Stream = Annotated[str | None, typer.Option("--stream", help="Only those from this stream.")]
 Reason = Annotated[
@@ -274,9 +273,9 @@ def _row(entry: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
         entry.keys.label,
         escape(entry.keys.stream),
         letter.id if letter else "-",
-        truncate(escape(letter.key), _KEY_CHARS) if letter and letter.key is not None else "-",
+        escape(letter.key) if letter and letter.key is not None else "-",
         entry.reason,
-        truncate(escape(error.partition("\n")[0]), _ERROR_CHARS),
+        truncate_on_screen(escape(error.partition("\n")[0]), _ERROR_CHARS),
         str(letter.attempts) if letter else "-",
         format_age(max(0.0, now_ms - letter.time_ms)) if letter else "-",
     )

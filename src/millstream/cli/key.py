@@ -19,7 +19,7 @@ from millstream.cli.terminal import (
     print_message,
     print_table,
     print_text,
-    truncate,
+    truncate_on_screen,
 )
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import (
@@ -66,7 +66,7 @@ _MOST = 100_000
 
 _STUCK: tuple[QueueState, ...] = ("parked", "backing off", "unreadable")
 _CROWDED = 0.8
-_KEY_CHARS, _WHY_CHARS, _ERROR_CHARS = 40, 200, 120
+_WHY_CHARS, _ERROR_CHARS = 200, 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +237,8 @@ def _print_keys(
             queue.state,
             f"{queue.length:,}",
             queue.first_id,
-            truncate(explain(queue, last), _WHY_CHARS),
-            truncate("" if last.error in queue.why else last.error, _ERROR_CHARS) or "-",
+            truncate_on_screen(explain(queue, last), _WHY_CHARS),
+            truncate_on_screen("" if last.error in queue.why else last.error, _ERROR_CHARS) or "-",
         )
         for (keys, queue), last in zip(found, errors, strict=False)
     ]
@@ -262,7 +262,7 @@ def _print_crowded(places: Sequence[_Place]) -> None:
 
 
 def _name(queue: KeyQueue) -> str:
-    return "(no key)" if queue.key is None else truncate(escape(queue.key), _KEY_CHARS)
+    return "(no key)" if queue.key is None else escape(queue.key)
 
 
 @key.command()

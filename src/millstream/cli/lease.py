@@ -14,7 +14,7 @@ from millstream.admin.inspection import inspect_handlers
 from millstream.balancer.protocol import announce_all, end_leases, service_of
 from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
-from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate
+from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
 from millstream.formats import format_age, pluralize
 from millstream.groups import groups_of
@@ -34,8 +34,6 @@ Group = Annotated[str | None, typer.Option(help="The consumer group whose lag is
 Info = Annotated[str, typer.Option(help="JSON passed to consumers with each stream.")]
 
 lease = command_group("List, add, release and remove the leased streams of a service or handler.")
-
-_NAME_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def _count_owned(found: ServiceState) -> int:
 def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
     held_ms = None if one.since_ms is None else now_ms - one.since_ms
     behind = "-" if lag.count is None else f"{'' if lag.exact else '>'}{lag.count:,}"
-    return truncate(escape(one.name), _NAME_CHARS), _state_of(one), one.consumer or "-", format_age(held_ms), behind
+    return escape(one.name), _state_of(one), one.consumer or "-", format_age(held_ms), behind
 
 
 def _state_of(one: StreamState) -> str:

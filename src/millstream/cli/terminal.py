@@ -207,6 +207,11 @@ def print_details(pairs: Iterable[tuple[str, str]]) -> None:
         print_line(f"{name.ljust(width)}  {value}".rstrip())
 
 
+def truncate_on_screen(text: str, most: int) -> str:
+    """`text`, truncated in a terminal; in a pipe it is whole."""
+    return truncate(text, most) if sys.stdout.isatty() else text
+
+
 def truncate(text: str, most: int) -> str:
     """`text`, truncated to `most` characters that end with dots."""
     return text if len(text) <= most else text[: most - 3] + "..."
