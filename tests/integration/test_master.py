@@ -300,6 +300,28 @@ def test_the_openapi_document_names_every_call_and_its_token(master: Master) -> 
     assert document["paths"]["/api/messages/acknowledge"]["post"]["security"] == [{"acknowledge": []}]
 
 
+def test_what_the_openapi_document_says_of_values_and_errors_is_so(master: Master) -> None:
+    document = master.http.get("/openapi.json").json()
+    name = document["components"]["schemas"]["HeartbeatRequest"]["properties"]["consumer"]
+    for text in ("a", "A-z_0.9:@x", "x" * 100, "", "x" * 101, "a b", "ä", "a/b"):
+        answer = master.post("consumers/register", consumer=text)
+        is_valid = name["minLength"] <= len(text) <= name["maxLength"] and bool(re.search(name["pattern"], text))
+        assert is_valid == (answer.status_code == 200), text
+    message_id = document["components"]["schemas"]["FailRequest"]["properties"]["message_id"]
+    for text, is_valid in (("1-0", True), ("1", True), ("", False), ("-1", False), ("1-", False), ("x", False)):
+        assert bool(re.search(message_id["pattern"], text)) == is_valid
+        refused = master.post("messages/fail", consumer="a", message_id=text)
+        assert (refused.status_code == 422) == (not is_valid), text
+    (cursor,) = (one for one in document["paths"]["/api/tickets"]["get"]["parameters"] if one["name"] == "cursor")
+    assert master.http.get("/api/tickets", params={"cursor": "zz"}).status_code == 422
+    assert not re.search(cursor["schema"]["pattern"], "zz")
+    refused = master.http.put("/api/tickets")
+    assert (refused.status_code, refused.headers["allow"], list(refused.json())) == (405, "GET", ["error"])
+    for path, methods in document["paths"].items():
+        for method in methods.values():
+            assert {"400", "401", "404", "405", "422", "429", "500", "503"} <= method["responses"].keys(), path
+
+
 def test_a_second_consumer_of_a_name_is_refused_while_the_first_lives(master: Master, client: Client) -> None:
     publish(client, "A")
     with Foreign(client, "c1").register(master) as first, HealthPage() as other:

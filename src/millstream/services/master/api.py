@@ -25,6 +25,7 @@ from millstream.services.master.schemas import (
     AcknowledgeRequest,
     AcknowledgeResponse,
     ConsumerPage,
+    Cursor,
     ErrorResponse,
     FailRequest,
     FailResponse,
@@ -45,7 +46,7 @@ from millstream.services.web.origin_check import OriginCheck
 
 _PAGE = 100
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorResponse} for code in (401, 403, 404, 409, 413, 415, 422, 503)
+    code: {"model": ErrorResponse} for code in (400, 401, 403, 404, 405, 409, 413, 415, 422, 429, 500, 503)
 }
 
 
@@ -173,15 +174,13 @@ def _add_query_routes(api: FastAPI, parts: MasterContext) -> None:
     default = min(_PAGE, parts.max_page)
 
     @api.get("/api/tickets", dependencies=required)
-    def tickets(
-        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.max_page)] = default
-    ) -> TicketPage:
+    def tickets(cursor: Cursor = None, limit: Annotated[int, Query(ge=1, le=parts.max_page)] = default) -> TicketPage:
         """The tickets with unfinished messages, and the consumer that has each."""
         return parts.queries.tickets(cursor, limit)
 
     @api.get("/api/consumers", dependencies=required)
     def consumers(
-        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.max_page)] = default
+        cursor: Cursor = None, limit: Annotated[int, Query(ge=1, le=parts.max_page)] = default
     ) -> ConsumerPage:
         """The registered consumers and their messages."""
         return parts.queries.consumers(cursor, limit)

@@ -17,6 +17,7 @@ from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Command, Reply
 from millstream.redis_client.scripts import Script
+from millstream.services.master.settings import NAME_PATTERN
 from millstream.services.web.errors import Refused
 
 COMPARE_AND_SET = Script("shared/compare_and_set")
@@ -28,7 +29,7 @@ MAX_CONSUMERS = 1_000
 DEAD_RETENTION_MS = 24 * 3_600_000
 """A consumer that has been dead for this long, in milliseconds, is removed."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,100}")
+_NAME = re.compile(NAME_PATTERN)
 _RESERVED = (WAITING, "recovered")
 
 

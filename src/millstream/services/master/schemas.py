@@ -2,22 +2,38 @@
 
 from typing import Annotated
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from fastapi import Query
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from millstream.services.master.settings import MAX_TICKETS
+from millstream.services.master.settings import MAX_TICKETS, NAME_PATTERN
 
+_ID_PATTERN = r"^[0-9]{1,20}(-[0-9]{1,20})?$"
+# Patterns are only documented: the functions that check the values refuse them with a text that says what to do.
+_ID_SCHEMA: dict[str, JsonValue] = {"pattern": _ID_PATTERN, "minLength": 1}
+
+Cursor = Annotated[
+    str | None,
+    Query(
+        description="That of the page before; none for the first page.",
+        json_schema_extra={"pattern": "^([0-9a-f]{2})*$"},
+    ),
+]
 Name = Annotated[
     str,
     Field(
         validation_alias=AliasChoices("consumer", "consumer_name", "consumerName"),
         max_length=100,
         description="The consumer's name in the group. `consumer_name` is accepted, too.",
+        json_schema_extra={"pattern": f"^{NAME_PATTERN}$", "minLength": 1},
     ),
 ]
 MessageId = Annotated[
     str,
     Field(
-        validation_alias=AliasChoices("message_id", "messageId"), max_length=50, description="Id of the stream entry."
+        validation_alias=AliasChoices("message_id", "messageId"),
+        max_length=50,
+        description="Id of the stream entry.",
+        json_schema_extra=_ID_SCHEMA,
     ),
 ]
 
@@ -54,10 +70,11 @@ class AcknowledgeRequest(_Body):
             validation_alias=AliasChoices("message_id", "messageId"),
             max_length=50,
             description="Id of the stream entry.",
+            json_schema_extra=_ID_SCHEMA,
         ),
     ] = None
     message_ids: Annotated[
-        list[Annotated[str, Field(max_length=50)]],
+        list[Annotated[str, Field(max_length=50, json_schema_extra=_ID_SCHEMA)]],
         Field(
             validation_alias=AliasChoices("message_ids", "messageIds"), max_length=MAX_TICKETS,
             description="Several messages, instead of `message_id`.",
@@ -84,7 +101,10 @@ class ReleaseRequest(_Body):
     """Releases a message unprocessed. Without `message_id`: releases all, and unregisters the consumer."""
 
     consumer: Name
-    message_id: Annotated[str | None, Field(validation_alias=AliasChoices("message_id", "messageId"))] = None
+    message_id: Annotated[
+        str | None,
+        Field(validation_alias=AliasChoices("message_id", "messageId"), max_length=50, json_schema_extra=_ID_SCHEMA),
+    ] = None
 
 
 class HeartbeatRequest(_Body):

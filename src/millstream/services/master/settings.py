@@ -9,6 +9,9 @@ from millstream.redis_client.key_names import MASTER, HandlerKeys, check_identif
 MAX_TICKETS = 1_000
 """Maximum `max_tickets` of a consumer."""
 
+NAME_PATTERN = r"[A-Za-z0-9_.:@-]{1,100}"
+"""The names that consumers may have, as a regular expression."""
+
 _LEAST_LEASE_MS = 1_000
 
 

@@ -36,4 +36,8 @@ def install_error_handlers(app: Starlette, name: str) -> None:
 
 def json_handler(status: Callable[[Any], int], text: Callable[[Any], str]) -> Callable[[Request, Any], Response]:
     """An exception handler that responds with the status and the text of an error."""
-    return lambda request, error: JSONResponse({"error": text(error)}, status(error))
+    return lambda request, error: JSONResponse(
+        {"error": text(error)},
+        status(error),
+        headers=getattr(error, "headers", None),  # Allow, of a wrong method
+    )
