@@ -269,6 +269,15 @@ def test_a_pipeline_that_is_taken_over_while_it_has_nothing_to_do_ends_too(bench
             assert "a newer run of app.handle has taken over" in str(pipeline.error)
 
 
+def test_a_pipeline_whose_output_stream_holds_something_else_reads_nothing(bench: Bench) -> None:
+    bench.publish(3)
+    bench.client.execute("SET", "out", "text")
+    settings = RunSettings(url=bench.client.url, checkpoint=str(bench.folder / "new"), once=True)
+    with pytest.raises(ConfigError, match="app.handle cannot write its outputs to 'out', which holds a string"):
+        Supervisor(app_of_one(), bench.spark, settings, on_event=lambda event: None).run()
+    assert not (bench.folder / "new").exists()
+
+
 def test_a_pipeline_asks_before_it_goes_on_where_only_workers_have_been(bench: Bench) -> None:
     bench.publish(20)
     with bench.worker():

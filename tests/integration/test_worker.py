@@ -13,13 +13,13 @@ import pytest
 
 from millstream import Message, Reject, Retry
 from millstream.delivery.commit_store import CommitStore
-from millstream.errors import HandlerStuck, StaleOwner
+from millstream.errors import ConfigError, HandlerStuck, StaleOwner
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from millstream.worker import HandlerSteps
+from millstream.worker import HandlerSteps, ReadingLoop
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
@@ -210,6 +210,17 @@ def test_a_plain_handler_beyond_its_time_limit_ends_the_loop_and_counts_its_atte
     release.set()
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
     assert loop.loop_metrics.refused == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"key": "n"}, {"order": "stream"}], ids=["no key", "key", "streams"])
+def test_an_output_stream_whose_key_holds_something_else_is_refused_before_anything_is_read(
+    client: Client, options: dict[str, Any]
+) -> None:
+    fill(client, 3)
+    client.execute("SET", "out", "text")
+    with pytest.raises(ConfigError, match="app.handle cannot write its outputs to 'out', which holds a string"):
+        ReadingLoop(make(double, **options), client.url, consumer="w1").run()
+    assert client.execute("XINFO", "GROUPS", "in") == []
 
 
 @pytest.mark.parametrize("options", [{}, {"key": "n"}], ids=["no key", "key"])

@@ -15,6 +15,7 @@ from typing import Literal
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.delivery.output_check import check_output
 from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, OutOfMemory, Unavailable
 from millstream.handlers.handler import Handler
@@ -129,6 +130,7 @@ class ReadingLoop:
         before `stop`: StaleOwner when a run on Spark took the handler over, HandlerStuck, ConfigError, and RedisError
         except Unavailable, which the loop waits out.
         """
+        self._retry_while_unavailable(partial(check_output, self._client, self.handler))
         self._retry_while_unavailable(self._discover)
         committer = self._start_thread("committer", self._ordering.committer.run)
         runner = self._start_thread("runner", self._runner.run)

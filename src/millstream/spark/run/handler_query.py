@@ -14,6 +14,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from millstream.admin.redis_metrics import streams_of
 from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
+from millstream.delivery.output_check import check_output
 from millstream.delivery.pause import Pause
 from millstream.errors import MillstreamError, StaleOwner, Unavailable
 from millstream.handlers.handler import Handler
@@ -88,6 +89,7 @@ class HandlerQuery(SupervisedQuery):
     def prepare(self) -> None:
         """Compare the checkpoint with the committed offsets, and record where a new checkpoint starts."""
         client, settings, streams = self._context.client, self._context.settings, self.streams()
+        check_output(client, self._handler)
         if client.is_cluster:
             check_slots(self._handler, streams)
         self._check_checkpoint("offsets")

@@ -14,7 +14,6 @@ from millstream.delivery.keyed_stream import KeyedStream
 from millstream.delivery.reliable_stream import remove_consumers
 from millstream.errors import (
     AccessDenied,
-    CommandFailed,
     ConfigError,
     LeaseError,
     MillstreamError,
@@ -114,15 +113,8 @@ class ByStream(ByKey):
     def _join_service(self, scan_client: Client) -> int:
         """Join the consumers of the service; return the server's time."""
         now_us = time_us_of(scan_client.execute("TIME"))
-        self._check_output(scan_client)
         self._balancer.start()  # last, as it can be called only once
         return now_us
-
-    def _check_output(self, scan_client: Client) -> None:
-        """Raises AccessDenied if the user may not write to the output stream of the handler."""
-        if self._context.handler.into is not None:
-            with contextlib.suppress(CommandFailed, WrongType):  # the id 0-0 is always refused: this writes nothing
-                scan_client.execute("XADD", self._context.handler.into, "0-0", "f", "v")
 
     def _can_be_leased(self, name: str) -> bool:
         try:
