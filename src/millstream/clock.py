@@ -28,6 +28,16 @@ class SystemClock:
 
 SYSTEM_CLOCK = SystemClock()
 
+_MAX_DOUBLINGS = 60
+
+
+def wait_after(failures: int, first_ms: float, longest_ms: float) -> float:
+    """Return the wait after so many failures in a row, in milliseconds: `first_ms` after one, then twice the one before.
+
+    At most `longest_ms`.
+    """
+    return min(first_ms * 2.0 ** min(failures - 1, _MAX_DOUBLINGS), longest_ms)
+
 
 class Backoff:
     """Waits between retries, in milliseconds: `first_ms`, then twice the one before, at most `longest_ms`.

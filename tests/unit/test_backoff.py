@@ -2,7 +2,7 @@
 
 import pytest
 
-from millstream.clock import Backoff
+from millstream.clock import Backoff, wait_after
 
 pytestmark = [pytest.mark.worker]
 
@@ -27,3 +27,8 @@ def test_the_first_retry_may_come_at_once() -> None:
     assert [backoff.next_ms() for _ in range(4)] == [0, 50, 100, 200]
     backoff.reset()
     assert [backoff.next_ms() for _ in range(2)] == [0, 50]
+
+
+def test_the_wait_after_a_number_of_failures_doubles_with_each_up_to_the_longest() -> None:
+    assert [wait_after(failures, 50, 300) for failures in range(1, 6)] == [50, 100, 200, 300, 300]
+    assert wait_after(100_000, 50, 300) == 300

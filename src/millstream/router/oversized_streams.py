@@ -9,6 +9,7 @@ connections in a row, the last ones in a group of its own, is given up.
 
 from collections.abc import Iterable
 
+from millstream.clock import wait_after
 from millstream.router.subscriber_buffer import Cursor
 
 _FIRST_GROUP = 64
@@ -101,4 +102,4 @@ class OversizedStreams:
 
 def _backoff_ms(breaks: int) -> float:
     """How long to wait before the next read; hardly at all after a first break, which mostly is chance."""
-    return _FIRST_WAIT_MS if breaks == 1 else min(_LAST_WAIT_MS, _SECOND_WAIT_MS * 2 ** (breaks - 2))
+    return _FIRST_WAIT_MS if breaks == 1 else wait_after(breaks - 1, _SECOND_WAIT_MS, _LAST_WAIT_MS)

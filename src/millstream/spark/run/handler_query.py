@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.admin.redis_metrics import streams_of
+from millstream.clock import wait_after
 from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
 from millstream.delivery.output_check import check_output
@@ -30,12 +31,12 @@ from millstream.spark.engine.task_metrics import COUNTERS, BatchTotals
 from millstream.spark.run.failures import failure_of
 from millstream.spark.run.first_start import check_slots, commit_store_of, prepare_new
 from millstream.spark.run.owner_check import OwnerCheck
-from millstream.spark.run.query import MAX_FAILURES, Batch, RunContext, SupervisedQuery
+from millstream.spark.run.query import MAX_FAILURES, WAITS_MS, Batch, RunContext, SupervisedQuery
 from millstream.spark.run.service_membership import ServiceMembership
 
 logger = logging.getLogger(__name__)
 
-_WATCH_S, _MAX_WAIT_S = 0.2, 30.0
+_WATCH_S, _MIGRATION_WAIT_S = 0.2, 3.0
 _OWNER_CHECK_S = 1.0
 
 
@@ -226,7 +227,7 @@ class HandlerQuery(SupervisedQuery):
                 if failure.is_final or failures > MAX_FAILURES:
                     self._on_background_error(error)
                     return
-                wait_s = min(0.5 * 2**failures, _MAX_WAIT_S)
+                wait_s = wait_after(failures, *WAITS_MS) / 1000
                 logger.warning(
                     "%s cannot run its deferred messages, retrying in %.1f s: %s", self.label, wait_s, failure.reason
                 )
@@ -265,7 +266,7 @@ class HandlerQuery(SupervisedQuery):
                 try:
                     keep_migrating(client, self._handler, ended, on_runnable)
                 except MillstreamError as error:
-                    wait_s = _MAX_WAIT_S / 10
+                    wait_s = _MIGRATION_WAIT_S
                     logger.warning("cannot migrate keys of %s, retrying in %.0f s: %s", self.label, wait_s, error)
                     ended.wait(wait_s)
 

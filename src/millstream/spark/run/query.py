@@ -28,6 +28,9 @@ T = TypeVar("T")
 MAX_FAILURES = 10
 """Failures in a row, without progress, after which the run stops."""
 
+WAITS_MS = (1_000.0, 30_000.0)
+"""The wait after the first of these failures, and the longest, in milliseconds."""
+
 _FIRST_REPORT_MS, _MAX_REPORT_INTERVAL_MS = 10_000.0, 300_000.0
 
 

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.app import App
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Clock, wait_after
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import (
     AccessDenied,
@@ -33,7 +33,7 @@ from millstream.spark.run.failures import Failure, failure_of
 from millstream.spark.run.handler_query import HandlerQuery
 from millstream.spark.run.liveness import keep_announced
 from millstream.spark.run.offsets_behind import entries_behind
-from millstream.spark.run.query import MAX_FAILURES, Event, RunContext, RunSettings, SupervisedQuery
+from millstream.spark.run.query import MAX_FAILURES, WAITS_MS, Event, RunContext, RunSettings, SupervisedQuery
 from millstream.spark.run.redis_lag import RedisLag
 from millstream.spark.run.session import has_executors, has_stopped, java_has_ended, make_active, prefill_environment
 from millstream.spark.run.stage_query import StageQuery
@@ -274,7 +274,7 @@ class Supervisor:
         supervised.failures = supervised.failures + 1 if progress == supervised.last_progress else 1
         supervised.last_progress = progress
         self._check_failures(supervised, failure)
-        wait_ms = min(500.0 * 2 ** min(supervised.failures, 6), 30_000.0)
+        wait_ms = wait_after(supervised.failures, *WAITS_MS)
         supervised.query = None
         supervised.retry_at_ms = self._clock.monotonic_ms() + wait_ms
         logger.warning("%s failed, restarting in %.0f s: %s", supervised.label, wait_ms / 1000, failure.reason)
