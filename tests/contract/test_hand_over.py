@@ -273,7 +273,7 @@ def test_a_pipeline_whose_output_stream_holds_something_else_reads_nothing(bench
     bench.publish(3)
     bench.client.execute("SET", "out", "text")
     settings = RunSettings(url=bench.client.url, checkpoint=str(bench.folder / "new"), once=True)
-    with pytest.raises(ConfigError, match="app.handle cannot write its outputs to 'out', which holds a string"):
+    with pytest.raises(ConfigError, match=r"app\.handle cannot write its outputs to 'out', which holds a string"):
         Supervisor(app_of_one(), bench.spark, settings, on_event=lambda event: None).run()
     assert not (bench.folder / "new").exists()
 

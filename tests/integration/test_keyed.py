@@ -99,11 +99,11 @@ def test_of_large_entries_few_are_read_at_once(client: Client) -> None:
     other = keyed(client, "w2")
     other.enqueue_new(count=0, most_pending=MANY)
     for size in (300_009, 0):  # by then it asks for no more than there is room for
-        read = other.read_command(count=1_000, most_pending=MANY)
+        read = other.read_call(count=1_000, most_pending=MANY)
         assert read is not None
-        entries, unfit = other.parse_read(client.execute(*read))
+        entries, unfit = client.run(read)
         assert (len(entries), unfit) == (READ_BYTES // 300_009, size)
-        other.apply_enqueue(client.execute(*other.enqueue_command(entries, most_pending=MANY)))
+        client.run(other.enqueue_call(entries, most_pending=MANY))
 
 
 def test_an_entry_that_is_larger_than_all_that_is_read_at_once_is_read_alone(client: Client) -> None:
@@ -159,7 +159,7 @@ def test_behind_the_greatest_id_there_is_nothing_to_read(client: Client) -> None
     worker = keyed(client)
     assert worker.enqueue_new(count=100, most_pending=MANY) == 3
     assert worker.enqueue_new(count=100, most_pending=MANY) == 0
-    assert worker.read_command(count=100, most_pending=MANY) is None
+    assert worker.read_call(count=100, most_pending=MANY) is None
     assert lines(client, "kA", "kB") == [[1, 2**64 - 1], [2]]
     assert worker.check_invariants() == []
 
@@ -385,18 +385,18 @@ def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_not
     store, units = ledger_of(worker), [unit_of(a, 2), unit_of(b)]
     units.append(worker.key_effects_of(b, [a.queued[0]]))
     for _ in range(3):
-        assert store.commit({"in": units}, call="life-1") == [units[2]]
+        assert store.commit({"in": units}, call_number="life-1") == [units[2]]
     assert outputs(client) == {"kA": [1, 2], "kB": [3]}
     assert client.execute("HMGET", KEYS.meta, "committed", "written", "refused") == [b"3", b"3", b"1"]
-    assert len(store.commit({"in": units}, call="life-2")) == 3
+    assert len(store.commit({"in": units}, call_number="life-2")) == 3
     assert 0 < client.execute("TTL", f"{KEYS.base}:w1:last") <= 3_600
 
 
 def test_a_number_stands_for_a_call_of_one_worker_only(client: Client) -> None:
     first, second = routed(client, "AB"), keyed(client, "w2")
     (a,), (b,) = take(first, queues=1).leases, take(second).leases
-    assert ledger_of(first).commit({"in": [unit_of(a)]}, call="1") == []
-    assert ledger_of(second).commit({"in": [unit_of(b)]}, call="1") == []
+    assert ledger_of(first).commit({"in": [unit_of(a)]}, call_number="1") == []
+    assert ledger_of(second).commit({"in": [unit_of(b)]}, call_number="1") == []
     assert outputs(client) == {"kA": [1], "kB": [2]}
 
 

@@ -112,7 +112,7 @@ class KeyedMachine(RuleBasedStateMachine):
         if over:
             unit.unfinished = lease.in_flight_count - count
         call = lease.stream.new_call_number()
-        refused = lease.stream.commit([unit], call=call)
+        refused = lease.stream.commit([unit], call_number=call)
         self.last_commit[lease.stream.consumer] = (call, [unit], [one.offset_field for one in refused])
         if not refused:
             assert lease.fence == self.newest[lease.queue], "an older token has committed"
@@ -136,7 +136,7 @@ class KeyedMachine(RuleBasedStateMachine):
         if worker.consumer in self.last_commit:
             call, units, refused = self.last_commit[worker.consumer]
             before = outputs(self.client)
-            assert [one.offset_field for one in worker.commit(units, call=call)] == refused
+            assert [one.offset_field for one in worker.commit(units, call_number=call)] == refused
             assert outputs(self.client) == before
 
     @precondition(is_with_workers)

@@ -256,15 +256,13 @@ def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_tog
 ) -> None:
     _, worker, key, old, new = grown(client, sent)
     layout, stream = worker.moves.partition_map, worker.streams[new]
-    stream.apply_enqueue(
-        client.pipeline([stream.enqueue_command((), most_pending=MANY)])[0]
-    )  # it knows where the routing stands
-    read = stream.read_command(count=10, most_pending=MANY)
+    client.run(stream.enqueue_call((), most_pending=MANY))  # it knows where the routing stands
+    read = stream.read_call(count=10, most_pending=MANY)
     assert read is not None
-    client.script(READ_RANGE, (read[3],), read[4:])  # so that the server has it
-    entries, _ = stream.parse_read(client.execute(*read))
+    client.script(READ_RANGE, (read.command[3],), read.command[4:])  # so that the server has it
+    entries, _ = client.run(read)
     assert len(entries) == 2
-    stream.apply_enqueue(client.execute(*stream.enqueue_command(entries, most_pending=MANY)))
+    client.run(stream.enqueue_call(entries, most_pending=MANY))
     line = b"k" + key.encode()
     assert waiting_in(client, layout, new) == {line: b"migrating from " + layout.stream(old).encode()}
     assert worker.take(new) == []

@@ -218,7 +218,7 @@ def test_an_output_stream_whose_key_holds_something_else_is_refused_before_anyth
 ) -> None:
     fill(client, 3)
     client.execute("SET", "out", "text")
-    with pytest.raises(ConfigError, match="app.handle cannot write its outputs to 'out', which holds a string"):
+    with pytest.raises(ConfigError, match=r"app\.handle cannot write its outputs to 'out', which holds a string"):
         ReadingLoop(make(double, **options), client.url, consumer="w1").run()
     assert client.execute("XINFO", "GROUPS", "in") == []
 

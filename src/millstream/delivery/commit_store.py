@@ -11,15 +11,17 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from millstream.delivery.effects import FAILED_SUFFIX, Effects, _order, _partition_bare
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.errors import CommandFailed, ConfigError, StaleOwner
 from millstream.model import EntryId
+from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.pipelining import call_all, send_all
 from millstream.redis_client.replies import time_us_of
 from millstream.redis_client.resp import Arg, Command, Reply
 from millstream.redis_client.scripts import Script
@@ -186,38 +188,40 @@ class CommitStore:
         return found
 
     def commit(
-        self, units: Mapping[str, Sequence[Effects]], *, allow_oom: bool = False, call: str = ""
+        self, units: Mapping[str, Sequence[Effects]], *, allow_oom: bool = False, call_number: str = ""
     ) -> list[Effects]:
         """Commit each stream's units in one atomic step per stream; return the units that were refused.
 
         A refused unit wrote nothing: part of it is committed already, or another worker holds the entry now. Also
         raises OutOfMemory if Redis cannot store the effects now; a stream whose step failed has nothing written.
-        `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end. `call`: the
-        worker's number of this call; a repetition under the same number gets the reply that was lost.
+        `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end. `call_number`:
+        the worker's number of this call; a repetition under the same number gets the reply that was lost.
         """
-        calls = [(self._script_keys(stream), self._commit_args(group, call)) for stream, group in units.items()]
+        calls = [(self._script_keys(stream), self._commit_args(group, call_number)) for stream, group in units.items()]
         replies = self._run(COMMIT_AT_MAXMEMORY if allow_oom else COMMIT, calls)
         return [
-            one for group, reply in zip(units.values(), replies, strict=True) for one in self.parse_commit(group, reply)
+            one
+            for group, reply in zip(units.values(), replies, strict=True)
+            for one in self._parse_commit(group, reply)
         ]
 
-    def commit_command(self, stream: str, units: Sequence[Effects], call: str) -> Command:
-        """Return the command that `commit` sends, for callers that pipeline many streams. If the reply is an error,
-        call `commit`.
+    def commit_call(self, stream: str, units: Sequence[Effects], call_number: str) -> Call[list[Effects]]:
+        """Return the call that `commit` makes, for callers that pipeline many streams. If the reply is an error, call
+        `commit` instead.
         """
-        return self.script_command(COMMIT, stream, self._commit_args(units, call))
+        command = self.script_command(COMMIT, stream, self._commit_args(units, call_number))
+        return Call(command, partial(self._parse_commit, units))
 
-    def parse_commit(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
-        """Parse the reply to `commit_command`: return the units that were refused."""
+    def _parse_commit(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
         if not reply:  # almost always: saves sorting a thousand units again
             return []
         bare, full = self._split_bare(units)
         sent = [*bare, *full]
         return [sent[int(number) - 1] for number in reply]
 
-    def _commit_args(self, units: Sequence[Effects], call: str) -> list[Arg]:
+    def _commit_args(self, units: Sequence[Effects], call_number: str) -> list[Arg]:
         bare, full = self._split_bare(units)
-        args: list[Arg] = [self.token, *self._worker, call, len(bare), *[unit.last_id for unit in bare]]
+        args: list[Arg] = [self.token, *self._worker, call_number, len(bare), *[unit.last_id for unit in bare]]
         for unit in full:
             args += unit.args(self._maxlen)
         return args
@@ -267,23 +271,23 @@ class CommitStore:
 
     def check_paused(self, stream: str) -> Pause | None:
         """Return the handler's pause on `stream`, if it is paused. Raises StaleOwner if a newer run has begun."""
-        return self.parse_check_paused(self._client.execute(*self.check_paused_command(stream)))
+        return self._client.run(self.check_paused_call(stream))
 
-    def check_paused_command(self, stream: str) -> Command:
-        """Return the command that `check_paused` sends, for callers that pipeline many streams."""
-        return ("HMGET", self.keys(stream).meta, "epoch", "paused")
+    def check_paused_call(self, stream: str) -> Call[Pause | None]:
+        """Return the call that `check_paused` makes, for callers that pipeline many streams."""
+        return Call(("HMGET", self.keys(stream).meta, "epoch", "paused"), self._parse_check_paused)
 
-    def parse_check_paused(self, reply: Reply) -> Pause | None:
-        """Parse the reply to `check_paused_command`; return and raise as `check_paused`."""
-        epoch, paused = reply
+    def _parse_check_paused(self, reply: Reply) -> Pause | None:
+        epoch, paused = raise_if_error(reply)
         if epoch is not None and int(epoch) > self.token:
             raise self._stale_owner()
         return None if paused is None else parse_pause(paused, time.time() * 1000)
 
     def check_owner(self, streams: Sequence[str]) -> None:
         """Raise StaleOwner if a newer run has begun on one of `streams`. Writes nothing."""
-        for reply in call_all(self._client, [self.check_paused_command(stream) for stream in streams]):
-            self.parse_check_paused(reply)
+        calls = [self.check_paused_call(stream) for stream in streams]
+        for call, reply in zip(calls, send_all(self._client, [call.command for call in calls]), strict=True):
+            call.parse(reply)
 
     def is_owned_by_workers(self, stream: str, kind: WorkerKind = "workers") -> bool:
         """Return whether workers of that kind own `stream`, under any token."""

@@ -8,6 +8,7 @@ token: M. Kleppmann, "How to do distributed locking", 2016.)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
@@ -21,8 +22,9 @@ from millstream.delivery.reliable_stream import (
     crash_counts_of,
 )
 from millstream.errors import Unavailable
+from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
-from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
 READ_RANGE = Script("commit/read_range")
@@ -175,7 +177,7 @@ class KeyedStream(ReliableStream):
         if after == _LAST_ID:  # Redis allows no id after it
             return ()
         try:
-            return self.parse_read(self._client.script(READ_RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
+            return self._parse_read(self._client.script(READ_RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
         except Unavailable:
             self.on_failed_read()
             raise
@@ -183,7 +185,7 @@ class KeyedStream(ReliableStream):
     def _enqueue_all(self, calls: Sequence[Sequence[Arg]]) -> int:
         """Enqueue in one round trip, in chunks between which Redis serves others; return how many entries were new."""
         replies = self._store.run_scripts(ROUTE, [(self.stream, call) for call in calls])
-        new_count = sum([self.apply_enqueue(reply) for reply in replies])
+        new_count = sum([self._apply_enqueue(reply) for reply in replies])
         self.newly_ready = sum(int(reply[1]) for reply in replies)
         return new_count
 
@@ -212,17 +214,20 @@ class KeyedStream(ReliableStream):
 
     # The steps of `enqueue_new`, for callers that pipeline many streams. If one fails, `enqueue_new` repeats it safely
 
-    def read_command(
+    def read_call(
         self, *, count: int, most_pending: int, most_bytes: int = READ_BYTES, one_at_least: bool = True
-    ) -> Command | None:
-        """Return the command that reads the entries to enqueue next; None if `enqueue_new` has to ask Redis first."""
+    ) -> Call[tuple[Sequence[Any], int]] | None:
+        """Return the call that reads the entries to enqueue next; None if `enqueue_new` has to ask Redis first.
+
+        Its result: the entries, and the size of the first that did not fit, 0 if all did.
+        """
         if self._enqueued_id in (None, _LAST_ID) or self.pending_count >= most_pending:
             return None
         count = min(count, most_pending - self.pending_count, self.max_read_count)
-        return ("EVALSHA", READ_RANGE.sha, 1, self.stream, self.enqueued_id, count, most_bytes, int(one_at_least))
+        args = (self.stream, self.enqueued_id, count, most_bytes, int(one_at_least))
+        return Call(("EVALSHA", READ_RANGE.sha, 1, *args), self._parse_read)
 
-    def parse_read(self, reply: Reply) -> tuple[Sequence[Any], int]:
-        """Parse the reply to `read_command`: the entries, and the size of the first that did not fit, 0 if all did."""
+    def _parse_read(self, reply: Reply) -> tuple[Sequence[Any], int]:
         unfit, entries = reply
         self._reads_one = False
         self.entry_sizes.record(len(entries), _size_of(entries))
@@ -230,16 +235,14 @@ class KeyedStream(ReliableStream):
             self.entry_sizes.record(1, unfit)
         return entries, unfit
 
-    def enqueue_command(self, entries: Sequence[Any], *, most_pending: int) -> Command:
-        """Return the command that enqueues the entries of `parse_read`."""
+    def enqueue_call(self, entries: Sequence[Any], *, most_pending: int) -> Call[int]:
+        """Return the call that enqueues the entries of `read_call`. Its result: how many of them were new."""
         queues = self._queue_args(entries)
         self._before_enqueue(queues[1::2])
-        return self._store.script_command(
-            ROUTE, self.stream, self._enqueue_args(self.enqueued_id, queues, most_pending)
-        )
+        args = self._enqueue_args(self.enqueued_id, queues, most_pending)
+        return Call(self._store.script_command(ROUTE, self.stream, args), self._apply_enqueue)
 
-    def apply_enqueue(self, reply: Reply) -> int:
-        """Apply the reply to `enqueue_command`; return how many entries were new."""
+    def _apply_enqueue(self, reply: Reply) -> int:
         new_count, self.newly_ready, self.pending_count, self._enqueued_id = reply
         return int(new_count)
 
@@ -272,7 +275,7 @@ class KeyedStream(ReliableStream):
         room: tuple[int, bool] = (NO_LIMIT, True),
     ) -> LeaseResult:  # fmt: skip
         args = self._lease_args(queues, entries, run, lease_ms, with_state, room)
-        return self.parse_lease_keys(self._run_script(LEASE_KEYS, (*args, *more)), now_ms + lease_ms)
+        return self._parse_lease_keys(now_ms + lease_ms, self._run_script(LEASE_KEYS, (*args, *more)))
 
     def _lease_args(
         self, queues: int, entries: int, run: int, lease_ms: int, with_state: bool, room: tuple[int, bool]
@@ -282,16 +285,17 @@ class KeyedStream(ReliableStream):
         limits = (queues, entries, run, int(with_state), most_bytes, self.entry_sizes.average, int(one_at_least))
         return (*consumer, lease_ms, *limits)
 
-    def lease_keys_command(
-        self, *, queues: int, entries: int, run: int, lease_ms: int, with_state: bool = True,
+    def lease_keys_call(
+        self, *, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
         most_bytes: int = NO_LIMIT, one_at_least: bool = True,
-    ) -> Command:  # fmt: skip
-        """Return the command that `lease_keys` sends, for callers that pipeline many streams."""
+    ) -> Call[LeaseResult]:  # fmt: skip
+        """Return the call that `lease_keys` makes, for callers that pipeline many streams."""
         args = self._lease_args(queues, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
-        return self._store.script_command(LEASE_KEYS, self.stream, args)
+        command = self._store.script_command(LEASE_KEYS, self.stream, args)
+        return Call(command, partial(self._parse_lease_keys, now_ms + lease_ms))
 
-    def parse_lease_keys(self, reply: Reply, until_ms: float) -> LeaseResult:
-        """Parse the reply to `lease_keys_command`. `until_ms`: when the leases end, by the worker's monotonic clock."""
+    def _parse_lease_keys(self, until_ms: float, reply: Reply) -> LeaseResult:
+        """Parse the reply of the script. `until_ms`: when the leases end, by the worker's monotonic clock."""
         wait_ms, trimmed, expired, unfit, *found = reply
         if trimmed:
             self._log_trimmed(trimmed)

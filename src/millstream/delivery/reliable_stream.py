@@ -22,9 +22,10 @@ from millstream.delivery.pause import Pause
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, worker_name_key
-from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
@@ -260,16 +261,17 @@ class ReliableStream:
         """Refresh whether the stream is paused, and check that workers still own it."""
         self.pause = self._with_rejoin(lambda: self._store.check_paused(self.stream))
 
-    def refresh_command(self) -> Command:
-        """Return the command that `refresh` sends, for callers that pipeline many streams."""
-        return self._store.check_paused_command(self.stream)
+    def refresh_call(self) -> Call[None]:
+        """Return the call that `refresh` makes, for callers that pipeline many streams. An error reply repeats it."""
+        check = self._store.check_paused_call(self.stream)
 
-    def apply_refresh(self, reply: Reply) -> None:
-        """Apply the reply to `refresh_command`."""
-        try:
-            self.pause = self._store.parse_check_paused(raise_if_error(reply))
-        except MillstreamError:
-            self.refresh()  # which joins again, if that is enough
+        def apply(reply: Reply) -> None:
+            try:
+                self.pause = check.parse(reply)
+            except MillstreamError:
+                self.refresh()  # which joins again, if that is enough
+
+        return Call(check.command, apply)
 
     def store_pause(self, pause: Pause) -> None:
         """Pause the handler here, for all its workers. May safely be repeated."""
@@ -286,17 +288,17 @@ class ReliableStream:
 
     # The same within a number of bytes (except one entry) and without a wait, for callers that pipeline many streams
 
-    def fetch_command(self, *, count: int, most_bytes: int) -> Command:
-        """Return the command that fetches up to `count` new entries, of at most `most_bytes` if they are several."""
-        return ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._fetch_args(count, most_bytes))
-
-    def parse_fetch(self, reply: Reply) -> list[Delivery]:
-        """Parse the reply to `fetch_command`."""
-        return self.to_deliveries([Batch(self.stream, reply)])
+    def fetch_call(self, *, count: int, most_bytes: int) -> Call[list[Delivery]]:
+        """Return the call that fetches up to `count` new entries, of at most `most_bytes` if they are several."""
+        command = ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._fetch_args(count, most_bytes))
+        return Call(command, self._parse_fetch)
 
     def fetch_within(self, *, count: int, most_bytes: int) -> list[Delivery]:
-        """Send the command of `fetch_command` and parse the reply. Raises GroupMissing as `fetch` does."""
-        return self.parse_fetch(self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, most_bytes)))
+        """Make the call of `fetch_call`. Raises GroupMissing as `fetch` does."""
+        return self._parse_fetch(self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, most_bytes)))
+
+    def _parse_fetch(self, reply: Reply) -> list[Delivery]:
+        return self.to_deliveries([Batch(self.stream, reply)])
 
     def _fetch_args(self, count: int, most_bytes: int) -> Sequence[Arg]:
         return (self.group, self.consumer, count, most_bytes)
@@ -439,24 +441,22 @@ class ReliableStream:
         """Return a number for a commit that may have to be repeated; greater than those before."""
         return f"{self._incarnation}:{next(self._calls)}"
 
-    def commit(self, units: Sequence[Effects], *, allow_oom: bool = False, call: str = "") -> list[Effects]:
+    def commit(self, units: Sequence[Effects], *, allow_oom: bool = False, call_number: str = "") -> list[Effects]:
         """Commit and acknowledge in one atomic step; return the units that were refused, as `CommitStore.commit` does.
 
-        `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same `call`,
-        from `new_call_number`, a repetition gets the first reply, if no other call came in between.
+        `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same
+        `call_number`, from `new_call_number`, a repetition gets the first reply, if no other call came in between.
         """
-        return self._with_rejoin(lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call=call))
+        return self._with_rejoin(
+            lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call_number=call_number)
+        )
 
-    def commit_command(self, units: Sequence[Effects], call: str) -> Command:
-        """Return the command that `commit` sends, for callers that pipeline many streams.
+    def commit_call(self, units: Sequence[Effects], call_number: str) -> Call[list[Effects]]:
+        """Return the call that `commit` makes, for callers that pipeline many streams.
 
-        If the reply is an error or is lost, call `commit` with the same `call`.
+        If the reply is an error or is lost, call `commit` with the same `call_number`.
         """
-        return self._store.commit_command(self.stream, units, call)
-
-    def parse_commit(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
-        """Parse the reply to `commit_command`: return the units that were refused."""
-        return self._store.parse_commit(units, reply)
+        return self._store.commit_call(self.stream, units, call_number)
 
     def ack(self, *deliveries: Delivery) -> list[Effects]:
         """Commit entries that have no effects in Redis; return the units that were refused."""

@@ -23,6 +23,7 @@ from redis.exceptions import AskError, MovedError, NoScriptError
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissing, Unavailable, WrongType
+from millstream.redis_client.call import Call
 from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
 from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
@@ -154,6 +155,10 @@ class Client:
     def execute(self, *command: Arg) -> Reply:
         """Run one command and return its raw reply. It is never retried."""
         return self._execute_on(command, self._route_pool(routing_key(command)))
+
+    def run(self, call: Call[T]) -> T:
+        """Make one call; return its result. It is never retried."""
+        return call.parse(self.execute(*call.command))
 
     def shard(self, key: Arg) -> Shard:
         """The primary and replicas that have `key`."""

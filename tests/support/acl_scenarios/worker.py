@@ -141,7 +141,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     unit.state, unit.outputs, unit.dead_letters = b"\x80", [("n", "1")], [letter().items()]
     unit.clear_crash_counts("0-1")
     unit.unfinished = len(leases[0].queued) - 1
-    assert stream.commit([unit], call=stream.new_call_number()) == []
+    assert stream.commit([unit], call_number=stream.new_call_number()) == []
     assert (
         stream.release_leases([LeaseRelease(leases[1], "backoff", 60_000, 1), LeaseRelease(leases[2], "return")]) == []
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.web.errors import Refused
@@ -97,14 +97,13 @@ class Acknowledger:
         finishing = [(message.consumer, message.id, queue) for message, queue in zip(messages, queues, strict=True)]
         names = list(dict.fromkeys(message.consumer for message in messages))
         chunks = [finishing[at : at + _FINISHED_AT_ONCE] for at in range(0, len(finishing), _FINISHED_AT_ONCE)]
-        *replies, found = self._client.pipeline(
-            [*map(self._delegator.group_stream.finish_command, chunks), self._registry.get_command(names)]
-        )
+        finishes, get = [*map(self._delegator.group_stream.finish_call, chunks)], self._registry.get_call(names)
+        *replies, found = self._client.pipeline([*(call.command for call in finishes), get.command])
         ready, done = 0, list[bool]()
-        for chunk, reply in zip(chunks, replies, strict=True):
-            ready, done_of_chunk = self._delegator.group_stream.parse_finish(chunk, reply)
+        for call, reply in zip(finishes, replies, strict=True):
+            ready, done_of_chunk = call.parse(reply)
             done += done_of_chunk
-        return ready, done, self._registry.parse_get(names, raise_if_error(found))
+        return ready, done, get.parse(found)
 
     def _ack_unleased(self, message: _Message) -> bool:
         """Acknowledge a message that its consumer holds no lease on; return whether this call completed it.

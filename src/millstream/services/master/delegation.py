@@ -67,15 +67,15 @@ class Delegator:
         """Assign messages to many consumers in one round trip; return the ids per consumer."""
         if self.group_stream.paused:
             return {}
-        requests = [
-            (name, self._consumer_stream(name, registration), count, registration.max_tickets)
+        calls = [
+            (name, self._consumer_stream(name, registration).assign_call(count, registration.max_tickets))
             for name, registration, count in wanted
             if registration.state == "alive"
         ]
-        replies = self._client.pipeline([stream.assign_command(count, most) for _, stream, count, most in requests])
+        replies = self._client.pipeline([call.command for _, call in calls])
         assigned: dict[str, list[bytes]] = {}
-        for (name, stream, count, most), reply in zip(requests, replies, strict=True):
-            leases = stream.parse_assign(reply, count, most)
+        for (name, call), reply in zip(calls, replies, strict=True):
+            leases = call.parse(reply)
             assigned[name] = [lease.entries[0].id for lease in leases]
             self._queue_cache.update((lease.entries[0].id, lease.queue) for lease in leases)
         if len(self._queue_cache) > _MOST_CACHED_QUEUES:

@@ -9,9 +9,10 @@ from millstream.delivery.key_queues import WAITING
 from millstream.delivery.keyed_stream import LEASE_KEYS, KeyedStream, KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import NO_LIMIT
 from millstream.errors import RedisError
+from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import MASTER, REDRIVE_FIELD, from_wire
-from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 from millstream.services.master.settings import MasterSettings
 
@@ -81,19 +82,22 @@ class GroupStream(KeyedStream):
             [RevokedLease(queue, one, holder.decode(), why.decode()) for queue, one, holder, why in lost],
         )
 
-    def finish_command(self, messages: Sequence[FinishedMessage]) -> Command:
-        """The command that finishes messages held by their consumers, for a pipeline."""
-        return self._store.script_command(FINISH, self.stream, self._finish_args(messages))
+    def finish_call(self, messages: Sequence[FinishedMessage]) -> Call[tuple[int, list[bool]]]:
+        """The call that finishes messages held by their consumers. An error reply repeats it.
 
-    def parse_finish(self, messages: Sequence[FinishedMessage], reply: Reply) -> tuple[int, list[bool]]:
-        """Parse its reply: the number of ready key queues, and for each message whether it was held and is done now."""
-        if isinstance(reply, RedisError):
-            reply = self._with_rejoin(lambda: self._run_script(FINISH, self._finish_args(messages)))
-        ready, *done = reply
-        return int(ready), list(map(bool, done))
+        Its result: the number of ready key queues, and for each message whether it was held and is done now.
+        """
 
-    def _finish_args(self, messages: Sequence[FinishedMessage]) -> Sequence[Arg]:
-        return (self.token, self.group, *[part for one in messages for part in one])
+        def args() -> Sequence[Arg]:  # the token may be another after the group was joined again
+            return (self.token, self.group, *[part for one in messages for part in one])
+
+        def parse(reply: Reply) -> tuple[int, list[bool]]:
+            if isinstance(reply, RedisError):
+                reply = self._with_rejoin(lambda: self._run_script(FINISH, args()))
+            ready, *done = reply
+            return int(ready), list(map(bool, done))
+
+        return Call(self._store.script_command(FINISH, self.stream, args()), parse)
 
     def ack_unleased(self, consumer: str, entry_id: bytes, queue: bytes) -> tuple[AckOutcome, str]:
         """Acknowledge an entry without a lease; return its outcome, and the consumer that has it or has done it."""
@@ -156,16 +160,21 @@ class ConsumerStream(KeyedStream):
         """The consumer's incarnation."""
         return self._incarnation
 
-    def assign_command(self, count: int, most: int) -> Command:
-        """The command that leases up to `count` ready key queues to the consumer, which may hold `most` in total."""
-        args = self._lease_args(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
-        return self._store.script_command(LEASE_KEYS, self.stream, (*args, most))
+    def assign_call(self, count: int, most: int) -> Call[list[KeyLease]]:
+        """The call that leases up to `count` ready key queues to the consumer, which may hold `most` in total.
 
-    def parse_assign(self, reply: Reply, count: int, most: int) -> list[KeyLease]:
-        """Parse its reply: the leases that the consumer got."""
-        if isinstance(reply, RedisError):
-            return self._with_rejoin(lambda: self._lease_keys(count, count, 1, self._lease_ms, 0.0, False, most)).leases
-        return self.parse_lease_keys(reply, 0.0).leases
+        An error reply repeats it. Its result: the leases that the consumer got.
+        """
+        args = self._lease_args(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
+
+        def parse(reply: Reply) -> list[KeyLease]:
+            if isinstance(reply, RedisError):
+                return self._with_rejoin(
+                    lambda: self._lease_keys(count, count, 1, self._lease_ms, 0.0, False, most)
+                ).leases
+            return self._parse_lease_keys(0.0, reply).leases
+
+        return Call(self._store.script_command(LEASE_KEYS, self.stream, (*args, most)), parse)
 
 
 class QueueNamer:

@@ -11,11 +11,12 @@ from typing import Literal
 import msgspec
 
 from millstream.delivery.key_queues import WAITING
-from millstream.redis_client.client import Client
+from millstream.redis_client.call import Call
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.replies import pairs_of
-from millstream.redis_client.resp import Command, Reply
+from millstream.redis_client.resp import Reply
 from millstream.redis_client.scripts import Script
 from millstream.services.master.settings import NAME_PATTERN
 from millstream.services.web.errors import Refused
@@ -76,13 +77,14 @@ class Registry:
         found = self._client.execute("HGET", self._key, name)
         return None if found is None else _decode(found)
 
-    def get_command(self, names: Sequence[str]) -> Command:
-        """The command that reads some consumers, for a pipeline."""
-        return ("HMGET", self._key, *names)
+    def get_call(self, names: Sequence[str]) -> Call[dict[str, Registration]]:
+        """The call that reads some consumers. Its result: those of them that are registered."""
 
-    def parse_get(self, names: Sequence[str], reply: Reply) -> dict[str, Registration]:
-        """Parse its reply: those of them that are registered."""
-        return {name: _decode(text) for name, text in zip(names, reply, strict=True) if text is not None}
+        def parse(reply: Reply) -> dict[str, Registration]:
+            found = zip(names, raise_if_error(reply), strict=True)
+            return {name: _decode(text) for name, text in found if text is not None}
+
+        return Call(("HMGET", self._key, *names), parse)
 
     def register(
         self, name: str, *, health_url: str | None, max_tickets: int, instance: str, silent_ms: int

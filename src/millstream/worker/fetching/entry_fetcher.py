@@ -100,16 +100,17 @@ class EntryFetcher(Fetcher[ReliableStream]):
     def _read_some(self, streams: Sequence[ReliableStream], count: int) -> tuple[dict[str, int], int]:
         """Read these streams in one round trip; return the counts of those that had entries, and the bytes in total."""
         options = {"count": count, "most_bytes": self._in_flight.free_bytes // len(streams)}
-        replies = self._client.pipeline([one.fetch_command(**options) for one in streams])
+        calls = [one.fetch_call(**options) for one in streams]
+        replies = self._client.pipeline([call.command for call in calls])
         found: dict[str, int] = {}
         failed: list[ReliableStream] = []
         size = 0
-        for stream, reply in zip(streams, replies, strict=True):
+        for stream, call, reply in zip(streams, calls, replies, strict=True):
             if isinstance(reply, Exception):
                 failed.append(stream)
             elif reply:
                 found[stream.stream] = len(reply)
-                size += self._add_in_flight(stream, len(reply), stream.parse_fetch(reply))
+                size += self._add_in_flight(stream, len(reply), call.parse(reply))
         for stream in failed:  # last: the entries of the other replies are in flight, whatever happens here
             if deliveries := stream.fetch_within(**options):
                 found[stream.stream] = len(deliveries)

@@ -78,16 +78,15 @@ class OwnedKeyFetcher(LeaseFetcher):
         """Lease the ready key of each stream in one round trip; return how many were leased."""
         now_ms = self._clock.monotonic_ms()
         options = self._lease_options(self._keys_each, count, len(streams))
-        replies = self._client.pipeline([one.lease_keys_command(**options) for one in streams])
+        calls = [one.lease_keys_call(now_ms=now_ms, **options) for one in streams]
+        replies = self._client.pipeline([call.command for call in calls])
         failed: list[KeyedStream] = []
         leased = self._in_flight.oversized_bytes = 0
-        for stream, reply in zip(streams, replies, strict=True):
+        for stream, call, reply in zip(streams, calls, replies, strict=True):
             if isinstance(reply, Exception):
                 failed.append(stream)
             else:
-                leased += self._on_leased(
-                    stream, stream.parse_lease_keys(reply, now_ms + self._policy.claim_ms), now_ms
-                )
+                leased += self._on_leased(stream, call.parse(reply), now_ms)
         if len(streams) > 1:
             self._in_flight.oversized_bytes = 0  # an entry that did not fit beside others may fit alone
         for stream in failed:  # last: the leases of the other replies are in flight, whatever happens here

@@ -156,14 +156,15 @@ class OwnedKeyRouter(KeyRouter):
         found, one_by_one, more = self._read_pipelined(streams)
         before = [(one.enqueued_id, one.pending_count) for one in found]
         look_ahead = self._policy.look_ahead
-        replies = self._client.pipeline(
-            [one.enqueue_command(entries, most_pending=look_ahead) for one, entries in found.items()]
-        )
-        for (stream, entries), reply, (routed, pending) in zip(found.items(), replies, before, strict=True):
+        calls = [one.enqueue_call(entries, most_pending=look_ahead) for one, entries in found.items()]
+        replies = self._client.pipeline([call.command for call in calls])
+        for (stream, entries), call, reply, (routed, pending) in zip(
+            found.items(), calls, replies, before, strict=True
+        ):
             if isinstance(reply, Exception):
                 one_by_one.append(stream)
                 continue
-            enqueued_count = stream.apply_enqueue(reply)
+            enqueued_count = call.parse(reply)
             is_moved = stream.enqueued_id != routed
             # Without new entries a changed position means that Redis lost writes, or that a reply was lost.
             if enqueued_count or is_moved:
@@ -185,11 +186,14 @@ class OwnedKeyRouter(KeyRouter):
         look_ahead, share = self._policy.look_ahead, READ_BYTES // len(streams)
         counts = [min(_ROUTED_AT_ONCE, one.max_read_count) // len(streams) or 1 for one in streams]
         reads = [
-            one.read_command(count=count, most_bytes=share, one_at_least=len(streams) == 1, most_pending=look_ahead)
+            one.read_call(count=count, most_bytes=share, one_at_least=len(streams) == 1, most_pending=look_ahead)
             for one, count in zip(streams, counts, strict=True)
         ]
         # Reading a key makes Redis report its next change.
-        asked = {one.stream: read or ("EXISTS", one.stream) for one, read in zip(streams, reads, strict=True)}
+        asked = {
+            one.stream: read.command if read else ("EXISTS", one.stream)
+            for one, read in zip(streams, reads, strict=True)
+        }
         try:
             replies = dict(self._tracker.read(asked))
         except Unavailable:
@@ -206,7 +210,7 @@ class OwnedKeyRouter(KeyRouter):
                 if isinstance(reply, ScriptMissing):  # the script did not run, so its key is not tracked
                     more.append(stream.stream)
                 continue
-            entries, unfit = stream.parse_read(reply)
+            entries, unfit = read.parse(reply)
             if unfit and not entries:
                 one_by_one.append(stream)
             else:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 
 from millstream.clock import Clock
@@ -150,10 +151,10 @@ class ClaimRenewal:
         committed = self._loop_metrics.committed
         unavailable: Unavailable | None = None
         all_checkpointed = True
-        for stream, reply in self._refresh_all():
+        for stream, refresh in self._refresh_all():
             try:
                 with exclude_on_error(stream):
-                    all_checkpointed = self._maintain(stream, reply, renews=renews) and all_checkpointed
+                    all_checkpointed = self._maintain(stream, refresh, renews=renews) and all_checkpointed
             except OutOfMemory as error:
                 all_checkpointed = False
                 self._warn("maintenance of %s is incomplete: %s; retrying", stream.stream, error)
@@ -168,25 +169,27 @@ class ClaimRenewal:
         if all_checkpointed:
             self._committed_at_checkpoint = committed
 
-    def _refresh_all(self) -> Iterator[tuple[ReliableStream, Reply]]:
-        """Yield each stream with the reply to its refresh; a round trip carries many."""
+    def _refresh_all(self) -> Iterator[tuple[ReliableStream, Callable[[], None]]]:
+        """Yield each stream with a function that applies the reply to its refresh; a round trip carries many."""
         streams = iter(self.streams)
         while some := list(islice(streams, _REFRESHED_AT_ONCE)):
+            calls = [one.refresh_call() for one in some]
             replies: Sequence[Reply]
             try:
-                replies = self._client.pipeline([one.refresh_command() for one in some])
+                replies = self._client.pipeline([call.command for call in calls])
             except Unavailable as error:  # perhaps only one server is unavailable
                 replies = [error] * len(some)
-            yield from zip(some, replies, strict=True)
+            for stream, call, reply in zip(some, calls, replies, strict=True):
+                yield stream, partial(call.parse, reply)
 
-    def _maintain(self, stream: ReliableStream, reply: Reply, *, renews: bool) -> bool:
+    def _maintain(self, stream: ReliableStream, refresh: Callable[[], None], *, renews: bool) -> bool:
         """Maintain one stream; return False if its checkpoint has to be repeated."""
         if stream.leaving:  # only entries that still run are kept
             if renews:
                 self._renew(stream)
             return True
         before = stream.pause
-        stream.apply_refresh(reply)
+        refresh()
         if self._breaker.follow(stream, before):
             self.reread_pending.set()
         if renews:

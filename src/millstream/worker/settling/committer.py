@@ -155,8 +155,8 @@ class Committer:
     def _commit_some(self, stream: ReliableStream, some: Sequence[PendingCommit], *, allow_oom: bool = False) -> None:
         effects = [one for _, one in some]
         began_ms = self._clock.monotonic_ms()
-        call = stream.new_call_number()
-        refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
+        number = stream.new_call_number()
+        refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call_number=number))
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some

@@ -14,6 +14,7 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
 from millstream.handlers.dead_letter import reason_of
+from millstream.redis_client.call import Call
 from millstream.redis_client.resp import Arg, Reply
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.settling.committer import Committer
@@ -47,9 +48,10 @@ class _LeaseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _PipelinedReply:
-    """The reply to a commit that was pipelined with others, and the number of its call."""
+    """The reply to a commit that was pipelined with others, its call, and the number of that."""
 
-    call: str
+    call_number: str
+    call: Call[list[Effects]]
     reply: Reply
     took_s: float
 
@@ -143,18 +145,18 @@ class KeyCommitter(Committer):
     ) -> dict[KeyedStream, _PipelinedReply]:
         """Commit as much as fits in one round trip. A commit without a good reply is sent again, stream by stream."""
         effects_of = {stream: _with_effects(outcomes) for stream, outcomes in by_stream.items()}
-        calls = {stream: stream.new_call_number() for stream in _first_round_trip(effects_of)}
-        commands = [stream.commit_command(_effects(effects_of[stream]), call) for stream, call in calls.items()]
+        numbers = {stream: stream.new_call_number() for stream in _first_round_trip(effects_of)}
+        calls = [stream.commit_call(_effects(effects_of[stream]), number) for stream, number in numbers.items()]
         began_ms = self._clock.monotonic_ms()
         replies: Sequence[Reply]
         try:
-            replies = self._client.pipeline(commands)
+            replies = self._client.pipeline([call.command for call in calls])
         except Unavailable as error:
-            replies = [error] * len(commands)
+            replies = [error] * len(calls)
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         return {
-            stream: _PipelinedReply(call, reply, took_s)
-            for (stream, call), reply in zip(calls.items(), replies, strict=True)
+            stream: _PipelinedReply(number, call, reply, took_s)
+            for (stream, number), call, reply in zip(numbers.items(), calls, replies, strict=True)
         }
 
     def _settle_stream(
@@ -211,10 +213,12 @@ class KeyCommitter(Committer):
         effects = _effects(outcomes)
         began_ms = self._clock.monotonic_ms()
         if sent is None or isinstance(sent.reply, Exception):
-            call = sent.call if sent else stream.new_call_number()
-            refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
+            number = sent.call_number if sent else stream.new_call_number()
+            refused = self._retry_while_unavailable(
+                lambda: stream.commit(effects, allow_oom=allow_oom, call_number=number)
+            )
         else:
-            refused = stream.parse_commit(effects, sent.reply)
+            refused = sent.call.parse(sent.reply)
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
         for one in refused:
             self._drop_lost(by_effects.pop(id(one)).lease)
