@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from millstream.delivery.key_queues import list_queues, park, unpark
+from millstream.admin.inspection import inspect_handlers
+from millstream.delivery.key_queues import list_queues, park, parked_queues, unpark
 from millstream.delivery.keyed_stream import READ_RANGE, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import CommandFailed, ConfigError, NotReplicated
@@ -233,6 +234,9 @@ def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
     layout, line = worker.moves.partition_map, b"k" + key.encode()
     assert worker.route(new) == 2
     assert waiting_in(client, layout, new) == {line: b"migrating from " + layout.stream(old).encode()}
+    keys = keys_of(layout, new)
+    assert parked_queues(client, [keys]) == {keys: []}, "it does not wait for an operator"
+    assert [one.parked for one in inspect_handlers(client, [keys])] == [0]
     worker.move()
     assert worker.take(new) == []  # nothing of the old one is routed
     worker.route(old)

@@ -59,6 +59,7 @@ def test_the_url_of_the_file_holds_for_all_commands(client: Client, folder: Path
     ("text", "says"),
     [
         ("[tail]\nlimmit = 4\n", "unknown option 'limmit' in [tail]; use"),
+        ("[tial]\nlimit = 4\n", "unknown section 'tial'; use url, or a section with the name of a command"),
         ("[tail\n", "cannot read the file"),
         ("tail = 1\n", "'tail' must be a section: [tail]"),
         ("[dlq.purge]\nyes = true\n", "unknown option 'yes' in [dlq.purge]"),
@@ -83,6 +84,7 @@ def test_a_misspelt_variable_is_a_warning_and_those_of_other_programs_are_none(
         "PORT",
         "PORT_6379_TCP_ADDR",
         "TAIL_SERVICE_HOST",
+        "WORKER_ALERT_URL",
         "INFO_LIMIT",
         "TEST_X",
     ):

@@ -3,13 +3,15 @@
 import re
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
 from millstream.redis_client.client import Client
-from millstream.worker.incarnations import Incarnation
+from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.static_membership import StaticMembership
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -81,3 +83,63 @@ def test_a_process_that_a_person_had_killed_has_not_died_of_anything(client: Cli
     end = incarnation.end_of(f"{launched[0].incarnation} till-0")
     assert end is not None
     assert not end.died
+
+
+@contextmanager
+def supervised(client: Client, codes: Sequence[str]) -> Iterator[list[Launch]]:
+    """Run a supervisor of one process during the block: its starts run these programs, the last one again and again."""
+    launched: list[Launch] = []
+
+    def program(launch: Launch) -> Program:
+        launched.append(launch)
+        code = codes[min(len(launched), len(codes)) - 1]
+        words = (sys.executable, "-I", "-S", "-c", code, str(launch.report_to))
+        return Program(arguments=words if code else ("/there/is/no/such/program",))
+
+    names = StaticMembership(client, "shop", "till")
+    names.acquire(1)
+    stopping = threading.Event()
+    supervisor = Supervisor(names, program, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            supervisor.run(stopping)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    try:
+        yield launched
+    finally:
+        stopping.set()
+        running.join(FAIL_SAFE_S)
+    assert not failures
+
+
+STAYS = "import sys; sys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+    ("code", "logged"),
+    [
+        ("import os, sys; os.write(int(sys.argv[1]), b'{\"commi'); os._exit(9)", "ended with code 9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)", "was ended by signal "),
+        ("", "cannot start worker till-0: "),
+    ],
+    ids=["half a line", "real-time signal", "no process"],
+)
+def test_however_a_process_ends_it_is_restarted(
+    client: Client, caplog: pytest.LogCaptureFixture, code: str, logged: str
+) -> None:
+    with supervised(client, [code, STAYS]) as launched:
+        eventually(lambda: len(launched) == 2, "a restart", log=lambda: caplog.text)
+    assert logged in caplog.text
+
+
+def test_a_process_that_ends_itself_during_the_stop_has_crashed_on_no_message(client: Client) -> None:
+    with supervised(client, [f"{STAYS}; sys.exit(75)"]) as launched:
+        eventually(lambda: launched, "a process")
+    end = Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="other-0").end_of(f"{launched[0].incarnation} till-0")
+    assert end == ProcessEnd(died=False, cause="ended with code 75, as a handler hung: see its log")

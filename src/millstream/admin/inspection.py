@@ -254,9 +254,11 @@ class _Meta:
     problem: str | None = None
 
     @classmethod
-    def read(cls, values: Reply, dead_letters: Reply, parked: Reply, backing_off: Reply) -> "_Meta":
-        """Parse the replies: the fields of the hash, the numbers of dead letters, parked keys and keys that back off."""
-        for reply in (values, dead_letters, parked, backing_off):
+    def read(cls, values: Reply, dead_letters: Reply, parked: Reply, awaiting: Reply, backing_off: Reply) -> "_Meta":
+        """Parse the replies: the fields of the hash, and the numbers of dead letters, parked keys, those of them that
+        only wait until they have left another partition, and keys that back off.
+        """
+        for reply in (values, dead_letters, parked, awaiting, backing_off):
             if isinstance(reply, WrongType) or (isinstance(reply, AccessDenied) and reply.concerns_key):
                 return cls(problem=str(reply))
             raise_if_error(reply)
@@ -269,7 +271,7 @@ class _Meta:
                 pause=parse_pause(paused, time.time() * 1000),
                 counters={name: int(count or 0) for name, count in zip(_COUNTERS, counters, strict=True)},
                 dead_letters=dead_letters,
-                parked=parked,
+                parked=max(0, parked - awaiting),
                 backing_off=backing_off,
             )
         except (ValueError, ConfigError) as error:
@@ -282,11 +284,12 @@ def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDeni
     visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
     dead_letters = send_all(client, [("XLEN", to_wire(keys.dead_letters)) for keys in visible])
     parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in visible])
+    awaiting = send_all(client, [("HLEN", to_wire(keys.awaiting)) for keys in visible])
     backing_off = send_all(client, [("ZCARD", to_wire(keys.backoff)) for keys in visible])
     by_keys = dict(zip(found, values, strict=True))
     return {
         keys: _Meta.read(by_keys[keys], *counts)
-        for keys, *counts in zip(visible, dead_letters, parked, backing_off, strict=True)
+        for keys, *counts in zip(visible, dead_letters, parked, awaiting, backing_off, strict=True)
     }
 
 

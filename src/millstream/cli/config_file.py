@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,15 +39,18 @@ def add_settings(command: Any, path: Sequence[str]) -> None:
             option.envvar = "_".join(("millstream", *path, name)).replace("-", "_").upper()
             option.show_envvar = False  # the help of each option would say it; the page of commands says it once
     parameters = {name: option.name for name, option in names.items()}
-    command.params.append(_config_option(path, parameters, [str(option.envvar) for option in names.values()]))
+    variables = [name for option in names.values() for name in _as_list(option.envvar)]
+    command.params.append(_config_option(path, parameters, variables))
 
 
 def _config_option(path: Sequence[str], parameters: Mapping[str, str], variables: Sequence[str]) -> Any:
     def read(context: typer.Context, file: str | None) -> None:
-        if not context.resilient_parsing:
-            _warn_of_misspelt(path, variables)
-        if not context.resilient_parsing and (file or _DEFAULT_FILE.is_file()):
-            context.default_map = _read(Path(file or _DEFAULT_FILE), path, parameters)
+        if context.resilient_parsing:
+            return
+        commands = getattr(context.find_root().command, "commands", {})
+        _warn_of_misspelt(path, variables, commands)
+        if file or _DEFAULT_FILE.is_file():
+            context.default_map = _read(Path(file or _DEFAULT_FILE), path, parameters, commands)
 
     def options(
         config: Annotated[
@@ -62,17 +65,18 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str], variables
     return parameters_of(options)[0]
 
 
-def _warn_of_misspelt(path: Sequence[str], variables: Sequence[str]) -> None:
+def _warn_of_misspelt(path: Sequence[str], variables: Sequence[str], commands: Iterable[str]) -> None:
     """Print a warning for each variable of the environment that is almost one of `variables`.
 
-    Others may be of another program: Kubernetes sets MILLSTREAM_SERVICE_HOST for a service of that name.
+    Others may be of another command or program: Kubernetes sets MILLSTREAM_SERVICE_HOST for a service of that name.
     """
+    others = tuple(f"{_PREFIX}{name.upper()}_" for name in commands)
     own = "_".join(("millstream", *path, "")).replace("-", "_").upper()
     common = {*_COMMON, *(one for one in variables if not one.startswith(own))}
     for name in sorted(os.environ.keys() - set(variables) - common):
-        prefix = next((one for one in (own, _PREFIX) if name.startswith(one)), None)
-        if prefix is None:
+        if not name.startswith(own) and (not name.startswith(_PREFIX) or name.startswith(others)):
             continue
+        prefix = own if name.startswith(own) else _PREFIX
         known = [one.removeprefix(prefix) for one in (variables if prefix == own else common) if one.startswith(prefix)]
         similar = get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=_SIMILAR)
         similar += [one for one in known if name.endswith(f"_{one}")]
@@ -88,11 +92,17 @@ def _long_name(option: Any) -> str:
     return next((one for one in option.opts if one.startswith("--")), "")
 
 
-def _read(file: Path, path: Sequence[str], parameters: Mapping[str, str]) -> dict[str, Any]:
+def _as_list(names: str | Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _read(file: Path, path: Sequence[str], parameters: Mapping[str, str], commands: Collection[str]) -> dict[str, Any]:
     try:
         values: Any = tomllib.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the file {str(file)!r}: {error}") from error
+    for name in values.keys() - {"url", *commands} if commands else ():
+        raise ConfigError(f"{file}: unknown section {name!r}; use url, or a section with the name of a command")
     common = {"url": values["url"]} if "url" in values and "url" in parameters else {}
     for name in path:
         values = values.get(name, {})

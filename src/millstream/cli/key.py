@@ -30,6 +30,7 @@ from millstream.delivery.key_queues import (
     is_blocked,
     last_errors,
     list_queues,
+    parked_queues,
     queue_usage,
     read_queues,
 )
@@ -306,15 +307,11 @@ def unpark(
 
 def _unpark_all(handler: str, stream: str | None, url: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     with Client(url) as client:
-        parked = [
-            (keys, queue)
-            for keys in find_handler(client, handler, stream)
-            for queue in list_queues(client, keys, most=_MOST)
-            if queue.parked_reason is not None
-        ]
+        places = parked_queues(client, list(find_handler(client, handler, stream)))
+        parked = [(keys, name) for keys, names in places.items() for name in names]
         if parked and not dry_run:
             confirm(f"Unpark {pluralize(len(parked), 'key')} of {handler}?", yes=yes)
-        done = parked if dry_run else [one for one in parked if unpark_queue(client, one[0], one[1].name)]
+        done = parked if dry_run else [one for one in parked if unpark_queue(client, *one)]
     if as_json:
         print_json({"handler": handler, "unparked": len(done), "dry_run": dry_run})
     else:

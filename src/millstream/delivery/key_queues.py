@@ -118,11 +118,18 @@ def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, in
 
     A queue that only waits for its key to migrate is not counted.
     """
-    replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.awaiting)])
-    queues: list[bytes] = []
-    for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
-        queues += [keys.queue(name) for name in set(parked) - set(moving)]
+    queues = [keys.queue(name) for keys, names in parked_queues(client, places).items() for name in names]
     return len(queues), sum(call_all(client, [("LLEN", queue) for queue in queues]))
+
+
+def parked_queues(client: Client, places: Sequence[HandlerKeys]) -> dict[HandlerKeys, list[bytes]]:
+    """Return the names of the key queues that are parked on each of these. Raises RedisError.
+
+    Those that only wait for their key to migrate are left out: no operator can unpark them.
+    """
+    replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.awaiting)])
+    found = zip(places, replies[::2], replies[1::2], strict=True)
+    return {keys: sorted(set(parked) - set(awaiting)) for keys, parked, awaiting in found}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ KEPT_MS = 600_000
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
-    """A process ended and was started again. `incarnation` is its unique name, `cause` says how it ended."""
+    """A process ended without being told to. `incarnation` is its unique name, `cause` says how it ended."""
 
     worker: str
     incarnation: str
@@ -63,7 +63,10 @@ def read_restarts(client: Client, apps: Iterable[str]) -> tuple[RecentRestarts, 
         kept = [(member, float(until)) for member, until in pairs_of(raise_if_error(reply)) if float(until) > now_ms]
         if kept:
             last, until_ms = kept[-1]
-            restart = msgspec.json.decode(last, type=Restart)
+            try:
+                restart = msgspec.json.decode(last, type=Restart)
+            except (msgspec.MsgspecError, UnicodeDecodeError):  # another program has written there
+                continue
             found.append(
                 RecentRestarts(
                     app=app, count=len(kept), worker=restart.worker, cause=restart.cause,

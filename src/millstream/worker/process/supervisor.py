@@ -19,7 +19,7 @@ import msgspec
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.restarts import Restart
-from millstream.errors import MillstreamError, PipelineFailed, RedisError, StaleOwner, Unavailable
+from millstream.errors import MillstreamError, PipelineFailed, RedisError, Unavailable
 from millstream.worker.incarnations import ProcessEnd
 from millstream.worker.process.heartbeat import Watchdog
 from millstream.worker.process.process_reports import ProcessReports
@@ -189,24 +189,26 @@ class Supervisor:
         if code is None:
             self._kill_if_frozen(child, child.process, now_ms)
             return
+        if self._is_killed:
+            return  # `_stop` records that end, which is no crash
         if not self._is_pipe_drained(child, now_ms):
             return
         if child.process.stdin is not None:
             child.process.stdin.close()
         child.process = None
         child.close_watchdog()
-        how = self._describe_end(child, code)
+        end = self._end_of(child, code)
         if self._reports is not None:
-            self._reports.on_ended(child.name, how)
-        self._restarts.append(Restart(worker=child.name, incarnation=child.incarnation, cause=how))
-        self._record_end(child, ProcessEnd(died=code not in _OWN_ENDS, cause=how))
+            self._reports.on_ended(child.name, end.cause)
+        self._restarts.append(Restart(worker=child.name, incarnation=child.incarnation, cause=end.cause))
+        self._record_end(child, end)
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot continue; see its error above")
         if child.has_worked or now_ms - child.started_ms > _STEADY_MS:
             child.backoff.reset()
         wait_ms = child.backoff.next_ms()
         child.due_ms = now_ms + wait_ms
-        logger.warning("worker %s %s; restarting in %.1f s", child.name, how, wait_ms / 1000)
+        logger.warning("worker %s %s; restarting in %.1f s", child.name, end.cause, wait_ms / 1000)
 
     def _kill_if_frozen(self, child: _Child, process: subprocess.Popen[bytes], now_ms: float) -> None:
         if child.watchdog is not None and not child.is_frozen and child.watchdog.is_frozen(process.pid, now_ms):
@@ -218,13 +220,16 @@ class Supervisor:
             )  # fmt: skip
             process.kill()
 
+    def _end_of(self, child: _Child, code: int) -> ProcessEnd:
+        return ProcessEnd(died=code not in _OWN_ENDS, cause=self._describe_end(child, code))
+
     def _describe_end(self, child: _Child, code: int) -> str:
         if child.is_frozen or code == -signal.SIGPROF:
             held_s = self._frozen_after_ms / 1000
             return f"was killed, as a handler had held Python's interpreter (the GIL) for {held_s:.1f} s"
         if code in _OWN_ENDS:
             return f"ended with code {code}, as {_OWN_ENDS[code]}: see its log"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
     def _record_end(self, child: _Child, end: ProcessEnd) -> None:
         self._ends[child.incarnation] = end
@@ -255,8 +260,24 @@ class Supervisor:
         child.has_worked = child.is_frozen = False
         child.incarnation = f"{self._names.token}-{self._start_count}"
         self._start_count += 1
+        try:
+            lines = self._spawn(child)
+        except OSError as error:  # no memory, or too many processes or files: the others go on
+            child.close_watchdog()
+            wait_ms = child.backoff.next_ms()
+            child.due_ms = child.started_ms + wait_ms
+            logger.warning("cannot start worker %s: %s; retrying in %.1f s", child.name, error, wait_ms / 1000)
+            return
+        if self._reports is not None:
+            self._reports.on_started(child.name)
+        child.listener = threading.Thread(target=self._read_pipe, args=(child, lines), daemon=True)
+        child.listener.start()
+
+    def _spawn(self, child: _Child) -> IO[bytes]:
+        """Start a process; return the end of its pipe from which its lines are read. Raises OSError."""
         child.watchdog = Watchdog(self._frozen_after_ms)
         read_end, write_end = os.pipe()
+        lines = os.fdopen(read_end, "rb")
         launch = Launch(
             name=child.name, incarnation=child.incarnation, report_to=write_end, heartbeat_to=child.watchdog.descriptor
         )
@@ -266,19 +287,21 @@ class Supervisor:
                 program.arguments, stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=(write_end, launch.heartbeat_to),
                 start_new_session=True, bufsize=0,
             )  # fmt: skip
+        except OSError:
+            lines.close()
+            raise
         finally:
             os.close(write_end)
         if child.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended already: `_check` restarts it
                 child.process.stdin.write(program.first_line + b"\n")
-        if self._reports is not None:
-            self._reports.on_started(child.name)
-        child.listener = threading.Thread(target=self._read_pipe, args=(child, os.fdopen(read_end, "rb")), daemon=True)
-        child.listener.start()
+        return lines
 
     def _read_pipe(self, child: _Child, lines: IO[bytes]) -> None:
         with lines:
             for line in lines:
+                if not line.endswith(b"\n"):
+                    break  # the process died in mid-line
                 if self._failure is None:
                     try:
                         child.has_worked |= self._on_line(child.name, self._without_report(child.name, line))
@@ -304,7 +327,7 @@ class Supervisor:
                     process.stdin.write(_STOP_MESSAGE)
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
         while any(process.poll() is None for _, process in running) and self._clock.monotonic_ms() < deadline_ms:
-            with contextlib.suppress(StaleOwner):
+            with contextlib.suppress(MillstreamError):
                 self._renew()  # another process must not get the name of one that still runs
             self._clock.sleep_ms(1000 * _TICK_S)
         for child, process in running:
@@ -315,9 +338,18 @@ class Supervisor:
                 process.wait()
             if hangs or self._is_killed:
                 self._record_end(child, _KILLED_AT_STOP)
+            elif process.returncode:
+                self._record_end(child, self._end_of(child, process.returncode))
             if child.listener is not None:
                 child.listener.join(_LAST_REPORT_S)  # not for longer: a child of the process may hold the pipe
             child.close_watchdog()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def exit_with_parent(stopping: threading.Event, source: IO[bytes], *, on_orphaned: Callable[[], None]) -> None:
