@@ -24,7 +24,7 @@ def format_time(unix_ms: float) -> str | None:
 
 
 def format_count(number: float) -> str:
-    """A number in at most six characters: exact below 100,000."""
+    """A number of up to 10**13 in six or seven characters: whole numbers below 100,000 exactly, others rounded."""
     if number < 100_000:
         return f"{number:,.1f}" if isinstance(number, float) and number < 100 else f"{number:,.0f}"
     for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):

@@ -235,7 +235,8 @@ def test_a_run_that_takes_a_minute_is_logged_and_again_when_it_has_taken_twice_a
 
     def warned() -> list[str]:
         return re.findall(
-            r"1 run goes on for over a minute, the longest, on message .+ of in, for ([0-9]+) min", caplog.text
+            r"app\.handle: message .+ of in has been running for ([0-9]+) min \(1 message for over a minute\)",
+            caplog.text,
         )
 
     fill(client, 1)

@@ -64,6 +64,17 @@ def values(reports: ProcessReports, name: str) -> dict[str, float]:
     return {one.labels["worker"]: one.value for one in samples}
 
 
+def test_a_process_that_reports_nothing_for_ten_minutes_after_its_start_is_unhealthy(
+    reports: ProcessReports, clock: HandClock
+) -> None:
+    reports.on_started("w-0")
+    clock.now_ms += 600_000
+    assert reports.failures() == []
+    clock.now_ms += 1_000
+    (failure,) = (one for one in reports.failures() if "w-0" in one)
+    assert failure == "worker w-0: it has not reported since its start, 601 s ago"
+
+
 def test_counters_are_there_at_0_before_any_process_has_reported(reports: ProcessReports) -> None:
     assert values(reports, READ) == values(reports, "millstream_handler_seconds_count") == {"w-0": 0, "w-1": 0}
 

@@ -6,6 +6,7 @@ Findings are summed up by handler: a handler of 100,000 streams has one line for
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 
 from millstream.admin.findings import Finding
@@ -48,6 +49,14 @@ class Data:
     known: Mapping[str, Collection[str]]
     cli: str
 
+    @cached_property
+    def by_handler(self) -> Mapping[str, Sequence[HandlerReport]]:
+        """The reports of each handler, by its label."""
+        found: dict[str, list[HandlerReport]] = {}
+        for one in self.found.handlers:
+            found.setdefault(one.label, []).append(one)
+        return found
+
 
 def read_data(
     client: Client,
@@ -69,7 +78,7 @@ def read_data(
     )
 
 
-def largest_entry_bytes(client: Client) -> int:
+def largest_mean_entry_bytes(client: Client) -> int:
     """Average size of the entries of the stream with the largest ones, of some streams. Raises RedisError.
 
     No entry is read: one that is too large for the output buffer would end the connection.
@@ -81,7 +90,7 @@ def largest_entry_bytes(client: Client) -> int:
 
 
 def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) -> dict[tuple[str, str], int]:
-    """How many of the lowest pending entries were idle for so long, though a worker owns them."""
+    """How many of the lowest pending entries, which consumers hold, were idle for so long."""
     replies = send_all(
         client,
         [("XPENDING", to_wire(stream), to_wire(group), "IDLE", old_ms, "-", "+", _WATCHED) for stream, group in places],
@@ -124,7 +133,7 @@ def check_growth(data: Data) -> Iterator[Finding]:
 
 def check_dead_consumers(data: Data) -> Iterator[Finding]:
     """Consumers that are gone: with pending entries, which wait, or without, which are names that stay behind."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         gone = [
             (one, consumer) for one in some for consumer in data.consumers.get((one.stream, _keys(one).group), ())
             if consumer.idle_ms >= data.old_ms and consumer.name not in one.workers and consumer.name != WAITING
@@ -161,7 +170,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
 
 def check_idle_entries(data: Data) -> Iterator[Finding]:
     """Entries that nothing has touched for long, though workers are alive: they claim what is idle."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         places = [place for one in some if (place := (one.stream, _keys(one).group)) in data.idle]
         if places:
             stream, group = places[0]
@@ -177,7 +186,7 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
 
 def check_waiting(data: Data) -> Iterator[Finding]:
     """Backlogs with no worker and no run alive."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         # Runs on Spark may be jobs that start once a day; workers are there all the time.
         engine = some[0].engine
         old_ms = min(data.old_ms, _RESTART_MS) if engine == "workers" else data.old_ms
@@ -205,7 +214,7 @@ def check_restarts(data: Data) -> Iterator[Finding]:
 
 def check_dead_letters(data: Data) -> Iterator[Finding]:
     """Dead letters that wait for an operator."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         if count := sum(one.dead_letters for one in some):
             yield Finding(
                 check="dead-letters", severity="warning", what=f"{label}: {pluralize(count, 'dead letter')}",
@@ -216,7 +225,7 @@ def check_dead_letters(data: Data) -> Iterator[Finding]:
 
 def check_parked(data: Data) -> Iterator[Finding]:
     """Keys that are parked."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         if count := sum(one.parked for one in some):
             yield Finding(
                 check="parked", severity="warning", what=f"{label}: {pluralize(count, 'parked key')}",
@@ -227,7 +236,7 @@ def check_parked(data: Data) -> Iterator[Finding]:
 
 def check_blocked(data: Data) -> Iterator[Finding]:
     """Keys whose first message has failed all its attempts, and is retried without end."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         if count := sum(one.blocked for one in some):
             yield Finding(
                 check="blocked", severity="warning", what=f"{label}: {pluralize(count, 'blocked key')}",
@@ -239,7 +248,7 @@ def check_blocked(data: Data) -> Iterator[Finding]:
 
 def check_paused(data: Data) -> Iterator[Finding]:
     """Handlers that are paused."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         paused = [one.stream for one in some if one.paused]
         if paused:
             opened = next((one.pause for one in some if one.pause and one.pause.by == "breaker"), None)
@@ -252,7 +261,7 @@ def check_paused(data: Data) -> Iterator[Finding]:
 
 def check_unreadable(data: Data) -> Iterator[Finding]:
     """Handlers whose keys hold something that no handler has written."""
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         if unreadable := [one for one in some if one.problem is not None]:
             yield Finding(
                 check="unreadable", severity="problem",
@@ -266,7 +275,7 @@ def check_unreadable(data: Data) -> Iterator[Finding]:
 def check_leftovers(data: Data) -> Iterator[Finding]:
     """Handlers whose app or stream is gone."""
     there = {one.name for one in data.found.streams}
-    for label, some in _by_handler(data.found.handlers).items():
+    for label, some in data.by_handler.items():
         app, _, handler = label.partition(".")
         gone = [one.stream for one in some if one.stream not in there and not data.found.hidden_streams]
         if app in data.known and handler not in data.known[app]:
@@ -302,13 +311,6 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
 
 def _keys(report: HandlerReport) -> HandlerKeys:
     return HandlerKeys(report.app, report.handler, report.stream)
-
-
-def _by_handler(reports: Iterable[HandlerReport]) -> dict[str, list[HandlerReport]]:
-    found: dict[str, list[HandlerReport]] = {}
-    for one in reports:
-        found.setdefault(one.label, []).append(one)
-    return found
 
 
 def _finished(stream: StreamReport) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from millstream.admin.data_checks import DATA_CHECKS, Data, largest_entry_bytes, read_data
+from millstream.admin.data_checks import DATA_CHECKS, Data, largest_mean_entry_bytes, read_data
 from millstream.admin.findings import Finding, run_check
 from millstream.admin.machine_checks import MACHINE_CHECKS
 from millstream.admin.rights_check import check_rights
@@ -89,12 +89,12 @@ class _Servers:
 
     def check(self) -> Iterator[Finding]:
         """The findings on all primaries, and on the cluster."""
-        largest = partial(largest_entry_bytes, self._client)
+        largest = partial(largest_mean_entry_bytes, self._client)
         yield from run_check("settings", self._read)
         for server in self.found:
             for name, check in SERVER_CHECKS.items():
                 yield from run_check(name, partial(check, server))
-            yield from run_check("buffers", partial(check_buffers, server, largest_entry_bytes=largest))
+            yield from run_check("buffers", partial(check_buffers, server, largest_mean_entry_bytes=largest))
             yield from run_check("cluster", partial(check_cluster, server, is_cluster=self._client.is_cluster))
         if self._client.is_cluster:
             yield from run_check("cluster", partial(_check_cluster_state, self._client))

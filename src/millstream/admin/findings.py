@@ -16,6 +16,7 @@ class Finding:
 
     * `check`: name of the check; `what`: the fact; `why`: what follows from it, "" if nothing does
     * `mend`: the commands that mend it, each complete; () if there is nothing to do
+    * `is_checked`: False if Redis refused the check
     """
 
     check: str
@@ -23,6 +24,7 @@ class Finding:
     what: str
     why: str = ""
     mend: tuple[str, ...] = ()
+    is_checked: bool = True
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
@@ -30,4 +32,4 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fin
     try:
         yield from tuple(check())
     except MillstreamError as error:
-        yield Finding(check=name, severity="warning", what=f"not checked: {error}")
+        yield Finding(check=name, severity="warning", what=f"not checked: {error}", is_checked=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from millstream.admin.findings import Finding, run_check
-from millstream.errors import AccessDenied, RedisError
+from millstream.errors import AccessDenied, RedisError, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.redaction import redact_url
 from millstream.redis_client.replies import mapping_of
@@ -107,6 +107,8 @@ def warn_of_data_loss(client: Client) -> None:
                     logger.warning(
                         "%s (%s): %s; %s", found.what, redact_url(client.url), found.why, "; ".join(found.mend)
                     )
+                elif not found.is_checked:
+                    logger.debug("cannot check whether Redis may lose data: %s", found.what)
 
 
 def warn_of_data_loss_at(url: str) -> None:
@@ -233,7 +235,7 @@ def check_memory(server: Server) -> Iterator[Finding]:
             check="memory", severity="problem" if used >= limit else "warning",
             what=f"{server.where} uses {used / limit:.0%} of maxmemory ({limit:,} bytes)",
             why="at maxmemory it refuses writes: producers and handlers with effects wait",
-            mend=(f"{server.cli} CONFIG SET maxmemory {2 * max(limit, used)}  # or trim: millstream worker APP --trim",),
+            mend=(f"{server.cli} CONFIG SET maxmemory {_more_memory(server)}  # or trim: millstream worker APP --trim",),
         )  # fmt: skip
     elif not limit and machine:
         yield Finding(
@@ -245,6 +247,13 @@ def check_memory(server: Server) -> Iterator[Finding]:
     else:
         bound = f"{used / limit:.0%} of maxmemory" if limit else "no maxmemory"
         yield Finding(check="memory", severity="ok", what=f"{used:,} bytes used, {bound}")
+
+
+def _more_memory(server: Server) -> int:
+    """Twice as much as now, if the machine has it."""
+    used, limit, machine = (server.number(name) for name in ("used_memory", "maxmemory", "total_system_memory"))
+    most = int(_MACHINE_SHARE * machine) or 2 * max(limit, used)
+    return max(min(2 * max(limit, used), most), limit + 1)
 
 
 def check_timeout(server: Server) -> Iterator[Finding]:
@@ -292,17 +301,17 @@ def check_nodes(server: Server) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def check_buffers(server: Server, *, largest_entry_bytes: Callable[[], int]) -> Iterator[Finding]:
-    """A reply fits into the buffer that Redis has for a client. `largest_entry_bytes` is asked only if it matters."""
+def check_buffers(server: Server, *, largest_mean_entry_bytes: Callable[[], int]) -> Iterator[Finding]:
+    """A reply fits into the buffer that Redis has for a client. `largest_mean_entry_bytes` is called only if it matters."""
     words = server.setting("client-output-buffer-limit").split()
     limits = {words[at]: int(words[at + 1]) for at in range(0, len(words), 4)}
     limit = limits.get("normal", 0)
     if not limit or limit >= _READ_BYTES:
         return
-    largest = largest_entry_bytes()
+    largest = largest_mean_entry_bytes()
     yield Finding(
         check="buffers", severity="problem" if largest >= limit else "warning",
-        what=f"{server.where} ends a client whose reply exceeds {limit:,} bytes; the largest entries seen have about {largest:,}",
+        what=f"{server.where} ends a client whose reply exceeds {limit:,} bytes; entries of one stream have {largest:,} on average",
         why=f"a worker reads up to {_READ_BYTES:,} bytes at once (--prefetch-mb), and a larger entry cannot be read",
         mend=(f"{server.cli} CONFIG SET client-output-buffer-limit 'normal 0 0 0'",),
     )  # fmt: skip
@@ -329,7 +338,10 @@ SERVER_CHECKS: Mapping[str, Callable[[Server], Iterable[Finding]]] = {
 
 
 def _settings_of(read: Callable[[], Mapping[str, Mapping[str, str]]], address: str) -> Mapping[str, str]:
-    return read()[address]
+    found = read().get(address)
+    if found is None:  # a failover has come between the two commands
+        raise Unavailable(f"the primary {address} was replaced during the check")
+    return found
 
 
 def _to_info(reply: bytes) -> dict[str, str]:

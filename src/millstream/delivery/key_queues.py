@@ -8,6 +8,7 @@ from typing import Literal
 from millstream.delivery.effects import ERROR_SUFFIX
 from millstream.delivery.last_error import LastError
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
+from millstream.formats import format_age
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
@@ -201,10 +202,10 @@ class _Snapshot:
             why += "" if parked is None else f"; then it stays parked: {parked}"
         elif parked is not None:
             state, since_ms = "parked", int(parked_ms)
-            why = f"parked for {_seconds(self.now_ms - since_ms)}: {parked}"
+            why = f"parked for {_format_wait(self.now_ms - since_ms)}: {parked}"
         elif name in self.backoff:
             state, until_ms = "backing off", int(float(self.backoff[name]))
-            why = f"attempt {failed + 1} of its first entry is due in {_seconds(until_ms - self.now_ms)}"
+            why = f"attempt {failed + 1} of its first entry is due in {_format_wait(until_ms - self.now_ms)}"
         else:
             state = "ready"
             why = f"waits for {self.waits_for}"
@@ -218,12 +219,10 @@ class _Snapshot:
         )  # fmt: skip
 
     def _why_leased(self, worker: str, since_ms: int, until_ms: int) -> str:
-        has = f"worker {worker} has leased it for {_seconds(self.now_ms - since_ms)}"
+        has = f"worker {worker} has leased it for {_format_wait(self.now_ms - since_ms)}"
         if until_ms > self.now_ms:
-            return f"{has}; the lease expires in {_seconds(until_ms - self.now_ms)} unless it is renewed"
-        return (
-            f"{has}; the lease expired {_seconds(self.now_ms - until_ms)} ago, and the next worker that fetches gets it"
-        )
+            return f"{has}; the lease expires in {_format_wait(until_ms - self.now_ms)} unless it is renewed"
+        return f"{has}; the lease expired {_format_wait(self.now_ms - until_ms)} ago, and the next worker that fetches gets it"
 
 
 def queue_usage(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
@@ -340,8 +339,8 @@ def _present(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[byt
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
-def _seconds(ms: int) -> str:
-    return f"{max(0, ms) / 1000:,.1f} s"
+def _format_wait(ms: int) -> str:
+    return format_age(max(0, ms))  # the clocks of a worker and of Redis may differ
 
 
 def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str]:

@@ -260,19 +260,26 @@ class InFlight:
         if self._is_gate_closed and not ignore_gate:
             delivery.running, delivery.state_since_ms = False, since_ms
             return None
-        if now_ms - since_ms > _LONG_WAIT_MS:
-            self._limit = max(self._limit // 2, self._min_limit)
+        self._shrink_after(now_ms - since_ms)
         return True
 
     def start_all(self, deliveries: Sequence[Delivery], now_ms: float) -> list[Delivery] | None:
         """Mark entries that run together as running; return those still in flight, or None if the gate is closed."""
-        for one in deliveries:
-            one.finished, one.running = False, True
+        since_ms = [one.state_since_ms for one in deliveries]
+        for one in deliveries:  # the time first: another thread must not take the wait for a part of the run
+            one.state_since_ms, one.finished, one.running = now_ms, False, True
         if self._is_gate_closed:
-            for one in deliveries:
-                one.running = False
+            for one, began_ms in zip(deliveries, since_ms, strict=True):
+                one.running, one.state_since_ms = False, began_ms
             return None
+        for began_ms in since_ms:
+            self._shrink_after(now_ms - began_ms)
         return [one for one in deliveries if self.start(one, now_ms, ignore_gate=True)]
+
+    def _shrink_after(self, wait_ms: float) -> None:
+        """Fetch fewer entries if one has waited for long."""
+        if wait_ms > _LONG_WAIT_MS:
+            self._limit = max(self._limit // 2, self._min_limit)
 
     def close_gate(self) -> None:
         """Let no entry start until the gate is opened."""

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from millstream.errors import ConfigError
 
+TIME_LIMIT_GRACE_MS = 1_000.0
+"""How long after its time limit a run that cannot be cancelled is given up, with its process."""
+
 _POSITIVE = ("prefetch", "prefetch_bytes", "batch", "threads", "block_ms", "claim_ms", "sweep_ms", "look_ahead")
 
 

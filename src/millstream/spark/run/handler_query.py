@@ -20,8 +20,9 @@ from millstream.delivery.pause import Pause
 from millstream.errors import MillstreamError, StaleOwner, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.observability.failure_log import FailureLog
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import call_all
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.key_migration import keep_migrating, partition_maps_of
 from millstream.spark.engine.micro_batch import Engine
@@ -123,8 +124,8 @@ class HandlerQuery(SupervisedQuery):
     def progress_count(self) -> int:
         """How many messages the handler has committed in total."""
         keys = [HandlerKeys(self._handler.app, self.name, stream).meta for stream in self.streams()]
-        replies = self._context.client.pipeline([("HGET", key, "committed") for key in keys])
-        return sum(int(raise_if_error(reply) or 0) for reply in replies)
+        replies = call_all(self._context.client, [("HGET", key, "committed") for key in keys])
+        return sum(int(reply or 0) for reply in replies)
 
     def count_parked(self, client: Client) -> tuple[int, int]:
         """See SupervisedQuery."""
@@ -266,6 +267,8 @@ class HandlerQuery(SupervisedQuery):
                 try:
                     keep_migrating(client, self._handler, ended, on_runnable)
                 except MillstreamError as error:
+                    if failure_of(error).is_final:
+                        raise
                     wait_s = _MIGRATION_WAIT_S
                     logger.warning("cannot migrate keys of %s, retrying in %.0f s: %s", self.label, wait_s, error)
                     ended.wait(wait_s)

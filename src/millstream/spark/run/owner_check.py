@@ -8,7 +8,10 @@ _STREAMS_PER_CHECK = 100
 
 
 class OwnerCheck:
-    """Checks the epochs of `streams` against the token of `commit_store`, a hundred streams at a time."""
+    """Checks the epochs of `streams`, as known at the query's start, against the token of `commit_store`.
+
+    A hundred streams at a time.
+    """
 
     def __init__(self, commit_store: CommitStore, streams: Sequence[str]) -> None:
         self._commit_store = commit_store
@@ -17,7 +20,7 @@ class OwnerCheck:
 
     def check_next(self) -> None:
         """Check the next streams, from the first again after the last. Raises StaleOwner, RedisError."""
-        self._commit_store.check_owner(self._streams[self._next : self._next + _STREAMS_PER_CHECK])
-        self._next += _STREAMS_PER_CHECK
-        if self._next >= len(self._streams):
-            self._next = 0
+        some = self._streams[self._next : self._next + _STREAMS_PER_CHECK]
+        # Before the check: a node that is unavailable must not keep it from the streams of others.
+        self._next = self._next + _STREAMS_PER_CHECK if self._next + _STREAMS_PER_CHECK < len(self._streams) else 0
+        self._commit_store.check_owner(some)

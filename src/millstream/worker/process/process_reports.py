@@ -17,6 +17,7 @@ from millstream.observability.merged_metrics import MergedMetrics
 from millstream.observability.metrics import Recorder, Snapshot, init_series
 
 _SILENT_MS = 30_000.0
+_MAX_START_MS = 600_000.0
 
 
 class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,7 @@ class _Worker:
 
     ended: str | None = None
     has_run: bool = False
+    started_ms: float = 0.0
     reported_ms: float | None = None
     health: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,6 +94,7 @@ class ProcessReports:
             if worker.has_run:
                 self._recorder.count(m.WORKER_RESTARTS, worker=name)
             worker.ended, worker.has_run, worker.reported_ms, worker.health = None, True, None, {}
+            worker.started_ms = self._clock.monotonic_ms()
 
     def on_ended(self, name: str, how: str) -> None:
         """The process of this name has ended."""
@@ -151,8 +154,13 @@ class ProcessReports:
             return
         yield from worker.health.get(kind, ())
         silent_ms = self._silent_ms(worker)
-        if silent_ms > _SILENT_MS and not self._stopping:
+        if self._stopping:
+            return
+        if silent_ms > _SILENT_MS:
             yield f"it has not reported for {silent_ms / 1000:.1f} s"
+        starting_ms = self._clock.monotonic_ms() - worker.started_ms
+        if worker.has_run and worker.reported_ms is None and starting_ms > _MAX_START_MS:
+            yield f"it has not reported since its start, {starting_ms / 1000:.0f} s ago"
 
     def _silent_ms(self, worker: _Worker) -> float:
         return 0.0 if worker.reported_ms is None else self._clock.monotonic_ms() - worker.reported_ms

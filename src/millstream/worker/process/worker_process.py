@@ -14,14 +14,14 @@ from millstream.errors import ConfigError, HandlerStuck
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.worker.loop import ReadingLoop
-from millstream.worker.policy import WorkerPolicy
+from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.poison_isolation import ProcessIsolation
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _FROZEN_SHARE = 2 / 3
-_MIN_FROZEN_MS, _GRACE_MS = 1_000.0, 1_000.0
+_MIN_FROZEN_MS = 1_000.0
 _GC_THRESHOLDS = (10_000, 20, 20)
 
 
@@ -111,11 +111,12 @@ class WorkerProcess:
 
     @property
     def frozen_after_ms(self) -> float:
-        """How long a handler may stop all threads of the process: none of its leases may expire meanwhile.
+        """How long a handler may stop all threads of the process, in milliseconds.
 
-        At most its time limit, which the process cannot enforce in that state.
+        Short enough that no lease expires meanwhile, but a second at least; no longer than the longest time limit of
+        its handlers, which the process cannot enforce in that state.
         """
-        longest_ms = max(loop.handler.time_limit_ms for loop in self._loops.values()) + _GRACE_MS
+        longest_ms = max(loop.handler.time_limit_ms for loop in self._loops.values()) + TIME_LIMIT_GRACE_MS
         return max(_MIN_FROZEN_MS, min(_FROZEN_SHARE * self._policy.claim_ms, longest_ms))
 
     def run(self, stopping: threading.Event) -> Sequence[Delivery]:
@@ -138,6 +139,8 @@ class WorkerProcess:
         for thread in threads:
             thread.join()
         self._report()
+        for error in self._failures[1:]:
+            logger.error("another handler has failed as well: %s", error)
         if self._failures:
             raise self._failures[0]
         return self._leftovers

@@ -17,7 +17,7 @@ from millstream.redis_client.resp import Reply
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
-from millstream.worker.policy import WorkerPolicy
+from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.poison_isolation import isolated_after
 from millstream.worker.settling.breaker import HandlerBreaker
 from millstream.worker.settling.long_runs import LongRuns
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _REFRESH_MS_EACH = 2.0
 _REFRESHED_AT_ONCE = 100
 _RENEWALS_PER_CLAIM = 3
-_GRACE_MS = 1_000.0
 _WARN_EVERY_MS = 60_000.0
 _CLAIMED_AT_ONCE = 100
 _SOON_S = 0.02
@@ -102,18 +101,21 @@ class ClaimRenewal:
                 self._renew_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _RENEWALS_PER_CLAIM
                 try:
                     for stream in self.streams:
-                        self._renew(stream)
+                        with exclude_on_error(stream):
+                            self._renew(stream)
                 except Unavailable as error:
                     logger.debug("cannot renew the claims of running messages, Redis is unavailable: %s", error)
 
     def run_once(self) -> None:
         """Renew claims, checkpoint, check time limits, and report figures, once."""
         self._release_surplus()
-        self._maintain_all()
+        unavailable = self._maintain_all()  # perhaps of one node only: the time limits hold all the same
         self._check_time_limits()
         self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
         self._loop_metrics.on_reply()
         self._steps.failures.report_omitted()
+        if unavailable is not None:
+            raise unavailable
 
     def _release_surplus(self) -> None:
         """Release what waits for the end of a run in isolation, which may take as long as the handler's time limit."""
@@ -144,8 +146,8 @@ class ClaimRenewal:
         self._loop_metrics.count_claimed(len(claimed))
         return len(claimed)
 
-    def _maintain_all(self) -> None:
-        """Maintain each stream. Then raise the error that kept some streams from it, except OutOfMemory."""
+    def _maintain_all(self) -> Unavailable | None:
+        """Maintain each stream. Return the error that kept some streams from it, except OutOfMemory."""
         began_ms = self._clock.monotonic_ms()
         renews = began_ms >= self._renew_due_ms
         committed = self._loop_metrics.committed
@@ -163,11 +165,12 @@ class ClaimRenewal:
                 if self._clock.monotonic_ms() - began_ms > self._policy.claim_ms / _RENEWALS_PER_CLAIM:
                     break
         if unavailable is not None:
-            raise unavailable
+            return unavailable
         if renews:
             self._renew_due_ms = began_ms + self._policy.claim_ms / _RENEWALS_PER_CLAIM
         if all_checkpointed:
             self._committed_at_checkpoint = committed
+        return None
 
     def _refresh_all(self) -> Iterator[tuple[ReliableStream, Callable[[], None]]]:
         """Yield each stream with a function that applies the reply to its refresh; a round trip carries many."""
@@ -256,7 +259,7 @@ class ClaimRenewal:
             runs = self._in_flight.runs
             self._long_runs.check(runs, now_ms)
             for one in runs:
-                if now_ms - one.state_since_ms > limit_ms + _GRACE_MS:
+                if now_ms - one.state_since_ms > limit_ms + TIME_LIMIT_GRACE_MS:
                     if one in self._in_flight:  # else another worker, or an operator, has taken the entry meanwhile
                         self._give_up_run(one)
                     given_up.append(one)
@@ -307,5 +310,5 @@ def _longest_in_flight_ms(handler: Handler, policy: WorkerPolicy) -> float:
     """
     retry = handler.retry
     waits_ms = sum(map(retry.max_delay_after, range(1, retry.attempts)))
-    runs_ms = retry.attempts * _RUNS_IN_FLIGHT * (handler.time_limit_ms + _GRACE_MS)
+    runs_ms = retry.attempts * _RUNS_IN_FLIGHT * (handler.time_limit_ms + TIME_LIMIT_GRACE_MS)
     return runs_ms + waits_ms + _CLAIMS_IN_FLIGHT * policy.claim_ms
