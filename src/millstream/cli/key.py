@@ -66,12 +66,12 @@ _MOST = 100_000
 """Keys that are read of a handler on a stream."""
 
 _STUCK: tuple[QueueState, ...] = ("parked", "backing off", "unreadable")
-_CROWDED = 0.8
+_NEARLY_FULL = 0.8
 _WHY_CHARS, _ERROR_CHARS = 200, 120
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _HandlerOnStream:
     """A handler on a stream, with its key queues, and its pause; `usage`: how many messages they hold, and the limit."""
 
     keys: HandlerKeys
@@ -113,7 +113,7 @@ def list_(
         _print_keys(found, errors, with_handler=not one_handler)
     if not as_json:
         _print_pauses(pauses)
-        _print_crowded(places)
+        _print_nearly_full(places)
     if len(found) > limit and not count:
         print_message(f"{len(found) - limit:,} more; use --limit to show them")
 
@@ -170,14 +170,16 @@ def _read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[Handle
 
 def _read_places(
     client: Client, existing: Sequence[HandlerKeys], pauses: Mapping[HandlerKeys, Pause], *, stuck_only: bool
-) -> list[_Place]:
+) -> list[_HandlerOnStream]:
     """The key queues of these handlers. Leaves out what this user may not access, unless that is all of it."""
-    places: list[_Place] = []
+    places: list[_HandlerOnStream] = []
     refusals: list[AccessDenied] = []
     for keys in having_stuck_keys(client, existing) if stuck_only else existing:
         try:
             queues = list_queues(client, keys, most=_MOST)
-            places.append(_Place(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys)))
+            places.append(
+                _HandlerOnStream(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys))
+            )
         except AccessDenied as error:
             refusals.append(error)
         except WrongType as error:
@@ -198,7 +200,7 @@ def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, A
     }  # fmt: skip
 
 
-def _print_counts(places: Sequence[_Place], wanted: Collection[str] | None, *, as_json: bool) -> None:
+def _print_counts(places: Sequence[_HandlerOnStream], wanted: Collection[str] | None, *, as_json: bool) -> None:
     for place in places:
         chosen = [one for one in place.queues if wanted is None or one.state in wanted]
         states = Counter(str(one.state) for one in chosen)
@@ -252,10 +254,10 @@ def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:
         print_message(f"{keys.label} on {escape(keys.stream)} is {pause.describe(keys.label)}")
 
 
-def _print_crowded(places: Sequence[_Place]) -> None:
+def _print_nearly_full(places: Sequence[_HandlerOnStream]) -> None:
     for place in places:
         queued, most = place.usage or (0, 1)
-        if queued >= _CROWDED * most:
+        if queued >= _NEARLY_FULL * most:
             print_message(
                 f"{queued:,} messages of {escape(place.keys.stream)} are in key queues, of at most {most:,}: at the limit "
                 "no new key is read. Resolve the keys with most messages, or give the workers a greater --look-ahead"
