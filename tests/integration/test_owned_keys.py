@@ -13,13 +13,11 @@ from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
 from millstream.errors import OutOfMemory, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.key_tracking import KeyTracker
-from millstream.worker import WorkerPolicy
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
 from tests.support.clocks import HandClock
 from tests.support.waiting import eventually
-from tests.support.workers import scripts_called
+from tests.support.workers import make, make_context, scripts_called
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -36,16 +34,16 @@ class Routing:
         self.client = Client(client.url)
         self.woken: SimpleQueue[str] = SimpleQueue()
         self.names = [f"s:{number}" for number in range(streams)]
-        self.router = OwnedKeyRouter(
-            self.client, clock, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
-            readable=lambda name: True, ready_streams=self.woken,
-        )  # fmt: skip
+        joined: dict[str, KeyedStream] = {}
+        context = make_context(self.client, make(lambda message: None, key="n"), clock=clock)
+        self.router = OwnedKeyRouter(context, self.client, joined, ready_streams=self.woken)
         self.router._check_due_ms = inf
         for name in self.names:
             stream = KeyedStream(
                 self.client, name, queue_of=lambda entry_id, pairs: b"kall", app="app", handler="handle", consumer="w"
             )
             stream.join()
+            joined[name] = stream
             self.router.add(stream)
 
     def woken_by(self, steps: int) -> set[str]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry
-from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
@@ -23,11 +22,9 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import worker_name_key
-from millstream.worker import HandlerSteps, WorkerPolicy
+from millstream.worker import WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ProcessEnd, record_end
-from millstream.worker.loop_metrics import LoopMetrics
-from millstream.worker.settling.breaker import HandlerBreaker
 from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -42,6 +39,7 @@ from tests.support.workers import (
     fill,
     fill_at_maxmemory,
     make,
+    make_context,
     outputs,
     pause,
     pending,
@@ -289,11 +287,8 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     handler = make(nothing)
     entries = InFlight(WorkerPolicy(), 1)
     entries.add(found, 0)
-    report = LoopMetrics(handler.label, time_limit_ms=1_000)
-    committer = Committer(
-        HandlerSteps(handler), entries, client, report, SYSTEM_CLOCK, give_up=lambda: False,
-        breaker=HandlerBreaker(handler, "w"), release=lambda deliveries: None,
-    )  # fmt: skip
+    context = make_context(client, handler, in_flight=entries)
+    committer = Committer(context, release=lambda deliveries: None)
     waiting, going_on = threading.Event(), threading.Event()
     commit = streams[0].commit
 
@@ -309,7 +304,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     assert [one.committing for one in found] == [True, False]
     going_on.set()
     thread.join()
-    assert (report.committed, len(entries)) == (2, 0)
+    assert (context.loop_metrics.committed, len(entries)) == (2, 0)
 
 
 # Handlers that misbehave

@@ -9,6 +9,7 @@ import pytest
 
 from millstream import App, Message, Retry
 from millstream.admin.redis_metrics import RedisMetrics, all_places
+from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import GroupMissing
@@ -18,7 +19,11 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Metric, Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.worker import ReadingLoop, WorkerPolicy
+from millstream.worker import HandlerSteps, ReadingLoop, WorkerPolicy
+from millstream.worker.context import WorkerContext
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.settling.breaker import HandlerBreaker
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -93,6 +98,19 @@ def make(function: Callable[..., Any], **options: Any) -> Handler:
         function
     )
     return app.handlers["handle"]
+
+
+def make_context(
+    client: Client, handler: Handler, *, in_flight: InFlight | None = None, clock: Clock = SYSTEM_CLOCK
+) -> WorkerContext:
+    """What the parts of a worker share, for a part that a test runs by itself."""
+    return WorkerContext(
+        handler=handler, steps=HandlerSteps(handler), in_flight=in_flight or InFlight(WorkerPolicy(), 1), clock=clock,
+        loop_metrics=LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms), policy=WorkerPolicy(),
+        consumer="w", start="earliest", url=client.url, client=client, blocking_client=client,
+        on_suspect=lambda delivery: None, cancel_run=lambda delivery: None, breaker=HandlerBreaker(handler, "w"),
+        give_up=lambda: False,
+    )  # fmt: skip
 
 
 def double(message: Message) -> dict[str, Any]:

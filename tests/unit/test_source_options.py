@@ -100,7 +100,7 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"startingOffsets": "9-1", "endingOffsets": "9-0"}, "after 9-1 and end before that, at 9-0"),
         (
             {"startingTimestamp": "9", "endingOffsets": '{"orders": "5-0"}'},
-            "'orders' from 1970-01-01T00:00:00.009+00:00 and",
+            "'orders' from 1970-01-01T00:00:00.009Z and",
         ),
         ({"startingTimestamp": "1700000000"}, "for seconds write 1700000000000"),
         (

@@ -8,6 +8,7 @@ from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -41,3 +42,7 @@ class WorkerContext:
     cancel_run: Callable[[Delivery], None]
     breaker: HandlerBreaker
     give_up: Callable[[], bool]
+
+    def keys_of(self, stream: str) -> HandlerKeys:
+        """Return the names of the handler's keys on a stream."""
+        return HandlerKeys(self.handler.app, self.handler.name, stream)

@@ -63,7 +63,9 @@ def work(url: str, admin: Client) -> None:
         with suppress(ConfigError):
             StaticMembership(client, "shop", "gone", clock=HandClock()).acquire(1)
         assert client.scan_streams("orders*") == ["orders"]
-        hints = ReadyHints(client, "shop", "bill")
+        app = App("shop")
+        app.handler("orders", name="bill")(lambda message: None)
+        hints = ReadyHints(client, app.handlers["bill"])
         hints.put("orders")
         hints.publish()
         assert hints.receive(10) == ["orders"]

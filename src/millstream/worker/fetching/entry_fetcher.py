@@ -3,10 +3,10 @@
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.groups import Consumer
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
 from millstream.worker.fetching.rate_limit import Permit
 from millstream.worker.fetching.read_plan import ReadPlan, ReadScheduler
@@ -19,16 +19,15 @@ _FRESH_MS = 100.0
 
 
 class EntryFetcher(Fetcher[ReliableStream]):
-    """Fetches new entries, as `consumer`.
+    """Fetches new entries.
 
     The size of undelivered entries is unknown. So a script reads them and stops when no more bytes fit, and of many
     streams only a few are read in one round trip. The fetcher blocks for new entries only when all streams are empty,
     and then reads few.
     """
 
-    def __init__(self, *args: Any, consumer: str, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._consumer = consumer
+    def __init__(self, context: WorkerContext, streams: Mapping[str, ReliableStream]) -> None:
+        super().__init__(context, streams)
         self._scheduler = ReadScheduler()
         self._blocking_consumer: Consumer | None = None
         self._mean_bytes: int | None = None
@@ -129,7 +128,9 @@ class EntryFetcher(Fetcher[ReliableStream]):
         """Block until one of these streams has entries; read them, and return the counts of those that had some."""
         if self._blocking_consumer is None or self._blocking_consumer.streams != plan.streams:
             group = self._streams[plan.streams[0]].group
-            self._blocking_consumer = Consumer(self._client, group=group, name=self._consumer, streams=plan.streams)
+            self._blocking_consumer = Consumer(
+                self._client, group=group, name=self._context.consumer, streams=plan.streams
+            )
         found: dict[str, int] = {}
         size = 0
         for batch in self._blocking_consumer.read_new(count=plan.count, block_ms=math.ceil(block_ms)):

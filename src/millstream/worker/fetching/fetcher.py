@@ -5,13 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from millstream.clock import Clock
 from millstream.delivery.reliable_stream import ReliableStream
-from millstream.redis_client.client import Client
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.rate_limit import Permit, RateLimiter
-from millstream.worker.in_flight import InFlight
-from millstream.worker.loop_metrics import LoopMetrics
-from millstream.worker.policy import WorkerPolicy
 
 S_co = TypeVar("S_co", bound=ReliableStream, covariant=True)
 
@@ -19,21 +15,18 @@ S_co = TypeVar("S_co", bound=ReliableStream, covariant=True)
 class Fetcher(ABC, Generic[S_co]):
     """Fetches entries as far as there is room in flight. Used by one thread.
 
-    * `client`: a client with a timeout longer than blocking reads take
-    * `streams`: the streams that the worker has joined; other threads add to it
+    `streams`: the streams that the worker has joined; other threads add to it.
     """
 
-    def __init__(
-        self, client: Client, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
-        streams: Mapping[str, S_co], rate_limiter: RateLimiter,
-    ) -> None:  # fmt: skip
-        self._client = client
-        self._in_flight = in_flight
-        self._loop_metrics = loop_metrics
-        self._clock = clock
-        self._policy = policy
+    def __init__(self, context: WorkerContext, streams: Mapping[str, S_co]) -> None:
+        self._context = context
+        self._client = context.blocking_client
+        self._in_flight = context.in_flight
+        self._loop_metrics = context.loop_metrics
+        self._clock = context.clock
+        self._policy = context.policy
         self._streams = streams
-        self._rate_limiter = rate_limiter
+        self._rate_limiter = RateLimiter(context.handler.rate, context.clock)
 
     @abstractmethod
     def fetch(self, room: int, stopping: threading.Event) -> None:

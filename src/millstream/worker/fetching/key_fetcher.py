@@ -2,14 +2,16 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseResult
 from millstream.delivery.reliable_stream import Delivery
-from millstream.redis_client.key_names import HandlerKeys, to_wire
+from millstream.redis_client.key_names import to_wire
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
 from millstream.worker.fetching.rate_limit import Permit
+from millstream.worker.running.poison_isolation import isolated_after
 
 
 class WakeUp(Protocol):
@@ -26,24 +28,17 @@ _SWEEP_MS_EACH = 1.0
 
 
 class LeaseFetcher(Fetcher[KeyedStream]):
-    """Leases keys; room is counted in keys.
+    """Leases keys; room is counted in keys. An entry on which too many leases expired may have crashed its workers."""
 
-    `on_suspect` is called with an entry on which `isolated_after` leases expired: it may have crashed its workers.
-    """
-
-    def __init__(
-        self, *args: Any, with_state: bool, isolated_after: int, on_suspect: Callable[[Delivery], None], **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self._with_state = with_state
-        self._isolated_after = isolated_after
-        self._on_suspect = on_suspect
+    def __init__(self, context: WorkerContext, streams: Mapping[str, KeyedStream]) -> None:
+        super().__init__(context, streams)
+        self._isolated_after = isolated_after(context.handler.retry)
 
     def _lease_options(self, lines: int, count: int, streams: int = 1) -> dict[str, Any]:
         """Return the options of a lease of `lines` keys. One stream alone may give an entry larger than the room."""
         return {
             "queues": lines, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
-            "lease_ms": self._policy.claim_ms, "with_state": self._with_state,
+            "lease_ms": self._policy.claim_ms, "with_state": self._context.handler.wants_state,
             "most_bytes": self._in_flight.free_bytes // streams, "one_at_least": streams == 1 and self._in_flight.is_empty,
         }  # fmt: skip
 
@@ -64,7 +59,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         self._in_flight.add_leases(trusted, self._clock.monotonic_ms())
         for suspect in suspects:
             self._in_flight.add_suspect(suspect)
-            self._on_suspect(suspect)
+            self._context.on_suspect(suspect)
         self._loop_metrics.on_polled(new)
         self._loop_metrics.count_claimed(leased.expired_count)
         return len(leased.leases)
@@ -73,9 +68,8 @@ class LeaseFetcher(Fetcher[KeyedStream]):
 class KeyFetcher(LeaseFetcher):
     """Leases keys of streams that other workers work on, too; blocks in Redis until a stream may have ready keys."""
 
-    def __init__(self, *args: Any, keys_of: Callable[[str], HandlerKeys], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._keys_of = keys_of
+    def __init__(self, context: WorkerContext, streams: Mapping[str, KeyedStream]) -> None:
+        super().__init__(context, streams)
         self._due_ms: dict[str, float] = {}
         self._round = 0
 
@@ -123,7 +117,7 @@ class KeyFetcher(LeaseFetcher):
             stopping.wait(min(wait_ms / 1000, _IDLE_S))
             self._due_ms.clear()
             return
-        wake_keys = {to_wire(self._keys_of(name).notify): name for name in names}
+        wake_keys = {to_wire(self._context.keys_of(name).notify): name for name in names}
         found = self._client.execute("BLPOP", *wake_keys, math.ceil(wait_ms) / 1000)
         if found:
             self._due_ms.pop(wake_keys[found[0]], None)

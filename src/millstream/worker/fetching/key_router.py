@@ -3,17 +3,17 @@
 import contextlib
 import logging
 import math
+import secrets
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from millstream.clock import Clock
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import AccessDenied, Unavailable, WrongType
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, from_wire
+from millstream.redis_client.key_names import from_wire
 from millstream.redis_client.resp import Arg
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import _IDLE_S
-from millstream.worker.policy import WorkerPolicy
 from millstream.worker.static_membership import HOLD_NAME
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
@@ -36,21 +36,21 @@ class KeyRouter:
     One worker at a time is the router of a stream, so that the others need not read all entries, too. It keeps the role
     by renewing it; after three seconds without renewal, or 15 ms for each stream if those are thousands, another worker
     takes the role. Correctness does not depend on there being one router only.
+
+    * `client`: a connection for routing
+    * `joined`: the streams that the worker has joined; only those are routed that may be read
     """
 
     _is_shared = True
     """Other workers may route these streams, too, so this worker has to acquire the role."""
 
-    def __init__(
-        self, client: Client, clock: Clock, policy: WorkerPolicy, *, token: str,
-        keys_of: Callable[[str], HandlerKeys], readable: Callable[[str], bool],
-    ) -> None:  # fmt: skip
+    def __init__(self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream]) -> None:
+        self._context = context
         self._client = client
-        self._clock = clock
-        self._policy = policy
-        self._token = token
-        self._keys_of = keys_of
-        self._readable = readable
+        self._clock = context.clock
+        self._policy = context.policy
+        self._joined = joined
+        self._token = secrets.token_hex(8)
         self._role_due_ms = 0.0
         self._role_requested: set[str] = set()
         self._owned_names: set[str] = set()
@@ -71,6 +71,9 @@ class KeyRouter:
     def owned(self) -> Sequence[str]:
         """The streams on which this worker is the router, as far as it knows."""
         return tuple(self._owned_names)
+
+    def _readable(self, name: str) -> bool:
+        return name in self._joined and self._joined[name].readable
 
     def run(self, stopping: threading.Event) -> None:
         """Route until `stopping`. Raises StaleOwner, and RedisError except Unavailable."""
@@ -157,7 +160,7 @@ class KeyRouter:
         if not new:
             return
         held = self._client.scripts(
-            [(HOLD_NAME, (self._keys_of(name).router,), (self._token, held_ms)) for name in new]
+            [(HOLD_NAME, (self._context.keys_of(name).router,), (self._token, held_ms)) for name in new]
         )
         if not self._role_requested:
             self._owned_names = set()
@@ -176,7 +179,7 @@ class KeyRouter:
         """Warn where the key queues are full, which pauses routing, and where they are nearly full."""
         most = self._policy.look_ahead
         for stream in mine:
-            name, share, label = stream.stream, stream.pending_count / most, self._keys_of(stream.stream).label
+            name, share, label = stream.stream, stream.pending_count / most, self._context.keys_of(stream.stream).label
             if share < _NEARLY_FULL:
                 self._nearly_full.discard(name)
                 self._full.discard(name)
@@ -215,5 +218,5 @@ class KeyRouter:
     def _release_roles(self) -> None:
         with contextlib.suppress(Unavailable):
             self._client.scripts(
-                [(HOLD_NAME, (self._keys_of(name).router,), (self._token, 0)) for name in self._owned_names]
+                [(HOLD_NAME, (self._context.keys_of(name).router,), (self._token, 0)) for name in self._owned_names]
             )

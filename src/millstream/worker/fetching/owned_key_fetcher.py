@@ -2,11 +2,11 @@
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import LeaseFetcher
 from millstream.worker.fetching.timers import DelayQueue
 from millstream.worker.stream_exclusion import exclude_on_error
@@ -22,8 +22,10 @@ class OwnedKeyFetcher(LeaseFetcher):
     `ready_streams`: a queue of names of streams that may have entries. Each stream is polled from time to time, too.
     """
 
-    def __init__(self, *args: Any, ready_streams: "SimpleQueue[str]", **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self, context: WorkerContext, streams: Mapping[str, KeyedStream], *, ready_streams: "SimpleQueue[str]"
+    ) -> None:
+        super().__init__(context, streams)
         self._ready_streams = ready_streams
         self._delay_queue = DelayQueue()
         self._with_oversized: list[str] = []

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -12,6 +12,7 @@ from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
 from millstream.errors import ScriptMissing, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import WakeUp
 from millstream.worker.fetching.key_router import KeyRouter
 from millstream.worker.fetching.timers import DelayQueue, RoundRobin
@@ -33,8 +34,10 @@ class OwnedKeyRouter(KeyRouter):
 
     _is_shared = False
 
-    def __init__(self, client: Client, *args: Any, ready_streams: WakeUp, **options: Any) -> None:
-        super().__init__(client, *args, **options)
+    def __init__(
+        self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream], *, ready_streams: WakeUp
+    ) -> None:
+        super().__init__(context, client, joined)
         self._tracker = KeyTracker(client)
         self._ready_streams = ready_streams
         self._added: SimpleQueue[str] = SimpleQueue()

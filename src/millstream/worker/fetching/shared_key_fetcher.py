@@ -2,13 +2,15 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Any
+from queue import SimpleQueue
 
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
+from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, from_wire, to_wire, worker_name_key
+from millstream.redis_client.key_names import from_wire, to_wire, worker_name_key
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
 from millstream.worker.fetching.timers import DelayQueue
 
@@ -25,8 +27,8 @@ class ReadyHints:
     Blocking on a wake-up list for each of many streams would make Redis check each list. Used by one thread.
     """
 
-    def __init__(self, client: Client, app: str, handler: str) -> None:
-        self.key = worker_name_key(app, f"hints:{handler}")
+    def __init__(self, client: Client, handler: Handler) -> None:
+        self.key = worker_name_key(handler.app, f"hints:{handler.name}")
         self._client = client
         self._names: dict[bytes, None] = {}
 
@@ -55,11 +57,10 @@ class SharedKeyFetcher(OwnedKeyFetcher):
     """
 
     def __init__(
-        self, *args: Any, hints: Callable[[Client], ReadyHints], keys_of: Callable[[str], HandlerKeys], **options: Any
+        self, context: WorkerContext, streams: Mapping[str, KeyedStream], *, ready_streams: "SimpleQueue[str]"
     ) -> None:
-        super().__init__(*args, **options)
-        self._hints = hints(self._client)
-        self._keys_of = keys_of
+        super().__init__(context, streams, ready_streams=ready_streams)
+        self._hints = ReadyHints(self._client, context.handler)
         self._active: dict[str, str] = {}
         self._idle = DelayQueue()
 
@@ -84,7 +85,7 @@ class SharedKeyFetcher(OwnedKeyFetcher):
         if leased.leases or leased.wait_ms is not None:
             # Leases of other workers may expire meanwhile, too.
             sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._active))
-            self._active[name] = self._keys_of(name).notify
+            self._active[name] = self._context.keys_of(name).notify
             self._delay_queue.put(name, now_ms + min(sweep_ms, inf if leased.wait_ms is None else leased.wait_ms))
         else:
             self._active.pop(name, None)
@@ -106,7 +107,7 @@ class SharedKeyFetcher(OwnedKeyFetcher):
     def _poll_idle(self, now_ms: float) -> bool:
         """Poll the idle streams that are due for entries in key queues; return True if some have any."""
         names = [name for name in self._idle.pop_due(now_ms, _AT_ONCE) if name in self._streams]
-        keys = [self._keys_of(name) for name in names if name not in self._active]
+        keys = [self._context.keys_of(name) for name in names if name not in self._active]
         replies = self._client.pipeline([("EXISTS", one.ready, one.leases, one.backoff) for one in keys])
         found = False
         for one, reply in zip(keys, replies, strict=True):

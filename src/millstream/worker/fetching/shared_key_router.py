@@ -1,10 +1,11 @@
 """Shared key router: the elected worker routes entries of thousands of streams for all workers, by key tracking."""
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from millstream.delivery.keyed_stream import KeyedStream
+from millstream.redis_client.client import Client
+from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
 from millstream.worker.fetching.shared_key_fetcher import ReadyHints
 
@@ -14,9 +15,9 @@ class SharedKeyRouter(OwnedKeyRouter):
 
     _is_shared = True
 
-    def __init__(self, *args: Any, hints: ReadyHints, **options: Any) -> None:
-        super().__init__(*args, ready_streams=hints, **options)
-        self._hints = hints
+    def __init__(self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream]) -> None:
+        self._hints = ReadyHints(client, context.handler)
+        super().__init__(context, client, joined, ready_streams=self._hints)
 
     def _collect(self, stopping: threading.Event) -> None:
         before = self._owned_names

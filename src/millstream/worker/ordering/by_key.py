@@ -1,27 +1,23 @@
 """Workers of a handler with a key."""
 
-import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Literal
 
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, lease_of
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import KeyFetcher, LeaseFetcher
 from millstream.worker.fetching.key_router import KeyRouter
 from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
-from millstream.worker.fetching.rate_limit import RateLimiter
-from millstream.worker.fetching.shared_key_fetcher import ReadyHints, SharedKeyFetcher
+from millstream.worker.fetching.shared_key_fetcher import SharedKeyFetcher
 from millstream.worker.fetching.shared_key_router import SharedKeyRouter
 from millstream.worker.ordering.ordering import BackgroundLoop, S, _warn_not_released, existing_streams
-from millstream.worker.running.poison_isolation import isolated_after
 from millstream.worker.settling.committer import Committer
 from millstream.worker.settling.key_committer import KeyCommitter
 from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewal
@@ -36,66 +32,32 @@ class ByKey:
     """
 
     def __init__(self, context: WorkerContext, *, ready_streams: "SimpleQueue[str] | None" = None) -> None:
-        c = context
-        self._context = c
+        self._context = context
         self._max_takeover_epoch: int | None = None
         self.streams: dict[str, KeyedStream] = {}
         self._joined_streams: SimpleQueue[str] = SimpleQueue()
-        self._routing_client = Client(c.url, clock=c.clock)
-        self._router = self._make_router(ready_streams)
-        self.renewal = KeyLeaseRenewal(
-            c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
-            on_suspect=c.on_suspect, cancel_run=c.cancel_run, breaker=c.breaker, release=self.release,
-        )  # fmt: skip
-        self.committer: Committer = KeyCommitter(
-            c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up, breaker=c.breaker,
-            release=self.release, on_lease_end=(lambda name: None) if ready_streams is None else ready_streams.put,
-        )  # fmt: skip
-        self.fetcher = self._make_fetcher(ready_streams)
+        self._routing_client = Client(context.url, clock=context.clock)
+        self._router, self.fetcher = self._make_router_and_fetcher(ready_streams)
+        self.renewal = KeyLeaseRenewal(context, self.streams, release=self.release)
+        on_lease_end = (lambda name: None) if ready_streams is None else ready_streams.put
+        self.committer: Committer = KeyCommitter(context, release=self.release, on_lease_end=on_lease_end)
 
-    def _make_router(self, ready_streams: "SimpleQueue[str] | None") -> KeyRouter:
-        c = self._context
-        options: dict[str, Any] = {
-            "token": secrets.token_hex(8),
-            "keys_of": self._keys_of,
-            "readable": lambda name: name in self.streams and self.streams[name].readable,
-        }
-        if ready_streams is None and self._shares_many:
-            return SharedKeyRouter(
-                self._routing_client, c.clock, c.policy, hints=self._make_hints(self._routing_client), **options
+    def _make_router_and_fetcher(self, ready_streams: "SimpleQueue[str] | None") -> tuple[KeyRouter, LeaseFetcher]:
+        c, routing, streams = self._context, self._routing_client, self.streams
+        if ready_streams is not None:
+            return (
+                OwnedKeyRouter(c, routing, streams, ready_streams=ready_streams),
+                OwnedKeyFetcher(c, streams, ready_streams=ready_streams),
             )
-        if ready_streams is None:
-            return KeyRouter(self._routing_client, c.clock, c.policy, **options)
-        return OwnedKeyRouter(self._routing_client, c.clock, c.policy, ready_streams=ready_streams, **options)
-
-    def _make_fetcher(self, ready_streams: "SimpleQueue[str] | None") -> LeaseFetcher:
-        c = self._context
-        args = c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy
-        options: dict[str, Any] = {
-            "streams": self.streams,
-            "rate_limiter": RateLimiter(c.handler.rate, c.clock),
-            "with_state": c.handler.wants_state,
-            "isolated_after": isolated_after(c.handler.retry),
-            "on_suspect": c.on_suspect,
-        }
-        if ready_streams is None and self._shares_many:
-            return SharedKeyFetcher(
-                *args, hints=self._make_hints, keys_of=self._keys_of, ready_streams=self._joined_streams, **options
-            )
-        if ready_streams is None:
-            return KeyFetcher(*args, keys_of=self._keys_of, **options)
-        return OwnedKeyFetcher(*args, ready_streams=ready_streams, **options)
+        if self._shares_many:
+            fetcher = SharedKeyFetcher(c, streams, ready_streams=self._joined_streams)
+            return SharedKeyRouter(c, routing, streams), fetcher
+        return KeyRouter(c, routing, streams), KeyFetcher(c, streams)
 
     @property
     def _shares_many(self) -> bool:
         handler = self._context.handler
         return handler.pattern is not None or len(handler.streams) > _FEW_STREAMS
-
-    def _make_hints(self, client: Client) -> ReadyHints:
-        return ReadyHints(client, self._context.handler.app, self._context.handler.name)
-
-    def _keys_of(self, name: str) -> HandlerKeys:
-        return HandlerKeys(self._context.handler.app, self._context.handler.name, name)
 
     def _make_joined(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
         stream = self._make_stream(kind, self._context.client, name, start)

@@ -66,7 +66,7 @@ class ByPartition(ByKey):
         base, position = self._positions[name]
         c = self._context
         has_started = c.client.execute(
-            "HEXISTS", self._keys_of(self._partition_maps[base].stream(0)).meta, "committed_id"
+            "HEXISTS", self._context.keys_of(self._partition_maps[base].stream(0)).meta, "committed_id"
         )
         start = "earliest" if has_started else c.start
         # Steps that may fail come first, before the stream is known. The first worker to join decides where it starts.
@@ -79,7 +79,7 @@ class ByPartition(ByKey):
     def _forward(self, stream: str, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
         """Publish a redriven entry, once, to the partition that now owns its key; False if the key has not moved."""
         base, _ = self._positions[stream]
-        return forward_entry(self._routing_client, base, self._keys_of(stream), key, entry_id, pairs)
+        return forward_entry(self._routing_client, base, self._context.keys_of(stream), key, entry_id, pairs)
 
     def background_loops(self) -> Mapping[str, BackgroundLoop]:
         """See Ordering."""

@@ -9,7 +9,6 @@ from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.entry_fetcher import EntryFetcher
-from millstream.worker.fetching.rate_limit import RateLimiter
 from millstream.worker.ordering.ordering import BackgroundLoop, _warn_not_released, existing_streams
 from millstream.worker.settling.claim_renewal import ClaimRenewal
 from millstream.worker.settling.committer import Committer
@@ -21,21 +20,11 @@ class Unordered:
     """Ordering of a handler without a key: workers share its entries."""
 
     def __init__(self, context: WorkerContext) -> None:
-        c = context
-        self._context = c
+        self._context = context
         self.streams: dict[str, ReliableStream] = {}
-        self.renewal = ClaimRenewal(
-            c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
-            on_suspect=c.on_suspect, breaker=c.breaker, release=self.release,
-        )  # fmt: skip
-        self.committer = Committer(
-            c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up, breaker=c.breaker,
-            release=self.release,
-        )  # fmt: skip
-        self.fetcher = EntryFetcher(
-            c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy, streams=self.streams,
-            consumer=c.consumer, rate_limiter=RateLimiter(c.handler.rate, c.clock),
-        )  # fmt: skip
+        self.renewal = ClaimRenewal(context, self.streams, release=self.release)
+        self.committer = Committer(context, release=self.release)
+        self.fetcher = EntryFetcher(context, self.streams)
 
     def discover(self, scan_client: Client) -> Sequence[str]:
         """See Ordering."""

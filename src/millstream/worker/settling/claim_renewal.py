@@ -6,20 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-from millstream.clock import Clock
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
 from millstream.handlers.handler import Handler
-from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Reply
-from millstream.worker.handler_steps import HandlerSteps
-from millstream.worker.in_flight import InFlight
-from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.poison_isolation import isolated_after
-from millstream.worker.settling.breaker import HandlerBreaker
 from millstream.worker.settling.long_runs import LongRuns
 from millstream.worker.stream_exclusion import exclude_on_error
 
@@ -38,29 +33,28 @@ _CLAIMS_IN_FLIGHT = 10
 class ClaimRenewal:
     """The maintenance loop of a worker. Used by one thread, except `recover`.
 
-    `streams`: the streams that this worker has joined; other threads add to it. `on_suspect` is called with an entry
-    delivered so often that it may have crashed its workers.
+    * `streams`: the streams that this worker has joined; other threads add to it
+    * `release`: returns entries to the group, so that other workers get them
     """
 
     def __init__(
-        self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
-        client: Client, streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
-        breaker: HandlerBreaker, release: Callable[[Sequence[Delivery]], None],
+        self, context: WorkerContext, streams: Mapping[str, ReliableStream], *,
+        release: Callable[[Sequence[Delivery]], None],
     ) -> None:  # fmt: skip
-        self._client = client
+        self._context = context
+        self._client = context.client
         self._streams = streams
-        self._steps = steps
-        self._in_flight = in_flight
-        self._loop_metrics = loop_metrics
-        self._clock = clock
-        self._policy = policy
-        self._on_suspect = on_suspect
+        self._steps = context.steps
+        self._in_flight = context.in_flight
+        self._loop_metrics = context.loop_metrics
+        self._clock = context.clock
+        self._policy = context.policy
         self._release = release
-        self._breaker = breaker
-        self._long_runs = LongRuns(steps.handler)
+        self._breaker = context.breaker
+        self._long_runs = LongRuns(context.handler)
         self._claim_lock = threading.Lock()
         self._renew_due_ms = 0.0
-        self._longest_in_flight_ms = _longest_in_flight_ms(steps.handler, policy)
+        self._longest_in_flight_ms = _longest_in_flight_ms(context.handler, context.policy)
         self._committed_at_checkpoint = -1
         self._more_to_claim = False
         self._warn_due_ms: dict[str, float] = {}
@@ -142,7 +136,7 @@ class ClaimRenewal:
         for delivery in claimed:
             if delivery.deliveries > trusted_count:
                 self._in_flight.add_suspect(delivery)
-                self._on_suspect(delivery)
+                self._context.on_suspect(delivery)
         self._loop_metrics.count_claimed(len(claimed))
         return len(claimed)
 

@@ -8,18 +8,13 @@ from itertools import count
 from operator import itemgetter
 from typing import TypeVar
 
-from millstream.clock import Clock
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
-from millstream.redis_client.client import Client
 from millstream.worker.completion_queue import FinishedRun
-from millstream.worker.handler_steps import HandlerSteps
-from millstream.worker.in_flight import InFlight
-from millstream.worker.loop_metrics import LoopMetrics
-from millstream.worker.settling.breaker import HandlerBreaker
+from millstream.worker.context import WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +27,18 @@ T = TypeVar("T")
 class Committer:
     """Commits the outcomes of a handler, as many at once as have arrived, and schedules the retries.
 
-    Used by one thread. `give_up` returns True when waiting for Redis is pointless. `release` gives entries back that
-    must not be run, or whose dead letter must not be written, as the breaker is open.
+    Used by one thread. `release` gives entries back that must not be run, or whose dead letter must not be written, as
+    the breaker is open.
     """
 
-    def __init__(
-        self, steps: HandlerSteps, in_flight: InFlight, client: Client, loop_metrics: LoopMetrics, clock: Clock, *,
-        give_up: Callable[[], bool], breaker: HandlerBreaker, release: Callable[[Sequence[Delivery]], None],
-    ) -> None:  # fmt: skip
-        self._steps = steps
-        self._in_flight = in_flight
-        self._client = client
-        self._loop_metrics = loop_metrics
-        self._clock = clock
-        self._give_up = give_up
-        self._breaker = breaker
+    def __init__(self, context: WorkerContext, *, release: Callable[[Sequence[Delivery]], None]) -> None:
+        self._steps = context.steps
+        self._in_flight = context.in_flight
+        self._client = context.client
+        self._loop_metrics = context.loop_metrics
+        self._clock = context.clock
+        self._give_up = context.give_up
+        self._breaker = context.breaker
         self._release = release
         self._retries: list[tuple[float, int, Delivery]] = []
         self._sequence = count()

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
@@ -17,6 +16,7 @@ from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.call import Call
 from millstream.redis_client.resp import Arg, Reply
 from millstream.worker.completion_queue import FinishedRun
+from millstream.worker.context import WorkerContext
 from millstream.worker.settling.committer import Committer
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,14 @@ class KeyCommitter(Committer):
     lease.
     """
 
-    def __init__(self, *args: Any, on_lease_end: Callable[[str], None] = lambda stream: None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        release: Callable[[Sequence[Delivery]], None],
+        on_lease_end: Callable[[str], None],
+    ) -> None:
+        super().__init__(context, release=release)
         self._on_lease_end = on_lease_end
         self._postponed_runs: dict[KeyLease, Runs] = {}
         self._halted: set[KeyLease] = set()

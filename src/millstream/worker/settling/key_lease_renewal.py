@@ -3,8 +3,7 @@
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
@@ -22,14 +21,7 @@ _MIN_MARGIN_MS = 200.0
 
 
 class KeyLeaseRenewal(ClaimRenewal):
-    """A ClaimRenewal for handlers with a key. It claims nothing: the fetcher leases keys with expired leases, too.
-
-    `cancel_run` is called with an entry that must not run any longer.
-    """
-
-    def __init__(self, *args: Any, cancel_run: Callable[[Delivery], None], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._cancel_run = cancel_run
+    """A ClaimRenewal for handlers with a key. It claims nothing: the fetcher leases keys with expired leases, too."""
 
     def recover(self, stream: ReliableStream) -> None:
         """Release the leases that this worker held before a restart, or was given in a reply that was lost."""
@@ -83,7 +75,7 @@ class KeyLeaseRenewal(ClaimRenewal):
         self._loop_metrics.count_refused(len(dropped))
         running = [one for one in dropped if one.running and not one.finished]
         for delivery in running:
-            self._cancel_run(delivery)
+            self._context.cancel_run(delivery)
         for stream, count in Counter(one.stream.stream for one in dropped).items():
             logger.warning(
                 "%s: leases on %d messages of %s expire: they were not renewed, as Redis was unavailable or this "
