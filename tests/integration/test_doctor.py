@@ -68,7 +68,18 @@ def admin(server: EmbeddedServer) -> Iterator[Client]:
                 "appendfsync",
             ),
             *("everysec", "save", "", "min-replicas-to-write", "0", "client-output-buffer-limit", "normal 0 0 0"),
-            *("timeout", "0", "maxclients", "5000", "stream-node-max-bytes", "4096", "stream-node-max-entries", "100"),
+            *(
+                "aof-load-truncated",
+                "no",
+                "timeout",
+                "0",
+                "maxclients",
+                "5000",
+                "stream-node-max-bytes",
+                "4096",
+                "stream-node-max-entries",
+                "100",
+            ),
         )
         yield client
 
@@ -92,6 +103,7 @@ SETTINGS: list[tuple[str, str, tuple[str, ...]]] = [
     ("persistence", "problem", ("appendonly", "no")),
     ("persistence", "warning", ("appendonly", "no", "save", "3600 1")),
     ("sync", "warning", ("appendfsync", "no")),
+    ("truncated", "warning", ("aof-load-truncated", "yes")),
     ("memory", "problem", ("maxmemory", "1mb")),
     ("memory", "warning", ("maxmemory", "0")),
     ("timeout", "warning", ("timeout", "300")),

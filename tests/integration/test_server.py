@@ -17,6 +17,7 @@ import redis
 
 from millstream.errors import ConfigError, ServerError
 from millstream.redis_client import embedded_server as server_module
+from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.server_program import find_server_program
 from millstream.testing.topologies import tls_server
@@ -108,6 +109,42 @@ def test_kill_9_costs_nothing_that_was_answered(server: EmbeddedServer, client: 
         assert not server.running
         server.start()
         assert client.xlen("flights") == 500 * (round_number + 1)
+
+
+@pytest.mark.parametrize("cut_at", [b"marker", b"*1\r\n$4\r\nEXEC", b"EXEC"], ids=["value", "command", "last command"])
+def test_a_transaction_that_the_server_was_killed_in_never_takes_effect(cut_at: bytes) -> None:
+    with EmbeddedServer(extra=KILL_SAFE) as server, Client(server.url) as client:
+        client.execute("SET", "before", "1")
+        client.execute("EVAL", "redis.call('RPUSH', KEYS[1], 'a') redis.call('SET', 'marker', 'x')", 1, "list")
+        folder = Path(client.execute("CONFIG", "GET", "dir")[1].decode())
+        server.kill()
+        (written,) = folder.glob("*/*.incr.aof")
+        whole = written.read_bytes()
+        written.write_bytes(whole[: whole.rindex(cut_at) + (0 if cut_at.startswith(b"*") else 2)])
+        server.start()
+        for count in range(1, 3):  # what Redis keeps of the transaction takes effect at the second start
+            client.retry_while_unavailable(lambda: client.execute("PING"), what="test")
+            assert client.execute("LLEN", "list") == count - 1
+            client.execute("EVAL", "redis.call('RPUSH', KEYS[1], 'b') redis.call('SET', 'other', 'x')", 1, "list")
+            server.kill()
+            server.start()
+        client.retry_while_unavailable(lambda: client.execute("PING"), what="test")
+        assert client.execute("LRANGE", "list", 0, -1) == [b"b", b"b"]
+        assert (client.execute("GET", "before"), client.execute("GET", "marker")) == (b"1", None)
+
+
+def test_a_damaged_append_only_file_is_left_as_it_is() -> None:
+    with EmbeddedServer(extra=KILL_SAFE) as server, Client(server.url) as client:
+        client.execute("EVAL", "redis.call('SET', 'a', 'x') redis.call('SET', 'marker', 'x')", 0)
+        folder = Path(client.execute("CONFIG", "GET", "dir")[1].decode())
+        server.kill()
+        (written,) = folder.glob("*/*.incr.aof")
+        damaged = written.read_bytes().replace(b"marker", b"mark")
+        written.write_bytes(damaged)
+        with pytest.raises(ServerError, match="Bad file format"):
+            server.start()
+        if written.exists():  # a temporary folder is removed
+            assert written.read_bytes() == damaged
 
 
 def test_a_restart_keeps_what_the_server_wrote_into_its_configuration(

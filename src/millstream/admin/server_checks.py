@@ -16,10 +16,10 @@ from millstream.redis_client.replies import mapping_of
 
 logger = logging.getLogger(__name__)
 
-_MIN_VERSION = (7, 0)
+_MIN_VERSION, _MENDED_VALKEY = (7, 0), (9, 1)
 _SETTINGS = (
     "appendfsync", "save", "min-replicas-to-write", "client-output-buffer-limit", "timeout", "maxclients",
-    "repl-backlog-size", "stream-node-max-bytes", "stream-node-max-entries",
+    "repl-backlog-size", "aof-load-truncated", "stream-node-max-bytes", "stream-node-max-entries",
 )  # fmt: skip
 _FULL_SHARE, _MACHINE_SHARE = 0.8, 2 / 3
 _MIN_CLIENTS, _DEFAULT_CLIENTS = 1_000, 10_000
@@ -124,7 +124,7 @@ def check_version(server: Server) -> Iterator[Finding]:
     """Redis 7.0 or later, or Valkey."""
     redis, valkey = server.info.get("redis_version", "0"), server.info.get("valkey_version")
     product = f"Valkey {valkey} (as Redis {redis})" if valkey else f"Redis {redis}"
-    if tuple(int(part) for part in redis.split(".")[:2] if part.isdigit()) < _MIN_VERSION:
+    if _numbers(redis) < _MIN_VERSION:
         yield Finding(
             check="version", severity="problem", what=f"{product} is too old",
             why="scripts of millstream need Redis 7.0 or later, or Valkey",
@@ -198,6 +198,20 @@ def check_sync(server: Server) -> Iterator[Finding]:
             check="sync", severity="warning", what=f"{server.where} has appendfsync no",
             why="a machine that fails loses what its kernel had not written, up to half a minute",
             mend=(f"{server.cli} CONFIG SET appendfsync everysec",),
+        )  # fmt: skip
+
+
+def check_truncated(server: Server) -> Iterator[Finding]:
+    """A Redis that died in mid-write does not start with a part of a transaction."""
+    is_mended = "valkey_version" in server.info and _numbers(server.info["valkey_version"]) >= _MENDED_VALKEY
+    if not is_mended and server.info.get("aof_enabled") == "1" and server.setting("aof-load-truncated") == "yes":
+        yield Finding(
+            check="truncated", severity="warning", what=f"{server.where} has aof-load-truncated yes",
+            why="if it dies in mid-write (kill -9, out of memory, power), it keeps a part of the last transaction in its file, "
+            "and the start after the next applies that: effects come twice, or messages stay pending",
+            mend=(
+                f"{server.cli} CONFIG SET aof-load-truncated no  # it then starts after: redis-check-aof --fix MANIFEST",
+            ),
         )  # fmt: skip
 
 
@@ -323,6 +337,7 @@ SERVER_CHECKS: Mapping[str, Callable[[Server], Iterable[Finding]]] = {
     "eviction": check_eviction,
     "persistence": check_persistence,
     "sync": check_sync,
+    "truncated": check_truncated,
     "disk": check_disk,
     "replicas": check_replicas,
     "memory": check_memory,
@@ -335,6 +350,11 @@ SERVER_CHECKS: Mapping[str, Callable[[Server], Iterable[Finding]]] = {
 
 
 # --- Replies and commands ---
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _settings_of(read: Callable[[], Mapping[str, Mapping[str, str]]], address: str) -> Mapping[str, str]:

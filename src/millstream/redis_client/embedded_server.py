@@ -35,6 +35,7 @@ import hiredis
 
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import ConfigError, ServerError
+from millstream.redis_client.append_only_file import drop_unfinished_transaction
 from millstream.redis_client.server_program import ServerProgram, find_server_program
 
 _STOP_MS = 5_000
@@ -121,7 +122,8 @@ class EmbeddedServer:
     Guarantees: its data and its port survive `restart` and `kill`; one folder serves one server at a time. Under
     `appendfsync everysec`, the default here, SIGKILL loses the writes that Redis answered during a background sync of
     the file (at most 2 s, usually none). With `extra={"appendfsync": "no"}` or `"always"` each write reaches the kernel
-    before its reply, so SIGKILL loses nothing; only `always` also survives a power cut. Not thread-safe.
+    before its reply, so SIGKILL loses nothing; only `always` also survives a power cut. A transaction that the server
+    was killed in is removed from the file at the next start (see `append_only_file`). Not thread-safe.
 
     Parameters, all by keyword:
       data_dir: folder for the data, the log and redis.conf; created if missing, and kept. None: a temporary
@@ -321,6 +323,7 @@ class EmbeddedServer:
         folder = self._require_folder()
         log_start = folder.log.stat().st_size if folder.log.exists() else 0
         mode = ["--sentinel"] if self._config.sentinel else []
+        drop_unfinished_transaction(binary, folder.path)
         self._process = _spawn([binary, folder.conf.name, *mode], folder)
         while True:
             # Check for the exit before reading the log, so that the log is complete if it has exited.
