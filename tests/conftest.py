@@ -26,10 +26,10 @@ pytest_plugins = ["pytester"]
 AREAS = ("worker", "keys", "groups", "balancer", "router", "master", "spark", "sink", "cli", "chaos")
 """The systems that tests belong to, each a marker: `make test AREA=keys`. Every file of tests names its own."""
 
-SPARK_LANES = ("session", "drivers")
+SPARK_GROUPS = ("session", "drivers")
 """Tests that share the one Spark session of their process, and tests that start Spark in other processes.
 
-Side by side, the tests of a lane run one after another in one process: two cores bear no third Spark.
+Side by side, the tests of a group run one after another in one process: two cores bear no third Spark.
 """
 ORDER = ("faults", "contract", "spark", "integration", "unit")
 """What takes longest comes first, so that no process has much left when the others are done."""
@@ -100,25 +100,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every file of tests names its area. Side by side, the tests of a Spark lane stay together."""
+    """Every file of tests names its area. Side by side, the tests of a Spark group stay together."""
     if lacking := {item.path.name for item in items if not any(item.get_closest_marker(area) for area in AREAS)}:
         raise pytest.UsageError(f"say with `pytestmark` which of {', '.join(AREAS)} is tested in {sorted(lacking)}")
     for item in items:
-        if lane := _lane(item):
-            item.add_marker(pytest.mark.xdist_group(lane))
+        if spark_group := _spark_group(item):
+            item.add_marker(pytest.mark.xdist_group(spark_group))
     items.sort(key=_rank)
 
 
-def _lane(item: pytest.Item) -> str | None:
+def _spark_group(item: pytest.Item) -> str | None:
     if "spark" in getattr(item, "fixturenames", ()):
         return "session"
     return "drivers" if item.get_closest_marker("drivers") else None
 
 
 def _rank(item: pytest.Item) -> int:
-    lane, folder = _lane(item), item.path.parent.name
+    spark_group, folder = _spark_group(item), item.path.parent.name
     return (
-        SPARK_LANES.index(lane) if lane else len(SPARK_LANES) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
+        SPARK_GROUPS.index(spark_group)
+        if spark_group
+        else len(SPARK_GROUPS) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
     )
 
 
@@ -131,20 +133,20 @@ if os.environ.get("MILLSTREAM_TEST_ACL"):
         millstream_server.call("FLUSHALL")
         # Making a consumer ahead of its first read is for programs of one's own; no command and no engine does it.
         millstream_server.call(*acl_rule("least", list(RoleName)).line.split(), "+xgroup|createconsumer", ">rights")
-        twins: dict[str, Client] = {}
+        admin_clients: dict[str, Client] = {}
         for name in ("execute", "pipeline", "script", "scripts", "scan_streams", "scan_pages"):
-            monkeypatch.setattr(Client, name, _with_all_rights_in_tests(getattr(Client, name), twins))
+            monkeypatch.setattr(Client, name, _with_all_rights_in_tests(getattr(Client, name), admin_clients))
         yield millstream_server.url.replace("://", f"://{LOGIN}")
-        for twin in twins.values():
-            twin.close()
+        for admin_client in admin_clients.values():
+            admin_client.close()
 
-    def _with_all_rights_in_tests(method: Any, twins: dict[str, Client]) -> Any:
+    def _with_all_rights_in_tests(method: Any, admin_clients: dict[str, Client]) -> Any:
         @functools.wraps(method)
         def call(self: Client, *args: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_globals["__name__"]
             if not caller.startswith("tests.") or LOGIN not in self.url:
                 return method(self, *args, **options)
             url = self.url.replace(LOGIN, "")
-            return method(twins.setdefault(url, Client(url, timeout_ms=self.timeout_ms)), *args, **options)
+            return method(admin_clients.setdefault(url, Client(url, timeout_ms=self.timeout_ms)), *args, **options)
 
         return call

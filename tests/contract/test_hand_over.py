@@ -234,26 +234,26 @@ def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_
     bench: Bench,
 ) -> None:
     bench.publish(2 * PART)
-    held = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="frozen", into="out")
-    held.join()
-    (late,) = held.fetch(count=1)
+    frozen = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="frozen", into="out")
+    frozen.join()
+    (late,) = frozen.fetch(count=1)
     with bench.worker() as worker:
         bench.goes_on(50)
         with bench.pipeline("one") as pipeline:
             worker.join(FAIL_SAFE_S)
             assert isinstance(worker.error, StaleOwner)
-            unit = held.effects_of(late)
-            unit.outputs = [["id", late.id, "fence", held.token]]
+            unit = frozen.effects_of(late)
+            unit.outputs = [["id", late.id, "fence", frozen.token]]
             with pytest.raises(StaleOwner, match="taken over"):
-                held.commit([unit])
-            held.fetch(count=5)  # as a worker that has not noticed yet
+                frozen.commit([unit])
+            frozen.fetch(count=5)  # as a worker that has not noticed yet
             bench.goes_on(120)
             with bench.worker():
                 pipeline.join(FAIL_SAFE_S)
                 assert isinstance(pipeline.error, PipelineFailed)
                 assert "a newer run of app.handle has taken over" in str(pipeline.error)
                 with pytest.raises(StaleOwner, match="taken over"):
-                    CommitStore(bench.client, app="app", handler="handle", token=held.token).begin_run(["in"])
+                    CommitStore(bench.client, app="app", handler="handle", token=frozen.token).begin_run(["in"])
                 bench.ends()
     bench.check()
 

@@ -18,7 +18,7 @@ def fresh_client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
 
 
 @pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> PrintFigures:
+def print_figures(capsys: pytest.CaptureFixture[str]) -> PrintFigures:
     """Prints what a test has found, also where nothing failed."""
 
     def print_figures(report: Report | None, watch: StandstillWatch | None = None, **more: object) -> None:

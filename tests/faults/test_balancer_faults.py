@@ -152,7 +152,7 @@ def regained_s(client: Client, owner: str, at: float) -> dict[str, float | None]
 
 
 def test_streams_of_an_owner_that_is_killed_are_owned_again_once_their_lease_has_ended(
-    client: Client, tmp_path: Path, tell: PrintFigures
+    client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """How soon after that: `benchmarks lease_takeover`."""
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ def test_streams_of_an_owner_that_is_killed_are_owned_again_once_their_lease_has
         killed_at = owners[0].kill()
         eventually_shared(client, "c1", "c2")
         took_s = eventually_regained_s(client, "c0", killed_at)
-    tell(None, streams=len(took_s), owned_again_within_s=round(max(took_s), 2), lease_s=MEDIUM_MS / 1000)
+    print_figures(None, streams=len(took_s), owned_again_within_s=round(max(took_s), 2), lease_s=MEDIUM_MS / 1000)
     assert killed_at + min(took_s) >= until_s - 0.001, "none before the lease has ended, by the server's clock"
     check_owners(client)
 
@@ -245,7 +245,7 @@ def moved(client: Client) -> int:
 
 
 def test_from_one_to_five_to_two_owners_shares_stay_fair_and_no_more_streams_move_than_must(
-    client: Client, tmp_path: Path, tell: PrintFigures
+    client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     with ExitStack() as stack:
         owners = [stack.enter_context(owning(client, tmp_path, "c0", moves=0.2, lease_ms=LONG_MS))]
@@ -268,5 +268,5 @@ def test_from_one_to_five_to_two_owners_shares_stay_fair_and_no_more_streams_mov
             eventually_shared(client, *(one.name for one in owners), within=0)
             steps.append(moved(client) - before)
             assert steps[-1] == has, "what it had, and nothing else"
-    tell(None, streams=STREAMS, moved_growing_then_shrinking=steps)
+    print_figures(None, streams=STREAMS, moved_growing_then_shrinking=steps)
     check_owners(client)

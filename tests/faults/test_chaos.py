@@ -116,17 +116,17 @@ def standing_still(server: EmbeddedServer) -> Iterator[None]:
 
 @pytest.mark.parametrize("app", ["brittle", "strict"])
 def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures, app: str
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, app: str
 ) -> None:
     """Of a handler with three attempts, with a key or without: its messages do no harm, so none may be blamed."""
     seed = random.randrange(2**32)
     chance = random.Random(seed)
     has_key = app == "brittle"
-    books: Expectations = (
+    expectations: Expectations = (
         KeyedExpectations(fresh_client, tmp_path, app=app) if has_key else Expectations(fresh_client, tmp_path, app=app)
     )
     harm: Counter[str] = Counter()
-    with ExitStack() as stack, watched(books) as watch:
+    with ExitStack() as stack, watched(expectations) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
         all_workers = [
             stack.enter_context(RunningWorkers(proxy.url, tmp_path, "--stop-timeout", "2", app=app, claim_s=CLAIM_S))
@@ -134,7 +134,7 @@ def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
         ]
         nemesis = Nemesis(millstream_fresh_server, proxy, fresh_client, all_workers)
         for number in range(ROUNDS):
-            publish(books, chance.choice((0, 1, 5)))
+            publish(expectations, chance.choice((0, 1, 5)))
             time.sleep(chance.random())  # harm at any point
             kinds = nemesis.kinds
             kind = kinds[number] if number < len(kinds) else chance.choice(kinds)
@@ -143,13 +143,17 @@ def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
             if chance.random() < 0.5:
                 nemesis.wake_up()
         nemesis.wake_up()
-        report = books.check_keys(overlap=False) if isinstance(books, KeyedExpectations) else books.check()
-    tell(report, watch, seed=seed, **harm)
+        report = (
+            expectations.check_keys(overlap=False)
+            if isinstance(expectations, KeyedExpectations)
+            else expectations.check()
+        )
+    print_figures(report, watch, seed=seed, **harm)
 
 
-def publish(books: Expectations, ms: int) -> None:
+def publish(expectations: Expectations, ms: int) -> None:
     """Some messages, of 30 keys where they have one."""
-    if isinstance(books, KeyedExpectations):
-        books.publish_keys(MESSAGES, 30, ms=ms)
+    if isinstance(expectations, KeyedExpectations):
+        expectations.publish_keys(MESSAGES, 30, ms=ms)
     else:
-        books.publish(MESSAGES, ms=ms)
+        expectations.publish(MESSAGES, ms=ms)

@@ -104,7 +104,7 @@ class Assassin:
         self._chance = chance
         self.log: list[str] = []
 
-    def strike(self, number: int) -> None:
+    def kill_once(self, number: int) -> None:
         """Kill once. The first strikes go to the exact points, further ones to them and to chance in turn."""
         plan = (*EXACT_POINTS, "driver", "worker")
         point = plan[number % len(plan)]
@@ -162,7 +162,7 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
             for number in range(KILLS):
                 goal = number * MESSAGES // (KILLS + 2)  # enough is left to be at work when it strikes
                 wait_for_commits(client, goal, driver)
-                assassin.strike(number)
+                assassin.kill_once(number)
             eventually(
                 lambda: client.execute("HGET", KEYS.meta, "committed_id") == last,
                 f"the end of the stream; kills: {assassin.log}, seed {seed}",

@@ -21,53 +21,58 @@ OUTAGES = 4
 
 @pytest.mark.parametrize("deed", ["compute", "block"])
 def test_a_message_that_freezes_its_process_ends_as_a_dead_letter_and_all_others_are_done(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures, deed: str
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, deed: str
 ) -> None:
-    books = KeyedExpectations(fresh_client, tmp_path, app="brittle")
-    with RunningWorkers(fresh_client.url, tmp_path, app="brittle", claim_s=CLAIM_S) as workers, watched(books) as watch:
+    expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")
+    with (
+        RunningWorkers(fresh_client.url, tmp_path, app="brittle", claim_s=CLAIM_S) as workers,
+        watched(expectations) as watch,
+    ):
         workers.ready()
-        books.publish_keys(50, 25, ms=1)
-        (poison,) = books.publish_key("poison", 1, do=deed)
-        books.publish_keys(50, 25, ms=1)
-        report = books.check_keys(dead={poison: "crashed"}, overlap=False, log=workers.log)
+        expectations.publish_keys(50, 25, ms=1)
+        (poison,) = expectations.publish_key("poison", 1, do=deed)
+        expectations.publish_keys(50, 25, ms=1)
+        report = expectations.check_keys(dead={poison: "crashed"}, overlap=False, log=workers.log)
         assert workers.supervisor.poll() is None
-    (letter,) = books.dead_letters()
+    (letter,) = expectations.dead_letters()
     assert "as a handler had held Python's interpreter (the GIL)" in letter.error
-    tell(report, watch, kills=workers.log().count("is frozen"))
+    print_figures(report, watch, kills=workers.log().count("is frozen"))
 
 
 def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Client, tmp_path: Path) -> None:
-    books = Expectations(fresh_client, tmp_path, app="limited")  # its time limit is short: a freeze may not last longer
+    expectations = Expectations(
+        fresh_client, tmp_path, app="limited"
+    )  # its time limit is short: a freeze may not last longer
     with RunningWorkers(fresh_client.url, tmp_path, app="limited", processes=1) as workers:
         workers.ready()
         (frozen,) = workers.children()
         os.kill(workers.supervisor.pid, signal.SIGSTOP)  # it would end the process itself
-        books.publish(1, do="compute")
-        eventually(books.runs, "the run", log=workers.log)
+        expectations.publish(1, do="compute")
+        eventually(expectations.runs, "the run", log=workers.log)
         workers.supervisor.kill()
         frozen.wait(FAIL_SAFE_S)
 
 
 def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_away(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    books = KeyedExpectations(fresh_client, tmp_path, app="brittle")
+    expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")
     redis = psutil.Process(millstream_fresh_server.pid)
     patient = ("--stop-timeout", "3600")  # an orderly stop may take that long: the end of a lease must not wait for it
     with (
         RunningWorkers(fresh_client.url, tmp_path, *patient, app="brittle", claim_s=CLAIM_S) as workers,
-        watched(books) as watch,
+        watched(expectations) as watch,
     ):
         workers.ready()
-        (long,) = books.publish_key("long", 1, do="wait")
+        (long,) = expectations.publish_key("long", 1, do="wait")
         for outage in range(OUTAGES):
-            eventually(lambda outage=outage: len(books.runs()) > outage, "one more run", log=workers.log)  # type: ignore[misc]
+            eventually(lambda outage=outage: len(expectations.runs()) > outage, "one more run", log=workers.log)  # type: ignore[misc]
             redis.suspend()
             eventually(
                 lambda outage=outage: workers.log().count("its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
             )  # fmt: skip
             redis.resume()
-        books.open_gate()
-        report = books.check_keys(overlap=False, log=workers.log)
-        assert [row["id"] for row in books.outputs()] == [long]
-    tell(report, watch, outages=OUTAGES)
+        expectations.open_gate()
+        report = expectations.check_keys(overlap=False, log=workers.log)
+        assert [row["id"] for row in expectations.outputs()] == [long]
+    print_figures(report, watch, outages=OUTAGES)

@@ -69,12 +69,12 @@ def test_kills_between_taking_noting_and_acknowledging_lose_nothing_and_double_n
             for point in DRIVERS:
                 copying.arm(point, "driver")
                 copying.run(BATCH)
-                assert point in copying.hits(), copying.said()
+                assert point in copying.hits(), copying.output()
             for point in PROCESSES:
                 copying.arm(point, "process")
-            assert copying.run(BATCH) == 0, copying.said()
+            assert copying.run(BATCH) == 0, copying.output()
             eventually(lambda: is_over(group), "the end of what the worker and the query have left")
-        assert Counter(copying.hits()) == Counter((*DRIVERS, *PROCESSES)), copying.said()
+        assert Counter(copying.hits()) == Counter((*DRIVERS, *PROCESSES)), copying.output()
         copied = [n for place in range(3) for n in published(client, f"out{place}")]
         assert sorted(copied + done) == list(range(ROWS))
         assert copied

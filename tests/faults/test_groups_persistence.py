@@ -100,12 +100,12 @@ def promotion() -> Iterator[tuple[Client, Callable[[], None]]]:
 
 @pytest.mark.parametrize("fault", [rdb_restart, aof_restart, rewritten_aof_restart, promotion])
 def test_pending_entries_owners_delivery_counts_and_set_ids_survive(fault: Callable[[], object]) -> None:
-    with fault() as (client, strike):  # type: ignore[attr-defined]
+    with fault() as (client, inject):  # type: ignore[attr-defined]
         fill(client)
         before = memory(client)
         assert len(before[2]) == 22
         assert {entry.deliveries for entry in before[2]} == {1, 2, 8}
-        strike()
+        inject()
         after = client.retry_while_unavailable(lambda: memory(client), what="test", limit_ms=1000 * FAIL_SAFE_S)
         assert after == before
         (batch,) = Consumer(client, group="g", name="new", streams=["s"]).read_new()
@@ -119,7 +119,7 @@ def test_a_waiting_reader_follows_a_failover_and_gets_every_entry(tmp_path: Path
             seen = [one for batch in reader.read() for one in batch.ids[:5] if reader.ack("s", [one])]
             fail_over()
             client.retry_while_unavailable(lambda: add(client, range(11, 21)), what="test", limit_ms=1000 * FAIL_SAFE_S)
-            eventually(lambda: bool(take(reader, seen)) and len(set(seen)) == 20, "every entry")
+            eventually(lambda: bool(read_and_ack(reader, seen)) and len(set(seen)) == 20, "every entry")
         assert sorted(seen, key=lambda one: int(one[:-2])) == [b"%d-0" % n for n in range(1, 21)]
         assert Group(client, "s", "g").pending.summary().count == 0
 
@@ -131,7 +131,7 @@ def kill_and_start(server: EmbeddedServer, client: Client) -> None:
     client.close()  # its connection died too
 
 
-def take(reader: Reader, seen: list[bytes]) -> list[bytes]:
+def read_and_ack(reader: Reader, seen: list[bytes]) -> list[bytes]:
     """One step of a reader that processes and acknowledges."""
     for batch in reader.read():
         seen += batch.ids
@@ -155,18 +155,18 @@ def test_a_redis_that_lost_its_last_second_makes_only_a_forgetful_consumer_proce
     with EmbeddedServer(extra={"appendonly": "no"}) as server, Client(server.url) as client:
         add(client, range(1, 21))
         with start(client) as reader:
-            take(reader, processed)
-            held = Consumer(client, group="g", name="c", streams=["s"]).read_new(count=2)[0].ids
+            read_and_ack(reader, processed)
+            pending_ids = Consumer(client, group="g", name="c", streams=["s"]).read_new(count=2)[0].ids
             client.execute("SAVE")
-            reader.ack("s", held)
-            processed += held
-            take(reader, processed)
-            take(reader, processed)
+            reader.ack("s", pending_ids)
+            processed += pending_ids
+            read_and_ack(reader, processed)
+            read_and_ack(reader, processed)
         assert len(processed) == 17
         kill_and_start(server, client)
         assert Group(client, "s", "g").pending.summary().count == 2  # Redis has forgotten 12 acknowledgements
         with start(client) as reader:
-            eventually(lambda: take(reader, processed)[-1] == b"20-0", "the end of the stream")
+            eventually(lambda: read_and_ack(reader, processed)[-1] == b"20-0", "the end of the stream")
             reader.read()
         assert Group(client, "s", "g").pending.summary().count == 0
     assert set(processed) == {b"%d-0" % n for n in range(1, 21)}
@@ -178,9 +178,9 @@ def test_a_redis_that_came_back_empty_is_filled_and_read_again(tmp_path: Path) -
     with EmbeddedServer(extra={"appendonly": "no"}) as server, Client(server.url) as client:
         add(client, range(1, 4))
         with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK, on_event=events.append) as reader:
-            seen = take(reader, [])
+            seen = read_and_ack(reader, [])
             kill_and_start(server, client)
-            eventually(lambda: not take(reader, []) and len(events) == 2, "the group to be made again")
+            eventually(lambda: not read_and_ack(reader, []) and len(events) == 2, "the group to be made again")
             add(client, range(1, 3))
-            eventually(lambda: len(take(reader, seen)) == 5, "the new entries")
+            eventually(lambda: len(read_and_ack(reader, seen)) == 5, "the new entries")
     assert [type(event).__name__ for event in events] == ["GroupRecreated", "Resumed"]

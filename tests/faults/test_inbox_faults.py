@@ -59,22 +59,22 @@ def payments() -> list[Payment]:
 
 def expected(given: list[Payment]) -> dict[str, list[tuple[str, int]]]:
     """Each account's entries: payment, balance after it."""
-    books: dict[str, list[tuple[str, int]]] = {str(account): [] for account in range(ACCOUNTS)}
+    expectations: dict[str, list[tuple[str, int]]] = {str(account): [] for account in range(ACCOUNTS)}
     for payment in given:
-        book = books[payment.account]
+        book = expectations[payment.account]
         book.append((payment.id, (book[-1][1] if book else 0) + payment.amount))
-    return books
+    return expectations
 
 
 def booked(database: Database) -> dict[str, list[tuple[str, int]]]:
     """What stands in the database."""
-    books: dict[str, list[tuple[str, int]]] = {str(account): [] for account in range(ACCOUNTS)}
+    expectations: dict[str, list[tuple[str, int]]] = {str(account): [] for account in range(ACCOUNTS)}
     with closing(database.connect()) as connection:
         cursor = connection.cursor()
         cursor.execute("SELECT account, id, balance FROM entries ORDER BY number")
         for account, payment, balance in cursor.fetchall():
-            books[account].append((payment, balance))
-    return books
+            expectations[account].append((payment, balance))
+    return expectations
 
 
 def start(plan: Plan) -> "subprocess.Popen[bytes]":

@@ -29,14 +29,14 @@ HOT, COLD = (150_000, 4_000) if SOAK else (10_000, 200)
 
 
 def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """1 -> many -> 1 workers; kill -9 and SIGSTOP at random; connections cut; Redis restarted."""
     seed = random.randrange(2**32)
     chance = random.Random(seed)
-    books = KeyedExpectations(fresh_client, tmp_path)
+    expectations = KeyedExpectations(fresh_client, tmp_path)
     harm = {"kill": 0, "stop": 0, "cut": 0, "restart": 0}
-    with ExitStack() as stack, watched(books) as watch:
+    with ExitStack() as stack, watched(expectations) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
 
         def one_more() -> RunningWorkers:
@@ -45,7 +45,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
         all_workers = [one_more().ready()]
         stopped: list[psutil.Process] = []
         for number in range(ROUNDS):
-            books.publish_keys(MESSAGES // ROUNDS, KEYS, ms=chance.choice((0, 0, 1)))
+            expectations.publish_keys(MESSAGES // ROUNDS, KEYS, ms=chance.choice((0, 0, 1)))
             if number < ROUNDS // 2 and len(all_workers) < MOST:
                 all_workers.append(one_more())
             elif number > 3 * ROUNDS // 4 and len(all_workers) > 1:
@@ -69,15 +69,15 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                     stopped.append(victim)
             time.sleep(chance.uniform(0.2, 1.5))  # leases of a second may expire meanwhile
         resume_all(stopped)
-        report = books.check_keys(overlap=False, log=all_workers[0].log)
-    tell(report, watch, seed=seed, **harm)
+        report = expectations.check_keys(overlap=False, log=all_workers[0].log)
+    print_figures(report, watch, seed=seed, **harm)
 
 
 def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_have_ended(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """`benchmarks recovery` measures how soon."""
-    books = KeyedExpectations(fresh_client, tmp_path)
+    expectations = KeyedExpectations(fresh_client, tmp_path)
     # The name is not acquired again, as its supervisor dies as well: only the expiry of the lease helps.
     with RunningWorkers(
         fresh_client.url, tmp_path, "--name", "heir", processes=1, app="keyed", claim_s=LONG_CLAIM_S
@@ -89,71 +89,71 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
                 fresh_client.url, tmp_path, "--name", name, processes=1, app="keyed", claim_s=LONG_CLAIM_S
             ) as dying:
                 dying.ready()
-                books.publish_keys(2_500, 40, ms=5)
+                expectations.publish_keys(2_500, 40, ms=5)
 
                 def has_much() -> bool:
-                    if books.drained():
-                        books.publish_keys(2_500, 40, ms=5)
-                    return len(leases_of(books, b"dying")) > 5
+                    if expectations.drained():
+                        expectations.publish_keys(2_500, 40, ms=5)
+                    return len(leases_of(expectations, b"dying")) > 5
 
                 eventually(has_much, "work on both", log=dying.log)
                 dying.kill_all()
                 killed_ms = server_time_ms(fresh_client)
-                until_ms = leases_of(books, b"dying")
-                done = books.effect_count()
-                eventually(books.drained, "the drain", log=heir.log)
-                again_ms = first_commits_ms(books, done)
-        report = books.check_keys(log=heir.log)
+                until_ms = leases_of(expectations, b"dying")
+                done = expectations.effect_count()
+                eventually(expectations.drained, "the drain", log=heir.log)
+                again_ms = first_commits_ms(expectations, done)
+        report = expectations.check_keys(log=heir.log)
     assert until_ms
     assert again_ms.keys() >= until_ms.keys(), "each key that it held goes on"
-    assert all(again_ms[line] >= until_ms[line] for line in until_ms), "and not before its lease has expired"
-    waited_ms = max(again_ms[line] for line in until_ms) - killed_ms
-    tell(report, lines=len(until_ms), waited_ms=round(waited_ms), lease_s=LONG_CLAIM_S)
+    assert all(again_ms[queue] >= until_ms[queue] for queue in until_ms), "and not before its lease has expired"
+    waited_ms = max(again_ms[queue] for queue in until_ms) - killed_ms
+    print_figures(report, queues=len(until_ms), waited_ms=round(waited_ms), lease_s=LONG_CLAIM_S)
 
 
-def leases_of(books: KeyedExpectations, worker: bytes) -> dict[bytes, int]:
+def leases_of(expectations: KeyedExpectations, worker: bytes) -> dict[bytes, int]:
     """Return the keys that workers of this name have leased, and when their leases expire, by the server's clock."""
-    commands = [("HGETALL", books.keys.owners), ("ZRANGE", books.keys.leases, 0, -1, "WITHSCORES")]
-    owners, ends = map(raise_if_error, books.client.pipeline(commands))
+    commands = [("HGETALL", expectations.keys.owners), ("ZRANGE", expectations.keys.leases, 0, -1, "WITHSCORES")]
+    owners, ends = map(raise_if_error, expectations.client.pipeline(commands))
     until_ms = dict(zip(ends[::2], map(int, ends[1::2]), strict=True))
-    return {line: until_ms[line] for line, token in zip(owners[::2], owners[1::2], strict=True) if worker in token}
+    return {queue: until_ms[queue] for queue, token in zip(owners[::2], owners[1::2], strict=True) if worker in token}
 
 
-def first_commits_ms(books: KeyedExpectations, done: int) -> dict[bytes, int]:
+def first_commits_ms(expectations: KeyedExpectations, done: int) -> dict[bytes, int]:
     """Return when each key had its first commit after the first `done` effects, by the server's clock."""
     times: dict[bytes, int] = {}
-    for stamp, pairs in books.client.execute("XRANGE", "out", "-", "+")[done:]:
+    for stamp, pairs in expectations.client.execute("XRANGE", "out", "-", "+")[done:]:
         times.setdefault(b"k" + pairs[pairs.index(b"key") + 1], stamp_ms(stamp))
     return times
 
 
 def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    books = KeyedExpectations(fresh_client, tmp_path)
+    expectations = KeyedExpectations(fresh_client, tmp_path)
     refused = 0
     with RunningWorkers(fresh_client.url, tmp_path, app="keyed", claim_s=CLAIM_S) as workers:
         workers.ready()
         for _ in range(10 if SOAK else 1):
-            books.publish_keys(2_000, 50, ms=5)
-            victim = asleep_with_leases(workers, books)
-            eventually(books.drained, "the other's drain, after the leases", log=workers.log)
+            expectations.publish_keys(2_000, 50, ms=5)
+            victim = asleep_with_leases(workers, expectations)
+            eventually(expectations.drained, "the other's drain, after the leases", log=workers.log)
             victim.resume()
             refused = workers.eventually_refused(beyond=refused)
-            report = books.check_keys(overlap=False, log=workers.log)
-    tell(report, refused=refused)
+            report = expectations.check_keys(overlap=False, log=workers.log)
+    print_figures(report, refused=refused)
 
 
-def asleep_with_leases(workers: RunningWorkers, books: KeyedExpectations) -> psutil.Process:
+def asleep_with_leases(workers: RunningWorkers, expectations: KeyedExpectations) -> psutil.Process:
     """Pause a worker that has leases, and still has them then."""
-    victim = workers.victim(books)
+    victim = workers.victim(expectations)
 
     def is_asleep() -> bool:
-        if books.drained():
-            books.publish_keys(2_000, 50, ms=5)
+        if expectations.drained():
+            expectations.publish_keys(2_000, 50, ms=5)
         victim.suspend()
-        books.drained()  # a round trip: Redis has executed the worker's earlier commands by now
-        if leases_of(books, owner_of(victim)):
+        expectations.drained()  # a round trip: Redis has executed the worker's earlier commands by now
+        if leases_of(expectations, owner_of(victim)):
             return True
         victim.resume()
         return False
@@ -168,39 +168,39 @@ def owner_of(worker: psutil.Process) -> bytes:
 
 
 def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    books = KeyedExpectations(fresh_client, tmp_path)
-    with RunningWorkers(fresh_client.url, tmp_path, app="keyed") as workers, watched(books) as watch:
+    expectations = KeyedExpectations(fresh_client, tmp_path)
+    with RunningWorkers(fresh_client.url, tmp_path, app="keyed") as workers, watched(expectations) as watch:
         workers.ready()
-        books.publish_keys(300, 20, ms=1)
-        dead = [books.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
-        books.publish_keys(300, 20, ms=1)
-        report = books.check_keys(dead=dict.fromkeys(dead, "crashed"), log=workers.log)
-    tell(report, watch, crashes=workers.log().count("restarting in"))
+        expectations.publish_keys(300, 20, ms=1)
+        dead = [expectations.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
+        expectations.publish_keys(300, 20, ms=1)
+        report = expectations.check_keys(dead=dict.fromkeys(dead, "crashed"), log=workers.log)
+    print_figures(report, watch, crashes=workers.log().count("restarting in"))
 
 
 def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_works_on(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """`benchmarks recovery` measures how soon."""
-    books = KeyedExpectations(fresh_client, tmp_path)
-    with RunningWorkers(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(books) as watch:
+    expectations = KeyedExpectations(fresh_client, tmp_path)
+    with RunningWorkers(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(expectations) as watch:
         first.ready()
-        books.publish_keys(2_000, 100, ms=5)
+        expectations.publish_keys(2_000, 100, ms=5)
         with RunningWorkers(fresh_client.url, tmp_path, processes=1, app="keyed") as second:
             second.ready()
             joined = str(*(child.pid for child in second.children()))
 
             def both_work() -> bool:
-                if books.drained():
-                    books.publish_keys(1_000, 100, ms=5)
-                by = [row["pid"] for row in books.outputs()]
+                if expectations.drained():
+                    expectations.publish_keys(1_000, 100, ms=5)
+                by = [row["pid"] for row in expectations.outputs()]
                 return joined in by and by[-1] != joined
 
             eventually(both_work, "work of the second, and then of the first", log=second.log)
-            report = books.check_keys(log=first.log)
-    tell(report, watch)
+            report = expectations.check_keys(log=first.log)
+    print_figures(report, watch)
 
 
 def stamp_ms(entry: bytes) -> int:
@@ -209,43 +209,43 @@ def stamp_ms(entry: bytes) -> int:
 
 
 def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_its_place_in_line(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    books = KeyedExpectations(fresh_client, tmp_path)
+    expectations = KeyedExpectations(fresh_client, tmp_path)
     with RunningWorkers(fresh_client.url, tmp_path, app="keyed") as workers:
         workers.ready()
-        alone = latencies_ms(books, COLD)
-        books.publish_key("hot", 1, do="wait")
+        alone = latencies_ms(expectations, COLD)
+        expectations.publish_key("hot", 1, do="wait")
         before = used_memory(fresh_client)
         for at in range(0, HOT, 500):
             fresh_client.pipeline([("XADD", "without a group", "*", "n", at + n, "key", "hot") for n in range(500)])
         in_stream = used_memory(fresh_client) - before
-        books.publish_key("hot", HOT)
-        eventually(books.all_read, "the hot key in line", log=workers.log)
+        expectations.publish_key("hot", HOT)
+        eventually(expectations.all_read, "the hot key in line", log=workers.log)
         bytes_each = (used_memory(fresh_client) - before - 2 * in_stream) / HOT
-        beside = latencies_ms(books, COLD)
-        still_waiting = books.pending()
-        books.open_gate()
-        report = books.check_keys(log=workers.log)
+        beside = latencies_ms(expectations, COLD)
+        still_waiting = expectations.pending()
+        expectations.open_gate()
+        report = expectations.check_keys(log=workers.log)
     p99 = [statistics.quantiles(times, n=100)[98] for times in (alone, beside)]
-    tell(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
+    print_figures(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
          still_waiting=still_waiting)  # fmt: skip
     assert still_waiting > HOT, "all others were processed while it was paused"
     assert bytes_each < 130 + more_for_pending(fresh_client)
 
 
-def latencies_ms(books: KeyedExpectations, count: int) -> list[float]:
+def latencies_ms(expectations: KeyedExpectations, count: int) -> list[float]:
     """Return the ms from each message's entry to its effect, by the server's clock, at 200 a second over 50 keys."""
     ids: list[str] = []
     for _ in range(0, count, 20):
-        ids += books.publish_keys(20, 50)
+        ids += expectations.publish_keys(20, 50)
         time.sleep(0.1)
     wanted = set(ids)
     found: dict[str, float] = {}
 
     def all_done() -> bool:
         found.clear()
-        for one, pairs in books.client.execute("XREVRANGE", "out", "+", "-", "COUNT", 200_000):
+        for one, pairs in expectations.client.execute("XREVRANGE", "out", "+", "-", "COUNT", 200_000):
             source = pairs[1].decode()
             if source in wanted:
                 found[source] = stamp_ms(one) - stamp_ms(source.encode())
@@ -258,4 +258,4 @@ def latencies_ms(books: KeyedExpectations, count: int) -> list[float]:
 def used_memory(client: Client) -> int:
     """Return the memory that Redis reports as used, in bytes."""
     info = client.execute("INFO", "memory").decode()
-    return int(next(line for line in info.splitlines() if line.startswith("used_memory:")).partition(":")[2])
+    return int(next(queue for queue in info.splitlines() if queue.startswith("used_memory:")).partition(":")[2])

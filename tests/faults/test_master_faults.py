@@ -19,7 +19,19 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.history import Event, check, read_events
 from tests.support.commandline import PROGRAM, environment, run
-from tests.support.masters import GROUP, KEYS, PATIENT, STREAM, TOKEN, Foreign, Master, end, holders, is_clean, publish
+from tests.support.masters import (
+    GROUP,
+    KEYS,
+    PATIENT,
+    STREAM,
+    TOKEN,
+    Master,
+    MemoConsumer,
+    end,
+    holders,
+    is_clean,
+    publish,
+)
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.master, pytest.mark.faults]
@@ -106,8 +118,8 @@ def test_who_stops_answering_its_health_url_loses_its_messages_to_others(client:
     first, second = publish(client, "A", "A")
     with ExitStack() as stack:
         master = stack.enter_context(Master(client.url, *WATCHFUL))
-        ill = stack.enter_context(Foreign(client, "c1").register(master))
-        well = stack.enter_context(Foreign(client, "c2"))
+        ill = stack.enter_context(MemoConsumer(client, "c1").register(master))
+        well = stack.enter_context(MemoConsumer(client, "c2"))
         assert ill.next()[0] == first
         well.register(master)
         ill.health.status = 503
@@ -126,8 +138,8 @@ def test_who_acknowledges_late_in_redis_ends_the_message_for_who_has_it_by_then(
     first, second = publish(client, "A", "A")
     with ExitStack() as stack:
         master = stack.enter_context(Master(client.url, *WATCHFUL))
-        late = stack.enter_context(Foreign(client, "c1").register(master))
-        other = stack.enter_context(Foreign(client, "c2"))
+        late = stack.enter_context(MemoConsumer(client, "c1").register(master))
+        other = stack.enter_context(MemoConsumer(client, "c2"))
         late.next()
         other.register(master)
         late.health.status = 503
@@ -144,8 +156,8 @@ def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(cli
     stuck_on, newer = publish(client, "A", "A")
     with ExitStack() as stack:
         master = stack.enter_context(Master(client.url, *PATIENT, "--delegation-limit", "2"))
-        stuck = stack.enter_context(Foreign(client, "c1").register(master))
-        other = stack.enter_context(Foreign(client, "c2"))
+        stuck = stack.enter_context(MemoConsumer(client, "c1").register(master))
+        other = stack.enter_context(MemoConsumer(client, "c2"))
         assert stuck.next()[0] == stuck_on
         eventually(lambda: (stuck.read(), master.state_of("c1") == "stuck")[1], "it is found out")
         publish(client, "B")
@@ -166,7 +178,7 @@ def test_a_slow_consumer_that_is_alone_does_nothing_twice(client: Client) -> Non
     slow, newer = publish(client, "A", "A")
     with (
         Master(client.url, *PATIENT, "--delegation-limit", "1") as master,
-        Foreign(client, "c1").register(master) as consumer,
+        MemoConsumer(client, "c1").register(master) as consumer,
     ):
         assert consumer.next()[0] == slow
         eventually(lambda: master.state_of("c1") == "stuck", "it is found out")
@@ -180,11 +192,11 @@ def test_a_message_that_kills_its_consumers_ends_as_a_dead_letter(client: Client
     bad, good = publish(client, "A", "A")
     with Master(client.url, *WATCHFUL, "--attempts", "2") as master:
         for name in ("c1", "c2"):
-            victim = Foreign(client, name).register(master)
+            victim = MemoConsumer(client, name).register(master)
             assert victim.next()[0] == bad
             victim.health.close()
             eventually(lambda name=name: master.state_of(name) == "dead", "its death")  # type: ignore[misc]
-        with Foreign(client, "c3").register(master) as survivor:
+        with MemoConsumer(client, "c3").register(master) as survivor:
             assert survivor.next()[0] == good
     (letter,) = run("dlq", "list", "--json", url=client.url).json_lines()
     assert (letter["id"], letter["reason"]) == (bad, "crashed")
@@ -193,7 +205,7 @@ def test_a_message_that_kills_its_consumers_ends_as_a_dead_letter(client: Client
 def test_an_acknowledgement_goes_to_any_master(client: Client) -> None:
     first, second = publish(client, "A", "A")
     with Master(client.url, *PATIENT) as one, Master(client.url, *PATIENT, "--name", "m2") as two:
-        consumer = Foreign(client, "c1").register(one)
+        consumer = MemoConsumer(client, "c1").register(one)
         with consumer:
             assert consumer.next()[0] == first
             end(one.process, signal.SIGKILL)
@@ -207,7 +219,7 @@ def test_without_any_master_messages_stay_where_they_are_and_what_is_acknowledge
     first, second, other = publish(client, "A", "A", "B")
     options = (*PATIENT, "--lease", "1")
     with Master(client.url, *options) as master:
-        consumer = Foreign(client, "c1", max_tickets=2).register(master)
+        consumer = MemoConsumer(client, "c1", max_tickets=2).register(master)
         eventually(lambda: len(consumer.read()) == 2, "both tickets")
         end(master.process, signal.SIGKILL)
     consumer.xack(first)
@@ -241,7 +253,7 @@ def test_what_was_pending_in_the_group_before_there_was_a_master_is_not_lost(cli
     old = publish(client, "A", "B")
     client.execute("XREADGROUP", "GROUP", GROUP, "gone", "STREAMS", STREAM, ">")
     new = publish(client, "A")
-    with Master(client.url, *PATIENT) as master, Foreign(client, "c1", max_tickets=5).register(master) as consumer:
+    with Master(client.url, *PATIENT) as master, MemoConsumer(client, "c1", max_tickets=5).register(master) as consumer:
         eventually(lambda: set(holders(client).values()) <= {"c1", "waiting"}, "the old ones are in their lines")
         got: list[str] = []
         while len(got) < 3:
@@ -255,7 +267,7 @@ def test_what_was_pending_in_the_group_before_there_was_a_master_is_not_lost(cli
 
 def test_a_deleted_consumer_and_a_destroyed_group_lose_nothing(client: Client) -> None:
     first, second = publish(client, "A", "A")
-    with Master(client.url, *PATIENT) as master, Foreign(client, "c1").register(master) as consumer:
+    with Master(client.url, *PATIENT) as master, MemoConsumer(client, "c1").register(master) as consumer:
         assert consumer.next()[0] == first
         client.execute("XGROUP", "DELCONSUMER", STREAM, GROUP, "c1")
         eventually(lambda: holders(client) == {first: "c1", second: "waiting"}, "the message is back")

@@ -145,10 +145,10 @@ def test_movers_that_are_killed_at_any_point_neither_lose_nor_double_a_delayed_m
     portion = MESSAGES // KILLS
     try:
         with Producer(fresh_client) as producer:
-            for turn in range(KILLS):
-                some = range(turn * portion, (turn + 1) * portion)
+            for round_number in range(KILLS):
+                some = range(round_number * portion, (round_number + 1) * portion)
                 producer.publish_many("s", [{"key": n % KEYS, "n": n // KEYS} for n in some], delay_ms=5)
-                time.sleep(0.001 * (turn % 12))  # so that some die before, some during and some after the move
+                time.sleep(0.001 * (round_number % 12))  # so that some die before, some during and some after the move
                 victim = movers.pop(0)
                 victim.send_signal(signal.SIGKILL)
                 victim.communicate(timeout=FAIL_SAFE_S)

@@ -12,7 +12,7 @@ from millstream.router import ReadPolicy
 from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.reactor import ThreadReactor
 from millstream.testing.proxy import Proxy, Side
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.routers import READERS, Subscribers, make_router, publish
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -97,7 +97,7 @@ def test_connections_that_end_after_a_few_reads_still_reach_every_stream(
 class Noting(ThreadReactor):
     """A pump that waits for nothing, and notes how long a link would have waited before it dials again."""
 
-    def __init__(self, clock: HandClock) -> None:
+    def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock, print)
         self.waits: list[float] = []
 
@@ -111,8 +111,8 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
     millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = millstream_fresh_server
-    clock = HandClock()
-    pump_of = Noting(clock)
+    clock = ManualClock()
+    reactor = Noting(clock)
     links: list[ReconnectingConnection] = []
     ups: list[float] = []
 
@@ -125,14 +125,14 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
     with Proxy(server.port) as proxy, Client(proxy.url) as client:
         proxy.cut_before("XREAD", times=1_000_000)
         events, policy = ConnectionEvents(on_up=up, on_down=lambda _: None), ConnectionPolicy(greeting=[("PING",)])
-        pump_of.start()
-        pump_of.call(
-            lambda: links.append(ReconnectingConnection(pump_of, client.dial, "Redis", policy=policy, events=events))
+        reactor.start()
+        reactor.call(
+            lambda: links.append(ReconnectingConnection(reactor, client.dial, "Redis", policy=policy, events=events))
         )
         try:
-            eventually(lambda: len(pump_of.waits) >= 10, "ten breaks")
+            eventually(lambda: len(reactor.waits) >= 10, "ten breaks")
         finally:
-            pump_of.call(lambda: links[0].close())  # noqa: PLW0108 - made in the pump's thread
-            assert pump_of.stop(1000 * FAIL_SAFE_S)
-    assert pump_of.waits[:10] == [0, 50, 100, 200, 400, 800, 1000, 1000, 0, 50]
+            reactor.call(lambda: links[0].close())  # noqa: PLW0108 - made in the pump's thread
+            assert reactor.stop(1000 * FAIL_SAFE_S)
+    assert reactor.waits[:10] == [0, 50, 100, 200, 400, 800, 1000, 1000, 0, 50]
     assert caplog.text.count("Redis unreachable for") == 2, "it is not logged each time"

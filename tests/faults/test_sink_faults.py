@@ -30,11 +30,11 @@ def test_kills_at_every_step_of_tasks_commits_and_drivers_publish_each_row_once_
         for point in DRIVERS:
             copying.arm(point, "driver")
             copying.run(batch)
-            assert point in copying.hits(), copying.said()
+            assert point in copying.hits(), copying.output()
         for point in (*TASKS, *COMMITS):
             copying.arm(point, "process")
-        assert copying.run(batch) == 0, copying.said()
-        assert Counter(copying.hits()) == Counter((*DRIVERS, *TASKS, *COMMITS)), copying.said()
+        assert copying.run(batch) == 0, copying.output()
+        assert Counter(copying.hits()) == Counter((*DRIVERS, *TASKS, *COMMITS)), copying.output()
         with capsys.disabled():
             print(f"\nkills at: {', '.join(copying.hits())}")  # noqa: T201
         for place in range(3):

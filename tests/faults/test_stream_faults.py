@@ -28,7 +28,7 @@ CUTS = 20 if SOAK else 3
 STREAMS, MESSAGES, ROUNDS = (400, 100_000, 40) if SOAK else (40, 3_000, 5)
 
 
-class StreamBooks:
+class StreamExpectations:
     """What was published to the streams, and what must have come of it: of each stream in order, with its state."""
 
     def __init__(self, client: Client, folder: Path) -> None:
@@ -96,12 +96,12 @@ class StreamBooks:
 
 
 def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """Three workers; kill -9 and SIGSTOP at random; connections cut; Redis restarted; workers come and go."""
     seed = random.randrange(2**32)
     chance = random.Random(seed)
-    books = StreamBooks(fresh_client, tmp_path)
+    expectations = StreamExpectations(fresh_client, tmp_path)
     deeds = ["kill", "stop", "cut", "restart", "leave"]
     with ExitStack() as stack:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
@@ -113,7 +113,7 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
             workers.ready()
         stopped: list[psutil.Process] = []
         for number in range(ROUNDS):
-            books.publish(MESSAGES // ROUNDS, chance.choice((0, 0, 1)))
+            expectations.publish(MESSAGES // ROUNDS, chance.choice((0, 0, 1)))
             resume_all(stopped)
             deed = deeds[number % len(deeds)]
             children = [child for workers in all_workers for child in workers.children()]
@@ -137,8 +137,8 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
                     stopped.append(victim)
             time.sleep(chance.uniform(0.3, 1.5))  # leases of a second end, or do not
         resume_all(stopped)
-        report = books.check(all_workers[0].log)
-    tell(report, seed=seed, streams=STREAMS, rounds=ROUNDS)
+        report = expectations.check(all_workers[0].log)
+    print_figures(report, seed=seed, streams=STREAMS, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("side", ["before", "after"])
@@ -146,8 +146,8 @@ def test_connections_that_are_cut_while_workers_join_cost_no_message_and_no_orde
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, side: str
 ) -> None:
     """Before a step is executed, or its reply is lost: the first of the service, of the streams, of their lines."""
-    books = StreamBooks(fresh_client, tmp_path)
-    books.publish(STREAMS * 3, 0)
+    expectations = StreamExpectations(fresh_client, tmp_path)
+    expectations.publish(STREAMS * 3, 0)
     with Proxy(millstream_fresh_server.port) as proxy:
         for script in (HEARTBEAT, JOIN_WORKERS, ROUTE, LEASE_KEYS):
             fresh_client.execute("SCRIPT", "LOAD", script.text)  # so that it is called by its hash
@@ -159,45 +159,45 @@ def test_connections_that_are_cut_while_workers_join_cost_no_message_and_no_orde
         ):
             one.ready()
             two.ready()
-            books.publish(STREAMS * 3, 0)
-            books.check(lambda: one.log() + two.log())
+            expectations.publish(STREAMS * 3, 0)
+            expectations.check(lambda: one.log() + two.log())
             eventually(lambda: sum(proxy.cuts.values()) == 12, "all cuts", log=lambda: str(proxy.cuts))
-            books.publish(STREAMS, 0)
-            books.check(lambda: one.log() + two.log())
+            expectations.publish(STREAMS, 0)
+            expectations.check(lambda: one.log() + two.log())
 
 
 def test_connections_that_are_cut_beside_a_stream_that_is_left_out_cost_the_others_nothing(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path
 ) -> None:
-    books = StreamBooks(fresh_client, tmp_path)
+    expectations = StreamExpectations(fresh_client, tmp_path)
     fresh_client.execute("XADD", "call:a}b", "*", "ms", 0)  # nothing can be kept beside a stream of this name
     with (
         Proxy(millstream_fresh_server.port) as proxy,
         RunningWorkers(proxy.url, tmp_path, "--name", "one", processes=1, app="streamed", claim_s=CLAIM_S) as one,
         RunningWorkers(proxy.url, tmp_path, "--name", "two", processes=1, app="streamed", claim_s=CLAIM_S) as two,
     ):
-        books.publish(STREAMS, 0)
-        books.publish_to(["call:odd"])
-        books.check(one.log)
+        expectations.publish(STREAMS, 0)
+        expectations.publish_to(["call:odd"])
+        expectations.check(one.log)
         fresh_client.pipeline([("DEL", "call:odd"), ("SET", "call:odd", "no stream any more")])
         for _ in range(CUTS):
-            books.publish(STREAMS, 0)
+            expectations.publish(STREAMS, 0)
             proxy.cut_all()
             time.sleep(0.2)  # a cut at any point
         eventually(lambda: "cannot process stream 'call:odd'" in one.log() + two.log(), "it to be left out")
         for _ in range(CUTS):
-            books.publish(STREAMS, 0)
+            expectations.publish(STREAMS, 0)
             proxy.cut_all()
             time.sleep(0.2)  # a cut at any point
-        books.check(lambda: one.log() + two.log())
+        expectations.check(lambda: one.log() + two.log())
         assert [workers.supervisor.poll() for workers in (one, two)] == [None, None]
 
 
 def test_streams_of_a_worker_that_is_killed_go_on_elsewhere(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """How soon: `benchmarks recovery`."""
-    books = StreamBooks(fresh_client, tmp_path)
+    expectations = StreamExpectations(fresh_client, tmp_path)
     with RunningWorkers(
         fresh_client.url, tmp_path, "--name", "heir", processes=1, app="streamed", claim_s=CLAIM_S
     ) as heir:
@@ -208,17 +208,17 @@ def test_streams_of_a_worker_that_is_killed_go_on_elsewhere(
             dying.ready()
 
             def both_work() -> bool:
-                if books.is_done():
-                    books.publish(STREAMS, 1)
+                if expectations.is_done():
+                    expectations.publish(STREAMS, 1)
                 return dying.figures()["committed"] > 0 and heir.figures()["committed"] > 0
 
             eventually(both_work, "work on both", log=dying.log)
             (child,) = dying.children()
             runs = tmp_path / f"events.{child.pid}"
             before = runs.stat().st_size
-            books.publish(STREAMS * 2, 20)
+            expectations.publish(STREAMS * 2, 20)
             eventually(lambda: runs.stat().st_size > before, "the one to die at work", log=dying.log)
             dying.kill_all()
-            books.publish(STREAMS, 0)
-            report = books.check(heir.log)
-    tell(report, lease_s=CLAIM_S)
+            expectations.publish(STREAMS, 0)
+            report = expectations.check(heir.log)
+    print_figures(report, lease_s=CLAIM_S)

@@ -37,26 +37,26 @@ SCRIPTS = {**dict.fromkeys(SCRIPT_NAMES, CUTS), "shared/hold_name": 2}
 
 
 def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_processor_nor_log(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    books = Expectations(fresh_client, tmp_path)
-    used, lines = [], []
+    expectations = Expectations(fresh_client, tmp_path)
+    used, line_counts = [], []
     with RunningWorkers(fresh_client.url, tmp_path) as workers:
         workers.ready()
         for _ in range(REDIS_KILLS):
-            books.publish(1_000, ms=5)
-            eventually(books.in_flight, "work in hand", log=workers.log)
+            expectations.publish(1_000, ms=5)
+            eventually(expectations.in_flight, "work in hand", log=workers.log)
             millstream_fresh_server.kill()
-            said = workers.log().count("\n")
+            before = workers.log().count("\n")
             used.append(share_of_a_core(workers))
-            lines.append(workers.log().count("\n") - said)
+            line_counts.append(workers.log().count("\n") - before)
             millstream_fresh_server.start()
-            books.check(log=workers.log)
-        report = books.check(log=workers.log)
+            expectations.check(log=workers.log)
+        report = expectations.check(log=workers.log)
         assert workers.supervisor.poll() is None
-    tell(report, kills=REDIS_KILLS, cores=round(max(used), 3), log_lines=max(lines), away_s=AWAY_S)
+    print_figures(report, kills=REDIS_KILLS, cores=round(max(used), 3), log_lines=max(line_counts), away_s=AWAY_S)
     assert max(used) < 0.25 * slowness()  # a slower processor is busy longer with the same work
-    assert max(lines) <= 12
+    assert max(line_counts) <= 12
 
 
 def share_of_a_core(workers: RunningWorkers) -> float:
@@ -74,13 +74,17 @@ def busy_s(workers: RunningWorkers) -> float:
 
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures, side: Side
+    millstream_fresh_server: EmbeddedServer,
+    fresh_client: Client,
+    tmp_path: Path,
+    print_figures: PrintFigures,
+    side: Side,
 ) -> None:
-    books = Expectations(fresh_client, tmp_path)
+    expectations = Expectations(fresh_client, tmp_path)
     with (
         Proxy(millstream_fresh_server.port) as proxy,
         RunningWorkers(proxy.url, tmp_path, claim_s=1) as workers,
-        watched(books) as watch,
+        watched(expectations) as watch,
     ):
         workers.ready()
         cut = proxy.cut_before if side == "before" else proxy.cut_after
@@ -95,65 +99,65 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
         def all_are_cut() -> bool:
             lacking = {name for name, goal in goals.items() if proxy.cuts[side, name] < goal}
             if lacking == {"XREADGROUP"}:  # only workers that have nothing to do send it
-                if books.drained():
-                    books.publish(1)
+                if expectations.drained():
+                    expectations.publish(1)
             elif lacking:
-                books.publish(200, ms=1)
-                books.publish(5, do="stumble")
-                books.publish(4, ms=800)  # there is always a claim to renew
+                expectations.publish(200, ms=1)
+                expectations.publish(5, do="stumble")
+                expectations.publish(4, ms=800)  # there is always a claim to renew
                 if next(rounds) % 3 == 0:
-                    workers.victim(books).kill()  # there is something to recover and to claim
+                    workers.victim(expectations).kill()  # there is something to recover and to claim
             time.sleep(0.3)  # the workers run into the cuts one by one
             return not lacking
 
         eventually(all_are_cut, f"all cuts of {goals}", log=lambda: str(proxy.cuts))
-        books.publish(200)
-        report = books.check(log=workers.log)
+        expectations.publish(200)
+        report = expectations.check(log=workers.log)
         assert workers.supervisor.poll() is None
-    assert max(int(row["attempt"]) for row in books.outputs()) <= 1 + next(rounds)
-    tell(report, watch, cuts=proxy.cuts.total())
+    assert max(int(row["attempt"]) for row in expectations.outputs()) <= 1 + next(rounds)
+    print_figures(report, watch, cuts=proxy.cuts.total())
 
 
 def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_claim_runs_out(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    books = Expectations(fresh_client, tmp_path)
+    expectations = Expectations(fresh_client, tmp_path)
     with (
         Proxy(millstream_fresh_server.port) as proxy,
         RunningWorkers(proxy.url, tmp_path, claim_s=3_600, processes=1) as workers,
-        watched(books) as watch,
+        watched(expectations) as watch,
     ):
         workers.ready()
         # Enough entries wait that every read returns some: a blocked read that is cut delivers none.
-        books.publish(600 * CUTS, ms=1)
-        eventually(lambda: books.effect_count() > 100, "work", log=workers.log)
+        expectations.publish(600 * CUTS, ms=1)
+        eventually(lambda: expectations.effect_count() > 100, "work", log=workers.log)
         proxy.cut_after("EVALSHA", containing=READ_ENTRIES.sha, times=CUTS)
-        report = books.check(log=workers.log)
+        report = expectations.check(log=workers.log)
         assert proxy.cuts["after", "EVALSHA"] == CUTS
         eventually(lambda: workers.figures()["claimed"] > 0, "a word about claimed entries", log=workers.log)
-    tell(report, watch, cuts=CUTS)
+    print_figures(report, watch, cuts=CUTS)
 
 
 def test_maxmemory_delays_effects_and_counts_no_attempt(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    books = Expectations(fresh_client, tmp_path)
+    expectations = Expectations(fresh_client, tmp_path)
     # One process: another could claim entries of a process without processor time, and rightly run them again.
     with RunningWorkers(fresh_client.url, tmp_path, processes=1, claim_s=CLAIM_S) as workers:
         workers.ready()
-        books.publish(2_000, ms=2)
-        eventually(lambda: books.effect_count() > 100, "work", log=workers.log)
+        expectations.publish(2_000, ms=2)
+        eventually(lambda: expectations.effect_count() > 100, "work", log=workers.log)
         fresh_client.execute("CONFIG", "SET", "maxmemory", "1")
         eventually(lambda: is_held_up(fresh_client), "a commit that is refused", log=workers.log)
-        done = books.effect_count()
+        done = expectations.effect_count()
         used = share_of_a_core(workers)  # measured for longer than a claim lasts
-        assert books.effect_count() == done
+        assert expectations.effect_count() == done
         fresh_client.execute("CONFIG", "SET", "maxmemory", "0")
-        report = books.check(log=workers.log)
+        report = expectations.check(log=workers.log)
         refused = workers.figures()["refused"]
-    tell(report, cores=round(used, 3), away_s=AWAY_S, refused=refused)
+    print_figures(report, cores=round(used, 3), away_s=AWAY_S, refused=refused)
     assert "maxmemory" in workers.log()
-    assert {row["attempt"] for row in books.outputs()} == {"1"}
+    assert {row["attempt"] for row in expectations.outputs()} == {"1"}
     assert report.retries == 0
 
 
@@ -174,35 +178,35 @@ def is_held_up(client: Client) -> bool:
     ids=["flushall", "flushall-latest", "script-flush", "group-destroyed", "stream-deleted"],
 )
 def test_what_redis_forgets_under_load_is_said_and_what_is_published_after_it_is_processed(
-    fresh_client: Client, tmp_path: Path, tell: PrintFigures, harm: tuple[str, ...], start: str
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, harm: tuple[str, ...], start: str
 ) -> None:
-    books = Expectations(fresh_client, tmp_path)
-    with RunningWorkers(fresh_client.url, tmp_path, "--start", start) as workers, watched(books) as watch:
+    expectations = Expectations(fresh_client, tmp_path)
+    with RunningWorkers(fresh_client.url, tmp_path, "--start", start) as workers, watched(expectations) as watch:
         workers.ready()
-        before = books.publish(2_000, ms=1)
-        eventually(lambda: books.effect_count() > 200, "work", log=workers.log)
+        before = expectations.publish(2_000, ms=1)
+        eventually(lambda: expectations.effect_count() > 200, "work", log=workers.log)
         fresh_client.execute(*harm)
-        books.publish(1_000, ms=1)
+        expectations.publish(1_000, ms=1)
         loses = harm[0] in ("FLUSHALL", "DEL")
-        report = books.check(gone=before if loses else (), log=workers.log)
+        report = expectations.check(gone=before if loses else (), log=workers.log)
         assert workers.supervisor.poll() is None
-        said = workers.log()
-    tell(report, watch, harm=" ".join(harm), start=start)
+        log = workers.log()
+    print_figures(report, watch, harm=" ".join(harm), start=start)
     if harm[0] == "FLUSHALL":
-        assert "lost the progress" in said
+        assert "lost the progress" in log
     elif harm[0] != "SCRIPT":
-        assert "was lost; recreated at" in said
+        assert "was lost; recreated at" in log
 
 
-def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, tell: PrintFigures) -> None:
+def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, print_figures: PrintFigures) -> None:
     with sentinel_trio() as trio, Client(trio.url) as client:
-        books = Expectations(client, tmp_path)
-        with RunningWorkers(trio.url, tmp_path, claim_s=CLAIM_S) as workers, watched(books) as watch:
+        expectations = Expectations(client, tmp_path)
+        with RunningWorkers(trio.url, tmp_path, claim_s=CLAIM_S) as workers, watched(expectations) as watch:
             workers.ready()
-            books.publish(3_000, ms=5)
+            expectations.publish(3_000, ms=5)
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
-            eventually(lambda: books.effect_count() > 200, "work", log=workers.log)
+            eventually(lambda: expectations.effect_count() > 200, "work", log=workers.log)
             trio.primary.kill()
-            report = books.check(log=workers.log)
+            report = expectations.check(log=workers.log)
             assert workers.supervisor.poll() is None
-    tell(report, watch)
+    print_figures(report, watch)

@@ -177,7 +177,7 @@ def test_a_master_and_its_consumers_run_under_their_rights(admin: Client) -> Non
     url = login(admin, printed("consumer", *options))
     with Client(url) as client, masters.Master(login(admin, printed("master", *options))) as master:
         masters.publish(admin, "A", "A", "B")
-        with masters.Foreign(client, "c1", max_tickets=2) as consumer:
+        with masters.MemoConsumer(client, "c1", max_tickets=2) as consumer:
             consumer.register(master)
             for _ in range(3):
                 consumer.finish(master, consumer.next()[0])

@@ -58,8 +58,8 @@ def processed(client: Client, flights: Flights, handler: Handler) -> Client:
             commands.append(("XADD", KEYS.dead_letters, "*", *dead_letter_of(handler, message, refusal).items()))
         else:
             assert message.key is not None
-            told = handler.function(**handler.bind(message, states[message.key]))
-            commands.append(("XADD", OUTPUT, "*", *encode_output(told)))
+            output = handler.function(**handler.bind(message, states[message.key]))
+            commands.append(("XADD", OUTPUT, "*", *encode_output(output)))
     commands += [("HSET", KEYS.state, key, packed(state)) for key, state in states.items()]
     client.pipeline(commands)
     return client
@@ -121,8 +121,8 @@ def test_what_a_faultless_run_leaves_in_redis_passes_the_audit(processed: Client
 def test_the_audit_sees_an_entry_that_was_deleted_and_one_that_was_added(processed: Client, flights: Flights) -> None:
     expected = expected_results(flights)
     row = next(career[0].row for career in expected.departures.values() if len(career) > 1)
-    told = processed.execute("XRANGE", OUTPUT, "-", "+")
-    first_id, first = next(entry for entry in told if entry[1][:2] == [b"row", str(row).encode()])
+    output = processed.execute("XRANGE", OUTPUT, "-", "+")
+    first_id, first = next(entry for entry in output if entry[1][:2] == [b"row", str(row).encode()])
     processed.execute("XDEL", OUTPUT, first_id)
     assert audit(expected, read_results(processed)).lost == 1
     processed.execute("XADD", OUTPUT, "*", *first)
@@ -153,8 +153,8 @@ def test_progress_is_what_redis_says(client: Client) -> None:
     client.execute("XADD", KEYS.stream, "7-0", "row", "0")
     client.execute("XADD", KEYS.stream, "8-0", "row", "1")
     client.execute("HSET", KEYS.meta, "committed", 1, "dead", 1, "committed_id", "7-0")
-    standing = read_progress(client)
-    assert (standing.published, standing.done, standing.dead, standing.caught_up) == (2, 1, 1, False)
+    progress = read_progress(client)
+    assert (progress.published, progress.done, progress.dead, progress.caught_up) == (2, 1, 1, False)
     client.execute("HSET", KEYS.meta, "committed_id", "8-0")
     assert read_progress(client).caught_up
 

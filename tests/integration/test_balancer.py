@@ -213,11 +213,11 @@ def test_to_close_without_streams_waits_for_no_round_and_is_seen_at_once(client:
 def test_a_balancer_is_closed_by_its_own_reader(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
-        heard: list[Notice] = []
+        received: list[Notice] = []
         for notice in balancer:
-            heard.append(notice)
+            received.append(notice)
             balancer.close()
-    assert [type(one) for one in heard] == [StreamAdded, Terminated]
+    assert [type(one) for one in received] == [StreamAdded, Terminated]
 
 
 def test_every_reader_hears_of_the_end(client: Client) -> None:
@@ -247,9 +247,9 @@ def test_it_is_read_in_an_event_loop(client: Client) -> None:
         return found
 
     with started(client.url, "a") as balancer:
-        heard = asyncio.run(asyncio.wait_for(program(balancer), FAIL_SAFE_S))
-    assert [one.stream for one in heard if isinstance(one, StreamAdded)] == ["s1", "s2"]
-    assert isinstance(heard[-1], Terminated)
+        received = asyncio.run(asyncio.wait_for(program(balancer), FAIL_SAFE_S))
+    assert [one.stream for one in received if isinstance(one, StreamAdded)] == ["s1", "s2"]
+    assert isinstance(received[-1], Terminated)
 
 
 def test_it_is_started_once_and_ends_even_if_it_never_was(millstream_url: str) -> None:
@@ -368,10 +368,12 @@ def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(
         assert recorder.value(LEASE_RECOVERY_SECONDS, service=SERVICE) == 0, "no lease of these had ended by itself"
         balancer.close()
     heartbeat_of(client, "dead")
-    check_lateness(client, "dead", finder="b", life="i1")
+    check_lateness(client, "dead", finder="b", incarnation="i1")
     peer(client, "b", "i1").leave()
     heartbeat_of(client, "b")
-    check_lateness(client, "b", finder="b", life="i2")  # nor is the end of an earlier life under its name left out
+    check_lateness(
+        client, "b", finder="b", incarnation="i2"
+    )  # nor is the end of an earlier life under its name left out
     expire(client, "b")
     assert peer(client, "c").heartbeat(heartbeat_request(most_new=0)).owner_losses == 2
     heartbeat_of(client, "nothing at all", most_new=0)
@@ -379,10 +381,10 @@ def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(
     assert peer(client, "c").heartbeat(heartbeat_request(most_new=0)).recovery_ms is None
 
 
-def check_lateness(client: Client, dead_one: str, *, finder: str, life: str) -> None:
+def check_lateness(client: Client, dead_one: str, *, finder: str, incarnation: str) -> None:
     """What is said of how late a consumer was found dead is what the server's clock says."""
     asked_ms = server_us(client) // 1_000
     expire(client, dead_one, ago_ms=2_000)
-    late_ms = peer(client, finder, life).heartbeat(heartbeat_request()).recovery_ms
+    late_ms = peer(client, finder, incarnation).heartbeat(heartbeat_request()).recovery_ms
     assert late_ms is not None
     assert 2_000 <= late_ms <= 2_000 + server_us(client) // 1_000 - asked_ms

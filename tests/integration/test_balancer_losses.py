@@ -34,7 +34,7 @@ from tests.support.balancers import (
     trigger_heartbeats,
     until_ms,
 )
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.balancer]
@@ -56,13 +56,13 @@ def test_when_redis_has_lost_everything_the_owners_announce_their_streams_again(
         gone = [next_notice(one, StreamDisowned) for one in (first, second) for _ in range(2)]
         assert {one.why for one in gone} == {"forgotten"}
         found: dict[str, Lease] = {}
-        eventually(lambda: trigger_heartbeats(client) and heard_all(found, first, second), "all of them")
+        eventually(lambda: trigger_heartbeats(client) and received_all(found, first, second), "all of them")
         assert sorted(owners(client)) == names(4)
         assert {stream: lease.info for stream, lease in found.items()} == {name: {"of": name} for name in names(4)}
         assert all(found[stream].token > old[stream].lease.token for stream in names(4))
 
 
-def heard_all(found: dict[str, Lease], *balancers: Balancer) -> bool:
+def received_all(found: dict[str, Lease], *balancers: Balancer) -> bool:
     """Hear what there is; whether each of four streams has been added to somebody."""
     for one in balancers:
         while notice := one.next(0):
@@ -103,8 +103,8 @@ def test_streams_outlive_a_redis_that_forgets_and_is_away_for_longer_than_the_le
 
 def test_who_has_which_announcement_is_shown_again_after_the_group_was_lost(client: Client) -> None:
     announced(client, *names(3))
-    held = heartbeat_of(client, "a", limit=2).added
-    peer(client, "a").end_leases("released", held[:1])
+    leases = heartbeat_of(client, "a", limit=2).added
+    peer(client, "a").end_leases("released", leases[:1])
     client.execute("XGROUP", "DESTROY", KEYS.input, KEYS.group)
     assert [lease.stream for lease in heartbeat_of(client, "b", recovers=False).added] == ["s0002"]
     assert sorted(pending(client).values()) == ["a", "b", "unassigned"]
@@ -165,7 +165,7 @@ def test_of_two_processes_with_one_name_the_second_does_not_start(client: Client
     announced(client, "s")
     with started(client.url, "a") as first:
         lease = next_notice(first, StreamAdded).lease
-        clock = HandClock()  # which need not wait
+        clock = ManualClock()  # which need not wait
         second = Balancer(client.url, SERVICE, consumer="a", policy=policy_of(lease_ms=30_000), clock=clock)
         with pytest.raises(NameHeld, match="another name") as raised:
             second.start()
@@ -231,9 +231,9 @@ def test_it_works_in_another_database(millstream_fresh_server: EmbeddedServer) -
     url = millstream_fresh_server.url.rpartition("/")[0] + "/5"
     with Client(url) as client:
         announced(client, "s")
-        held = heartbeat_of(client, "b", lease_ms=LEASE_MS).added
+        leases = heartbeat_of(client, "b", lease_ms=LEASE_MS).added
         with started(url, "a") as balancer:
-            assert next_notice(balancer, StreamAdded).lease.token > held[0].token
+            assert next_notice(balancer, StreamAdded).lease.token > leases[0].token
     with Client(millstream_fresh_server.url) as client:
         assert client.execute("DBSIZE") == 0
 

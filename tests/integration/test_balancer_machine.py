@@ -36,31 +36,31 @@ EXAMPLES, STEPS = (2_000, 80) if SOAK else (40, 40)
 
 NAMES = ["c0", "c1", "c2"]
 STREAMS = [f"s{n}" for n in range(8)]
-WHO = st.sampled_from(NAMES)
+CONSUMER = st.sampled_from(NAMES)
 STREAM = st.sampled_from(STREAMS)
 FEW = st.integers(0, 4)
 ANY = st.integers(0, 1_000)
 
 
 class BalancerMachine(RuleBasedStateMachine):
-    """Three consumers, who may be deaf, slow, limited, dead and born again, and producers good and bad."""
+    """Three consumers that may miss replies, be slow or limited, die and start again, and producers good and bad."""
 
     client: ClassVar[Client]
 
     @initialize()
     def begin(self) -> None:
         self.client.execute("FLUSHALL")
-        self.lives: Counter[str] = Counter()
+        self.incarnations: Counter[str] = Counter()
         self.open: set[str] = set()  # announced, and not done or given up
         self.newest: dict[str, int] = {}
         self.leases: list[tuple[Service, Lease]] = []  # all there ever were: zombies keep theirs
         self.returned: dict[str, int] = {}  # under which token a stream was last given back by its owner
         self.disturbed = False
 
-    def service(self, name: str, life: int | None = None) -> Service:
-        return peer(self.client, name, f"i{self.lives[name] if life is None else life}")
+    def service(self, name: str, incarnation: int | None = None) -> Service:
+        return peer(self.client, name, f"i{self.incarnations[name] if incarnation is None else incarnation}")
 
-    def heard(self, service: Service, leases: Any) -> None:
+    def receive(self, service: Service, leases: Any) -> None:
         for lease in leases:
             known = self.newest.get(lease.stream, 0)
             assert lease.token > known, "a token did not grow"
@@ -82,18 +82,18 @@ class BalancerMachine(RuleBasedStateMachine):
     # What consumers do
 
     @rule(
-        who=WHO, most_new=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
+        name=CONSUMER, most_new=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
         weight=st.sampled_from([1.0, 1.0, 3.0]), recovers=st.sampled_from([True, True, False]),
         moves=st.sampled_from([0, 0.2, 1.0]), expired=st.sampled_from([None, None, 0, 1]),
         most_losses=st.sampled_from([None, None, 3]), gives=st.booleans(), why=st.sampled_from(["stuck", "overran"]),
     )  # fmt: skip
     def round(
-        self, who: str, most_new: int, limit: int | None, weight: float, recovers: bool, moves: float,
+        self, name: str, most_new: int, limit: int | None, weight: float, recovers: bool, moves: float,
         expired: int | None, most_losses: int | None, gives: bool, why: str,
     ) -> None:  # fmt: skip
-        service = self.service(who)
+        service = self.service(name)
         before = len(dead(self.client))
-        late = [lease for other, lease in self.leases if other.consumer == who][-1 - (expired or 0) :][:1]
+        late = [lease for other, lease in self.leases if other.consumer == name][-1 - (expired or 0) :][:1]
         changes: dict[str, Any] = {
             "most_new": most_new, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves,
             "requests_all": True, "most_losses": most_losses, why: late if expired is not None else (),
@@ -102,10 +102,10 @@ class BalancerMachine(RuleBasedStateMachine):
             found = service.heartbeat(heartbeat_request(**changes))
         except NameHeld:
             return
-        self.heard(service, found.added)
+        self.receive(service, found.added)
         assert len(found.added) <= most_new
         assert limit is None or found.held <= limit or not found.added
-        assert {lease.stream: lease.token for lease in found.all_held} == self.tokens_of(who)
+        assert {lease.stream: lease.token for lease in found.all_held} == self.tokens_of(name)
         self.given_up(before)
         self.checked_share(found, limit)
         if gives and found.excess:
@@ -127,27 +127,27 @@ class BalancerMachine(RuleBasedStateMachine):
             self.open.discard(letter["stream"])
             self.returned.pop(letter["stream"], None)
 
-    @rule(who=WHO, stream=STREAM)
-    def claim(self, who: str, stream: str) -> None:
-        service = self.service(who)
+    @rule(name=CONSUMER, stream=STREAM)
+    def claim(self, name: str, stream: str) -> None:
+        service = self.service(name)
         owner = owners(self.client).get(stream)
         known = self.client.execute("HEXISTS", KEYS.streams, stream)
         try:
             lease = service.claim(stream)
         except AlreadyOwned:
-            assert owner not in (None, who)
+            assert owner not in (None, name)
         except StreamNotFound:
             assert not known
         except LeaseLost:
-            assert not self.is_alive(who)
+            assert not self.is_alive(name)
         else:
-            assert owner in (None, who) or not self.is_alive(owner)
+            assert owner in (None, name) or not self.is_alive(owner)
             if lease.token != self.newest.get(stream):
-                self.heard(service, [lease])
+                self.receive(service, [lease])
 
     @rule(which=ANY, done=st.booleans(), count=st.integers(1, 3))
-    def hand_in(self, which: int, done: bool, count: int) -> None:
-        """Anybody who ever had a lease: zombies, and those who say it twice."""
+    def end_some(self, which: int, done: bool, count: int) -> None:
+        """Every consumer that ever had a lease: zombies, and those that repeat a call."""
         if not self.leases:
             return
         service = self.leases[which % len(self.leases)][0]
@@ -176,20 +176,20 @@ class BalancerMachine(RuleBasedStateMachine):
         if any(f'"{stream}"' in text for text in waiting):
             self.open.add(stream)
 
-    @rule(who=WHO, how=st.sampled_from(["released", "expired", "lapsed"]))
-    def retire(self, who: str, how: Literal["released", "expired", "lapsed"]) -> None:
-        count = len(self.tokens_of(who)) if self.is_known(who) else 0
-        assert self.service(who).leave(how) == count
-        assert not self.is_known(who)
+    @rule(name=CONSUMER, how=st.sampled_from(["released", "expired", "lapsed"]))
+    def retire(self, name: str, how: Literal["released", "expired", "lapsed"]) -> None:
+        count = len(self.tokens_of(name)) if self.is_known(name) else 0
+        assert self.service(name).leave(how) == count
+        assert not self.is_known(name)
 
-    @rule(who=WHO)
-    def dies_and_begins_anew(self, who: str) -> None:
-        self.lives[who] += 1
+    @rule(name=CONSUMER)
+    def dies_and_begins_anew(self, name: str) -> None:
+        self.incarnations[name] += 1
 
-    @rule(who=WHO)
-    def time_passes(self, who: str) -> None:
-        if self.is_known(who):
-            expire(self.client, who)
+    @rule(name=CONSUMER)
+    def time_passes(self, name: str) -> None:
+        if self.is_known(name):
+            expire(self.client, name)
 
     @rule()
     def redis_is_away(self) -> None:
@@ -200,8 +200,8 @@ class BalancerMachine(RuleBasedStateMachine):
         for name in NAMES:
             known = self.client.execute("HGET", KEYS.consumers, name)
             if known:
-                life = int(known.split()[0].removeprefix(b"i"))
-                found = self.service(name, life).heartbeat(heartbeat_request(most_new=0))
+                incarnation = int(known.split()[0].removeprefix(b"i"))
+                found = self.service(name, incarnation).heartbeat(heartbeat_request(most_new=0))
                 assert (found.is_new, found.owner_losses) == (False, 0), "Redis was away, not they"
         assert owners(self.client) == before
 
@@ -213,23 +213,23 @@ class BalancerMachine(RuleBasedStateMachine):
 
     # What is there
 
-    def is_known(self, who: str) -> bool:
-        known = self.client.execute("HGET", KEYS.consumers, who)
-        return known is not None and known.split()[0] == f"i{self.lives[who]}".encode()
+    def is_known(self, name: str) -> bool:
+        known = self.client.execute("HGET", KEYS.consumers, name)
+        return known is not None and known.split()[0] == f"i{self.incarnations[name]}".encode()
 
-    def is_alive(self, who: str) -> bool:
-        score = self.client.execute("ZSCORE", KEYS.alive, who)
+    def is_alive(self, name: str) -> bool:
+        score = self.client.execute("ZSCORE", KEYS.alive, name)
         return (
-            self.client.execute("HEXISTS", KEYS.consumers, who) == 1
+            self.client.execute("HEXISTS", KEYS.consumers, name) == 1
             and score is not None
             and float(score) > server_us(self.client) / 1_000
-            and self.is_known(who)
+            and self.is_known(name)
         )
 
-    def tokens_of(self, who: str) -> dict[str, int]:
+    def tokens_of(self, name: str) -> dict[str, int]:
         pairs = self.client.execute("HGETALL", KEYS.owners)
         found = {s.decode(): o.decode().split(" ") for s, o in zip(pairs[::2], pairs[1::2], strict=True)}
-        return {stream: int(token) for stream, (token, name) in found.items() if name == who}
+        return {stream: int(token) for stream, (token, name) in found.items() if name == name}
 
     def unread(self) -> list[str]:
         if not self.client.execute("EXISTS", KEYS.input):
@@ -283,17 +283,17 @@ class BalancerMachine(RuleBasedStateMachine):
         if not living or living.keys() != known.keys():
             return
         found = {
-            name: peer(self.client, name, life).heartbeat(
+            name: peer(self.client, name, incarnation).heartbeat(
                 heartbeat_request(most_new=0, moves=0, weight=float(weight), limit=int(limit) or None)
             )
-            for name, (life, weight, limit) in living.items()
+            for name, (incarnation, weight, limit) in living.items()
         }
         total = next(iter(found.values())).total
         room = sum(int(limit) or total for _, _, limit in living.values())
         assert sum(one.share for one in found.values()) == min(total, room)
 
     def is_alive_as(self, name: str, incarnation: str) -> bool:
-        return incarnation == f"i{self.lives[name]}" and self.is_alive(name)
+        return incarnation == f"i{self.incarnations[name]}" and self.is_alive(name)
 
     def teardown(self) -> None:
         """Whatever happened, one consumer gets all that is open, and can bring it to an end."""

@@ -183,14 +183,14 @@ def test_a_program_that_is_late_with_one_stream_loses_that_stream_only(client: C
 
 def test_a_stream_that_is_stuck_goes_to_others_if_they_have_room_for_it(client: Client) -> None:
     announced(client, *names(3))
-    held = heartbeat_of(client, "a").added
+    leases = heartbeat_of(client, "a").added
     heartbeat_of(client, "b", weight=2.0, moves=0)
-    lost = heartbeat_of(client, "a", stuck=held[:1])
+    lost = heartbeat_of(client, "a", stuck=leases[:1])
     assert (lost.added, lost.owner_losses, lost.held, lost.share) == ([], 1, 2, 1)
-    taken = heartbeat_of(client, "b", weight=2.0).added
-    assert [(lease.stream, lease.losses) for lease in taken] == [(held[0].stream, 1)]
-    assert taken[0].token > held[0].token
-    assert heartbeat_of(client, "a", stuck=held[:1]).owner_losses == 0, "it is not its own any more"
+    taken_over = heartbeat_of(client, "b", weight=2.0).added
+    assert [(lease.stream, lease.losses) for lease in taken_over] == [(leases[0].stream, 1)]
+    assert taken_over[0].token > leases[0].token
+    assert heartbeat_of(client, "a", stuck=leases[:1]).owner_losses == 0, "it is not its own any more"
 
 
 def test_a_stuck_stream_that_nobody_else_takes_comes_back_under_a_new_token(client: Client) -> None:
@@ -270,8 +270,8 @@ def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_ag
         proxy.freeze()
         eventually(lambda: "consumer a lost contact with Redis" in caplog.text, "it to notice")
         clock.now_ms += LEASE_MS - 1
-        looks = clock.looks
-        eventually(lambda: clock.looks >= looks + 10, "it to have tried again, and looked whether the lease holds")
+        reads = clock.reads
+        eventually(lambda: clock.reads >= reads + 10, "it to have tried again, and checked whether the lease holds")
         assert balancer.leases == [old]
         assert balancer.next(0) is None
         clock.now_ms += 1

@@ -199,9 +199,9 @@ def test_ten_streams_may_move_in_any_case(client: Client) -> None:
 
 def test_one_stream_at_least_moves_and_nothing_does_while_others_are_free(client: Client) -> None:
     announced(client, *names(4))
-    held = heartbeat_of(client, "a").added
+    leases = heartbeat_of(client, "a").added
     heartbeat_of(client, "b", most_new=0)
-    peer(client, "a").end_leases("released", held[:1])
+    peer(client, "a").end_leases("released", leases[:1])
     assert heartbeat_of(client, "a", most_new=0, moves=0.05).excess == 0
     heartbeat_of(client, "b")
     assert heartbeat_of(client, "a", moves=0.05).excess == 1
@@ -211,14 +211,14 @@ def test_what_the_program_has_not_heard_of_moves_without_its_notice(client: Clie
     announced(client, *names(6))
     with started(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
         eventually(lambda: len(old.leases) == 6, "its streams")
-        heard = [next_notice(old, StreamAdded).stream for _ in range(2)]
+        added = [next_notice(old, StreamAdded).stream for _ in range(2)]
         with started(client.url, "b") as new:
             trigger_heartbeats(client)
             moved = next_added(new, 3)
-            assert set(moved).isdisjoint(heard)
+            assert set(moved).isdisjoint(added)
             assert streams_of([old, new])[0] == set(names(6)) - set(moved)
             rest = next_added(old, 1)
-            assert set(rest) | set(heard) | set(moved) == set(names(6))
+            assert set(rest) | set(added) | set(moved) == set(names(6))
             assert {one.lease.losses for one in moved.values()} == {0}
             assert is_silent(client, old)
 
@@ -276,15 +276,15 @@ def test_a_program_that_does_not_listen_leaves_streams_to_one_that_does(client: 
 def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
     recorder = Recorder()
     announced(client, *names(5))
-    held = heartbeat_of(client, "b").added
+    leases = heartbeat_of(client, "b").added
     with started(client.url, "a", recover="claim", most_waiting=2, options={"metrics": recorder}) as balancer:
-        peer(client, "b").end_leases("released", held)
+        peer(client, "b").end_leases("released", leases)
         heartbeats_later(client, balancer)
         assert recorder.value(LEASE_NOTIFICATIONS, service=SERVICE, notice="StreamExpired") == 2
-        told = [
+        announced_streams = [
             next_notice(balancer, StreamExpired).stream for _ in range(5) if trigger_heartbeats(client)
         ]  # as there is room for them
-        assert sorted(told) == names(5)
+        assert sorted(announced_streams) == names(5)
         assert is_silent(client, balancer)
         assert len(owners(client)) == 0
 

@@ -128,11 +128,11 @@ def test_a_release_whose_reply_was_lost_may_be_repeated(client: Client, proxy: P
         with pytest.raises(Unavailable):
             peer(cut, "a").end_leases("released", leases)
         heartbeat_of(client, "b", most_new=0)
-        taken = [peer(client, "b").claim(stream) for stream in unassigned(client)]  # others may have it meanwhile
-        assert {lease.stream for lease in taken} == (set() if side == "before" else {"s1", "s2"})
+        claimed = [peer(client, "b").claim(stream) for stream in unassigned(client)]  # others may have it meanwhile
+        assert {lease.stream for lease in claimed} == (set() if side == "before" else {"s1", "s2"})
         assert peer(cut, "a").end_leases("released", leases) == set()
-    assert owners(client) == {lease.stream: "b" for lease in taken}
-    assert peer(client, "b").end_leases("released", taken) == set()
+    assert owners(client) == {lease.stream: "b" for lease in claimed}
+    assert peer(client, "b").end_leases("released", claimed) == set()
     expected = set() if side == "before" else {"s1", "s2"}
     assert peer(client, "a").end_leases("released", leases) == expected, "but not for ever"
 
@@ -145,9 +145,9 @@ def test_streams_that_could_not_be_given_back_for_balance_are_not_forgotten(clie
         with started(client.url, "b") as other:
             eventually(lambda: trigger_heartbeats(client) and counts(client) == {"a": 3, "b": 3}, "balance")
             assert sum(proxy.cuts.values()) == 1
-            heard = next_added(balancer, 3)
-            assert heard.keys() == {lease.stream for lease in balancer.leases}
-            assert heard.keys() | next_added(other, 3).keys() == set(names(6))
+            added = next_added(balancer, 3)
+            assert added.keys() == {lease.stream for lease in balancer.leases}
+            assert added.keys() | next_added(other, 3).keys() == set(names(6))
 
 
 def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> None:

@@ -59,13 +59,13 @@ def test_01_to_close_hands_unfinished_streams_on_instead_of_deleting_them(client
 def test_02_no_stream_is_orphaned_by_a_notification_that_nobody_hears(client: Client) -> None:
     assert client.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""
     announced(client, *names(3))
-    held = heartbeat_of(client, "b", lease_ms=3 * LEASE_MS).added
+    leases = heartbeat_of(client, "b", lease_ms=3 * LEASE_MS).added
     with started(client.url, "a", most_streams=3) as balancer:
         eventually(lambda: waits(client), "it to wait")
-        late = peer(client, "b").end_leases("released", held[:1])  # on a machine that stood still, b is dead by then
+        late = peer(client, "b").end_leases("released", leases[:1])  # on a machine that stood still, b is dead by then
         client.execute("DEL", KEYS.events)
         added = next_added(balancer, 3)  # the rest when b is dead, of which it is not told by anybody
-        assert [added[lease.stream].lease.losses for lease in held] == [len(late), 1, 1]
+        assert [added[lease.stream].lease.losses for lease in leases] == [len(late), 1, 1]
 
 
 def test_03_recovery_of_any_number_of_streams_comes_to_an_end_and_takes_each_once(client: Client) -> None:
@@ -77,16 +77,16 @@ def test_03_recovery_of_any_number_of_streams_comes_to_an_end_and_takes_each_onc
         pass
     assert counts(client) == {"dying": count}
     expire(client, "dying")
-    taken: list[str] = []
+    recovered: list[str] = []
     rounds = 0
     more = True
     while more:
         found = heartbeat_of(client, "a")
-        taken += (lease.stream for lease in found.added)
+        recovered += (lease.stream for lease in found.added)
         more = found.has_more
         rounds += 1
     assert rounds <= count / 1_000 + 1
-    assert sorted(taken) == sorted(names(count))
+    assert sorted(recovered) == sorted(names(count))
     assert heartbeat_of(client, "a").added == []
 
 

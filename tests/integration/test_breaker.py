@@ -195,9 +195,9 @@ def test_info_and_keys_show_why_and_resume_clears_it(client: Client) -> None:
     fill(client, 50)
     with working(client, make(double, key="custommer")):
         eventually(lambda: stored(client) is not None, "the pause")
-    said = call("info", "--url", client.url).out
-    assert "app.handle is paused by its breaker: 20 of 20 messages ended as missing-key" in said
-    assert "millstream resume app.handle" in said
+    output = call("info", "--url", client.url).out
+    assert "app.handle is paused by its breaker: 20 of 20 messages ended as missing-key" in output
+    assert "millstream resume app.handle" in output
     (shown,) = call("info", "--json", "--url", client.url).json()["handlers"]
     assert (shown["paused"], shown["pause"]["by"], shown["pause"]["cause"]) == (True, "breaker", "missing-key")
     assert "paused by its breaker" in call("key", "list", "app.handle", "--url", client.url).err

@@ -28,7 +28,7 @@ from millstream.redis_client.redaction import redact_url
 from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import tls_server
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
 
@@ -121,10 +121,10 @@ def test_a_right_that_is_taken_away_is_named_with_its_command_and_how_to_get_it(
     client.execute("XADD", "orders", "*", "n", 1)
     stream = stream_of(clerk, "orders")
     stream.join()
-    taken = stream.fetch(count=1)
+    entries = stream.fetch(count=1)
     client.execute("ACL", "SETUSER", "clerk", f"-{right}")
     with pytest.raises(AccessDenied) as caught:
-        stream.ack(*taken)
+        stream.ack(*entries)
     assert right.upper() in str(caught.value)
     assert "`millstream acl` prints the required rights" in str(caught.value)
     assert not caught.value.concerns_key
@@ -184,11 +184,11 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSALS.values(), ids=REFUSALS)
-def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(said: tuple[str, str]) -> None:
+@pytest.mark.parametrize("texts", REFUSALS.values(), ids=REFUSALS)
+def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(texts: tuple[str, str]) -> None:
     script = Script("producer/redrive")
     line = 1 + next(at for at, one in enumerate(script.text.splitlines()) if "'XADD'" in one)
-    for of_key, text in enumerate(said):
+    for of_key, text in enumerate(texts):
         error = redis.exceptions.ResponseError(text.format(sha=script.sha, line=line))
         found = translate(error, "redis://h", ("EVALSHA", script.sha, 1, "orders"))
         assert isinstance(found, AccessDenied)
@@ -251,7 +251,7 @@ def test_a_bad_url_says_what_a_good_one_looks_like(url: str) -> None:
 
 
 def test_patience_waits_with_back_off_says_so_and_ends_when_redis_answers(caplog: pytest.LogCaptureFixture) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     client = Client("redis://127.0.0.1:1/0", clock=clock)
 
     def away_for_ten_seconds() -> str:
@@ -268,7 +268,7 @@ def test_patience_waits_with_back_off_says_so_and_ends_when_redis_answers(caplog
 
 
 def test_patience_has_a_limit_if_given_one_and_none_for_other_errors() -> None:
-    clock = HandClock()
+    clock = ManualClock()
     client = Client("redis://127.0.0.1:1/0", clock=clock)
     calls = []
 

@@ -34,7 +34,7 @@ from tests.support.commandline import PROGRAM, Outcome, call, ended, environment
 
 pytestmark = [pytest.mark.cli]
 
-NOBODY = "redis://127.0.0.1:1/0"
+UNREACHABLE = "redis://127.0.0.1:1/0"
 
 
 def test_help_lists_every_family_with_what_its_own_help_begins_with() -> None:
@@ -79,7 +79,7 @@ def test_light_commands_import_neither_spark_nor_what_only_others_need() -> None
         "    heavy = {'pyspark', 'pyarrow', 'pandas', 'matplotlib', 'rich', 'httpx'} & set(sys.modules)\n"
         "    if heavy: sys.exit(f'{args} imports {heavy}')"
     )
-    light = [["--help"], ["dlq", "--help"], ["tail", "s", "--url", NOBODY], ["info", "--url", NOBODY]]
+    light = [["--help"], ["dlq", "--help"], ["tail", "s", "--url", UNREACHABLE], ["info", "--url", UNREACHABLE]]
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(light)], capture_output=True, text=True, check=False
     )
@@ -115,7 +115,7 @@ def test_the_version_is_printed() -> None:
     ],
 )
 def test_without_a_server_every_command_ends_with_code_3_and_one_line(args: tuple[str, ...]) -> None:
-    refused = call(*args, url=NOBODY)
+    refused = call(*args, url=UNREACHABLE)
     assert refused.code == 3
     assert refused.out == ""
     assert refused.err == (
@@ -139,14 +139,14 @@ def test_a_url_that_is_none_ends_with_code_2_and_one_line(url: str) -> None:
 
 def test_a_server_of_another_kind_than_the_url_says_is_named(millstream_server: EmbeddedServer) -> None:
     place = f"127.0.0.1:{millstream_server.port}"
-    for url, says in (
+    for url, message in (
         (f"redis+cluster://{place}", "is a single server, not a Redis Cluster; connect with redis://"),
         (f"redis+sentinel://{place}/name", "is not a Sentinel"),
         (f"redis://{place}/99", "has no database of this number"),
     ):
         refused = call("info", url=url)
         assert (refused.code, refused.err.count("\n")) == (2, 1)
-        assert says in refused.err
+        assert message in refused.err
 
 
 def test_a_cluster_that_is_away_is_unavailable() -> None:
@@ -184,14 +184,14 @@ def test_refused_credentials_end_with_code_3(millstream_fresh_server: EmbeddedSe
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
-    assert "Traceback" not in call("info", url=NOBODY).err
-    shown = call("--debug", "info", url=NOBODY)
+    assert "Traceback" not in call("info", url=UNREACHABLE).err
+    shown = call("--debug", "info", url=UNREACHABLE)
     assert shown.code == 3
     assert "Traceback" in shown.err
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("tail",), "missing argument 'STREAM...'; see: millstream tail --help"),
         (("info", "--limt", "3"), "no such option: --limt; did you mean --limit? see: millstream info --help"),
@@ -210,10 +210,10 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
         (("key", "list", "--\x1b[31m"), "no such option: --\\x1b[31m; see: millstream key list --help"),
     ],
 )
-def test_wrong_usage_ends_with_code_2_and_one_line_as_other_errors_do(words: tuple[str, ...], says: str) -> None:
+def test_wrong_usage_ends_with_code_2_and_one_line_as_other_errors_do(words: tuple[str, ...], message: str) -> None:
     refused = call(*words)
     assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
-    assert refused.err.startswith(f"error: {says}")
+    assert refused.err.startswith(f"error: {message}")
 
 
 def test_a_family_without_a_verb_shows_its_help() -> None:
@@ -224,18 +224,18 @@ def test_a_family_without_a_verb_shows_its_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "message"),
     [
         ("unix:///no/where", "no such file or directory"),
         ("redis+cluster://127.0.0.1:1", "connection refused"),
         ("redis+sentinel://127.0.0.1:1/name", "no Sentinel that answers knows a primary 'name' that is up"),
     ],
 )
-def test_why_redis_cannot_be_reached_is_said_once(url: str, says: str) -> None:
+def test_why_redis_cannot_be_reached_is_said_once(url: str, message: str) -> None:
     refused = call("info", url=url)
     assert refused.code == 3
     assert refused.err == (
-        f"error: Redis at {url} cannot be reached: {says} (is it running? see --url / MILLSTREAM_URL)\n"
+        f"error: Redis at {url} cannot be reached: {message} (is it running? see --url / MILLSTREAM_URL)\n"
     )
 
 
@@ -368,22 +368,22 @@ def test_millstream_dev_runs_a_server_until_it_is_told_to_stop(tmp_path: Path) -
     for number in (signal.SIGTERM, signal.SIGINT):
         with running("dev", "--data-dir", str(tmp_path / "data"), "--port", "0", "--json") as process:
             assert process.stdout is not None
-            told = json.loads(process.stdout.readline())
-            assert (told["server"], told["program"]) == (program.version, program.path)
-            with Client(told["url"]) as client:
+            started = json.loads(process.stdout.readline())
+            assert (started["server"], started["program"]) == (program.version, program.path)
+            with Client(started["url"]) as client:
                 assert client.execute("INCR", "starts") == (1 if number is signal.SIGTERM else 2)
             process.send_signal(number)
             outcome = ended(process)
         assert (outcome.code, outcome.err) == (0, "")
-        assert not lives(told["pid"])
+        assert not lives(started["pid"])
 
 
 def test_millstream_dev_says_so_when_its_port_is_taken_and_when_its_server_dies(
     millstream_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    taken = run("dev", "--data-dir", str(tmp_path), "--port", str(millstream_server.port))
-    assert taken.code == 1
-    assert "is in use" in taken.err
+    refused = run("dev", "--data-dir", str(tmp_path), "--port", str(millstream_server.port))
+    assert refused.code == 1
+    assert "is in use" in refused.err
     with running("dev", "--data-dir", str(tmp_path), "--port", "0", "--json") as process:
         assert process.stdout is not None
         os.kill(json.loads(process.stdout.readline())["pid"], signal.SIGKILL)

@@ -69,11 +69,11 @@ def test_it_tells_what_would_become_of_each_message_and_changes_nothing(client: 
         "missing-key",
         50,
     )
-    said = call("check", app, "--only", "handle", "--sample", "20", "--yes", "--url", client.url)
-    assert said.out.startswith(
+    output = call("check", app, "--only", "handle", "--sample", "20", "--yes", "--url", client.url)
+    assert output.out.startswith(
         "app.handle: 16 ok with 16 outputs, 2 rejected, 2 would become dead letters, of the first 20 uncommitted entries\n"
     )
-    assert "not checked: what the handlers do outside Redis" in said.err
+    assert "not checked: what the handlers do outside Redis" in output.err
 
 
 def test_it_starts_after_what_is_committed_and_takes_the_newest_if_nothing_is_left(client: Client, app: str) -> None:

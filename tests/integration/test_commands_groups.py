@@ -29,7 +29,7 @@ def add(client: Client, count: int, stream: str = "s") -> None:
     client.pipeline([("XADD", stream, f"{number}-0", "n", number) for number in range(1, count + 1)])
 
 
-def take(client: Client, name: str, count: int, group: str = "g") -> None:
+def read_new(client: Client, name: str, count: int, group: str = "g") -> None:
     Consumer(client, group=group, name=name, streams=["s"]).read_new(count=count)
 
 
@@ -46,8 +46,8 @@ def group(client: Client) -> Group:
     add(client, 10)
     group = Group(client, "s", "g")
     group.create()
-    take(client, "a", 4)
-    take(client, "b", 2)
+    read_new(client, "a", 4)
+    read_new(client, "b", 2)
     return group
 
 
@@ -103,7 +103,7 @@ def test_a_group_is_created_where_it_is_told_and_once(client: Client, at: str, g
     add(client, 10)
     assert call("group", "create", "s", "g", "--after", at, "--json", url=client.url).json()["created"]
     assert not call("group", "create", "s", "g", "--json", url=client.url).json()["created"]
-    take(client, "a", 100)
+    read_new(client, "a", 100)
     assert len(holders(client)) == given
 
 
@@ -203,8 +203,8 @@ def test_pending_entries_are_picked_by_consumer_idle_time_range_and_count(client
 def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_is_named(client: Client) -> None:
     add(client, 1_600)
     Group(client, "s", "g").create()
-    take(client, "a", 1_500)
-    take(client, "b", 100)
+    read_new(client, "a", 1_500)
+    read_new(client, "b", 100)
     idle(client, 90_000)
     client.execute("XCLAIM", "s", "g", "a", 0, "7-0")
     client.execute("XDEL", "s", "3-0", "1400-0")

@@ -20,7 +20,7 @@ from millstream.spark.run.liveness import announce_run, keep_announced
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.options import parse
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -250,7 +250,7 @@ def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -
     committed_id(client, "4-0")
     client.execute("HSET", KEYS.meta, "committed", 4)
 
-    class Meanwhile(HandClock):
+    class Meanwhile(ManualClock):
         """While it sleeps, the streams grow and the handler works."""
 
         def monotonic(self) -> float:
@@ -275,7 +275,7 @@ def test_thousands_of_streams_take_a_few_round_trips(client: Client, monkeypatch
     client.pipeline([("XREADGROUP", "GROUP", "billing", "w", "STREAMS", f"s{n}", ">") for n in range(1_000)])
     trips, exchange = itertools.count(), Client._exchange
     monkeypatch.setattr(Client, Client._exchange.__name__, lambda *args: (next(trips), exchange(*args))[1])
-    found = inspect(client, clock=HandClock())
+    found = inspect(client, clock=ManualClock())
     assert next(trips) < 100, "how long that takes, `python -m benchmarks info` says"
     assert len(found.streams) == 2_000
     assert sum(report.lag or 0 for report in found.handlers) == 2_000

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.commandline import call, in_a_terminal
 
 pytestmark = [pytest.mark.cli]
@@ -136,7 +136,7 @@ def test_a_status_sums_up_the_streams_and_a_group_without_consumers_is_no_fault(
 # --- --watch ---
 
 
-class Script(HandClock):
+class Script(ManualClock):
     """The time of `info`: each sleep does the next thing of a list, and Ctrl-C is pressed after the last one."""
 
     def __init__(self, *things: Callable[[], object]) -> None:
@@ -168,7 +168,7 @@ def test_watch_prints_an_object_for_each_interval_with_the_rates_since_the_one_b
     )  # fmt: skip
     monkeypatch.setattr("millstream.cli.info.time", script)
     ended = call("info", "shop", "--watch", "4s", "--json", url=client.url)
-    rows = [look["readers"][0] for look in ended.json_lines()]
+    rows = [report["readers"][0] for report in ended.json_lines()]
     assert (ended.code, script.slept_s) == (130, [4.0] * 6)
     assert [(one.get("arriving_per_s"), one.get("done_per_s")) for one in rows] == [
         (None, None), (0.25, 0.0), (0.0, 2.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.25),
@@ -182,11 +182,11 @@ def test_a_reader_that_completes_nothing_for_long_makes_no_progress(
     handler(client, HandlerKeys("shop", "stands", "s"), done=1, is_alive=True)
     handler(client, HandlerKeys("shop", "has_nothing_to_do", "s2"), done=5, is_alive=True)
     monkeypatch.setattr("millstream.cli.info.time", Script(*[lambda: None] * 3))
-    looks = call("info", "--watch", "5s", "--json", url=client.url).json_lines()
-    assert [[one["status"] for one in look["readers"] if "stands" in one["name"]] for look in looks] == [
+    reports = call("info", "--watch", "5s", "--json", url=client.url).json_lines()
+    assert [[one["status"] for one in report["readers"] if "stands" in one["name"]] for report in reports] == [
         ["running"], ["running"], ["no progress"], ["no progress"],
     ]  # fmt: skip
-    assert {one["status"] for look in looks for one in look["readers"] if "nothing" in one["name"]} == {"running"}
+    assert {one["status"] for report in reports for one in report["readers"] if "nothing" in one["name"]} == {"running"}
 
 
 def test_watch_outlives_a_time_without_redis(

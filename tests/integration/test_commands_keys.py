@@ -104,17 +104,17 @@ def test_keys_are_counted_by_handler_stream_and_state(client: Client, stream: Ke
         {"handler": "shop.pay", "stream": "orders", "keys": 4, "messages": 11, "states": states, "queued": 11, "pause": None,
          "look_ahead": 1_000}
     ]  # fmt: skip
-    said = call("key", "list", "--count", url=client.url).out
-    assert said == "shop.pay on orders: 2 keys with 5 messages: 1 backing off, 1 parked\n"
+    output = call("key", "list", "--count", url=client.url).out
+    assert output == "shop.pay on orders: 2 keys with 5 messages: 1 backing off, 1 parked\n"
 
 
 def test_it_is_said_when_so_much_waits_that_other_keys_will_not_go_on(client: Client, stream: KeyedStream) -> None:
     assert "--look-ahead" not in call("key", "list", "shop.pay", url=client.url).err
     client.execute("XADD", "orders", "*", "key", "d", "n", 9)
     stream.enqueue_new(count=100, most_pending=14)
-    said = call("key", "list", "shop.pay", url=client.url).err
-    assert "12 messages of orders are in key queues, of at most 14" in said
-    assert "give the workers a greater --look-ahead" in said
+    output = call("key", "list", "shop.pay", url=client.url).err
+    assert "12 messages of orders are in key queues, of at most 14" in output
+    assert "give the workers a greater --look-ahead" in output
 
 
 def test_one_key_and_one_state_are_shown_on_request(client: Client, stream: KeyedStream) -> None:
@@ -144,8 +144,8 @@ def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, 
     assert asked(client, "key", "show", "shop.pay", "c")["messages"] == 2
     assert asked(client, "key", "skip", "shop.pay", "c", "--yes", "--reason", "gone")["skipped"] == tried["skipped"]
     assert asked(client, "key", "unpark", "shop.pay", "c")["unparked"] == {"orders": True}
-    (taken,) = stream.lease_keys(queues=5, entries=10, run=9, lease_ms=1_000, now_ms=0).leases
-    assert (taken.key, [one.pairs[3] for one in taken.entries]) == (b"c", [b"1"])
+    (lease,) = stream.lease_keys(queues=5, entries=10, run=9, lease_ms=1_000, now_ms=0).leases
+    assert (lease.key, [one.pairs[3] for one in lease.entries]) == (b"c", [b"1"])
     assert "gone" in call("dlq", "list", "--json", url=client.url).out
     assert stream.check_invariants() == []
 
@@ -174,7 +174,7 @@ def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, st
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("key", "unpark", "shop.pay", "a"), "it is not parked"),
         (("key", "park", "shop.pay", "c"), "it is parked already"),
@@ -184,11 +184,11 @@ def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, st
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
-    client: Client, stream: KeyedStream, words: tuple[str, ...], says: str
+    client: Client, stream: KeyedStream, words: tuple[str, ...], message: str
 ) -> None:
     ended = call(*words, url=client.url)
     assert ended.code == 1
-    assert says in ended.err
+    assert message in ended.err
     assert ended.err.count("\n") == 1
     assert stream.check_invariants() == []
 

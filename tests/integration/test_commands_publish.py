@@ -23,7 +23,7 @@ from millstream.producer.bulk import Publisher, Value
 from millstream.producer.session import MAX_FIELDS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.commandline import PROGRAM, call, ended, environment, run, running
 from tests.support.memory import relieved_once_refused
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -139,7 +139,7 @@ def test_the_stream_is_trimmed_and_the_rate_is_kept(client: Client, tmp_path: Pa
 
 
 def test_at_a_rate_entries_go_out_evenly_and_not_in_bursts(client: Client) -> None:
-    class Sleeps(HandClock):
+    class Sleeps(ManualClock):
         """A clock that notes for how long somebody sleeps by it."""
 
         noted: ClassVar[list[float]] = []

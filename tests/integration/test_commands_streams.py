@@ -49,9 +49,9 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
         only_counted = call("lease", "list", "calls", "--count", *url).out
         assert (only_counted.splitlines()[0], "call:1" in only_counted) == (shown.splitlines()[0], False)
         assert call("lease", "release", "calls", "call:1", "--yes", *url).out == "call:1 is released\n"
-        told = [balancer.next(FAIL_SAFE_S) for _ in range(2)]
-        assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in told)
-        again = next(one.lease for one in told if isinstance(one, StreamAdded))
+        notices = [balancer.next(FAIL_SAFE_S) for _ in range(2)]
+        assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in notices)
+        again = next(one.lease for one in notices if isinstance(one, StreamAdded))
         assert (again.stream, again.token > leases["call:1"].token) == ("call:1", True)
         assert call("lease", "remove", "calls", "call:2", "--yes", *url).out == "call:2 is removed\n"
         gone = balancer.next(FAIL_SAFE_S)
@@ -108,9 +108,9 @@ def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
             meta = ServiceKeys(listens).meta
             eventually(partial(client.execute, "HEXISTS", meta, "handler"))
             client.execute("XADD", f"line:{listens}", "*", "n", 7)
-            said = call("lease", "add", "app.handle", f"line:{listens}", *url)
+            output = call("lease", "add", "app.handle", f"line:{listens}", *url)
             own = listens != "plant"
-            assert said.out.endswith("to app.handle\n" if own else "to plant, the service of app.handle\n")
+            assert output.out.endswith("to app.handle\n" if own else "to plant, the service of app.handle\n")
             eventually(partial(_has_outputs, client, 1 + own))
             assert call("lease", "release", "app.handle", f"line:{listens}", "--yes", *url).code == 0
             unknown = call("lease", "release", "app.handle", "nope", "--yes", *url)

@@ -168,8 +168,8 @@ def test_the_streams_of_a_pattern_are_followed_and_those_made_later_and_ctrl_c_e
         outcome = ended(process)
     found = sorted((str(entry["stream"]), str(entry["fields"])) for entry in shown)
     assert found == [("a:1", "{'n': '4'}"), ("a:2", "{'n': '1'}"), ("a:2", "{'n': '2'}")]
-    said = "following 1 stream, and new ones that match a:*; Ctrl-C ends it\n"
-    assert outcome == Outcome(code=130, out="", err=said)
+    output = "following 1 stream, and new ones that match a:*; Ctrl-C ends it\n"
+    assert outcome == Outcome(code=130, out="", err=output)
 
 
 def test_a_thousand_streams_of_a_pattern_are_shown_from_after_an_id(client: Client) -> None:
@@ -233,13 +233,13 @@ def test_a_stream_of_a_pattern_that_may_not_be_read_is_named_and_not_counted(cli
     try:
         with running("tail", "s:*", "--json", url=client.url.replace("redis://", "redis://some:secret@")) as process:
             assert process.stderr is not None
-            said = [process.stderr.readline() for _ in range(2)]
+            output = [process.stderr.readline() for _ in range(2)]
             client.execute("XADD", "s:2", "*", "n", 2)
             assert lines(process, 1)[0]["stream"] == "s:2"
     finally:
         client.execute("ACL", "DELUSER", "some")
-    assert said[0].partition(b" ")[2].startswith(b"WARNING tail skips the stream s:3: the Redis user may not do ")
-    assert said[1].startswith(b"following 2 streams, ")
+    assert output[0].partition(b" ")[2].startswith(b"WARNING tail skips the stream s:3: the Redis user may not do ")
+    assert output[1].startswith(b"following 2 streams, ")
 
 
 def _until_it_waits(client: Client) -> None:

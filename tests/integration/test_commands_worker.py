@@ -20,7 +20,7 @@ from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.process.supervisor import STUCK_CODE
 from millstream.worker.static_membership import StaticMembership
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -82,7 +82,7 @@ def done(client: Client) -> list[dict[bytes, bytes]]:
     return [dict(zip(pairs[::2], pairs[1::2], strict=True)) for _, pairs in entries]
 
 
-def names_held(client: Client) -> set[str]:
+def names_in_use(client: Client) -> set[str]:
     return {key.decode().rpartition(":")[2] for key in client.execute("KEYS", "millstream:worker:shop:*-[0-9]")}
 
 
@@ -96,7 +96,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     options = ("--processes", "2", "--threads", "1", "--prefetch", "10", "--json")
     with running("worker", app, *options, url=client.url) as worker:
         eventually(lambda: len(done(client)) == 200, "all messages to be done")
-        assert len(names_held(client)) == 2
+        assert len(names_in_use(client)) == 2
         outcome = end(worker)
     events = outcome.json_lines()
     assert (outcome.code, events[0]["event"], events[-1]) == (0, "started", {"event": "stopped"})
@@ -153,9 +153,9 @@ def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_
     fill(client, 1)
 
     def has_ended() -> bool:
-        held = client.execute("KEYS", "millstream:worker:shop:*")
+        names = client.execute("KEYS", "millstream:worker:shop:*")
         living = lives(child)
-        assert held or not living, "another may have its name while it lives"
+        assert names or not living, "another may have its name while it lives"
         return not living
 
     with running("worker", app, "--stop-timeout", ENDLESS_S, url=client.url):
@@ -173,9 +173,9 @@ def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str
         assert worker.stderr is not None
         worker.stdout.readline()
         worker.stdout.close()
-        said = worker.stderr.read().decode()
+        log = worker.stderr.read().decode()
         assert worker.wait(FAIL_SAFE_S) == 141
-    assert "restarting" not in said
+    assert "restarting" not in log
 
 
 def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str, waits: Path) -> None:
@@ -242,14 +242,17 @@ def test_one_port_serves_the_health_and_the_metrics_of_all_processes_also_when_o
 def test_two_supervisors_of_one_host_take_different_names(client: Client, app: str) -> None:
     keys = HandlerKeys("shop", "handle", "orders")
     with running("worker", app, url=client.url) as one, running("worker", app, url=client.url) as other:
-        eventually(lambda: len(names_held(client)) == 2, "both to have names")
-        eventually(lambda: find_workers(client, [keys])[keys] == names_held(client), "both to be alive")
+        eventually(lambda: len(names_in_use(client)) == 2, "both to have names")
+        eventually(lambda: find_workers(client, [keys])[keys] == names_in_use(client), "both to be alive")
         assert [end(one).code, end(other).code] == [0, 0]
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
 
 
 def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -> None:
-    kept, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
+    kept, other = (
+        StaticMembership(client, "shop", "till"),
+        StaticMembership(client, "shop", "till", clock=ManualClock()),
+    )
     kept.acquire(1)
     with pytest.raises(ConfigError, match="a worker called 'till-0' is running; give this one another --name"):
         other.acquire(1)
@@ -259,7 +262,10 @@ def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -
 
 
 def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_back(client: Client) -> None:
-    gone, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
+    gone, other = (
+        StaticMembership(client, "shop", "till"),
+        StaticMembership(client, "shop", "till", clock=ManualClock()),
+    )
     (name,) = gone.acquire(1)
     client.execute("PEXPIRE", worker_name_key("shop", name), 3_600_000)
     with pytest.raises(ConfigError, match="is running"):
@@ -292,10 +298,10 @@ def test_the_processes_find_the_modules_that_their_supervisor_finds(
         try:
             eventually(lambda: done(client) or worker.poll() is not None, "the message")
             worker.terminate()
-            said = worker.communicate(timeout=FAIL_SAFE_S)[1]
+            log = worker.communicate(timeout=FAIL_SAFE_S)[1]
         finally:
             worker.kill()
-    assert (worker.returncode, len(done(client))) == (0, 1), said
+    assert (worker.returncode, len(done(client))) == (0, 1), log
 
 
 @pytest.mark.parametrize(

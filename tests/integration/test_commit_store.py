@@ -1,4 +1,4 @@
-"""The ledger: of two executions of a message at most one commits, in stream order, whole or not at all."""
+"""The commit store: of two executions of a message at most one commits, in stream order, whole or not at all."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ STREAM = "orders"
 KEYS = HandlerKeys("app", "handler", STREAM)
 
 
-def make_ledger(client: Client, token: int = 1, **options: object) -> CommitStore:
+def make_store(client: Client, token: int = 1, **options: object) -> CommitStore:
     return CommitStore(client, app="app", handler="handler", token=token, into="out", **options)  # type: ignore[arg-type]
 
 
@@ -46,7 +46,7 @@ def outputs(client: Client) -> list[list[bytes]]:
 
 
 def test_a_commit_writes_mark_state_outputs_and_dead_letters_in_one_step(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     whole = unit("5-0", "6-0", state=b"\x81", outputs=[("a", "1"), ("b", "2")], dead_letters=[("id", "6-0")])
     assert store.commit({STREAM: [whole]}) == []
     assert outputs(client) == [[b"a", b"1"], [b"b", b"2"]]
@@ -56,7 +56,7 @@ def test_a_commit_writes_mark_state_outputs_and_dead_letters_in_one_step(client:
 
 
 def test_repeating_a_commit_whose_reply_was_lost_is_refused_and_writes_nothing(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     again = unit("5-0", outputs=[("a", "1")])
     assert store.commit({STREAM: [again]}) == []
     assert store.commit({STREAM: [again]}) == [again]
@@ -64,7 +64,7 @@ def test_repeating_a_commit_whose_reply_was_lost_is_refused_and_writes_nothing(c
 
 
 def test_of_two_executions_that_loaded_the_same_mark_only_one_commits(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     ours, twins = unit("5-0", outputs=[("by", "us")]), unit("5-0", outputs=[("by", "twin")])
     assert store.commit({STREAM: [ours]}) == []
     assert store.commit({STREAM: [twins]}) == [twins]
@@ -72,7 +72,7 @@ def test_of_two_executions_that_loaded_the_same_mark_only_one_commits(client: Cl
 
 
 def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gone(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     late = unit("5-9", outputs=[("a", "1")])
     assert store.commit({STREAM: [unit("5-9")]}) == []
     store.advance_committed({STREAM: EntryId(5, 9)})
@@ -86,7 +86,7 @@ def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gon
     [("5-9", "5-10"), ("99-0", "100-0"), ("7-18446744073709551614", "7-18446744073709551615")],
 )
 def test_ids_are_ordered_as_numbers_not_as_text(client: Client, committed_id: str, later: str) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     store.advance_committed({STREAM: EntryId.parse(committed_id)})
     beyond, below = unit(later), unit(committed_id)
     assert store.commit({STREAM: [below]}) == [below]
@@ -97,7 +97,7 @@ def test_ids_are_ordered_as_numbers_not_as_text(client: Client, committed_id: st
 
 
 def test_an_older_run_is_refused_by_commit_advance_and_begin_and_told_so(client: Client) -> None:
-    old, new = make_ledger(client, token=100), make_ledger(client, token=200)
+    old, new = make_store(client, token=100), make_store(client, token=200)
     old.begin_run([STREAM])
     new.begin_run([STREAM])
     steps: list[Callable[[], object]] = [
@@ -115,12 +115,12 @@ def test_an_older_run_is_refused_by_commit_advance_and_begin_and_told_so(client:
 
 def test_a_new_token_is_greater_than_the_epoch_of_a_run_whose_clock_ran_ahead(client: Client) -> None:
     ahead = 9_000_000_000_000_000
-    make_ledger(client, token=ahead).begin_run([STREAM])
-    assert make_ledger(client).new_token([STREAM, "other"]) == ahead + 1
+    make_store(client, token=ahead).begin_run([STREAM])
+    assert make_store(client).new_token([STREAM, "other"]) == ahead + 1
 
 
 def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     store.advance_committed({STREAM: EntryId(5, 0)})
     store.commit({STREAM: [unit("6-0")]})
     store.advance_committed({STREAM: EntryId(5, 0)})
@@ -130,7 +130,7 @@ def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: 
 def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_frontier_passes_them(
     client: Client,
 ) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     store.commit({STREAM: [unit("5-0", key=b"a"), unit("9-0", key=b"b")]})
     store.advance_committed({STREAM: EntryId(6, 0)})
     again = unit("9-0", key=b"b", outputs=[("n", "9")])
@@ -142,7 +142,7 @@ def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_fr
 
 
 def test_a_refused_unit_does_not_hold_up_the_others_of_its_call(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     store.commit({STREAM: [unit("5-0", key=b"a")]})
     refused, accepted = (
         unit("5-0", key=b"a", outputs=[("n", "0")]),
@@ -157,12 +157,12 @@ def test_an_output_stream_of_the_wrong_type_fails_the_whole_step_before_anything
 ) -> None:
     client.execute("SET", "out", "text")
     with pytest.raises(WrongType):
-        make_ledger(client).commit({STREAM: [unit("5-0", state=b"\x81", outputs=[("a", "1")])]})
+        make_store(client).commit({STREAM: [unit("5-0", state=b"\x81", outputs=[("a", "1")])]})
     assert client.execute("EXISTS", KEYS.meta, KEYS.offsets, KEYS.state) == 0
 
 
 def test_at_maxmemory_a_commit_is_refused_whole_and_succeeds_once_there_is_room(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     big = unit("5-0", state=b"\x81", outputs=[("a", "x" * 1000)])
     client.execute("CONFIG", "SET", "maxmemory", "1")
     try:
@@ -175,14 +175,14 @@ def test_at_maxmemory_a_commit_is_refused_whole_and_succeeds_once_there_is_room(
 
 
 def test_scripts_are_loaded_again_after_the_server_has_forgotten_them(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     store.commit({STREAM: [unit("5-0")]})
     client.execute("SCRIPT", "FLUSH")
     assert store.commit({STREAM: [unit("6-0", expected="5-0")]}) == []
 
 
 def test_state_that_is_emptied_is_removed_and_outputs_are_trimmed_to_their_length(client: Client) -> None:
-    store = make_ledger(client, into_maxlen=100)
+    store = make_store(client, into_maxlen=100)
     store.commit({STREAM: [unit("5-0", state=b"\x81")]})
     many = unit("6-0", expected="5-0", state=b"", outputs=[("n", str(n)) for n in range(2000)])
     store.commit({STREAM: [many]})
@@ -191,10 +191,10 @@ def test_state_that_is_emptied_is_removed_and_outputs_are_trimmed_to_their_lengt
 
 
 def test_forgetting_keeps_the_epoch_so_that_a_run_still_alive_is_refused(client: Client) -> None:
-    old = make_ledger(client, token=100)
+    old = make_store(client, token=100)
     old.begin_run([STREAM])
     old.commit({STREAM: [unit("5-0", state=b"\x81")]})
-    new = make_ledger(client, token=200)
+    new = make_store(client, token=200)
     with pytest.raises(StaleOwner):
         new.drop_progress([STREAM])
     new.begin_run([STREAM])
@@ -210,7 +210,7 @@ def test_eight_threads_committing_the_same_messages_apply_each_once_and_in_order
 
     def execute_all() -> None:
         with Client(millstream_url) as own:
-            store = make_ledger(own)
+            store = make_store(own)
             gate.wait()
             done = EntryId(0, 0)
             while done < EntryId(200, 0):
@@ -229,7 +229,7 @@ def test_eight_threads_committing_the_same_messages_apply_each_once_and_in_order
         assert [fields[1].decode() for fields in outputs(reader)] == ids
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class CommitStoreMachine(RuleBasedStateMachine):
     """Executions load, pause and commit as they like; the effects are those of one execution, in order."""
 
     client: Client
@@ -244,7 +244,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.token = 1
 
     def store(self) -> CommitStore:
-        return make_ledger(self.client, token=self.token)
+        return make_store(self.client, token=self.token)
 
     @rule()
     def an_execution_loads(self) -> None:
@@ -288,8 +288,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def test_no_interleaving_of_executions_runs_and_batches_loses_doubles_or_reorders(client: Client) -> None:
-    LedgerMachine.client = client
-    check = LedgerMachine.TestCase
+    CommitStoreMachine.client = client
+    check = CommitStoreMachine.TestCase
     check.settings = settings(max_examples=40, stateful_step_count=30)
     check().runTest()
 
@@ -298,14 +298,14 @@ def test_no_interleaving_of_executions_runs_and_batches_loses_doubles_or_reorder
 @settings(max_examples=40)
 def test_keys_states_and_outputs_are_byte_exact(client: Client, key: bytes, state: bytes, value: bytes) -> None:
     client.execute("FLUSHALL")
-    store = make_ledger(client)
+    store = make_store(client)
     assert store.commit({STREAM: [unit("5-0", key=key, state=state, outputs=[(b"\x00f", value)])]}) == []
     assert store.load({STREAM: ([KEY_PREFIX + key], [key])})[STREAM][b"s" + key] == state
     assert outputs(client) == [[b"\x00f", value]]
 
 
 def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Client) -> None:
-    store = make_ledger(client)
+    store = make_store(client)
     single = Effects(ENTRY_PREFIX + b"5-0", b"", first_id="5-0", last_id="5-0", message_count=1, outputs=[("a", "1")])
     assert store.commit({STREAM: [single]}) == []
     assert store.commit({STREAM: [single]}) == [single]
@@ -329,11 +329,11 @@ def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_
             return replies
 
     with Client(millstream_url) as other, Interleaved(millstream_url) as client:
-        twin = make_ledger(other)
-        found = make_ledger(client).load({STREAM: ([KEY_PREFIX + b"k"], [b"k"])})[STREAM]
+        twin = make_store(other)
+        found = make_store(client).load({STREAM: ([KEY_PREFIX + b"k"], [b"k"])})[STREAM]
         mark = found.get(KEY_PREFIX + b"k", b"").decode()
         ours = unit("6-0" if mark else "5-0", expected=mark, state=found.get(b"sk", b"") + b"ours")
-        accepted = make_ledger(other).commit({STREAM: [ours]}) == []
+        accepted = make_store(other).commit({STREAM: [ours]}) == []
         state = other.execute("HGET", KEYS.state, "k")
     assert state == (b"\x81twinours" if accepted else b"\x81twin")
 
@@ -359,29 +359,29 @@ def test_a_run_without_the_rights_to_commit_is_refused_when_it_begins(
     client: Client, limited: Callable[[str], Client], rights: str
 ) -> None:
     with pytest.raises(AccessDenied, match="may not"):
-        make_ledger(limited(rights)).begin_run([STREAM])
+        make_store(limited(rights)).begin_run([STREAM])
     assert client.execute("EXISTS", KEYS.meta, "out", KEYS.dead_letters, KEYS.offsets) == 0
-    make_ledger(limited("")).begin_run([STREAM])
+    make_store(limited("")).begin_run([STREAM])
 
 
 def test_a_write_that_redis_refuses_leaves_no_mark_so_that_the_retry_commits(
     client: Client, limited: Callable[[str], Client]
 ) -> None:
-    mine = make_ledger(limited("-xadd"))
+    mine = make_store(limited("-xadd"))
     letter = unit("5-0", key=b"dies", dead_letters=[("id", "5-0")])
     for refused in (unit("5-0", state=b"\x81", outputs=[("a", "1")]), letter):
         with pytest.raises(AccessDenied):
             mine.commit({STREAM: [refused]})
     assert client.execute("EXISTS", KEYS.offsets, KEYS.state, KEYS.meta) == 0
     again = unit("5-0", state=b"\x81", outputs=[("a", "1")])
-    assert make_ledger(client).commit({STREAM: [again, letter]}) == []
+    assert make_store(client).commit({STREAM: [again, letter]}) == []
     assert outputs(client) == [[b"a", b"1"]]
 
 
 def test_units_committed_before_a_refused_write_keep_their_marks_past_a_smaller_batch(client: Client) -> None:
     """Their marks lie under `top` although the call as a whole failed."""
     client.execute("XADD", "out", f"{2**64 - 1}-{2**64 - 2}", "a", "0")
-    store = make_ledger(client)
+    store = make_store(client)
     first, second = unit("8-0", key=b"x", outputs=[("a", "1")]), unit("9-0", key=b"y", outputs=[("a", "2")])
     with pytest.raises(CommandFailed, match="exhausted"):
         store.commit({STREAM: [first, second]})

@@ -51,8 +51,8 @@ def test_commands_verbs_options_and_values_are_completed(line: str, offered: lis
     ("line", "more"), [("millstream k", {"redis"}), ("millstream key l", set()), ("millstream run --o", set())]
 )
 def test_completion_imports_nothing_that_takes_long(line: str, more: set[str]) -> None:
-    told = "import sys, atexit; atexit.register(lambda: print(*filter(sys.modules.get, sys.modules), sep=chr(10)));"
-    imported = set(completed(line, program=f"{told} {PROGRAM}"))
+    prelude = "import sys, atexit; atexit.register(lambda: print(*filter(sys.modules.get, sys.modules), sep=chr(10)));"
+    imported = set(completed(line, program=f"{prelude} {PROGRAM}"))
     assert "millstream.cli.main" in imported
     assert imported & (HEAVY | more) == set()
 

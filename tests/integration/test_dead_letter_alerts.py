@@ -23,7 +23,7 @@ from millstream.cli.alerts import FigureAlerts
 from millstream.errors import ConfigError
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.redis_client.client import Client
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.commandline import ended, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -39,7 +39,7 @@ class Webhook:
     url: str = ""
     statuses: list[int] = field(default_factory=list)
     delay_s: float = 0.0
-    heard: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
 
 
@@ -56,7 +56,7 @@ def webhook(*statuses: int, delay_s: float = 0.0) -> Iterator[Webhook]:
             status = hook.statuses.pop(0) if hook.statuses else 200
             if status == 200:
                 assert self.headers["Content-Type"] == "application/json"
-                hook.heard.append(json.loads(body))
+                hook.received.append(json.loads(body))
             self.send_response(status)
             self.end_headers()
 
@@ -83,7 +83,7 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def close(alert_sender: DeadLetterAlerts) -> None:
-    """Have all of it told, however long that takes here."""
+    """Have all alerts sent, however long that takes here."""
     alert_sender.close(timeout_ms=FAIL_SAFE_S * 1_000)
 
 
@@ -92,36 +92,36 @@ def python(script: str, *args: object) -> str:
     return shlex.join([sys.executable, "-c", script, *map(str, args)])
 
 
-# --- What is told ---
+# --- What an alert contains ---
 
 
 def test_a_webhook_is_told_as_json() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url) as alert_sender:
         alert_sender.send(LETTER)
-        eventually(lambda: hook.heard, "ring")
-    assert hook.heard == [{"events": 1, "summaries": [LETTER]}]
+        eventually(lambda: hook.received, "ring")
+    assert hook.received == [{"events": 1, "summaries": [LETTER]}]
 
 
 def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: Path) -> None:
-    told = tmp_path / "told $(touch shell).json"
+    output = tmp_path / "alert $(touch shell).json"
     with DeadLetterAlerts(
-        command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)
+        command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", output)
     ) as alert_sender:
         alert_sender.send(LETTER)
         close(alert_sender)
-    assert json.loads(told.read_text()) == {"events": 1, "summaries": [LETTER]}
+    assert json.loads(output.read_text()) == {"events": 1, "summaries": [LETTER]}
     assert not (tmp_path / "shell").exists()
 
 
 def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=3_600) as alert_sender:
         alert_sender.send(LETTER)
-        eventually(lambda: hook.heard, "first ring")
+        eventually(lambda: hook.received, "first ring")
         for _ in range(100):
             alert_sender.send(LETTER)
             alert_sender.send({**LETTER, "handler": "arrival", "dead": 1.5})
         close(alert_sender)
-    assert hook.heard[1:] == [
+    assert hook.received[1:] == [
         {"events": 200, "summaries": [{**LETTER, "dead": 200}, {**LETTER, "handler": "arrival", "dead": 150.0}]}
     ]
 
@@ -130,7 +130,7 @@ def test_it_rings_no_more_often_than_it_is_told() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0.3) as alert_sender:
         for rings in (1, 2, 3):
             alert_sender.send(LETTER)
-            eventually(lambda: len(hook.heard) == rings, "ring")  # noqa: B023 - it is over by then
+            eventually(lambda: len(hook.received) == rings, "ring")  # noqa: B023 - it is over by then
     assert min(later - earlier for earlier, later in pairwise(hook.at)) >= 0.29
 
 
@@ -138,11 +138,11 @@ def test_what_is_not_told_yet_is_bounded() -> None:
     with webhook() as hook:
         with DeadLetterAlerts(hook.url, min_interval_s=3_600) as alert_sender:
             alert_sender.send(LETTER)
-            eventually(lambda: hook.heard, "first ring")
+            eventually(lambda: hook.received, "first ring")
             for number in range(1_000):
                 alert_sender.send({"error": f"number {number}", "dead": 1})
             close(alert_sender)
-        last = hook.heard[1]
+        last = hook.received[1]
     assert (last["events"], len(last["summaries"]), last["omitted"]) == (1_000, 100, 900)
 
 
@@ -150,21 +150,21 @@ def test_summaries_of_any_kind_are_told() -> None:
     odd = {"flag": True, "path": Path("x"), "nested": {"a": [1]}, "none": None}
     with webhook() as hook, DeadLetterAlerts(hook.url) as alert_sender:
         alert_sender.send(odd)
-        eventually(lambda: hook.heard, "ring")
-    assert hook.heard[0]["summaries"] == [{**odd, "path": "x"}]
+        eventually(lambda: hook.received, "ring")
+    assert hook.received[0]["summaries"] == [{**odd, "path": "x"}]
 
 
 def test_closing_tells_the_rest_at_once() -> None:
     with webhook() as hook:
         alert_sender = DeadLetterAlerts(hook.url, min_interval_s=3_600)
         alert_sender.send(LETTER)
-        eventually(lambda: hook.heard, "first ring")
+        eventually(lambda: hook.received, "first ring")
         alert_sender.send(LETTER)
         close(alert_sender)
-        assert len(hook.heard) == 2
+        assert len(hook.received) == 2
         alert_sender.send(LETTER)
         alert_sender.close()
-        assert len(hook.heard) == 2
+        assert len(hook.received) == 2
 
 
 def test_a_bell_without_means_is_silent() -> None:
@@ -182,7 +182,7 @@ def test_a_webhook_that_fails_is_told_again_up_to_three_times(caplog: pytest.Log
     with webhook(500, 429) as hook:
         with DeadLetterAlerts(hook.url) as alert_sender:
             alert_sender.send(LETTER)
-            eventually(lambda: hook.heard, "third try")
+            eventually(lambda: hook.received, "third try")
         assert len(hook.at) == 3
         assert hook.at[1] - hook.at[0] >= 0.045
         assert hook.at[2] - hook.at[1] >= 0.095
@@ -205,7 +205,7 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
 
 
 def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    clock = HandClock(1e6)
+    clock = ManualClock(1e6)
     with webhook(*(404,) * 9) as hook, DeadLetterAlerts(hook.url, min_interval_s=0, clock=clock) as alert_sender:
         for tries, complaints in ((1, 1), (2, 1), (3, 1)):
             alert_sender.send(LETTER)
@@ -308,13 +308,13 @@ def _lives(pid: int) -> bool:
 
 
 def test_an_interrupt_of_the_terminal_does_not_reach_the_command(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    output = tmp_path / "output"
     before = signal.getsignal(signal.SIGINT)
     script = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpgid(0)))"
-    with DeadLetterAlerts(command=python(script, told)) as alert_sender:
+    with DeadLetterAlerts(command=python(script, output)) as alert_sender:
         alert_sender.send(LETTER)
-        eventually(lambda: told.exists() and told.read_text(), "process")
-    assert int(told.read_text()) != os.getpgid(0)
+        eventually(lambda: output.exists() and output.read_text(), "process")
+    assert int(output.read_text()) != os.getpgid(0)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -338,8 +338,8 @@ def fail(message):
 
 def test_a_worker_alerts_by_webhook_and_command_of_each_dead_letter_once(client: Client, tmp_path: Path) -> None:
     (tmp_path / "alerting_app.py").write_text(WORKER_APP)
-    told = tmp_path / "told"
-    command = python("import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))", told)
+    output = tmp_path / "output"
+    command = python("import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))", output)
 
     def dead(alerts: list[dict[str, Any]], handler: str) -> int:
         return sum(one["dead"] for alert in alerts for one in alert["summaries"] if one["handler"] == handler)
@@ -348,14 +348,14 @@ def test_a_worker_alerts_by_webhook_and_command_of_each_dead_letter_once(client:
     with webhook() as hook:
         options = ("--processes", "2", "--alert-url", hook.url, "--alert-command", command)
         with running("worker", str(tmp_path / "alerting_app.py"), *options, url=client.url) as worker:
-            eventually(lambda: (dead(hook.heard, "refuse"), dead(hook.heard, "fail")) == (5, 1), "the alerts")
+            eventually(lambda: (dead(hook.received, "refuse"), dead(hook.received, "fail")) == (5, 1), "the alerts")
             client.pipeline([("XADD", "orders", "*", "n", n) for n in range(5, 7)])
-            eventually(lambda: dead(hook.heard, "refuse") == 7, "the alerts of the new ones")
+            eventually(lambda: dead(hook.received, "refuse") == 7, "the alerts of the new ones")
             worker.terminate()
             assert ended(worker).code == 0
-        assert (dead(hook.heard, "refuse"), dead(hook.heard, "fail")) == (7, 1)
-    assert {one["app"] for alert in hook.heard for one in alert["summaries"]} == {"shop"}
-    given = [json.loads(line) for line in told.read_text().splitlines()]
+        assert (dead(hook.received, "refuse"), dead(hook.received, "fail")) == (7, 1)
+    assert {one["app"] for alert in hook.received for one in alert["summaries"]} == {"shop"}
+    given = [json.loads(line) for line in output.read_text().splitlines()]
     assert (dead(given, "refuse"), dead(given, "fail")) == (7, 1)
 
 
@@ -366,4 +366,4 @@ def test_a_process_that_was_restarted_counts_from_0_again() -> None:
             alerts.add("w-0", pid, {"bill": {"dead": dead}})
         alerts.add("w-1", 3, {"bill": {"dead": 4}})
         close(alert_sender)
-    assert sum(one["dead"] for alert in hook.heard for one in alert["summaries"]) == 2 + 1 + 1 + 4
+    assert sum(one["dead"] for alert in hook.received for one in alert["summaries"]) == 2 + 1 + 1 + 4

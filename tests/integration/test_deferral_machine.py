@@ -12,7 +12,7 @@ from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, line_of
+from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, queue_of
 from tests.support.task_fixtures import Row, TaskFixture
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]
@@ -75,7 +75,7 @@ class Machine(TaskFixture):
             if not dies:
                 self.store.advance_committed({"in": EntryId(max(n for n, _, _ in rows), 0)})
 
-    def run_lines(self) -> None:
+    def run_deferred(self) -> None:
         if not self.on_spark:
             self.begin()
         for name in self.client.execute("ZRANGE", KEYS.backoff, 0, -1):
@@ -87,7 +87,7 @@ class Machine(TaskFixture):
     def work(self) -> None:
         self.on_spark = False
         worker = KeyedStream(
-            self.client, "in", queue_of=line_of, app="app", handler="handle", consumer="w1", into="out",
+            self.client, "in", queue_of=queue_of, app="app", handler="handle", consumer="w1", into="out",
         )  # fmt: skip
         worker.join()
         worker.recover_leases([], 100)
@@ -115,13 +115,13 @@ class Machine(TaskFixture):
         """Park a key, have one go on, or skip what fails."""
         if not self.on_spark and not self.client.execute("HGET", KEYS.meta, "owner"):
             return
-        for line in list_queues(self.client, KEYS):
-            number = int((line.first_id or "0").partition("-")[0])
-            if line.state == "parked" and (settle or self.chance.random() < 0.5):
-                if dict(self.sent[(line.key or b"").decode()]).get(number):
-                    assert skip(self.client, KEYS, line.name, error="x")
+        for queue in list_queues(self.client, KEYS):
+            number = int((queue.first_id or "0").partition("-")[0])
+            if queue.state == "parked" and (settle or self.chance.random() < 0.5):
+                if dict(self.sent[(queue.key or b"").decode()]).get(number):
+                    assert skip(self.client, KEYS, queue.name, error="x")
                 else:
-                    unpark(self.client, KEYS, line.name)
+                    unpark(self.client, KEYS, queue.name)
         if not settle:
             park(self.client, KEYS, b"k" + self.chance.choice(LETTERS).encode(), "by hand")
 
@@ -132,7 +132,7 @@ class Machine(TaskFixture):
         for _ in range(3 * self.count + 5):
             self.batch(1_000)
             self.decide(settle=True)
-            self.run_lines()
+            self.run_deferred()
             if not list_queues(self.client, KEYS):
                 break
 
@@ -161,7 +161,7 @@ def test_whatever_spark_workers_and_people_do_each_message_takes_effect_once_in_
             case 2 | 3:
                 machine.batch(chance.choice((3, 9, 50)), dies=chance.random() < 0.4, again=chance.random() < 0.2)
             case 4:
-                machine.run_lines()
+                machine.run_deferred()
             case 5 | 6:
                 machine.work()
             case 7:

@@ -10,7 +10,7 @@ from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.delivery.last_error import LastError
 from millstream.observability.failure_log import FailureLog
 from millstream.redis_client.client import Client
-from tests.support.keyed_fixtures import HOUR_MS, KEYS, routed, take_one
+from tests.support.keyed_fixtures import HOUR_MS, KEYS, lease_one, routed
 from tests.support.task_fixtures import TaskFixture
 from tests.support.waiting import eventually
 from tests.support.workers import dead, fill, make, working
@@ -118,7 +118,7 @@ def test_a_key_that_a_worker_has_parked_keeps_the_error_until_an_operator_acts(
 def test_a_message_that_is_skipped_takes_the_last_error_into_its_dead_letter(client: Client) -> None:
     worker = routed(client, "AB")
     error = LastError(error="RuntimeError: no gateway", traceback="Traceback ...\n  in pay\n").pack()
-    lease = take_one(worker)
+    lease = lease_one(worker)
     assert worker.release_leases([back_off(lease, error)]) == []
     skip(client, KEYS, b"kA", error="skipped by an operator")
     skip(client, KEYS, b"kB", error="skipped by an operator")
@@ -134,7 +134,7 @@ def test_what_is_stored_of_an_error_is_bounded_and_where_many_keys_wait_no_trace
     assert len(error.pack()) <= 300 + 30 + 1 + 4_096
     worker = routed(client, "A")
     client.execute("HSET", KEYS.crashes, *(part for n in range(10_000) for part in (f"9-{n}f", 1)))
-    lease = take_one(worker)
+    lease = lease_one(worker)
     worker.release_leases([back_off(lease, error.pack())])
     stored = last_error(client, "1-0")
     assert (stored.error[:6], stored.traceback) == ("x\\n\\tx", "")

@@ -52,7 +52,7 @@ def consumer(client: Client, name: str = "c", *streams: str) -> Consumer:
     return Consumer(client, group="g", name=name, streams=streams or ("s",))
 
 
-def take(client: Client, name: str = "c", count: int = 100) -> list[bytes]:
+def read_new(client: Client, name: str = "c", count: int = 100) -> list[bytes]:
     return [one for batch in consumer(client, name).read_new(count=count) for one in batch.ids]
 
 
@@ -74,13 +74,13 @@ def ids(*numbers: int) -> list[bytes]:
 def test_a_group_begins_after_the_id_it_is_created_at(client: Client, at: str | EntryId, expected: list[bytes]) -> None:
     add(client, "s", range(1, 4))
     assert Group(client, "s", "g").create(at)
-    assert take(client) == expected
+    assert read_new(client) == expected
 
 
 def test_creating_a_group_again_changes_nothing_and_says_so(client: Client, group: Group) -> None:
-    take(client, count=3)
+    read_new(client, count=3)
     assert group.create(END) is False
-    assert take(client, count=1) == ids(4)
+    assert read_new(client, count=1) == ids(4)
 
 
 def test_a_group_needs_a_stream_unless_it_may_make_one(client: Client) -> None:
@@ -88,7 +88,7 @@ def test_a_group_needs_a_stream_unless_it_may_make_one(client: Client) -> None:
     with pytest.raises(GroupMissing, match="no stream 's'"):
         group.create()
     assert group.create(END, mkstream=True)
-    assert take(client) == []
+    assert read_new(client) == []
 
 
 def test_an_id_that_is_none_is_refused(client: Client, group: Group) -> None:
@@ -103,21 +103,21 @@ def test_a_key_of_another_type_is_named(client: Client) -> None:
 
 
 def test_a_group_moved_back_delivers_again_and_one_moved_on_passes_over(client: Client, group: Group) -> None:
-    assert len(take(client)) == 9
+    assert len(read_new(client)) == 9
     group.set_id("7-0", entries_read=7)
     assert groups_of(client, "s")[0].entries_read == 7
-    assert take(client) == ids(8, 9)
+    assert read_new(client) == ids(8, 9)
     group.set_id(END)
-    assert take(client) == []
+    assert read_new(client) == []
     assert group.pending.summary().count == 9
 
 
 def test_a_destroyed_group_is_gone_with_its_pending_entries(client: Client, group: Group) -> None:
-    take(client)
+    read_new(client)
     assert group.destroy()
     assert not group.destroy()
     assert group.info() is None
-    for lost in (group.consumers, group.pending.summary, lambda: group.set_id("0"), lambda: take(client)):
+    for lost in (group.consumers, group.pending.summary, lambda: group.set_id("0"), lambda: read_new(client)):
         with pytest.raises(GroupMissing):
             lost()
     client.execute("DEL", "s")
@@ -127,7 +127,7 @@ def test_a_destroyed_group_is_gone_with_its_pending_entries(client: Client, grou
 
 
 def test_a_consumer_that_waits_hears_that_its_group_is_destroyed(client: Client, group: Group) -> None:
-    take(client)
+    read_new(client)
     with Client(client.url, timeout_ms=LONGER_THAN_A_TEST_MS) as waiting, ThreadPoolExecutor() as pool:
         reading = pool.submit(consumer(waiting).read_new, block_ms=LONGER_THAN_A_TEST_MS - 1)
         eventually(lambda: b"blocked_clients:1" in client.execute("INFO", "clients"), "it to wait")
@@ -137,7 +137,7 @@ def test_a_consumer_that_waits_hears_that_its_group_is_destroyed(client: Client,
 
 
 def test_to_a_group_that_is_gone_there_is_nothing_to_acknowledge(client: Client, group: Group) -> None:
-    take(client)
+    read_new(client)
     assert group.destroy()
     assert (group.ack(ids(1)), consumer(client).ack("s", ids(1))) == (0, 0)
 
@@ -159,8 +159,8 @@ def test_a_stream_is_shown_with_its_groups_consumers_and_pending_entries_at_one_
     client: Client, group: Group
 ) -> None:
     before_ms = server_time_ms(client)
-    take(client, "a", count=2)
-    take(client, "b", count=3)
+    read_new(client, "a", count=2)
+    read_new(client, "b", count=3)
     Group(client, "s", "\udcff").create("5-0")
     found = stream_details(client, "s", count=2)
     assert (found.length, found.last_id, found.first_id, found.entries_added) == (9, b"9-0", b"1-0", 9)
@@ -178,16 +178,16 @@ def test_a_stream_is_shown_with_its_groups_consumers_and_pending_entries_at_one_
 
 def test_a_stream_that_there_is_not_and_a_key_that_is_none_are_told_apart(client: Client) -> None:
     client.execute("SET", "text", "1")
-    for look in (stream_info, stream_details):
+    for read in (stream_info, stream_details):
         with pytest.raises(GroupMissing, match="no stream 'none'"):
-            look(client, "none")
+            read(client, "none")
         with pytest.raises(WrongType, match="text is not a stream"):
-            look(client, "text")
+            read(client, "text")
 
 
 def test_what_redis_knows_of_the_groups_of_a_stream(client: Client, group: Group) -> None:
     Group(client, "s", "G").create("5-0")
-    take(client, count=4)
+    read_new(client, count=4)
     group.ack(ids(1))
     by_name = {info.name: info for info in groups_of(client, "s")}
     assert set(by_name) == {"g", "G"}  # names are case-sensitive
@@ -200,8 +200,8 @@ def test_what_redis_knows_of_the_groups_of_a_stream(client: Client, group: Group
 
 
 def test_every_entry_goes_to_one_consumer_in_order(client: Client, group: Group) -> None:
-    taken = [take(client, name, count=2) for name in ("a", "b", "a", "b", "a")]
-    assert [one for batch in taken for one in batch] == ids(*range(1, 10))
+    delivered = [read_new(client, name, count=2) for name in ("a", "b", "a", "b", "a")]
+    assert [one for batch in delivered for one in batch] == ids(*range(1, 10))
 
 
 def test_several_streams_are_read_at_once_each_batch_by_its_name(client: Client, group: Group) -> None:
@@ -218,7 +218,7 @@ def test_several_streams_are_read_at_once_each_batch_by_its_name(client: Client,
 
 
 def test_a_long_poll_returns_with_the_first_entry_and_empty_when_its_time_is_over(client: Client, group: Group) -> None:
-    take(client)
+    read_new(client)
     began = time.monotonic()
     assert consumer(client).read_new(block_ms=200) == []
     assert time.monotonic() - began >= 0.15, "Redis counts from when it woke up to read the command"
@@ -243,8 +243,8 @@ def test_with_noack_nothing_becomes_pending(client: Client, group: Group) -> Non
 
 
 def test_a_restarted_consumer_reads_again_from_any_id_what_it_holds_and_only_that(client: Client, group: Group) -> None:
-    take(client, "c", count=4)
-    take(client, "other", count=2)
+    read_new(client, "c", count=4)
+    read_new(client, "other", count=2)
     group.ack(ids(3))
     restarted = consumer(client)
     (batch,) = restarted.read_pending()
@@ -255,7 +255,7 @@ def test_a_restarted_consumer_reads_again_from_any_id_what_it_holds_and_only_tha
 
 
 def test_reading_again_counts_a_delivery_and_resets_the_idle_time(client: Client, group: Group) -> None:
-    (entry_id,) = take(client, count=1)
+    (entry_id,) = read_new(client, count=1)
     group.pending.claim_ids([entry_id], consumer="c", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
     before_ms = server_time_ms(client)
     consumer(client).read_pending()
@@ -265,7 +265,7 @@ def test_reading_again_counts_a_delivery_and_resets_the_idle_time(client: Client
 
 
 def test_entries_trimmed_while_pending_are_told_apart_when_read_again(client: Client, group: Group) -> None:
-    take(client)
+    read_new(client)
     client.execute("XDEL", "s", "2-0")
     client.execute("XTRIM", "s", "MINID", "2-0")
     (batch,) = consumer(client).read_pending()
@@ -275,9 +275,9 @@ def test_entries_trimmed_while_pending_are_told_apart_when_read_again(client: Cl
 
 def test_many_entries_are_acknowledged_at_once_and_only_once(client: Client, group: Group) -> None:
     client.pipeline([("XADD", "s", "*", "n", n) for n in range(20_000)])
-    taken = take(client, count=30_000)
-    assert group.ack(taken) == 20_009
-    assert group.ack(taken) == 0
+    delivered = read_new(client, count=30_000)
+    assert group.ack(delivered) == 20_009
+    assert group.ack(delivered) == 0
     assert group.ack([]) == 0
     assert consumer(client).ack("s", []) == 0
     assert consumer(client).read_pending()[0].ids == []
@@ -287,8 +287,8 @@ def test_many_entries_are_acknowledged_at_once_and_only_once(client: Client, gro
 
 
 def test_the_pending_list_in_figures(client: Client, group: Group) -> None:
-    take(client, "a", count=3)
-    take(client, "b", count=1)
+    read_new(client, "a", count=3)
+    read_new(client, "b", count=1)
     summary = group.pending.summary()
     assert (summary.count, summary.lowest, summary.highest) == (4, b"1-0", b"4-0")
     assert summary.by_consumer == {"a": 3, "b": 1}
@@ -297,8 +297,8 @@ def test_the_pending_list_in_figures(client: Client, group: Group) -> None:
 def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, group: Group) -> None:
     pending = group.pending
     before_ms = server_time_ms(client)
-    pending.claim_ids(take(client, "a", count=3), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
-    take(client, "b", count=3)
+    pending.claim_ids(read_new(client, "a", count=3), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
+    read_new(client, "b", count=3)
     assert [one.id for one in pending.entries("2-0", "5-0")] == ids(2, 3, 4, 5)
     assert [one.id for one in pending.entries(EntryId(2, 0), count=1)] == ids(2)
     assert [one.id for one in pending.entries(consumer="b")] == ids(4, 5, 6)
@@ -310,8 +310,8 @@ def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, g
 
 
 def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, group: Group) -> None:
-    take(client, "a", count=4)
-    take(client, "b", count=5)
+    read_new(client, "a", count=4)
+    read_new(client, "b", count=5)
     assert [one.id for one in group.pending.iter_entries(page=2)] == ids(*range(1, 10))
     assert [one.id for one in group.pending.iter_entries(page=2, consumer="b")] == ids(5, 6, 7, 8, 9)
 
@@ -320,8 +320,8 @@ def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, gro
 
 
 def test_of_two_that_claim_the_same_entry_one_gets_it(client: Client, group: Group) -> None:
-    taken = take(client, "dead", count=2)
-    group.pending.claim_ids(taken, consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
+    delivered = read_new(client, "dead", count=2)
+    group.pending.claim_ids(delivered, consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
     before_ms = server_time_ms(client)
     first = group.pending.claim(ids(1, 2), consumer="a", min_idle_ms=HOUR_MS)
     second = group.pending.claim(ids(1, 2), consumer="b", min_idle_ms=HOUR_MS)
@@ -333,19 +333,19 @@ def test_of_two_that_claim_the_same_entry_one_gets_it(client: Client, group: Gro
 
 
 def test_the_former_holder_does_not_see_a_claimed_entry_again(client: Client, group: Group) -> None:
-    take(client, "dead", count=1)
+    read_new(client, "dead", count=1)
     group.pending.claim(ids(1), consumer="a", min_idle_ms=0)
     assert consumer(client, "dead").read_pending()[0].ids == []
 
 
 def test_a_claim_by_id_alone_counts_no_delivery(client: Client, group: Group) -> None:
-    take(client, "dead", count=1)
+    read_new(client, "dead", count=1)
     assert group.pending.claim_ids(ids(1), consumer="a", min_idle_ms=0) == ids(1)
     assert group.pending.entries()[0].deliveries == 1
 
 
 def test_a_claim_sets_idle_time_and_delivery_count_when_asked(client: Client, group: Group) -> None:
-    take(client, "dead", count=2)
+    read_new(client, "dead", count=2)
     before_ms = server_time_ms(client)
     group.pending.claim(ids(1), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000, deliveries=7))
     earlier = ClaimOptions(time_ms=before_ms - 200_000)
@@ -358,15 +358,15 @@ def test_a_claim_sets_idle_time_and_delivery_count_when_asked(client: Client, gr
 
 
 def test_a_claim_moves_the_group_on_when_asked_and_never_back(client: Client, group: Group) -> None:
-    take(client, count=1)
+    read_new(client, count=1)
     for last_id in ("4-0", EntryId(3, 0)):
         group.pending.claim_ids(ids(1), consumer="d", min_idle_ms=0, options=ClaimOptions(last_id=last_id))
     assert groups_of(client, "s")[0].last_delivered == b"4-0"
-    assert take(client, count=1) == ids(5)
+    assert read_new(client, count=1) == ids(5)
 
 
 def test_how_often_entries_were_delivered_is_known_of_those_that_are_pending(client: Client, group: Group) -> None:
-    take(client, count=3)
+    read_new(client, count=3)
     consumer(client).read_pending(after="1")
     group.ack(ids(3))
     assert group.pending.delivery_counts(ids(1, 2, 3, 4)) == {b"1-0": 1, b"2-0": 2}
@@ -382,25 +382,25 @@ def test_only_force_claims_what_nobody_holds(client: Client, group: Group) -> No
 
 def test_claiming_by_idle_time_walks_to_the_end_and_names_what_was_trimmed(client: Client, group: Group) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 3001)])
-    taken = take(client, "dead", count=3000)
-    client.execute("XDEL", "s", *taken[::100])
+    delivered = read_new(client, "dead", count=3000)
+    client.execute("XDEL", "s", *delivered[::100])
     time.sleep(0.06)  # at least: from when on they may be claimed
     batches = list(group.pending.auto_claim("a", min_idle_ms=50, count=7))
-    assert [one for batch in batches for one in batch.gone] == taken[::100]
-    assert [one for batch in batches for one in batch.ids] == [one for n, one in enumerate(taken) if n % 100]
+    assert [one for batch in batches for one in batch.gone] == delivered[::100]
+    assert [one for batch in batches for one in batch.ids] == [one for n, one in enumerate(delivered) if n % 100]
     assert group.pending.summary().by_consumer == {"a": 2970}
     assert list(group.pending.auto_claim("b", min_idle_ms=HOUR_MS)) == []
 
 
 def test_claiming_by_idle_time_passes_over_a_long_run_of_busy_entries(client: Client, group: Group) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1001)])
-    taken = take(client, "busy", count=1000)
-    group.pending.claim_ids(taken[-1:], consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
-    assert [batch.ids for batch in group.pending.auto_claim("a", min_idle_ms=HOUR_MS, count=1)] == [taken[-1:]]
+    delivered = read_new(client, "busy", count=1000)
+    group.pending.claim_ids(delivered[-1:], consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
+    assert [batch.ids for batch in group.pending.auto_claim("a", min_idle_ms=HOUR_MS, count=1)] == [delivered[-1:]]
 
 
 def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, group: Group) -> None:
-    take(client, "dead")
+    read_new(client, "dead")
     client.execute("XDEL", "s", "2-0")
     pages = list(group.pending.auto_claim_ids("a", min_idle_ms=0, count=4))
     assert [one for page in pages for one in page.ids] == ids(1, 3, 4, 5, 6, 7, 8, 9)
@@ -415,7 +415,7 @@ def test_consumers_are_listed_with_what_they_hold_and_how_long_they_are_silent(c
     assert group.create_consumer("z")
     assert not group.create_consumer("z")
     before_ms = server_time_ms(client)
-    take(client, "a", count=2)
+    read_new(client, "a", count=2)
     eventually(lambda: group.consumers()[0].idle_ms >= 10, "some silence")
     first, last = group.consumers()
     assert (first.name, first.pending, last.name, last.pending) == ("a", 2, "z", 0)
@@ -424,7 +424,7 @@ def test_consumers_are_listed_with_what_they_hold_and_how_long_they_are_silent(c
 
 def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(client: Client, group: Group) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1203)])
-    taken = take(client, "leaver", count=1202)  # more than one step hands on
+    delivered = read_new(client, "leaver", count=1202)  # more than one step hands on
     client.execute("XDEL", "s", "7-0", "1100-0")
     options = ClaimOptions(idle_ms=90_000, deliveries=5)
     group.pending.claim_ids(ids(3), consumer="leaver", min_idle_ms=0, options=options)
@@ -432,7 +432,7 @@ def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(cl
     left = group.delete_consumer("leaver", transfer_to="heir")
     assert (left.existed, left.reassigned, list(left.gone)) == (True, 1200, ids(7, 1100))
     assert [one.name for one in group.consumers()] == ["heir"]
-    kept = [one for one in taken if one not in ids(7, 1100)]
+    kept = [one for one in delivered if one not in ids(7, 1100)]
     assert [one.id for one in group.pending.iter_entries(consumer="heir")] == kept
     third = group.pending.entries("3-0", "3-0")[0]
     assert third.deliveries == 5
@@ -441,7 +441,7 @@ def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(cl
 
 
 def test_a_consumer_that_holds_entries_is_not_deleted_without_an_heir(client: Client, group: Group) -> None:
-    take(client, "leaver", count=3)
+    read_new(client, "leaver", count=3)
     with pytest.raises(ConfigError, match=r"holds 3 pending entries.*name the consumer that gets them"):
         group.delete_consumer("leaver")
     with pytest.raises(ConfigError, match="no consumer 'nobody'"):
@@ -461,7 +461,7 @@ def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Clien
     def read() -> None:
         with Client(client.url) as own:
             while not stop.is_set():
-                take(own, "leaver", count=3)
+                read_new(own, "leaver", count=3)
 
     thread = threading.Thread(target=read)
     thread.start()
@@ -474,13 +474,13 @@ def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Clien
         eventually(lambda: groups_of(client, "s")[0].last_delivered == b"4009-0", "all to be read")
         stop.set()
         thread.join()
-    held = group.pending.summary()
-    assert held.count == 4009  # every entry that was delivered is still somebody's
-    assert held.by_consumer["heir"] > 0
+    pending = group.pending.summary()
+    assert pending.count == 4009  # every entry that was delivered is still somebody's
+    assert pending.by_consumer["heir"] > 0
 
 
 def test_only_consumers_that_are_silent_and_hold_nothing_are_cleaned_up(client: Client, group: Group) -> None:
-    take(client, "holds", count=1)
+    read_new(client, "holds", count=1)
     group.create_consumer("silent")
     assert group.delete_idle_consumers(min_idle_ms=HOUR_MS) == [], "it was heard of within the hour"
     eventually(lambda: group.delete_idle_consumers(min_idle_ms=20) == ["silent"], "it to be silent for long enough")
@@ -511,7 +511,7 @@ def test_a_consumer_that_wakes_up_between_the_look_and_the_clean_up_stays(
     group.create_consumer("c")
     group.create_consumer("d")
     seen = [replace(one, idle_ms=2 * HOUR_MS) for one in group.consumers()]  # as if they had slept since then
-    take(client, "c", count=1)
+    read_new(client, "c", count=1)
     consumer(client, "d").read_pending()
     monkeypatch.setattr(group, "consumers", lambda: seen)
     assert group.delete_idle_consumers(min_idle_ms=HOUR_MS) == []
@@ -526,7 +526,7 @@ def test_consumers_leave_and_entries_are_acknowledged_when_redis_is_out_of_memor
         add(client, "s", range(1, 4))
         group = Group(client, "s", "g")
         group.create()
-        take(client, "leaver")
+        read_new(client, "leaver")
         group.create_consumer("heir")
         client.execute("CONFIG", "SET", "maxmemory", "1")
         assert group.delete_consumer("leaver", transfer_to="heir").reassigned == 3
@@ -580,4 +580,4 @@ def test_a_replica_serves_plain_reads_and_refuses_group_commands(millstream_fres
             eventually(lambda: bool(groups_of(client, "s")), "the group to arrive")
             assert [entry[0] for entry in client.execute("XRANGE", "s", "-", "+")] == ids(1, 2, 3)
             with pytest.raises(Unavailable, match=r"is a replica"):
-                take(client)
+                read_new(client)

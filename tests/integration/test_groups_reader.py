@@ -27,7 +27,7 @@ from millstream.groups import (
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups]
@@ -289,7 +289,7 @@ def test_while_redis_is_away_the_reader_neither_spins_nor_floods_the_log_and_the
     millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
-    server, clock = millstream_fresh_server, HandClock()  # whose waits take no time
+    server, clock = millstream_fresh_server, ManualClock()  # whose waits take no time
     with Client(server.url) as client:
         add(client, 1)
         with Running(client, policy=QUICK, clock=clock) as running:
@@ -376,9 +376,9 @@ def test_what_is_still_in_hand_is_not_given_out_again_after_a_lost_connection(cl
 def test_entries_of_a_dead_consumer_are_claimed_while_new_ones_go_on(client: Client) -> None:
     add(client, *range(1, 31))
     Group(client, "s", "g").create()
-    (held,) = Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=25)
+    (delivered,) = Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=25)
     long_ago = ClaimOptions(idle_ms=90_000)
-    Group(client, "s", "g").pending.claim_ids(held.ids[:20], consumer="dead", min_idle_ms=0, options=long_ago)
+    Group(client, "s", "g").pending.claim_ids(delivered.ids[:20], consumer="dead", min_idle_ms=0, options=long_ago)
     # The next look at the list is half a minute away: the first one must come to its end, page by page.
     with Running(client, policy=ReadPolicy(count=4, block_ms=50, claim_after_ms=60_000)) as running:
         running.wait_for(*range(1, 21), *range(26, 31))
@@ -393,17 +393,17 @@ def test_a_failed_entry_that_was_left_pending_comes_again(client: Client) -> Non
     assert Group(client, "s", "g").pending.entries()[0].deliveries >= 3
 
 
-@pytest.mark.parametrize("adopt_after_ms", [None, 1])
+@pytest.mark.parametrize("claim_after_ms", [None, 1])
 def test_entries_trimmed_while_pending_are_reported(
-    client: Client, adopt_after_ms: int | None, caplog: pytest.LogCaptureFixture
+    client: Client, claim_after_ms: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
     add(client, 1, 2)
     Group(client, "s", "g").create()
-    holder = "c" if adopt_after_ms is None else "dead"
+    holder = "c" if claim_after_ms is None else "dead"
     Consumer(client, group="g", name=holder, streams=["s"]).read_new()
     client.execute("XDEL", "s", "1-0", "2-0")
-    policy = ReadPolicy(block_ms=50, claim_after_ms=adopt_after_ms)
+    policy = ReadPolicy(block_ms=50, claim_after_ms=claim_after_ms)
     with Running(client, policy=policy) as running:
         eventually(lambda: bool(running.events), "word of it")
     assert running.events[0] == EntriesGone(stream="s", ids=[b"1-0", b"2-0"])
@@ -501,11 +501,11 @@ def test_what_fails_again_and_again_can_be_put_aside_by_its_delivery_count(clien
 
 def test_what_ends_its_process_is_found_by_its_count_where_entries_are_read_one_by_one(client: Client) -> None:
     add(client, 1, 2, 3)
-    for life in range(1, 4):  # each ends in the midst of the first entry
+    for deliveries in range(1, 4):  # each ends in the midst of the first entry
         policy = ReadPolicy(count=1, block_ms=50)
         with Reader(client, group="g", consumer="c", streams=["s"], policy=policy) as reader:
             (batch,) = eventually(reader.read)
-            assert [(one.id, one.deliveries) for one in batch] == [(b"1-0", life)]
+            assert [(one.id, one.deliveries) for one in batch] == [(b"1-0", deliveries)]
     with Reader(client, group="g", consumer="c", streams=["s"], policy=ReadPolicy(block_ms=50)) as reader:
         (batch,) = reader.read()
         assert [(one.id, one.deliveries) for one in batch] == [(b"1-0", 4)]

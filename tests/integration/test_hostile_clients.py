@@ -9,10 +9,10 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.gateways import Events, numbers, publish
-from tests.support.hostile_clients import HANDSHAKE, KINDS, Service, Stranger, open_strangers, page_of
+from tests.support.hostile_clients import HANDSHAKE, KINDS, BareConnection, Service, open_connections, page_of
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.router, pytest.mark.master, pytest.mark.xdist_group("strangers")]
+pytestmark = [pytest.mark.router, pytest.mark.master, pytest.mark.xdist_group("hostile clients")]
 
 Start = Callable[..., Service]
 HOUR = ("--request-timeout", "3600")
@@ -20,7 +20,7 @@ HOUR = ("--request-timeout", "3600")
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("strangers")
+    return tmp_path_factory.mktemp("clients")
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -48,17 +48,21 @@ def gateway(millstream_url: str, tmp_path: Path) -> Iterator[Service]:
 
 
 def test_a_connection_without_a_request_is_closed(hasty: Service) -> None:
-    with Stranger(hasty.url) as silent, Stranger(hasty.url, b"GET / HT") as half, Stranger(hasty.url) as dripping:
-        for stranger in (silent, half):
-            stranger.wait_closed()
+    with (
+        BareConnection(hasty.url) as silent,
+        BareConnection(hasty.url, b"GET / HT") as half,
+        BareConnection(hasty.url) as dripping,
+    ):
+        for connection in (silent, half):
+            connection.wait_closed()
         eventually(lambda: not dripping.send(b"G") or not dripping.is_open(), "the end of one that goes on for ever")
     assert page_of(hasty) == 200
 
 
 def test_after_an_answer_the_next_request_has_to_come_as_soon(hasty: Service) -> None:
-    with Stranger(hasty.url) as silent, Stranger(hasty.url) as half, Stranger(hasty.url) as dripping:
-        for stranger in (silent, half, dripping):
-            assert stranger.ask(hasty.page_request) == 200
+    with BareConnection(hasty.url) as silent, BareConnection(hasty.url) as half, BareConnection(hasty.url) as dripping:
+        for connection in (silent, half, dripping):
+            assert connection.ask(hasty.page_request) == 200
         half.send(b"GET / HTTP/1.1\r\nX")
         eventually(lambda: not dripping.send(b"G") or not dripping.is_open(), "the end of one that goes on for ever")
         half.wait_closed()
@@ -66,9 +70,9 @@ def test_after_an_answer_the_next_request_has_to_come_as_soon(hasty: Service) ->
 
 
 def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(hasty: Service) -> None:
-    with Stranger(hasty.url, hasty.post_head(100) + b"{") as stranger:
-        assert stranger.status() == 408
-        stranger.wait_closed()
+    with BareConnection(hasty.url, hasty.post_head(100) + b"{") as connection:
+        assert connection.status() == 408
+        connection.wait_closed()
 
 
 # --- Too many ---
@@ -78,23 +82,23 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(hasty:
 def test_strangers_cannot_keep_others_out(patient: Service, first: str) -> None:
     said = {"nothing": (), "half a body": (patient.post_head(100), b"{")}.get(first, (b"GET / HT",))
     connections = patient.kind.connections
-    with open_strangers(patient, connections + 20, *said, asks=first == "an answer and half a head") as strangers:
+    with open_connections(patient, connections + 20, *said, asks=first == "an answer and half a head") as opened:
         assert [page_of(patient) for _ in range(5)] == [200] * 5
-        eventually(lambda: sum(one.is_open() for one in strangers) <= connections, "the end of those beyond the limit")
-        assert not strangers[0].is_open(), "the one that has waited longest goes first"
-        assert strangers[-1].is_open()
+        eventually(lambda: sum(one.is_open() for one in opened) <= connections, "the end of those beyond the limit")
+        assert not opened[0].is_open(), "the one that has waited longest goes first"
+        assert opened[-1].is_open()
     assert [line for line in patient.logged() if "connections are in use" not in line] == []
     assert len(patient.logged()) <= 1
 
 
 def test_who_follows_a_stream_stays_however_many_strangers_come(gateway: Service, client: Client) -> None:
     upgrade = b"GET /ws/s HTTP/1.1\r\n" + HANDSHAKE + b"\r\n"
-    with Events(gateway.url, "/streams/s", {}) as events, Stranger(gateway.url) as socket:
+    with Events(gateway.url, "/streams/s", {}) as events, BareConnection(gateway.url) as socket:
         events.wait()
         assert socket.ask(upgrade) == 101
-        with open_strangers(gateway, 3 * gateway.kind.connections) as strangers:
+        with open_connections(gateway, 3 * gateway.kind.connections) as opened:
             assert page_of(gateway) == 200
-            strangers[0].wait_closed()
+            opened[0].wait_closed()
             publish(client, "s", [1])
             assert numbers(events.next()) == [1]
             assert socket.is_open()
@@ -108,9 +112,9 @@ def test_a_slow_follower_is_neither_late_nor_in_the_way(client: Client, millstre
         publish(client, "s", range(100), 20_000)
         assert numbers(slow.next()) == [0]
         for _ in range(3):  # what came later, and sent nothing, is late three times meanwhile
-            with Stranger(service.url) as silent:
+            with BareConnection(service.url) as silent:
                 silent.wait_closed()
-        with open_strangers(service, 2 * service.kind.connections):
+        with open_connections(service, 2 * service.kind.connections):
             assert page_of(service) == 200
             assert numbers(slow.next(99)) == list(range(1, 100))
 
@@ -130,44 +134,44 @@ def test_a_slow_follower_is_neither_late_nor_in_the_way(client: Client, millstre
     ids=["long header", "many headers", "long URL", "with a body", "longer than any request"],
 )
 def test_every_handshake_of_a_websocket_is_answered(gateway: Service, path: bytes, headers: bytes) -> None:
-    with Stranger(gateway.url, b"GET " + path + b" HTTP/1.1\r\n" + HANDSHAKE + headers + b"\r\n") as stranger:
-        assert stranger.status() == 431
-        stranger.wait_closed()
+    with BareConnection(gateway.url, b"GET " + path + b" HTTP/1.1\r\n" + HANDSHAKE + headers + b"\r\n") as connection:
+        assert connection.status() == 431
+        connection.wait_closed()
 
 
 def test_a_head_that_is_too_long_is_refused(hasty: Service) -> None:
-    with Stranger(hasty.url) as stranger:
-        assert stranger.ask(hasty.page_request[:-2] + b"X: " + 17_000 * b"0" + b"\r\n\r\n") == 431
-        stranger.wait_closed()
+    with BareConnection(hasty.url) as connection:
+        assert connection.ask(hasty.page_request[:-2] + b"X: " + 17_000 * b"0" + b"\r\n\r\n") == 431
+        connection.wait_closed()
 
 
 def test_a_request_whose_length_can_be_understood_in_two_ways_is_refused(hasty: Service) -> None:
     head = hasty.post_head(4)[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
-    with Stranger(hasty.url) as stranger:
-        assert stranger.ask(head + b"0\r\n\r\n" + hasty.page_request) == 400
-        stranger.wait_closed()
+    with BareConnection(hasty.url) as connection:
+        assert connection.ask(head + b"0\r\n\r\n" + hasty.page_request) == 400
+        connection.wait_closed()
 
 
 def test_strangers_write_nothing_into_the_log(hasty: Service) -> None:
     before = hasty.logged()
     for nonsense in (b"\x16\x03\x01\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"):
-        with Stranger(hasty.url) as stranger:
-            assert stranger.ask(nonsense) == 400
-            stranger.wait_closed()
-    with Stranger(hasty.url) as stranger:
-        stranger.ask(b"GET /ws/s HTTP/1.1\r\nOrigin: https://evil.example\r\n" + HANDSHAKE + b"\r\n")
-        stranger.wait_closed()
-    with Stranger(hasty.url, hasty.post_head(100) + b"{"):
+        with BareConnection(hasty.url) as connection:
+            assert connection.ask(nonsense) == 400
+            connection.wait_closed()
+    with BareConnection(hasty.url) as connection:
+        connection.ask(b"GET /ws/s HTTP/1.1\r\nOrigin: https://evil.example\r\n" + HANDSHAKE + b"\r\n")
+        connection.wait_closed()
+    with BareConnection(hasty.url, hasty.post_head(100) + b"{"):
         pass  # it has left in the middle
     assert page_of(hasty) == 200
     assert hasty.logged() == before
 
 
 def test_a_text_that_is_not_utf8_ends_a_websocket_without_a_word_in_the_log(gateway: Service) -> None:
-    with Stranger(gateway.url) as stranger:
-        assert stranger.ask(b"GET /ws/s HTTP/1.1\r\n" + HANDSHAKE + b"\r\n") == 101
-        stranger.send(b"\x81\x82\x00\x00\x00\x00\xff\xfe")
-        stranger.wait_closed()
+    with BareConnection(gateway.url) as connection:
+        assert connection.ask(b"GET /ws/s HTTP/1.1\r\n" + HANDSHAKE + b"\r\n") == 101
+        connection.send(b"\x81\x82\x00\x00\x00\x00\xff\xfe")
+        connection.wait_closed()
     assert gateway.logged() == []
 
 
@@ -182,7 +186,7 @@ def test_a_stop_waits_for_no_stranger(patient: Service) -> None:
     )  # fmt: skip
     with ExitStack() as stack:
         for first in said:
-            stack.enter_context(open_strangers(patient, 3, *first))
+            stack.enter_context(open_connections(patient, 3, *first))
         assert page_of(patient) == 200
         assert patient.stop() == 0
         assert patient.logged() == []

@@ -21,16 +21,16 @@ from tests.support.keyed_fixtures import (
     drain,
     expected,
     expire,
-    held,
     ids,
     keyed,
-    lines,
+    lease_keys,
+    lease_one,
     outputs,
+    pending_by_consumer,
     publish,
+    queued_ids,
     routed,
     spark,
-    take,
-    take_one,
     unit_of,
 )
 from tests.support.waiting import FAIL_SAFE_S
@@ -42,8 +42,8 @@ pytestmark = [pytest.mark.keys]
 
 def test_entries_go_to_the_line_of_their_key_in_stream_order_and_without_a_key_to_their_own(client: Client) -> None:
     worker = routed(client, "ABA-A-")
-    assert lines(client, "kA", "kB", "i4-0", "i6-0") == [[1, 3, 5], [2], [4], [6]]
-    assert (held(client), worker.check_invariants()) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
+    assert queued_ids(client, "kA", "kB", "i4-0", "i6-0") == [[1, 3, 5], [2], [4], [6]]
+    assert (pending_by_consumer(client), worker.check_invariants()) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
 
 
 def test_a_router_that_is_behind_routes_nothing_twice_and_goes_on_where_the_other_stopped(client: Client) -> None:
@@ -53,7 +53,7 @@ def test_a_router_that_is_behind_routes_nothing_twice_and_goes_on_where_the_othe
     assert ahead.enqueue_new(count=3, most_pending=MANY) == 3
     assert behind.enqueue_new(count=10, most_pending=MANY) == 0
     assert behind.enqueue_new(count=10, most_pending=MANY) == 2
-    assert (lines(client, "kA", "kB"), behind.check_invariants()) == ([[1, 3, 5], [2, 4, 6]], [])
+    assert (queued_ids(client, "kA", "kB"), behind.check_invariants()) == ([[1, 3, 5], [2, 4, 6]], [])
 
 
 def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) -> None:
@@ -71,7 +71,7 @@ def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) ->
         thread.start()
     for thread in threads:
         thread.join(FAIL_SAFE_S)
-    found = dict(zip(expected(keys), lines(client, *expected(keys)), strict=True))
+    found = dict(zip(expected(keys), queued_ids(client, *expected(keys)), strict=True))
     assert (found, keyed(client).check_invariants()) == (expected(keys), [])
 
 
@@ -87,7 +87,7 @@ def test_what_is_routed_together_in_portions_is_routed_once_in_stream_order_and_
     assert other.enqueue_new(count=8_000, most_pending=2_600) == 0
     client.execute("SCRIPT", "FLUSH")
     assert worker.enqueue_new(count=8_000, most_pending=MANY) == 900
-    found = dict(zip(expected(keys), lines(client, *expected(keys)), strict=True))
+    found = dict(zip(expected(keys), queued_ids(client, *expected(keys)), strict=True))
     assert (found, worker.check_invariants()) == (expected(keys), [])
 
 
@@ -121,14 +121,15 @@ def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_waits_with
     worker = keyed(client)
     worker.enqueue_new(count=100, most_pending=MANY)
     worker.entry_sizes.record(1, 100)  # it expects small ones
-    taken = take(worker, most_bytes=110_000)
-    assert (sorted(n for one in taken.leases for n in ids(one)), taken.unfit_bytes) == ([1, 3, 5], 100_009)
-    assert (held(client), worker.check_invariants()) == ({"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}, [])
-    assert [ids(one) for one in take(worker, most_bytes=2_100).leases] == [[2]]
-    worker.release_leases([LeaseRelease(one, "requeue") for one in taken.leases])
-    small = take(worker, most_bytes=10, one_at_least=False)
+    leased = lease_keys(worker, most_bytes=110_000)
+    assert (sorted(n for one in leased.leases for n in ids(one)), leased.unfit_bytes) == ([1, 3, 5], 100_009)
+    assert pending_by_consumer(client) == {"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}
+    assert worker.check_invariants() == []
+    assert [ids(one) for one in lease_keys(worker, most_bytes=2_100).leases] == [[2]]
+    worker.release_leases([LeaseRelease(one, "requeue") for one in leased.leases])
+    small = lease_keys(worker, most_bytes=10, one_at_least=False)
     assert (small.leases, small.unfit_bytes) == ([], 1_009)
-    assert [ids(one) for one in take(worker, most_bytes=10).leases] == [[1]]
+    assert [ids(one) for one in lease_keys(worker, most_bytes=10).leases] == [[1]]
     assert worker.check_invariants() == []
 
 
@@ -160,7 +161,7 @@ def test_behind_the_greatest_id_there_is_nothing_to_read(client: Client) -> None
     assert worker.enqueue_new(count=100, most_pending=MANY) == 3
     assert worker.enqueue_new(count=100, most_pending=MANY) == 0
     assert worker.read_call(count=100, most_pending=MANY) is None
-    assert lines(client, "kA", "kB") == [[1, 2**64 - 1], [2]]
+    assert queued_ids(client, "kA", "kB") == [[1, 2**64 - 1], [2]]
     assert worker.check_invariants() == []
 
 
@@ -169,10 +170,10 @@ def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:
     worker = keyed(client)
     assert worker.enqueue_new(count=100, most_pending=10) == 10
     assert (worker.enqueue_new(count=100, most_pending=10), worker.pending_count) == (0, 10)
-    lease = take_one(worker)
+    lease = lease_one(worker)
     assert commit(lease, 4)
     assert worker.enqueue_new(count=100, most_pending=10) == 4
-    assert len(lines(client, "kA")[0]) == 10
+    assert len(queued_ids(client, "kA")[0]) == 10
 
 
 def test_a_router_that_knows_of_too_much_room_is_held_to_the_look_ahead(client: Client) -> None:
@@ -180,7 +181,7 @@ def test_a_router_that_knows_of_too_much_room_is_held_to_the_look_ahead(client: 
     worker = keyed(client)
     items = [part for n in range(1, 5) for part in (f"{n}-0", "kA")]
     passed, _, pending, last = worker._run_script(ROUTE, (worker.token, worker.group, "0-0", 3, *items))
-    assert (passed, pending, last, lines(client, "kA")) == (3, 3, b"3-0", [[1, 2, 3]])
+    assert (passed, pending, last, queued_ids(client, "kA")) == (3, 3, b"3-0", [[1, 2, 3]])
 
 
 def test_an_entry_that_is_for_another_handler_is_passed(client: Client) -> None:
@@ -188,7 +189,7 @@ def test_an_entry_that_is_for_another_handler_is_passed(client: Client) -> None:
     worker = keyed(client)
     worker._queue_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
     worker.enqueue_new(count=10, most_pending=MANY)
-    assert (lines(client, "kA"), worker.enqueued_id, worker.check_invariants()) == ([[1, 3]], b"3-0", [])
+    assert (queued_ids(client, "kA"), worker.enqueued_id, worker.check_invariants()) == ([[1, 3]], b"3-0", [])
 
 
 # --- Leasing ---
@@ -198,7 +199,7 @@ def test_lines_take_turns_however_long_they_are(client: Client) -> None:
     worker = routed(client, "A" * 20 + "BBCC")
     order = []
     for _ in range(7):
-        lease = take_one(worker, run=2)
+        lease = lease_one(worker, run=2)
         order.append((lease.queue.decode(), ids(lease)))
         assert commit(lease, len(lease.queued))
         worker.release_leases([LeaseRelease(lease, "requeue")])
@@ -209,24 +210,24 @@ def test_lines_take_turns_however_long_they_are(client: Client) -> None:
 
 def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_bit_by_bit(client: Client) -> None:
     worker = routed(client, "AAAAAB")
-    lease = take_one(worker, run=4)
+    lease = lease_one(worker, run=4)
     assert (ids(lease), lease.key) == ([1, 2, 3, 4], b"A")
     assert commit(lease, 2)
-    assert (held(client), worker.check_invariants()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
+    assert (pending_by_consumer(client), worker.check_invariants()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
     assert commit(lease)
     worker.release_leases([LeaseRelease(lease, "requeue")])
-    assert (held(client), worker.check_invariants()) == ({"waiting": [4, 5, 6]}, [])
+    assert (pending_by_consumer(client), worker.check_invariants()) == ({"waiting": [4, 5, 6]}, [])
     drain(worker)
     assert outputs(client) == expected("AAAAAB")
 
 
 def test_a_line_is_leased_to_one_worker_at_a_time(client: Client) -> None:
     first, second = routed(client, "ABCABC"), keyed(client, "w2")
-    mine, theirs = take(first, queues=2).leases, take(second).leases
+    mine, theirs = lease_keys(first, queues=2).leases, lease_keys(second).leases
     assert [one.queue for one in mine + theirs] == [b"kA", b"kB", b"kC"]
-    assert take(first).leases == []
+    assert lease_keys(first).leases == []
     first.release_leases([LeaseRelease(mine[0], "requeue")])
-    assert [one.queue for one in take(second).leases] == [b"kA"]
+    assert [one.queue for one in lease_keys(second).leases] == [b"kA"]
 
 
 def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(client: Client) -> None:
@@ -240,7 +241,7 @@ def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(clie
             worker = keyed(own, name)
             while sum(map(len, outputs(own).values())) < len(keys):
                 worker.enqueue_new(count=20, most_pending=100)
-                for lease in take(worker, queues=2, run=3).leases:
+                for lease in lease_keys(worker, queues=2, run=3).leases:
                     if lease.queue in inside:
                         overlaps.append(lease.queue)
                     inside.add(lease.queue)
@@ -258,26 +259,26 @@ def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(clie
 
 def test_the_most_entries_and_lines_of_one_call_are_kept_to(client: Client) -> None:
     worker = routed(client, "AAABBBCCC")
-    found = take(worker, queues=2, entries=4, run=3).leases
+    found = lease_keys(worker, queues=2, entries=4, run=3).leases
     assert [ids(one) for one in found] == [[1, 2, 3], [4]]
-    assert [ids(one) for one in take(worker, queues=1, entries=9, run=2).leases] == [[7, 8]]
+    assert [ids(one) for one in lease_keys(worker, queues=1, entries=9, run=2).leases] == [[7, 8]]
 
 
 def test_a_lease_brings_the_state_that_was_committed_last(client: Client) -> None:
     worker = routed(client, "AAA")
-    lease = take_one(worker, run=1)
+    lease = lease_one(worker, run=1)
     unit = unit_of(lease)
     unit.state = b"\x01"
     assert (lease.state, worker.commit([unit])) == (b"", [])
     worker.release_leases([LeaseRelease(lease, "requeue")])
-    assert take_one(worker).state == b"\x01"
+    assert lease_one(worker).state == b"\x01"
 
 
 def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_for_long(client: Client) -> None:
     worker = routed(client, "AB")
     assert client.execute("LLEN", KEYS.notify) == 2
     client.execute("DEL", KEYS.notify)
-    (lease,) = take(worker, queues=1).leases
+    (lease,) = lease_keys(worker, queues=1).leases
     assert client.execute("LLEN", KEYS.notify) == 1  # it left a line to the next
     client.execute("DEL", KEYS.notify)
     worker.release_leases([LeaseRelease(lease, "requeue")])
@@ -293,11 +294,11 @@ def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_fo
 # --- Committing ---
 
 
-def second_life_of_a_lease(client: Client) -> tuple[KeyLease, KeyLease]:
+def expired_and_new_lease(client: Client) -> tuple[KeyLease, KeyLease]:
     """A lease that ran out, and the one that took its place."""
-    late = take_one(routed(client, "AAAB"), run=2)
+    late = lease_one(routed(client, "AAAB"), run=2)
     expire(client)
-    return late, next(one for one in take(keyed(client, "w2")).leases if one.queue == b"kA")
+    return late, next(one for one in lease_keys(keyed(client, "w2")).leases if one.queue == b"kA")
 
 
 @pytest.mark.parametrize(
@@ -314,14 +315,14 @@ def second_life_of_a_lease(client: Client) -> tuple[KeyLease, KeyLease]:
 def test_a_token_that_is_not_the_newest_is_refused_and_changes_nothing(
     client: Client, late_call: Callable[[KeyLease], list[object]]
 ) -> None:
-    late, newest = second_life_of_a_lease(client)
+    late, newest = expired_and_new_lease(client)
     client.execute("DEL", KEYS.notify)
 
     def everything() -> list[object]:
         kept = [
             client.execute("DUMP", key) for key in sorted(client.execute("KEYS", "millstream:*")) if key[-4:] != b"meta"
         ]
-        return [*kept, held(client), outputs(client)]
+        return [*kept, pending_by_consumer(client), outputs(client)]
 
     before = everything()
     assert len(late_call(late)) == 1
@@ -330,34 +331,34 @@ def test_a_token_that_is_not_the_newest_is_refused_and_changes_nothing(
 
 
 def test_a_refused_commit_is_counted(client: Client) -> None:
-    late, _ = second_life_of_a_lease(client)
+    late, _ = expired_and_new_lease(client)
     late.stream.commit([unit_of(late)])
     assert client.execute("HGET", KEYS.meta, "refused") == b"1"
 
 
 def test_a_lease_that_ran_out_goes_on_as_long_as_nobody_has_taken_the_line(client: Client) -> None:
     worker = routed(client, "AA")
-    lease = take_one(worker)
+    lease = lease_one(worker)
     expire(client)
     assert commit(lease)
     assert worker.renew_leases([lease], HOUR_MS, 5) == []
-    assert (lease.expires_ms, take(keyed(client, "w2")).leases, commit(lease)) == (HOUR_MS + 5, [], True)
+    assert (lease.expires_ms, lease_keys(keyed(client, "w2")).leases, commit(lease)) == (HOUR_MS + 5, [], True)
 
 
 @pytest.mark.parametrize("chosen", [[1], [1, 2], [0, 2], [0, 1, 3], [2, 1], [0, 0]])
 def test_only_the_first_entries_of_a_line_can_be_committed(client: Client, chosen: list[int]) -> None:
     worker = routed(client, "AAAAA")
-    lease = take_one(worker, run=4)
+    lease = lease_one(worker, run=4)
     entries = list(lease.queued)
     unit = worker.key_effects_of(lease, [entries[n] for n in chosen])
     assert worker.commit([unit]) == [unit]
-    assert (lines(client, "kA"), held(client)["w1"]) == ([[1, 2, 3, 4, 5]], [1, 2, 3, 4])
+    assert (queued_ids(client, "kA"), pending_by_consumer(client)["w1"]) == ([[1, 2, 3, 4, 5]], [1, 2, 3, 4])
     assert commit(lease, 4)
 
 
 def test_no_entry_of_another_line_is_committed_under_a_lease(client: Client) -> None:
     worker = routed(client, "AB")
-    a, b = take(worker).leases
+    a, b = lease_keys(worker).leases
     assert worker.commit([worker.key_effects_of(a, list(b.queued))]) != []
     assert worker.commit([Effects(b.queue, a.token, first_id="2-0", last_id="2-0", message_count=1)]) != []
     assert worker.check_invariants() == []
@@ -365,7 +366,7 @@ def test_no_entry_of_another_line_is_committed_under_a_lease(client: Client) -> 
 
 def test_without_a_lease_nothing_of_a_line_is_committed(client: Client) -> None:
     worker = routed(client, "AB")
-    lease, _ = take(worker).leases
+    lease, _ = lease_keys(worker).leases
     with pytest.raises(CommandFailed, match="UNLEASED"):
         worker.ack(*lease.queued)
     unleased = worker.effects_of(lease.queued[0])
@@ -374,15 +375,15 @@ def test_without_a_lease_nothing_of_a_line_is_committed(client: Client) -> None:
     assert (outputs(client), worker.check_invariants()) == ({}, [])
 
 
-def ledger_of(worker: KeyedStream) -> CommitStore:
+def commit_store_of(worker: KeyedStream) -> CommitStore:
     store = CommitStore(worker._client, app="app", handler="handle", into="out", consumer=worker.consumer)
     return store.with_token(worker.token)
 
 
 def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_nothing(client: Client) -> None:
     worker = routed(client, "AAB")
-    a, b = take(worker).leases
-    store, units = ledger_of(worker), [unit_of(a, 2), unit_of(b)]
+    a, b = lease_keys(worker).leases
+    store, units = commit_store_of(worker), [unit_of(a, 2), unit_of(b)]
     units.append(worker.key_effects_of(b, [a.queued[0]]))
     for _ in range(3):
         assert store.commit({"in": units}, call_number="life-1") == [units[2]]
@@ -394,50 +395,50 @@ def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_not
 
 def test_a_number_stands_for_a_call_of_one_worker_only(client: Client) -> None:
     first, second = routed(client, "AB"), keyed(client, "w2")
-    (a,), (b,) = take(first, queues=1).leases, take(second).leases
-    assert ledger_of(first).commit({"in": [unit_of(a)]}, call_number="1") == []
-    assert ledger_of(second).commit({"in": [unit_of(b)]}, call_number="1") == []
+    (a,), (b,) = lease_keys(first, queues=1).leases, lease_keys(second).leases
+    assert commit_store_of(first).commit({"in": [unit_of(a)]}, call_number="1") == []
+    assert commit_store_of(second).commit({"in": [unit_of(b)]}, call_number="1") == []
     assert outputs(client) == {"kA": [1], "kB": [2]}
 
 
 def test_a_turn_may_end_with_its_commit(client: Client) -> None:
     worker = routed(client, "AAAB")
-    a, _ = take(worker, queues=2, run=2).leases
+    a, _ = lease_keys(worker, queues=2, run=2).leases
     unit = unit_of(a)
     unit.unfinished = 1
     assert worker.commit([unit]) == []
-    assert (held(client), worker.check_invariants()) == ({"w1": [4], "waiting": [2, 3]}, [])
-    assert ids(take_one(keyed(client, "w2"))) == [2, 3]
+    assert (pending_by_consumer(client), worker.check_invariants()) == ({"w1": [4], "waiting": [2, 3]}, [])
+    assert ids(lease_one(keyed(client, "w2"))) == [2, 3]
 
 
 def test_under_a_lease_whose_turn_ended_nothing_more_is_committed_not_even_in_the_same_call(client: Client) -> None:
     worker = routed(client, "AAB")
-    a, b = take(worker, run=2).leases
+    a, b = lease_keys(worker, run=2).leases
     first, second, other = unit_of(a), unit_of(a, 2), unit_of(b)
     second.first_id, second.other_ids = second.last_id, []
     first.unfinished, other.unfinished = 1, 0
     assert worker.commit([first, second, other]) == [second]
     assert (outputs(client), worker.check_invariants()) == ({"kA": [1], "kB": [3]}, [])
-    assert ids(take_one(worker)) == [2]
+    assert ids(lease_one(worker)) == [2]
 
 
 def test_a_turn_that_ends_with_its_commit_leaves_a_line_parked_that_was_parked_meanwhile(client: Client) -> None:
     worker = routed(client, "AAB")
-    a, b = take(worker, run=1).leases
+    a, b = lease_keys(worker, run=1).leases
     park(client, KEYS, b"kA", "by hand")
     units = [unit_of(a), unit_of(b)]
     for unit in units:
         unit.unfinished = 0
     assert worker.commit(units) == []
-    assert (take(worker).leases, worker.check_invariants()) == ([], [])
+    assert (lease_keys(worker).leases, worker.check_invariants()) == ([], [])
     unpark(client, KEYS, b"kA")
-    assert ids(take_one(worker)) == [2]
+    assert ids(lease_one(worker)) == [2]
 
 
 def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_it(client: Client) -> None:
     worker = routed(client, "-A")
     client.execute("HSET", KEYS.state, "1-0", "of a key", "A", "of A")
-    alone, of_key = take(worker).leases
+    alone, of_key = lease_keys(worker).leases
     assert (alone.queue, alone.state) == (b"i1-0", b"")
     assert (of_key.queue, of_key.state) == (b"kA", b"of A")
 
@@ -447,24 +448,24 @@ def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_i
 
 def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
     worker = routed(client, "ABCDEF")
-    failing = take(worker, queues=3).leases
+    failing = lease_keys(worker, queues=3).leases
     assert [one.queue for one in failing] == [b"kA", b"kB", b"kC"]
     worker.release_leases([LeaseRelease(one, "backoff", 0, 1) for one in failing])
     expire(client)
-    assert [one.queue for one in take(worker, queues=3).leases] == [b"kD", b"kE", b"kF"]
-    assert [one.queue for one in take(worker, queues=3).leases] == [b"kA", b"kB", b"kC"]
+    assert [one.queue for one in lease_keys(worker, queues=3).leases] == [b"kD", b"kE", b"kF"]
+    assert [one.queue for one in lease_keys(worker, queues=3).leases] == [b"kA", b"kB", b"kC"]
 
 
 def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(client: Client) -> None:
     worker = routed(client, "AABB")
-    a = take_one(worker)
+    a = lease_one(worker)
     worker.release_leases([LeaseRelease(a, "backoff", HOUR_MS, 1)])
-    taken = take(worker)
-    assert [one.queue for one in taken.leases] == [b"kB"]
-    assert HOUR_MS / 2 < (taken.wait_ms or 0) <= HOUR_MS + 1
-    assert commit(taken.leases[0], 2)
+    leased = lease_keys(worker)
+    assert [one.queue for one in leased.leases] == [b"kB"]
+    assert HOUR_MS / 2 < (leased.wait_ms or 0) <= HOUR_MS + 1
+    assert commit(leased.leases[0], 2)
     expire(client, b"kA")
-    a = take_one(keyed(client, "w2"))
+    a = lease_one(keyed(client, "w2"))
     assert (ids(a), [one.attempt for one in a.queued]) == ([1], [2])
     assert commit(a)
     assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
@@ -472,50 +473,51 @@ def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(cl
 
 def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_had_not(client: Client) -> None:
     worker = routed(client, "AB")
-    worker.release_leases([LeaseRelease(take_one(worker), "backoff", HOUR_MS, 1)])
-    take(worker)
+    worker.release_leases([LeaseRelease(lease_one(worker), "backoff", HOUR_MS, 1)])
+    lease_keys(worker)
     client.execute("HINCRBY", KEYS.meta, "clock", 5 * HOUR_MS)  # so it is as if all this had been five hours later
     for times in (KEYS.leases, KEYS.backoff):
         for name in client.execute("ZRANGE", times, 0, -1):
             client.execute("ZINCRBY", times, 5 * HOUR_MS, name)
     worker.renew_leases([], HOUR_MS, 0)
-    assert 0 < (take(worker).wait_ms or 0) <= HOUR_MS + 1
+    assert 0 < (lease_keys(worker).wait_ms or 0) <= HOUR_MS + 1
     for times in (KEYS.leases, KEYS.backoff):
         ((_, due_ms),) = [client.execute("ZRANGE", times, 0, -1, "WITHSCORES")]
         seconds, microseconds = client.execute("TIME")
         assert float(due_ms) - (1_000 * int(seconds) + int(microseconds) // 1_000) <= HOUR_MS
-    assert take(worker).leases == []
+    assert lease_keys(worker).leases == []
 
 
 def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> None:
     worker = routed(client, "ABC")
-    a = take_one(worker)
+    a = lease_one(worker)
     worker.release_leases([LeaseRelease(a, "return")])
-    assert [(one.queue, one.queued[0].attempt) for one in take(worker).leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
+    leases = lease_keys(worker).leases
+    assert [(one.queue, one.queued[0].attempt) for one in leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
 
 
 def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(client: Client) -> None:
     worker, second = routed(client, "AAAA"), keyed(client, "w2")
-    lease = take_one(worker)
+    lease = lease_one(worker)
     assert commit(lease)
     expire(client)
-    taken = take(second)
-    assert (taken.expired_count, [ids(one) for one in taken.leases]) == (1, [[2]])
-    assert (taken.leases[0].queued[0].deliveries, taken.leases[0].queued[0].attempt) == (2, 1)
+    leased = lease_keys(second)
+    assert (leased.expired_count, [ids(one) for one in leased.leases]) == (1, [[2]])
+    assert (leased.leases[0].queued[0].deliveries, leased.leases[0].queued[0].attempt) == (2, 1)
     expire(client)
-    again = take_one(worker)
+    again = lease_one(worker)
     assert (ids(again), again.queued[0].deliveries) == ([2], 3)
-    assert (held(client), worker.check_invariants()) == ({"w1": [2], "waiting": [3, 4]}, [])
+    assert (pending_by_consumer(client), worker.check_invariants()) == ({"w1": [2], "waiting": [3, 4]}, [])
     assert commit(again)
     worker.release_leases([LeaseRelease(again, "requeue")])
-    assert (ids(take_one(worker)), client.execute("EXISTS", KEYS.crashes)) == ([3, 4], 0)
+    assert (ids(lease_one(worker)), client.execute("EXISTS", KEYS.crashes)) == ([3, 4], 0)
 
 
 def test_an_entry_that_a_worker_died_of_comes_alone_also_where_others_are_before_it(client: Client) -> None:
     worker = routed(client, "AAAAA")
     client.execute("HSET", KEYS.crashes, "3-0l", 1)
     for expected_ids in ([1, 2], [3], [4, 5]):
-        lease = take_one(worker)
+        lease = lease_one(worker)
         assert ids(lease) == expected_ids
         assert commit(lease, len(expected_ids))
         worker.release_leases([LeaseRelease(lease, "requeue")])
@@ -527,8 +529,8 @@ def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(cl
         pass
     client.execute("XTRIM", "in", "MINID", "3001-0")
     left = []
-    while not (leases := take(worker, run=100).leases):
-        left.append(sum(map(len, lines(client, "kA", "kB"))))
+    while not (leases := lease_keys(worker, run=100).leases):
+        left.append(sum(map(len, queued_ids(client, "kA", "kB"))))
     assert left == [2_000, 1_000, 0]
     assert [ids(lease) for lease in leases] == [[3_001]]
     assert worker.check_invariants() == []
@@ -536,10 +538,10 @@ def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(cl
 
 def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_attempt_ends(client: Client) -> None:
     worker = routed(client, "AA")
-    lease = take_one(worker)
+    lease = lease_one(worker)
     worker.begin_isolation(lease.queued[0], "a w1")
     expire(client)
-    again = take_one(keyed(client, "w2"))
+    again = lease_one(keyed(client, "w2"))
     assert ids(again) == [1]
     again.stream.release_leases([LeaseRelease(again, "requeue", "", 1)])
     assert client.execute("HGETALL", KEYS.crashes) == [b"1-0l", b"1", b"1-0f", b"1"]
@@ -547,12 +549,12 @@ def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_
 
 def test_the_mark_of_a_process_that_died_stays_when_its_line_is_given_back_unbegun(client: Client) -> None:
     worker = routed(client, "AA")
-    worker.begin_isolation(take_one(worker).queued[0], "dead-0 w1")
+    worker.begin_isolation(lease_one(worker).queued[0], "dead-0 w1")
     expire(client)
     other = keyed(client, "w2")
-    lease = take_one(other)
+    lease = lease_one(other)
     other.release_leases([LeaseRelease(lease, "return")])
-    assert other.isolation_state(take_one(other).queued[0]) == (0, "dead-0 w1")
+    assert other.isolation_state(lease_one(other).queued[0]) == (0, "dead-0 w1")
 
 
 def test_an_entry_that_a_task_on_spark_has_died_of_is_given_out_by_itself(client: Client) -> None:
@@ -560,39 +562,39 @@ def test_an_entry_that_a_task_on_spark_has_died_of_is_given_out_by_itself(client
     spark(client).count_crash("in", "1-0")
     worker = keyed(client)
     worker.enqueue_new(count=10, most_pending=MANY)
-    assert ids(take_one(worker)) == [1]
+    assert ids(lease_one(worker)) == [1]
 
 
 def test_a_worker_that_begins_anew_ends_the_leases_of_its_last_life_at_once(client: Client) -> None:
     routed(client, "AABBC")
     old = keyed(client, "w1")
-    mine = take(old, queues=2).leases
-    take(keyed(client, "w2"))
+    mine = lease_keys(old, queues=2).leases
+    lease_keys(keyed(client, "w2"))
     again = keyed(client, "w1")
     assert again.recover_leases([], run=100) == (2, 0)
     assert again.recover_leases([], run=100) == (0, 0)
-    assert (held(client), again.check_invariants()) == ({"waiting": [1, 2, 3, 4], "w2": [5]}, [])
-    found = take(again).leases
+    assert (pending_by_consumer(client), again.check_invariants()) == ({"waiting": [1, 2, 3, 4], "w2": [5]}, [])
+    found = lease_keys(again).leases
     assert sorted((ids(one), one.queued[0].deliveries) for one in found) == [([1], 2), ([3], 2)]
     assert old.commit([unit_of(mine[0])]) != []
 
 
 def test_a_lease_whose_reply_was_lost_ends_without_a_strike_and_those_heard_of_stay(client: Client) -> None:
     worker = routed(client, "AABB")
-    known = take_one(worker)
-    take(worker)  # the reply to this is lost
+    known = lease_one(worker)
+    lease_keys(worker)  # the reply to this is lost
     assert worker.recover_leases([known], run=100) == (0, 1)
     assert commit(known)
-    assert [(ids(one), one.queued[0].deliveries) for one in take(worker).leases] == [([3, 4], 1)]
+    assert [(ids(one), one.queued[0].deliveries) for one in lease_keys(worker).leases] == [([3, 4], 1)]
 
 
 def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -> None:
     worker = routed(client, "A" * 10)
     fences = []
     for fence in (None, 5, None, 10**15, 2**52):
-        lease = take_one(worker, run=1)
+        lease = lease_one(worker, run=1)
         fences.append(lease.fence)
         worker.release_leases([LeaseRelease(lease, "requeue")])
         client.execute(*(("HDEL", KEYS.meta, "fence") if fence is None else ("HSET", KEYS.meta, "fence", fence)))
-    fences.append(take_one(worker).fence)
+    fences.append(lease_one(worker).fence)
     assert (fences == sorted(set(fences)), fences[-1] > 2**52) == (True, True)

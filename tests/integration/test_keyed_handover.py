@@ -18,13 +18,13 @@ from tests.support.keyed_fixtures import (
     drain,
     expected,
     keyed,
-    lines,
+    lease_keys,
+    lease_one,
     outputs,
     publish,
+    queued_ids,
     run_on_spark,
     spark,
-    take,
-    take_one,
     unit_of,
 )
 
@@ -49,20 +49,20 @@ def numbers(client: Client) -> list[int]:
     return sorted(n for some in outputs(client).values() for n in some)
 
 
-def some_of_two_lines(client: Client) -> tuple[KeyedStream, KeyLease]:
+def some_of_two_queues(client: Client) -> tuple[KeyedStream, KeyLease]:
     """A: 1 committed, 3 leased, 5 not; B: 2 and 4 wait; 6 and on are not routed."""
     publish(client, "ABABABAB")
     worker = keyed(client)
     worker.enqueue_new(count=5, most_pending=MANY)
-    lease = take_one(worker, run=2)
+    lease = lease_one(worker, run=2)
     assert commit(lease)
     return worker, lease
 
 
 def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stopped(client: Client) -> None:
-    _, lease = some_of_two_lines(client)
-    standing = spark(client).begin_run(["in"])["in"]
-    assert (standing.committed_id, standing.takeover_offset) == (EntryId(1, 0), EntryId(5, 0))
+    _, lease = some_of_two_queues(client)
+    position = spark(client).begin_run(["in"])["in"]
+    assert (position.committed_id, position.takeover_offset) == (EntryId(1, 0), EntryId(5, 0))
     assert sorted(client.execute("HKEYS", KEYS.incomplete)) == [b"2-0", b"3-0", b"4-0", b"5-0"]
     assert client.execute("EXISTS", KEYS.ready, KEYS.owners, KEYS.leases, KEYS.queue(b"kA"), KEYS.queue(b"kB")) == 0
     run_on_spark(client, 3)
@@ -77,7 +77,7 @@ def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stoppe
     "late",
     [
         lambda worker, lease: worker.enqueue_new(count=1, most_pending=MANY),
-        lambda worker, lease: take(worker),
+        lambda worker, lease: lease_keys(worker),
         lambda worker, lease: worker.renew_leases([lease], 1, 0),
         lambda worker, lease: worker.commit([unit_of(lease)]),
         lambda worker, lease: worker.release_leases([LeaseRelease(lease, "requeue")]),
@@ -88,7 +88,7 @@ def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stoppe
 def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
     client: Client, late: Callable[[KeyedStream, KeyLease], object]
 ) -> None:
-    worker, lease = some_of_two_lines(client)
+    worker, lease = some_of_two_queues(client)
     store = spark(client)
     store.begin_run(["in"])
     with pytest.raises(StaleOwner):
@@ -99,7 +99,7 @@ def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
 
 
 def test_a_worker_that_slept_while_spark_was_here_commits_nothing_it_had_before(client: Client) -> None:
-    worker, lease = some_of_two_lines(client)
+    worker, lease = some_of_two_queues(client)
     run_on_spark(client, 3)
     keyed(client, "w2")
     assert not commit(lease)
@@ -135,11 +135,11 @@ def test_back_and_forth_between_spark_and_workers_nothing_is_lost_doubled_or_out
 ) -> None:
     keys = "".join("ABCD-"[n * n % 5] for n in range(80))
     publish(client, keys)
-    for turn in range(6):
-        worker = keyed(client, f"w{turn}")
+    for round_number in range(6):
+        worker = keyed(client, f"w{round_number}")
         worker.enqueue_new(count=3 * step, most_pending=MANY)
-        for n, lease in enumerate(take(worker, run=step).leases):
-            if (n + turn) % 2:
+        for n, lease in enumerate(lease_keys(worker, run=step).leases):
+            if (n + round_number) % 2:
                 assert commit(lease, 1 + n % len(lease.queued))
         run_on_spark(client, step, advance=advance)
     drain(keyed(client, "last"))
@@ -165,7 +165,7 @@ def test_a_handler_that_gets_a_key_passes_what_it_has_committed_without(client: 
     store.begin_run(["in"])
     store.commit({"in": [Effects(b"i2-0", b"", first_id="2-0", last_id="2-0", message_count=1)]})
     keyed(client).enqueue_new(count=3, most_pending=MANY)
-    assert lines(client, "kA") == [[1, 3]]
+    assert queued_ids(client, "kA") == [[1, 3]]
 
 
 def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client) -> None:
@@ -178,7 +178,7 @@ def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client)
     second = keyed(client)
     assert second.token > first.token
     second.enqueue_new(count=5, most_pending=MANY)
-    leases = take(second).leases
+    leases = lease_keys(second).leases
     assert [one.queue for one in leases] == [b"i1-0", b"i4-0"]
     assert commit(leases[1])
     third = unkeyed(client)
@@ -199,9 +199,9 @@ def test_what_was_done_beyond_where_workers_of_keys_have_come_is_not_done_again(
     assert client.execute("EXISTS", KEYS.offsets) == 0
     second = keyed(client)
     second.enqueue_new(count=2, most_pending=MANY)
-    assert commit(take_one(second))  # it has come to 3
-    standing = spark(client).begin_run(["in"])["in"]
-    assert (standing.committed_id, standing.takeover_offset) == (EntryId(4, 0), EntryId(10, 0))
+    assert commit(lease_one(second))  # it has come to 3
+    position = spark(client).begin_run(["in"])["in"]
+    assert (position.committed_id, position.takeover_offset) == (EntryId(4, 0), EntryId(10, 0))
     third = keyed(client, "w3")
     third.enqueue_new(count=1, most_pending=MANY)
     drain(third)
@@ -215,9 +215,9 @@ def test_once_all_up_to_the_floor_is_done_spark_begins_behind_it(client: Client)
     finish(first, [one for one in found if one.id != b"2-0"])
     second = keyed(client)
     second.enqueue_new(count=2, most_pending=MANY)
-    assert commit(take_one(second))
-    standing = spark(client).begin_run(["in"])["in"]
-    assert (standing.committed_id, standing.takeover_offset) == (EntryId(10, 0), None)
+    assert commit(lease_one(second))
+    position = spark(client).begin_run(["in"])["in"]
+    assert (position.committed_id, position.takeover_offset) == (EntryId(10, 0), None)
 
 
 def test_what_spark_has_done_of_what_was_open_is_not_open_to_workers(client: Client) -> None:
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_workers_of_keys_forgets_nothing_that_is_to_come(client:
 
 
 def test_spark_takes_over_from_workers_whose_group_is_lost(client: Client) -> None:
-    some_of_two_lines(client)
+    some_of_two_queues(client)
     client.execute("XGROUP", "DESTROY", "in", KEYS.group)
     run_on_spark(client)
     assert outputs(client) == expected("ABABABAB")
@@ -283,7 +283,7 @@ def test_spark_takes_over_from_workers_whose_group_is_lost(client: Client) -> No
 def test_parked_lines_must_be_settled_before_others_take_over(
     client: Client, successor: Callable[[Client], object]
 ) -> None:
-    worker, lease = some_of_two_lines(client)
+    worker, lease = some_of_two_queues(client)
     worker.release_leases([LeaseRelease(lease, "park", "why")])
     before = client.execute("HGETALL", KEYS.meta)
     with pytest.raises(ConfigError, match="parked"):
@@ -295,7 +295,7 @@ def test_parked_lines_must_be_settled_before_others_take_over(
 
 
 def test_a_line_that_is_parked_ahead_of_its_entries_hinders_nobody(client: Client) -> None:
-    worker, _ = some_of_two_lines(client)
+    worker, _ = some_of_two_queues(client)
     park(client, KEYS, b"kZ", "just in case")
     run_on_spark(client)
     assert worker.check_invariants() == []

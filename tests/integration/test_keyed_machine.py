@@ -28,11 +28,11 @@ from tests.support.keyed_fixtures import (
     drain,
     expire,
     keyed,
-    line_of,
+    lease_keys,
     outputs,
     publish,
+    queue_of,
     run_on_spark,
-    take,
     unit_of,
 )  # fmt: skip
 
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.keys]
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 EXAMPLES, STEPS = (3_000, 80) if SOAK else (40, 40)
 
-LINES = st.sampled_from(["kA", "kB", "kC"]).map(str.encode)
+QUEUES = st.sampled_from(["kA", "kB", "kC"]).map(str.encode)
 WORKERS = st.integers(0, 2)
 ANY = st.integers(0, 1_000)
 FEW = st.integers(1, 4)
@@ -73,27 +73,27 @@ class KeyedMachine(RuleBasedStateMachine):
         publish(self.client, letters, first=first)
         for n, letter in enumerate(letters, first):
             pairs = [] if letter == "-" else [b"k", letter.encode()]
-            self.published[n] = line_of(b"%d-0" % n, pairs)
+            self.published[n] = queue_of(b"%d-0" % n, pairs)
 
     def is_with_workers(self) -> bool:
         return not self.on_spark
 
     @precondition(is_with_workers)
-    @rule(who=WORKERS, count=FEW, most=st.sampled_from([3, 100]))
-    def route(self, who: int, count: int, most: int) -> None:
-        self.workers[who].enqueue_new(count=count, most_pending=most)
+    @rule(index=WORKERS, count=FEW, most=st.sampled_from([3, 100]))
+    def route(self, index: int, count: int, most: int) -> None:
+        self.workers[index].enqueue_new(count=count, most_pending=most)
 
     @precondition(is_with_workers)
-    @rule(who=WORKERS, lines=FEW, run=st.integers(1, 3), heard=st.sampled_from([True, True, True, False]))
-    def take(self, who: int, lines: int, run: int, heard: bool) -> None:
-        worker = self.workers[who]
-        for lease in take(worker, queues=lines, run=run).leases:
+    @rule(index=WORKERS, queues=FEW, run=st.integers(1, 3), reply_arrives=st.sampled_from([True, True, True, False]))
+    def lease_keys(self, index: int, queues: int, run: int, reply_arrives: bool) -> None:
+        worker = self.workers[index]
+        for lease in lease_keys(worker, queues=queues, run=run).leases:
             assert lease.fence > self.newest.get(lease.queue, 0)
             self.newest[lease.queue] = lease.fence
             assert [one.id for one in lease.queued] == self.client.execute(
                 "LRANGE", KEYS.queue(lease.queue), 0, len(lease.queued) - 1
             )
-            if heard:
+            if reply_arrives:
                 self.leases.append(lease)
                 self.known.setdefault(worker.consumer, []).append(lease)
 
@@ -130,9 +130,9 @@ class KeyedMachine(RuleBasedStateMachine):
         assert lease.stream.commit([unit]) == [unit]
 
     @precondition(is_with_workers)
-    @rule(who=WORKERS)
-    def repeat_the_last_commit(self, who: int) -> None:
-        worker = self.workers[who]
+    @rule(index=WORKERS)
+    def repeat_the_last_commit(self, index: int) -> None:
+        worker = self.workers[index]
         if worker.consumer in self.last_commit:
             call, units, refused = self.last_commit[worker.consumer]
             before = outputs(self.client)
@@ -155,25 +155,25 @@ class KeyedMachine(RuleBasedStateMachine):
 
     # What befalls them
 
-    @rule(line=st.none() | LINES)
-    def time_passes(self, line: bytes | None) -> None:
-        expire(self.client, line)
+    @rule(queue=st.none() | QUEUES)
+    def time_passes(self, queue: bytes | None) -> None:
+        expire(self.client, queue)
 
     @precondition(is_with_workers)
-    @rule(who=WORKERS, recovers=st.booleans())
-    def die_and_begin_anew(self, who: int, recovers: bool) -> None:
-        name = self.workers[who].consumer
-        self.workers[who] = keyed(self.client, name)
+    @rule(index=WORKERS, recovers=st.booleans())
+    def die_and_begin_anew(self, index: int, recovers: bool) -> None:
+        name = self.workers[index].consumer
+        self.workers[index] = keyed(self.client, name)
         self.known[name] = []
         self.last_commit.pop(name, None)
         if recovers:
-            self.workers[who].recover_leases([], run=10)
+            self.workers[index].recover_leases([], run=10)
             assert all(name.encode() not in token.split() for token in self.client.execute("HVALS", KEYS.owners))
 
     @precondition(is_with_workers)
-    @rule(who=WORKERS)
-    def recover(self, who: int) -> None:
-        worker = self.workers[who]
+    @rule(index=WORKERS)
+    def recover(self, index: int) -> None:
+        worker = self.workers[index]
         worker.recover_leases(self.known.get(worker.consumer, []), run=10)
 
     @rule(fence=st.sampled_from([0, 1, 10**15]))
@@ -183,20 +183,20 @@ class KeyedMachine(RuleBasedStateMachine):
     # People
 
     @precondition(is_with_workers)
-    @rule(line=LINES)
-    def park(self, line: bytes) -> None:
-        park(self.client, KEYS, line, "by hand")
+    @rule(queue=QUEUES)
+    def park(self, queue: bytes) -> None:
+        park(self.client, KEYS, queue, "by hand")
 
     @precondition(is_with_workers)
-    @rule(line=LINES)
-    def unpark(self, line: bytes) -> None:
-        unpark(self.client, KEYS, line)
+    @rule(queue=QUEUES)
+    def unpark(self, queue: bytes) -> None:
+        unpark(self.client, KEYS, queue)
 
     @precondition(is_with_workers)
-    @rule(line=LINES)
-    def skip(self, line: bytes) -> None:
+    @rule(queue=QUEUES)
+    def skip(self, queue: bytes) -> None:
         self.mend_the_group()
-        skipped = skip(self.client, KEYS, line, error="by hand")
+        skipped = skip(self.client, KEYS, queue, error="by hand")
         if skipped is not None:
             self.skipped.add(int(skipped.partition("-")[0]))
 
@@ -239,7 +239,7 @@ class KeyedMachine(RuleBasedStateMachine):
     @rule(most=st.integers(0, 6), advance=st.booleans())
     def spark_takes_over(self, most: int, advance: bool) -> None:
         parked = not self.on_spark and any(
-            self.client.execute("EXISTS", KEYS.queue(line)) for line in self.client.execute("HKEYS", KEYS.parked)
+            self.client.execute("EXISTS", KEYS.queue(queue)) for queue in self.client.execute("HKEYS", KEYS.parked)
         )
         try:
             run_on_spark(self.client, most, advance=advance)
@@ -252,15 +252,15 @@ class KeyedMachine(RuleBasedStateMachine):
         self.last_commit.clear()
 
     @precondition(lambda self: self.on_spark)
-    @rule(who=WORKERS)
-    def workers_take_over(self, who: int) -> None:
-        self.workers[who].join()
+    @rule(index=WORKERS)
+    def workers_take_over(self, index: int) -> None:
+        self.workers[index].join()
         self.on_spark = False
 
     # What holds after each step
 
     @invariant()
-    def the_lines_are_sound(self) -> None:
+    def the_key_queues_are_sound(self) -> None:
         if self.on_spark:
             assert self.client.execute("EXISTS", KEYS.owners, KEYS.ready, KEYS.leases, KEYS.backoff, KEYS.parked) == 0
             return
@@ -278,17 +278,17 @@ class KeyedMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_committed_is_in_order_and_once(self) -> None:
         committed = outputs(self.client)
-        for line, some in committed.items():
-            assert some == sorted(set(some)), f"{line} was committed as {some}"
-            assert all(self.published[n] == line.encode() for n in some)
+        for queue, some in committed.items():
+            assert some == sorted(set(some)), f"{queue} was committed as {some}"
+            assert all(self.published[n] == queue.encode() for n in some)
         assert not {n for some in committed.values() for n in some} & self.skipped
 
     def teardown(self) -> None:
         if not hasattr(self, "published"):
             return
         last = keyed(self.client, "last")
-        for line in self.client.execute("HKEYS", KEYS.parked):
-            unpark(self.client, KEYS, line)
+        for queue in self.client.execute("HKEYS", KEYS.parked):
+            unpark(self.client, KEYS, queue)
         expire(self.client)
         drain(last, most_pending=5)
         self.what_is_committed_is_in_order_and_once()
@@ -296,7 +296,7 @@ class KeyedMachine(RuleBasedStateMachine):
         assert self.published.keys() - committed - self.skipped - self.deleted == set(), "messages were lost"
         left = {key.rpartition(b":")[2].decode() for key in self.client.execute("KEYS", "millstream:*")}
         assert left <= {"meta", "dead", "wake", "last"} | ({"strikes", "marks", "open"} if self.was_on_spark else set())
-        assert take(last).leases == []
+        assert lease_keys(last).leases == []
 
 
 def test_any_order_of_steps_keeps_messages_in_order_and_loses_none(

@@ -10,7 +10,19 @@ from millstream.errors import OutOfMemory
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, commit, drain, expire, held, keyed, lines, routed, take
+from tests.support.keyed_fixtures import (
+    HOUR_MS,
+    KEYS,
+    MANY,
+    commit,
+    drain,
+    expire,
+    keyed,
+    lease_keys,
+    pending_by_consumer,
+    queued_ids,
+    routed,
+)
 from tests.support.memory import more_for_pending
 
 pytestmark = [pytest.mark.keys]
@@ -19,9 +31,9 @@ BEGAN_MS = 1_700_000_000_000  # ids are as long as those of today
 
 
 def test_any_tool_sees_who_holds_what(client: Client) -> None:
-    take(routed(client, "AAB-"), queues=1, run=1)
-    take(keyed(client, "w2"), queues=1)
-    assert held(client) == {"w1": [1], "waiting": [2, 4], "w2": [3]}
+    lease_keys(routed(client, "AAB-"), queues=1, run=1)
+    lease_keys(keyed(client, "w2"), queues=1)
+    assert pending_by_consumer(client) == {"w1": [1], "waiting": [2, 4], "w2": [3]}
     consumers = [
         dict(zip(one[::2], one[1::2], strict=True)) for one in client.execute("XINFO", "CONSUMERS", "in", KEYS.group)
     ]
@@ -36,9 +48,9 @@ def test_an_idle_handler_keeps_nothing_however_many_keys_it_has_seen(client: Cli
     client.pipeline([("XADD", "in", f"{n}-0", "k", n) for n in range(2, 5_002)])
     failing = keyed(client, "w2")
     failing.enqueue_new(count=10_000, most_pending=MANY)
-    for n, lease in enumerate(take(failing, queues=1_500).leases):
+    for n, lease in enumerate(lease_keys(failing, queues=1_500).leases):
         failing.release_leases([LeaseRelease(lease, ("backoff", "requeue", "return")[n % 3], 1, 1)])
-    take(failing, queues=700)
+    lease_keys(failing, queues=700)
     expire(client)
     drain(worker)
     client.execute("DEL", KEYS.notify)
@@ -67,17 +79,17 @@ def test_a_waiting_message_costs_little_memory(
         while worker.enqueue_new(count=5_000, most_pending=MANY):
             pass
         cost = (used() - before) / count
-        line = client.execute("MEMORY", "USAGE", KEYS.queue(b"khot"), "SAMPLES", 0) / count
+        in_queue = client.execute("MEMORY", "USAGE", KEYS.queue(b"khot"), "SAMPLES", 0) / count
         assert client.execute("LLEN", KEYS.queue(b"khot")) == count
         bound = 125 + more_for_pending(client)
     with capsys.disabled():
-        sys.stdout.write(f"\n{cost:.0f} bytes a waiting message, {line:.0f} of them in its line\n")
-    assert (line < 25, cost < bound) == (True, True)
+        sys.stdout.write(f"\n{cost:.0f} bytes a waiting message, {in_queue:.0f} of them in its key queue\n")
+    assert (in_queue < 25, cost < bound) == (True, True)
 
 
 def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Client) -> None:
     worker = routed(client, "AAB")
-    a, b = take(worker).leases
+    a, b = lease_keys(worker).leases
     client.execute("CONFIG", "SET", "maxmemory", "1")
     try:
         with pytest.raises(OutOfMemory):
@@ -88,12 +100,12 @@ def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Cl
         assert worker.commit([worker.key_effects_of(a, list(a.queued)[:1])], allow_oom=True) == []
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
-    assert (worker.check_invariants(), lines(client, "kA", "kB")) == ([], [[2], [3]])
+    assert (worker.check_invariants(), queued_ids(client, "kA", "kB")) == ([], [[2], [3]])
 
 
 def test_the_check_of_the_lines_finds_what_is_wrong_with_them(client: Client) -> None:
     worker = routed(client, "AABB")
-    take(worker, queues=1)
+    lease_keys(worker, queues=1)
     breaks: list[tuple[object, ...]] = [
         ("RPUSH", KEYS.ready, "kA"), ("DEL", KEYS.ready), ("HDEL", KEYS.owners, "kA"), ("ZREM", KEYS.leases, "kA"),
         ("XACK", "in", KEYS.group, "1-0"), ("LPOP", KEYS.queue(b"kB")), ("LPUSH", KEYS.queue(b"kB"), "4-0"),

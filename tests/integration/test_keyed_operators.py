@@ -14,11 +14,11 @@ from tests.support.keyed_fixtures import (
     expire,
     ids,
     keyed,
-    lines,
+    lease_keys,
+    lease_one,
     publish,
+    queued_ids,
     routed,
-    take,
-    take_one,
 )
 
 pytestmark = [pytest.mark.keys]
@@ -26,21 +26,21 @@ pytestmark = [pytest.mark.keys]
 
 def test_a_parked_line_waits_for_a_person_and_keeps_its_order(client: Client) -> None:
     worker = routed(client, "AAB")
-    a = take_one(worker)
+    a = lease_one(worker)
     worker.release_leases([LeaseRelease(a, "park", "bad address", 4)])
-    assert [one.queue for one in take(worker).leases] == [b"kB"]
+    assert [one.queue for one in lease_keys(worker).leases] == [b"kB"]
     publish(client, "AA", first=4)
     worker.enqueue_new(count=10, most_pending=MANY)
-    assert (take(worker).leases, worker.check_invariants()) == ([], [])
+    assert (lease_keys(worker).leases, worker.check_invariants()) == ([], [])
     assert (unpark(client, KEYS, b"kA"), unpark(client, KEYS, b"kA")) == (True, False)
-    a = take_one(worker)
+    a = lease_one(worker)
     assert (ids(a), a.queued[0].attempt, worker.check_invariants()) == ([1, 2, 4, 5], 1, [])
 
 
 @pytest.mark.parametrize("how", ["ready", "leased", "backing off"])
 def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> None:
     worker = routed(client, "AA")
-    leases = [] if how == "ready" else take(worker).leases
+    leases = [] if how == "ready" else lease_keys(worker).leases
     if how == "backing off":
         worker.release_leases([LeaseRelease(leases[0], "backoff", 1)])
     assert (park(client, KEYS, b"kA", "wait"), park(client, KEYS, b"kA", "more")) == (True, False)
@@ -50,22 +50,22 @@ def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> Non
         worker.release_leases([LeaseRelease(leases[0], "backoff", 1)])
         assert worker.check_invariants() == []
     expire(client)
-    assert (take(worker).leases, worker.check_invariants()) == ([], [])
+    assert (lease_keys(worker).leases, worker.check_invariants()) == ([], [])
     assert unpark(client, KEYS, b"kA")
-    assert ids(take_one(worker))[-1] == 2
+    assert ids(lease_one(worker))[-1] == 2
 
 
 def test_a_line_that_is_parked_and_unparked_while_it_is_worked_on_stays_where_it_is(client: Client) -> None:
     worker = routed(client, "AA")
-    lease = take_one(worker)
+    lease = lease_one(worker)
     assert park(client, KEYS, b"kA", "x")
     assert unpark(client, KEYS, b"kA")
-    assert (take(keyed(client, "w2")).leases, worker.check_invariants(), commit(lease)) == ([], [], True)
+    assert (lease_keys(keyed(client, "w2")).leases, worker.check_invariants(), commit(lease)) == ([], [], True)
 
 
 def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_are_refused(client: Client) -> None:
     worker = routed(client, "AAA")
-    lease = take_one(worker)
+    lease = lease_one(worker)
     assert skip(client, KEYS, b"kA", error="by hand") == "1-0"
     assert (commit(lease), worker.check_invariants()) == (False, [])
     ((_, items),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
@@ -76,28 +76,28 @@ def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_a
         b"skipped",
         b"by hand",
     )
-    assert ids(take_one(worker)) == [2, 3]
+    assert ids(lease_one(worker)) == [2, 3]
     assert client.execute("HMGET", KEYS.meta, "committed", "dead") == [b"1", b"1"]
     assert skip(client, KEYS, b"kB", error="nothing") is None
 
 
 def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
     worker = routed(client, "AAABB")
-    a, b = take(worker).leases
+    a, b = lease_keys(worker).leases
     worker.release_leases([LeaseRelease(a, "park", "why", 3), LeaseRelease(b, "backoff", HOUR_MS, 2)])
-    for line in (b"kA", b"kB"):
-        assert skip(client, KEYS, line, error="x") is not None
+    for queue in (b"kA", b"kB"):
+        assert skip(client, KEYS, queue, error="x") is not None
     assert (worker.check_invariants(), client.execute("EXISTS", KEYS.crashes)) == ([], 0)
-    assert [(one.queue, ids(one)) for one in take(worker).leases] == [(b"kB", [5])]
+    assert [(one.queue, ids(one)) for one in lease_keys(worker).leases] == [(b"kB", [5])]
     skip(client, KEYS, b"kA", error="x")
     skip(client, KEYS, b"kA", error="x")
-    assert (lines(client, "kA"), worker.check_invariants()) == ([[]], [])
+    assert (queued_ids(client, "kA"), worker.check_invariants()) == ([[]], [])
 
 
 def test_a_line_that_is_ready_stays_ready_once_when_its_first_entry_is_skipped(client: Client) -> None:
     worker = routed(client, "AAB")
     assert skip(client, KEYS, b"kA", error="x") == "1-0"
-    assert (worker.check_invariants(), [ids(one) for one in take(worker).leases]) == ([], [[2], [3]])
+    assert (worker.check_invariants(), [ids(one) for one in lease_keys(worker).leases]) == ([], [[2], [3]])
 
 
 def test_only_the_entry_that_was_meant_is_skipped(client: Client) -> None:
@@ -112,7 +112,7 @@ def test_nothing_is_skipped_where_its_dead_letter_cannot_be_kept(client: Client)
     client.execute("SET", KEYS.dead_letters, "not a stream")
     with pytest.raises(WrongType):
         skip(client, KEYS, b"kA", error="x")
-    assert (worker.check_invariants(), ids(take_one(worker))) == ([], [1, 2])
+    assert (worker.check_invariants(), ids(lease_one(worker))) == ([], [1, 2])
     client.execute("DEL", KEYS.dead_letters)
 
 
@@ -125,7 +125,7 @@ def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: 
 
 def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     worker = routed(client, "AAABBCCDDE")
-    leases = {one.queue: one for one in take(worker, queues=4).leases}
+    leases = {one.queue: one for one in lease_keys(worker, queues=4).leases}
     worker.release_leases(
         [LeaseRelease(leases[b"kB"], "backoff", HOUR_MS, 1), LeaseRelease(leases[b"kC"], "park", "bad é", 2)]
     )
@@ -151,5 +151,5 @@ def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     assert why[b"kE"] == "waits for a free worker, number 1 of the ready queues"
     assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(HOUR_MS - 1, HOUR_MS + 2)
     assert len(list_queues(client, KEYS, most=2)) == 2
-    take(keyed(client, "w2"))
+    lease_keys(keyed(client, "w2"))
     assert "its lease expired once" in next(one.why for one in list_queues(client, KEYS) if one.name == b"kD")

@@ -20,11 +20,11 @@ from tests.support.keyed_fixtures import (
     expected,
     expire,
     keyed,
+    lease_keys,
+    lease_one,
     outputs,
     publish,
     run_on_spark,
-    take,
-    take_one,
 )
 
 pytestmark = [pytest.mark.keys]
@@ -65,8 +65,8 @@ DEEDS: dict[str, list[tuple[object, ...]]] = {
 def left_after(client: Client) -> dict[str, list[int]]:
     """What is to be committed: what is still there, and 1 and 4, which a worker has in hand."""
     there = {int(entry_id.partition(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "in", "-", "+")} | {1, 4}
-    found = {line: [n for n in ids if n in there] for line, ids in expected(LETTERS).items()}
-    return {line: ids for line, ids in found.items() if ids}
+    found = {queue: [n for n in ids if n in there] for queue, ids in expected(LETTERS).items()}
+    return {queue: ids for queue, ids in found.items() if ids}
 
 
 def interfere(client: Client, deed: str) -> None:
@@ -79,9 +79,9 @@ def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once
     publish(client, LETTERS)
     first, second = keyed(client, "w1"), keyed(client, "w2")
     assert first.enqueue_new(count=100, most_pending=LOOK_AHEAD) == LOOK_AHEAD
-    lease = take_one(first)
+    lease = lease_one(first)
     interfere(client, deed)
-    others = take(second).leases
+    others = lease_keys(second).leases
     assert b"kA" not in [one.queue for one in others]
     second.release_leases([LeaseRelease(one, "requeue") for one in others])
     assert first.renew_leases([lease], HOUR_MS, 0) == []
@@ -99,7 +99,7 @@ def test_whatever_outsiders_do_spark_takes_over_all_that_is_not_committed(client
     publish(client, LETTERS)
     first = keyed(client, "w1")
     first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
-    lease = take_one(first)
+    lease = lease_one(first)
     assert commit(lease)
     interfere(client, deed)
     run_on_spark(client)
@@ -116,7 +116,7 @@ def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_co
     publish(client, LETTERS)
     first = keyed(client, "w1")
     first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
-    assert commit(take_one(first))
+    assert commit(lease_one(first))
     interfere(client, deed)
     there = {int(entry_id.partition(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "in", "-", "+")}
     second = ReliableStream(client, "in", app="app", handler="handle", consumer="w2", into="out")
@@ -132,7 +132,7 @@ def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_co
         lambda worker, lease: worker.release_leases([LeaseRelease(lease, "requeue")]),
         lambda worker, lease: worker.recover_leases([], run=10),
         lambda worker, lease: skip(worker._client, KEYS, lease.queue, error="x"),
-        lambda worker, lease: take(worker),
+        lambda worker, lease: lease_keys(worker),
     ],
     ids=["release", "recover", "skip", "take"],
 )
@@ -142,7 +142,7 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
     publish(client, "AAA")
     worker = keyed(client)
     worker.enqueue_new(count=10, most_pending=100)
-    lease = take_one(worker, run=2)
+    lease = lease_one(worker, run=2)
     expire(client)
     client.execute("XGROUP", "DESTROY", "in", GROUP)
     with contextlib.suppress(GroupMissing):
@@ -164,7 +164,7 @@ def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(cli
     worker.enqueue_new(count=1_000, most_pending=1_000)
     while worker.enqueue_new(count=1_000, most_pending=1_000):
         pass
-    leases = take(worker, run=1).leases
+    leases = lease_keys(worker, run=1).leases
     worker.release_leases(
         [LeaseRelease(one, "park", "x") if one.queue == b"kA" else LeaseRelease(one, "requeue") for one in leases]
     )
@@ -202,7 +202,7 @@ def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(c
     publish(client, "AAAB" + "C" * 20)
     worker = keyed(client)
     worker.enqueue_new(count=4, most_pending=5)
-    (a,) = take(worker, queues=1).leases
+    (a,) = lease_keys(worker, queues=1).leases
     worker.release_leases([LeaseRelease(a, "park", "x")])
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
     drain(worker, most_pending=5)
@@ -217,7 +217,7 @@ def test_entries_that_were_deleted_while_they_waited_are_named(
     worker = keyed(client)
     worker.enqueue_new(count=10, most_pending=100)
     client.execute("XDEL", "in", "1-0", "3-0")
-    assert [one.queue for one in take(worker).leases] == [b"kA"]
+    assert [one.queue for one in lease_keys(worker).leases] == [b"kA"]
     assert "2 pending entries of stream in were trimmed or deleted before they were processed: 1-0, 3-0" in caplog.text
     assert worker.check_invariants() == []
 
@@ -226,9 +226,9 @@ def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
     publish(client, "AAB")
     worker = keyed(client)
     worker.enqueue_new(count=10, most_pending=100)
-    worker.release_leases([LeaseRelease(take_one(worker), "requeue", "", 3)])
+    worker.release_leases([LeaseRelease(lease_one(worker), "requeue", "", 3)])
     client.execute("XDEL", "in", "1-0")
-    lease = next(one for one in take(worker).leases if one.queue == b"kA")
+    lease = next(one for one in lease_keys(worker).leases if one.queue == b"kA")
     assert (lease.queued[0].id, lease.queued[0].attempt) == (b"2-0", 1)
     assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
 

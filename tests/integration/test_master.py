@@ -15,9 +15,9 @@ from tests.support.masters import (
     KEYS,
     PATIENT,
     STREAM,
-    Foreign,
     HealthPage,
     Master,
+    MemoConsumer,
     holders,
     is_clean,
     is_read,
@@ -43,7 +43,7 @@ def master(running: Master, client: Client) -> Master:
 
 def test_a_literal_consumer_gets_each_ticket_in_order_one_message_at_a_time(master: Master, client: Client) -> None:
     ids = publish(client, "A", "B", "A", "A", "B")
-    with Foreign(client, "c1", max_tickets=5).register(master) as consumer:
+    with MemoConsumer(client, "c1", max_tickets=5).register(master) as consumer:
         got: list[tuple[str, str]] = []
         eventually(lambda: len(consumer.read()) == 2, "both tickets")
         while pending := consumer.read():
@@ -60,7 +60,7 @@ def test_a_literal_consumer_gets_each_ticket_in_order_one_message_at_a_time(mast
 
 def test_an_acknowledgement_says_what_is_given_next_and_may_be_repeated(master: Master, client: Client) -> None:
     first, second = publish(client, "A", "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         assert consumer.next()[0] == first
         eventually(lambda: is_read(client), "both in their line")
         # Without an XACK before: the master might find it first, and give the next one before it is asked.
@@ -71,7 +71,7 @@ def test_an_acknowledgement_says_what_is_given_next_and_may_be_repeated(master: 
 
 def test_several_messages_are_acknowledged_with_one_call(master: Master, client: Client) -> None:
     a1, b1, a2, b2 = publish(client, "A", "B", "A", "B")
-    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+    with MemoConsumer(client, "c1", max_tickets=2).register(master) as consumer:
         eventually(lambda: dict(consumer.read()).keys() == {a1, b1} and is_read(client), "both tickets")
         found = master.post("messages/acknowledge", consumer="c1", message_ids=[a1, b2, "1-1", b1])
         assert found.status_code == 200, found.text
@@ -85,7 +85,7 @@ def test_several_messages_are_acknowledged_with_one_call(master: Master, client:
 def test_a_message_without_a_ticket_waits_for_nobody(master: Master, client: Client) -> None:
     publish(client, "A")
     plain = client.execute("XADD", STREAM, "*", "text", "hello").decode()
-    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+    with MemoConsumer(client, "c1", max_tickets=2).register(master) as consumer:
         eventually(lambda: plain in dict(consumer.read()), "the message without a ticket")
         shown = {one["ticket_id"] for one in master.get("tickets")["tickets"]}
         assert shown == {"A", None}
@@ -93,7 +93,7 @@ def test_a_message_without_a_ticket_waits_for_nobody(master: Master, client: Cli
 
 def test_a_consumer_that_skips_a_message_gets_nothing_newer_of_that_ticket(master: Master, client: Client) -> None:
     skipped, other, newer = publish(client, "A", "B", "A")
-    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+    with MemoConsumer(client, "c1", max_tickets=2).register(master) as consumer:
         eventually(lambda: len(consumer.read()) == 2, "both tickets")
         consumer.finish(master, other)
         assert dict(consumer.read()).keys() == {skipped}
@@ -104,7 +104,7 @@ def test_a_consumer_that_skips_a_message_gets_nothing_newer_of_that_ticket(maste
 
 def test_an_acknowledgement_out_of_turn_does_not_pass_over_what_comes_before(master: Master, client: Client) -> None:
     first, second = publish(client, "A", "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
         refused = consumer.acknowledge(master, second)
         assert refused.status_code == 409
@@ -114,7 +114,7 @@ def test_an_acknowledgement_out_of_turn_does_not_pass_over_what_comes_before(mas
 
 def test_an_xack_without_the_call_counts_as_acknowledged(master: Master, client: Client) -> None:
     first, second = publish(client, "A", "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         assert consumer.next()[0] == first
         consumer.xack(first)
         assert consumer.next()[0] == second
@@ -124,14 +124,14 @@ def test_an_xack_without_the_call_counts_as_acknowledged(master: Master, client:
 
 def test_the_call_without_an_xack_acknowledges_in_redis_too(master: Master, client: Client) -> None:
     (only,) = publish(client, "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
         assert consumer.acknowledge(master, only).json() == {"known": False, "next": []}
     assert is_clean(client)
 
 
 def test_what_others_take_from_the_group_goes_into_its_line_all_the_same(master: Master, client: Client) -> None:
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         (running,) = publish(client, "A")
         consumer.next()
         client.execute("MULTI")  # the thief is faster than the master
@@ -151,7 +151,7 @@ def test_what_others_take_from_the_group_goes_into_its_line_all_the_same(master:
 
 def test_what_somebody_claims_from_a_consumer_goes_back_to_it(master: Master, client: Client) -> None:
     (only,) = publish(client, "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
         client.execute("XAUTOCLAIM", STREAM, GROUP, "thief", 0, "0")
         assert holders(client) == {only: "thief"}
@@ -160,7 +160,7 @@ def test_what_somebody_claims_from_a_consumer_goes_back_to_it(master: Master, cl
 
 def test_a_failed_message_is_tried_again_before_newer_ones_and_dies_in_the_end(master: Master, client: Client) -> None:
     bad, good = publish(client, "A", "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         outcomes = []
         for _ in range(4):
             assert consumer.next()[0] == bad
@@ -175,7 +175,7 @@ def test_a_failed_message_is_tried_again_before_newer_ones_and_dies_in_the_end(m
 
 def test_a_message_that_can_never_succeed_dies_at_once(master: Master, client: Client) -> None:
     (bad,) = publish(client, "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
         found = master.post("messages/fail", consumer="c1", message_id=bad, error="nonsense", retry=False)
         assert found.json() == {"outcome": "dead-letter", "next": []}
@@ -184,7 +184,7 @@ def test_a_message_that_can_never_succeed_dies_at_once(master: Master, client: C
 
 def test_a_released_message_goes_to_another_at_once_and_counts_no_attempt(master: Master, client: Client) -> None:
     (only,) = publish(client, "A")
-    with Foreign(client, "c1").register(master) as leaving, Foreign(client, "c2") as other:
+    with MemoConsumer(client, "c1").register(master) as leaving, MemoConsumer(client, "c2") as other:
         leaving.next()
         assert master.post("messages/release", consumer="c1").json() == {"released": 1}
         assert master.state_of("c1") is None
@@ -195,7 +195,10 @@ def test_a_released_message_goes_to_another_at_once_and_counts_no_attempt(master
 
 def test_no_consumer_gets_more_than_it_asked_for(master: Master, client: Client) -> None:
     publish(client, *(f"T{n}" for n in range(20)))
-    with Foreign(client, "c1", max_tickets=3).register(master) as three, Foreign(client, "c2").register(master) as one:
+    with (
+        MemoConsumer(client, "c1", max_tickets=3).register(master) as three,
+        MemoConsumer(client, "c2").register(master) as one,
+    ):
         eventually(lambda: len(three.read()) == 3 and len(one.read()) == 1, "three and one")
         assert sum(name == "waiting" for name in holders(client).values()) == 16
 
@@ -203,7 +206,7 @@ def test_no_consumer_gets_more_than_it_asked_for(master: Master, client: Client)
 def test_the_session_can_be_read_back_page_by_page(master: Master, client: Client) -> None:
     ids = publish(client, "A", "B", "C", "A")
     assert park(client, KEYS, b"kD", "no message of it has come yet")
-    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+    with MemoConsumer(client, "c1", max_tickets=2).register(master) as consumer:
         eventually(lambda: len(consumer.read()) == 2, "two tickets")
         pages, cursor = [], ""
         while True:
@@ -220,7 +223,7 @@ def test_the_session_can_be_read_back_page_by_page(master: Master, client: Clien
 
 
 def test_a_paused_group_gives_out_nothing_until_it_is_resumed(master: Master, client: Client) -> None:
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         client.execute("HSET", KEYS.meta, "paused", 1)
         paused = f'millstream_paused{{handler="master.{GROUP}"}} 1'
         eventually(lambda: paused in master.http.get("/metrics").text, "the master to know of it")
@@ -234,7 +237,7 @@ def test_a_paused_group_gives_out_nothing_until_it_is_resumed(master: Master, cl
 
 def test_figures_tell_what_was_done(master: Master, client: Client) -> None:
     (only,) = publish(client, "A")
-    with Foreign(client, "c1").register(master) as consumer:
+    with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
         consumer.finish(master, only)
     page = master.http.get("/metrics").text
@@ -324,7 +327,7 @@ def test_what_the_openapi_document_says_of_values_and_errors_is_so(master: Maste
 
 def test_a_second_consumer_of_a_name_is_refused_while_the_first_lives(master: Master, client: Client) -> None:
     publish(client, "A")
-    with Foreign(client, "c1").register(master) as first, HealthPage() as other:
+    with MemoConsumer(client, "c1").register(master) as first, HealthPage() as other:
         (message_id, _) = first.next()
         refused = master.post("consumers/register", consumer="c1", health_url=other.url)
         assert (refused.status_code, "alive" in refused.json()["error"]) == (409, True)
@@ -333,7 +336,7 @@ def test_a_second_consumer_of_a_name_is_refused_while_the_first_lives(master: Ma
 
 def test_the_same_consumer_again_is_a_restart_unless_it_says_that_it_is_not(master: Master, client: Client) -> None:
     publish(client, "A")
-    with Foreign(client, "c1", instance="x").register(master) as consumer:
+    with MemoConsumer(client, "c1", instance="x").register(master) as consumer:
         consumer.next()
         owners = "millstream:{tickets}:tickets:master.workers:owners"
         (token,) = client.execute("HVALS", owners)

@@ -15,7 +15,7 @@ from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
 from millstream.services.master.registry import Registry
 from millstream.services.master.settings import MasterSettings
 from tests.support.commandline import call
-from tests.support.masters import GROUP, KEYS, STREAM, TOKEN, Foreign, HealthPage, Master
+from tests.support.masters import GROUP, KEYS, STREAM, TOKEN, HealthPage, Master, MemoConsumer
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.master]
@@ -100,7 +100,7 @@ def test_a_token_opens_what_its_scopes_name_and_nothing_else(millstream_url: str
 
 
 def test_a_consumer_whose_health_url_fails_is_dead_and_its_name_is_free(millstream_url: str, client: Client) -> None:
-    with Master(millstream_url) as master, Foreign(client, "c1").register(master) as first, HealthPage() as other:
+    with Master(millstream_url) as master, MemoConsumer(client, "c1").register(master) as first, HealthPage() as other:
         first.health.status = 500
         eventually(lambda: master.state_of("c1") == "dead", "its death")
         assert master.post("consumers/register", consumer="c1", health_url=other.url).status_code == 200

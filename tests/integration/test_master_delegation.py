@@ -12,7 +12,7 @@ from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
 from tests.support.waiting import eventually
 
@@ -310,7 +310,7 @@ def test_a_page_that_finds_all_done_that_it_looks_at_says_where_to_go_on(
     publish(client, *(f"T{number:04}" for number in range(1_200)))
     while delegator.group_stream.enqueue_new(count=1_000, most_pending=100_000):
         pass
-    views = Queries(client, registry, SETTINGS, clock=HandClock())
+    views = Queries(client, registry, SETTINGS, clock=ManualClock())
     cursor = views.tickets(None, 1).cursor
     client.execute("FLUSHALL")
     second = views.tickets(cursor, 10)

@@ -15,7 +15,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.waiting import eventually
 from tests.support.workers import make, make_context, scripts_called
 
@@ -121,7 +121,7 @@ def test_a_redis_that_can_track_few_keys_is_not_asked_all_the_time(
 ) -> None:
     with Client(millstream_fresh_server.url) as client:
         client.execute("CONFIG", "SET", "tracking-table-max-keys", 250)
-        clock = HandClock()
+        clock = ManualClock()
         routing = Routing(client, 500, clock)
         over = threading.Event()
         over.set()  # it does not wait for the machine's clock

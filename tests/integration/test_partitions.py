@@ -163,25 +163,25 @@ def test_what_was_redriven_is_not_sent_on_to_a_partition_that_a_newer_generation
 
 
 @pytest.mark.parametrize("steps", range(6))
-@pytest.mark.parametrize("who", ["the same again", "a producer"])
+@pytest.mark.parametrize("resumed_by", ["the same again", "a producer"])
 def test_a_growth_that_was_killed_between_any_two_steps_is_ended_by_whoever_meets_it(
-    client: Client, sent: dict[str, list[int]], steps: int, who: str
+    client: Client, sent: dict[str, list[int]], steps: int, resumed_by: str
 ) -> None:
     publisher, worker = Publisher(client), Worker(client)
     publisher.publish(sent, LETTERS)
     killed = growth_killed_after(client, steps, 5)
     assert killed == (steps < 4)  # it begins, seals two partitions, and ends
-    worker.look()
+    worker.refresh()
     worker.work()
     publisher.publish(sent, LETTERS)
-    if who == "the same again":
+    if resumed_by == "the same again":
         assert Partitions(client, BASE).grow(5).growing_to is None
     publisher.publish(sent, LETTERS)
     layout = Partitions(client, BASE).require()
     # Where nothing was sealed, no producer has noticed.
-    assert layout.counts == ((2,) if steps == 0 and who == "a producer" else (2, 5))
+    assert layout.counts == ((2,) if steps == 0 and resumed_by == "a producer" else (2, 5))
     assert places_are_right(client, layout)
-    worker.look()
+    worker.refresh()
     worker.work()
     assert (outcome(client), check_all(client)) == (sent, [])
 
@@ -222,7 +222,7 @@ def grown(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, Worker
     publisher.publish(sent, key)
     layout = Partitions(client, BASE).grow(4)
     publisher.publish(sent, key * 2)
-    worker.look()
+    worker.refresh()
     old, new = layout.owners(key.encode())
     return publisher, worker, key, old, new
 
@@ -231,23 +231,23 @@ def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     _, worker, key, old, new = grown(client, sent)
-    layout, line = worker.moves.partition_map, b"k" + key.encode()
+    layout, queue = worker.moves.partition_map, b"k" + key.encode()
     assert worker.route(new) == 2
-    assert waiting_in(client, layout, new) == {line: b"migrating from " + layout.stream(old).encode()}
+    assert waiting_in(client, layout, new) == {queue: b"migrating from " + layout.stream(old).encode()}
     keys = keys_of(layout, new)
     assert parked_queues(client, [keys]) == {keys: []}, "it does not wait for an operator"
     assert [one.parked for one in inspect_handlers(client, [keys])] == [0]
     worker.move()
-    assert worker.take(new) == []  # nothing of the old one is routed
+    assert worker.lease_keys(new) == []  # nothing of the old one is routed
     worker.route(old)
     worker.move()
-    assert worker.take(new) == []
-    (lease,) = worker.take(old)
+    assert worker.lease_keys(new) == []
+    (lease,) = worker.lease_keys(old)
     worker.move()
-    assert worker.take(new) == []
+    assert worker.lease_keys(new) == []
     worker.finish(lease)
     worker.move()
-    (lease,) = worker.take(new)
+    (lease,) = worker.lease_keys(new)
     assert lease.state == b"2"  # it has come along
     worker.finish(lease)
     worker.work()
@@ -267,9 +267,9 @@ def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_tog
     entries, _ = client.run(read)
     assert len(entries) == 2
     client.run(stream.enqueue_call(entries, most_pending=MANY))
-    line = b"k" + key.encode()
-    assert waiting_in(client, layout, new) == {line: b"migrating from " + layout.stream(old).encode()}
-    assert worker.take(new) == []
+    queue = b"k" + key.encode()
+    assert waiting_in(client, layout, new) == {queue: b"migrating from " + layout.stream(old).encode()}
+    assert worker.lease_keys(new) == []
 
 
 def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting(
@@ -278,7 +278,7 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     publisher, worker, key, old, new = grown(client, sent)
     layout = worker.moves.partition_map
     worker.route(old)
-    (lease,) = worker.take(old)
+    (lease,) = worker.lease_keys(old)
     worker.streams[old].release_leases([LeaseRelease(lease, "park", "bad address", 4)])
     others = "".join(one for one in LETTERS if one != key)
     publisher.publish(sent, others)
@@ -287,25 +287,25 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     assert {one: done[one] for one in others} == {one: sent[one] for one in others}
     assert done[key] == [1]
     keys = keys_of(layout, new)
-    (line,) = list_queues(client, keys)
-    assert line.parked_reason == f"migrating from {layout.stream(old)}"
+    (queue,) = list_queues(client, keys)
+    assert queue.parked_reason == f"migrating from {layout.stream(old)}"
     with pytest.raises(ConfigError, match="goes on"):
-        unpark(client, keys, line.name)
-    assert unpark(client, keys_of(layout, old), line.name)
+        unpark(client, keys, queue.name)
+    assert unpark(client, keys_of(layout, old), queue.name)
     worker.work()
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
 def test_who_parks_a_key_that_moves_has_to_unpark_it_too(client: Client, sent: dict[str, list[int]]) -> None:
     _, worker, key, _, new = grown(client, sent)
-    keys, line = keys_of(worker.moves.partition_map, new), b"k" + key.encode()
+    keys, queue = keys_of(worker.moves.partition_map, new), b"k" + key.encode()
     worker.route(new)
-    assert (park(client, keys, line, "mine"), park(client, keys, line, "again")) == (True, False)
-    assert (unpark(client, keys, line), park(client, keys, line, "mine")) == (True, True)
+    assert (park(client, keys, queue, "mine"), park(client, keys, queue, "again")) == (True, False)
+    assert (unpark(client, keys, queue), park(client, keys, queue, "mine")) == (True, True)
     worker.work()
     assert outcome(client) == {key: [1, 2]}
-    assert waiting_in(client, worker.moves.partition_map, new) == {line: b"mine"}
-    assert unpark(client, keys, line)
+    assert waiting_in(client, worker.moves.partition_map, new) == {queue: b"mine"}
+    assert unpark(client, keys, queue)
     worker.work()
     assert (outcome(client), check_all(client)) == (sent, [])
 
@@ -319,7 +319,7 @@ def test_a_key_that_is_parked_without_messages_in_its_old_partition_waits_in_the
     old, _ = layout.owners(key.encode())
     park(client, keys_of(layout, old), b"k" + key.encode(), "mine")
     publisher.publish(sent, key)
-    worker.look()
+    worker.refresh()
     worker.work()
     assert outcome(client) == {}
     unpark(client, keys_of(layout, old), b"k" + key.encode())
@@ -335,7 +335,7 @@ def test_the_last_entries_before_a_seal_may_be_deleted(client: Client, sent: dic
     old, _ = layout.owners(key.encode())
     client.execute("XTRIM", layout.stream(old), "MAXLEN", 0)
     publisher.publish(sent, key)
-    worker.look()
+    worker.refresh()
     worker.work()
     assert outcome(client) == {key: [2]}
 
@@ -346,7 +346,7 @@ def test_states_of_keys_that_nobody_publishes_to_move_too(client: Client, sent: 
     worker.work()
     for count in (4, 8):
         layout = Partitions(client, BASE).grow(count)
-        worker.look()
+        worker.refresh()
         worker.work()
         assert (check_all(client), worker.moves.undrained()) == ([], [])
     found = {
@@ -364,7 +364,7 @@ def test_a_state_is_put_down_once_however_late_another_comes_with_it(
     late = Worker(client, "w2")
     worker.route(new)
     worker.route(old)
-    worker.finish(worker.take(old)[0])
+    worker.finish(worker.lease_keys(old)[0])
     # The late one has read all, and comes with it when everything is over.
     calls: list[Any] = []
 
@@ -434,7 +434,7 @@ def moved_twice(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, 
     worker.work()
     Partitions(client, BASE).grow(4)
     Partitions(client, BASE).grow(8)
-    worker.look()
+    worker.refresh()
     return publisher, worker, key, grown.owners(key.encode())
 
 
@@ -445,7 +445,7 @@ def test_a_state_goes_through_each_partition_in_which_its_key_has_been(
     publisher.publish(sent, key)
     worker.route(third)
     worker.moves.import_keys([third])
-    assert worker.take(third) == []
+    assert worker.lease_keys(third) == []
     waiting = waiting_in(client, worker.moves.partition_map, second)
     assert waiting == {b"k" + key.encode(): b"migrating from {orders.%d}" % first}
     worker.work()
@@ -475,6 +475,6 @@ def test_a_line_that_was_free_to_go_is_not_made_to_wait_by_one_who_comes_late(
     publisher.publish(sent, key)
     worker.route(new)
     assert worker.moves._await_keys(new, [key.encode()]) == 0
-    (lease,) = worker.take(new)
+    (lease,) = worker.lease_keys(new)
     worker.finish(lease)
     assert (outcome(client), check_all(client)) == (sent, [])

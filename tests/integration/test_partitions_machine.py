@@ -54,9 +54,9 @@ class Machine(RuleBasedStateMachine):
         self.parked: list[tuple[int, bytes]] = []
         self.late: list[list[object]] = []
 
-    @rule(who=TWO, keys=st.text(KEYS, min_size=1, max_size=6))
-    def publish(self, who: int, keys: str) -> None:
-        self.producers[who].publish(self.sent, keys)
+    @rule(index=TWO, keys=st.text(KEYS, min_size=1, max_size=6))
+    def publish(self, index: int, keys: str) -> None:
+        self.producers[index].publish(self.sent, keys)
 
     @rule(more=st.integers(1, 3), steps=st.integers(0, 12))
     def grow(self, more: int, steps: int) -> None:
@@ -65,17 +65,17 @@ class Machine(RuleBasedStateMachine):
         if count <= 8:
             growth_killed_after(self.client, steps, count)
 
-    @rule(who=TWO)
-    def look(self, who: int) -> None:
-        self.workers[who].look()
+    @rule(index=TWO)
+    def refresh(self, index: int) -> None:
+        self.workers[index].refresh()
 
-    @rule(who=TWO, place=PLACES, count=st.integers(1, 5))
-    def route(self, who: int, place: int, count: int) -> None:
-        self.workers[who].route(place, count)
+    @rule(index=TWO, place=PLACES, count=st.integers(1, 5))
+    def route(self, index: int, place: int, count: int) -> None:
+        self.workers[index].route(place, count)
 
-    @rule(who=TWO, place=PLACES, run=st.integers(1, 3))
-    def take(self, who: int, place: int, run: int) -> None:
-        self.leases += self.workers[who].take(place, run=run)
+    @rule(index=TWO, place=PLACES, run=st.integers(1, 3))
+    def lease_keys(self, index: int, place: int, run: int) -> None:
+        self.leases += self.workers[index].lease_keys(place, run=run)
 
     @precondition(lambda self: self.leases)
     @rule(number=st.integers(0, 7), how=st.sampled_from(["finish", "finish", "return", "backoff"]))
@@ -86,19 +86,19 @@ class Machine(RuleBasedStateMachine):
         else:
             lease.stream.release_leases([LeaseRelease(lease, how, 1 if how == "backoff" else "")])  # type: ignore[arg-type]
 
-    @rule(who=TWO, clears=st.booleans())
-    def move(self, who: int, clears: bool) -> None:
+    @rule(index=TWO, clears=st.booleans())
+    def move(self, index: int, clears: bool) -> None:
         """A round; without `clears`, its worker dies when it has put states down and not removed them where they were."""
-        moves = self.workers[who].moves
+        moves = self.workers[index].moves
         if not clears:
             moves._delete_imported = lambda place: None  # type: ignore[method-assign]
-        self.workers[who].move()
+        self.workers[index].move()
         moves.__dict__.pop("_delete_imported", None)
 
-    @rule(who=TWO, place=PLACES)
-    def read_for_a_move(self, who: int, place: int) -> None:
+    @rule(index=TWO, place=PLACES)
+    def read_for_a_move(self, index: int, place: int) -> None:
         """A worker reads all that a round of a partition needs, and comes with it later."""
-        worker = self.workers[who]
+        worker = self.workers[index]
         if place not in worker.streams:
             return
         moves = worker.moves
@@ -124,15 +124,15 @@ class Machine(RuleBasedStateMachine):
     @rule(place=PLACES, key=st.sampled_from(KEYS))
     def park(self, place: int, key: str) -> None:
         layout = Partitions(self.client, BASE).require()
-        line = b"k" + key.encode()
-        if place in self.workers[0].streams and park(self.client, keys_of(layout, place), line, "mine"):
-            self.parked.append((place, line))
+        queue = b"k" + key.encode()
+        if place in self.workers[0].streams and park(self.client, keys_of(layout, place), queue, "mine"):
+            self.parked.append((place, queue))
 
     @precondition(lambda self: self.parked)
     @rule(number=st.integers(0, 7))
     def unpark(self, number: int) -> None:
-        place, line = self.parked.pop(number % len(self.parked))
-        unpark(self.client, keys_of(Partitions(self.client, BASE).require(), place), line)
+        place, queue = self.parked.pop(number % len(self.parked))
+        unpark(self.client, keys_of(Partitions(self.client, BASE).require(), place), queue)
 
     @invariant()
     def each_key_is_in_order(self) -> None:
@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
             self.workers[0].finish(lease)
         self.producers[0].publish(self.sent, KEYS)
         for worker in self.workers:
-            worker.look()
+            worker.refresh()
         for _ in range(3):
             for worker in self.workers:
                 worker.work(until_idle=4)

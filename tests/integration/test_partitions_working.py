@@ -64,8 +64,8 @@ def all_working(client: Client, handler: Handler, *names: str) -> Iterator[None]
         yield
 
 
-class Books:
-    """A handler that says what it runs, and finds out by its state whether it runs in order and once."""
+class RecordingHandler:
+    """A handler that records what it runs, and checks by its state that it runs in order and once."""
 
     def __init__(self, output: bool) -> None:
         self.events: list[Event] = []
@@ -112,39 +112,39 @@ def settled(client: Client) -> bool:
     return not KeyMigration(client, layout, app="app", handler="handle").undrained()
 
 
-def wait_for_messages(books: Books, count: int) -> None:
-    eventually(lambda: len(books.events) >= count, f"{count} messages")
+def wait_for_messages(recording: RecordingHandler, count: int) -> None:
+    eventually(lambda: len(recording.events) >= count, f"{count} messages")
 
 
 def test_more_partitions_under_load_keep_every_key_in_order_and_single(client: Client) -> None:
-    books = Books(output=not client.is_cluster)
-    handler = handler_of(books.handle, into=None if client.is_cluster else "out")
+    recording = RecordingHandler(output=not client.is_cluster)
+    handler = handler_of(recording.handle, into=None if client.is_cluster else "out")
     stopping = threading.Event()
     with ExitStack() as stack:
         stack.callback(stopping.set)
         stack.enter_context(all_working(client, handler, "w1", "w2"))
         threads = [
-            threading.Thread(target=produce, args=(client.url, which, books.events, stopping))
+            threading.Thread(target=produce, args=(client.url, which, recording.events, stopping))
             for which in range(PRODUCERS)
         ]
         for thread in threads:
             thread.start()
         eventually(lambda: Partitions(client, BASE).load() is not None, "the first partitions")
         for share, (steps, count) in enumerate(((99, 3), (1, 5), (4, 5), (99, 8)), 1):
-            wait_for_messages(books, share * len(KEYS) * EACH // 6)
+            wait_for_messages(recording, share * len(KEYS) * EACH // 6)
             growth_killed_after(client, steps, count)
         stack.enter_context(all_working(client, handler, "w3"))
         for thread in threads:
             thread.join(FAIL_SAFE_S)
-        eventually(lambda: books.wrong != [] or books.last == dict.fromkeys(KEYS, EACH), "all of each key")
-        assert books.wrong == []
+        eventually(lambda: recording.wrong != [] or recording.last == dict.fromkeys(KEYS, EACH), "all of each key")
+        assert recording.wrong == []
         eventually(lambda: settled(client), "the end of all moves")
     layout = Partitions(client, BASE).require()
     assert (layout.counts[0], layout.count, places_are_right(client, layout)) == (2, 8, True)
     assert len({hash_tag(stream) for stream in layout.streams}) == 8
     if not client.is_cluster:
         assert check_all(client) == []
-        check_history(client, books.events)
+        check_history(client, recording.events)
 
 
 def check_history(client: Client, events: list[Event]) -> None:
@@ -220,13 +220,13 @@ def shown(url: str) -> Any:
 
 
 def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstream_url: str) -> None:
-    books = Books(output=False)
+    recording = RecordingHandler(output=False)
     assert call("partition", "show", BASE, url=millstream_url).code == 1
     assert call("partition", "create", BASE, "2", url=millstream_url).out == "orders has 2 partitions\n"
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k") as producer:
         producer.publish_many({"k": key, "n": 1} for key in KEYS)
-        with all_working(client, handler_of(books.handle), "w1"):
-            eventually(lambda: len(books.last) == len(KEYS))
+        with all_working(client, handler_of(recording.handle), "w1"):
+            eventually(lambda: len(recording.last) == len(KEYS))
         assert call("partition", "grow", BASE, "3", url=millstream_url).out == "orders has 3 partitions\n"
         assert call("partition", "grow", BASE, "1", url=millstream_url).code == 2
         found = shown(millstream_url)
@@ -237,7 +237,7 @@ def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstrea
         assert [one["since"] for one in found["undrained"]["app.handle"]] == [2, 2]
         words = call("partition", "show", BASE, url=millstream_url).out
         assert "keys that left {orders.0} with generation 2" in words
-        with all_working(client, handler_of(books.handle), "w1"):
+        with all_working(client, handler_of(recording.handle), "w1"):
             eventually(lambda: settled(client))
         assert shown(millstream_url)["undrained"] == {"app.handle": []}
 

@@ -28,7 +28,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import StreamKeys
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.memory import relieved_once_refused
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -275,7 +275,7 @@ def test_a_redis_without_memory_is_said_so_or_waited_for(millstream_fresh_server
 
 
 def test_a_redis_without_memory_does_not_make_a_lost_reply_a_refusal(millstream_fresh_server: EmbeddedServer) -> None:
-    class FillsUp(HandClock):
+    class FillsUp(ManualClock):
         """A clock: while somebody waits by it, the memory runs out."""
 
         def sleep_ms(self, duration_ms: float) -> None:

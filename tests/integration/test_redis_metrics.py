@@ -24,7 +24,7 @@ from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.keyed_fixtures import keys_in_each_state
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -193,7 +193,7 @@ def test_a_reading_of_very_many_streams_rests_nine_times_as_long_as_it_reads(
     client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millstream.admin.redis_metrics._AT_ONCE", 5)
-    clock, rests = HandClock(), []
+    clock, rests = ManualClock(), []
 
     def read(*args: object) -> None:
         clock.sleep_ms(1_000)

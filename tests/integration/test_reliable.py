@@ -85,14 +85,14 @@ def test_repeating_a_commit_whose_reply_was_lost_changes_nothing(client: Client)
 def test_a_worker_whose_entry_was_claimed_commits_nothing_and_its_adopter_does(client: Client) -> None:
     fill(client, 2)
     late, other = worker(client, "late"), worker(client, "other")
-    taken = late.fetch(count=10)
+    fetched = late.fetch(count=10)
     claimed = other.claim_idle()
     assert ids(claimed) == [1, 2]
     assert [d.deliveries for d in claimed] == [2, 2]
-    late_units = [effect(late, one) for one in taken]
+    late_units = [effect(late, one) for one in fetched]
     assert late.commit(late_units) == late_units
-    assert late.ack(*taken) != []
-    assert late.renew_claims([one.id for one in taken]) == [one.id for one in taken]
+    assert late.ack(*fetched) != []
+    assert late.renew_claims([one.id for one in fetched]) == [one.id for one in fetched]
     assert pending(client) == [("1-0", "other"), ("2-0", "other")]
     assert other.commit([effect(other, one) for one in claimed]) == []
     assert (outputs(client), pending(client)) == ([1, 2], [])
@@ -292,19 +292,19 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
 ) -> None:
     monkeypatch.setattr(ReliableStream, "consumer_idle_ms", 0)
     with Client(lent_cluster(request).url) as client:
-        held = StaticMembership(client, "app", "pod").acquire(1)
+        names = StaticMembership(client, "app", "pod").acquire(1)
         streams = [
             ReliableStream(client, name, app="app", handler="handle", consumer="w1") for name in ("a", "b", "c", "d")
         ]
         for one in streams:
             one.join()
             group = Group(client, one.stream, one.group)
-            for name in ("gone", "w1", *held):
+            for name in ("gone", "w1", *names):
                 group.create_consumer(name)
             assert one.remove_idle_consumers() == ["gone"]
         remove_consumers(client, streams)
         for one in streams:
-            assert [found.name for found in Group(client, one.stream, one.group).consumers()] == held
+            assert [found.name for found in Group(client, one.stream, one.group).consumers()] == names
 
 
 def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(client: Client) -> None:
@@ -386,14 +386,14 @@ def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothin
     mine.commit([effect(mine, one) for one in found if one.id not in (b"2-0", b"5-0")])
     mine.checkpoint()
     store = spark(client)
-    standing = store.begin_run(["in"])["in"]
-    assert (standing.committed_id, standing.takeover_offset) == (EntryId(1, 0), EntryId(6, 0))
+    position = store.begin_run(["in"])["in"]
+    assert (position.committed_id, position.takeover_offset) == (EntryId(1, 0), EntryId(6, 0))
     assert store.incomplete("in", [f"{n}-0" for n in range(1, 7)]) == {"2-0", "5-0"}
     for late in (lambda: mine.commit([effect(mine, found[1])]), mine.checkpoint, lambda: mine.renew_claims([b"2-0"])):
         with pytest.raises(StaleOwner):
             late()
     assert pending(client) == []
-    assert store.begin_run(["in"])["in"] == standing
+    assert store.begin_run(["in"])["in"] == position
 
 
 def test_workers_take_over_from_spark_behind_its_marks(client: Client) -> None:
@@ -419,32 +419,36 @@ def unit_of_spark(n: int) -> Effects:
     return Effects(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", message_count=1, outputs=[("n", str(n))])
 
 
-def open_to_spark(store: CommitStore, standing: CommittedPosition, end: int) -> list[int]:
-    """What Spark is to process up to `end`: beyond the committed_id, without a mark, and up to the floor only if it is open."""
-    assert standing.committed_id is not None
-    numbers = range(standing.committed_id.ms + 1, end + 1)
-    floor = standing.takeover_offset.ms if standing.takeover_offset else 0
-    still_open = store.incomplete("in", [f"{n}-0" for n in numbers if n <= floor])
+def open_to_spark(store: CommitStore, position: CommittedPosition, end: int) -> list[int]:
+    """What Spark is to process up to `end`: beyond the committed id, without a key offset, and up to the takeover offset only if incomplete."""
+    assert position.committed_id is not None
+    numbers = range(position.committed_id.ms + 1, end + 1)
+    takeover_offset = position.takeover_offset.ms if position.takeover_offset else 0
+    still_open = store.incomplete("in", [f"{n}-0" for n in numbers if n <= takeover_offset])
     marked = store.load({"in": ([ENTRY_PREFIX + b"%d-0" % n for n in numbers], [])})["in"]
-    return [n for n in numbers if ENTRY_PREFIX + b"%d-0" % n not in marked and (n > floor or f"{n}-0" in still_open)]
+    return [
+        n
+        for n in numbers
+        if ENTRY_PREFIX + b"%d-0" % n not in marked and (n > takeover_offset or f"{n}-0" in still_open)
+    ]
 
 
 def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(client: Client) -> None:
     fill(client, 40)
     done = 0
-    for turn in range(4):
-        mine = worker(client, f"w{turn}")
-        held = mine.claim_idle() + mine.fetch(count=5)
-        mine.commit([effect(mine, one) for one in held[::2]])
-        if turn % 2:
+    for round_number in range(4):
+        mine = worker(client, f"w{round_number}")
+        entries = mine.claim_idle() + mine.fetch(count=5)
+        mine.commit([effect(mine, one) for one in entries[::2]])
+        if round_number % 2:
             mine.checkpoint()
         store = spark(client)
-        standing = store.begin_run(["in"])["in"]
-        assert standing.committed_id is not None
-        end = standing.committed_id.ms + 6
-        units = [unit_of_spark(n) for n in open_to_spark(store, standing, end)]
+        position = store.begin_run(["in"])["in"]
+        assert position.committed_id is not None
+        end = position.committed_id.ms + 6
+        units = [unit_of_spark(n) for n in open_to_spark(store, position, end)]
         assert store.commit({"in": units}) == []
-        if turn != 2:
+        if round_number != 2:
             store.advance_committed({"in": EntryId(end, 0)})
         done = max(done, end)
     last = worker(client, "last")

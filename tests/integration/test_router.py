@@ -205,10 +205,10 @@ def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, ro
     publish(client, ["s"], range(25))
     eventually(lambda: isinstance(subscription._buffer.ending, TooSlow), "it to be disconnected")
     assert ids(take_items(subscription, 10)) == ids_in(client, "s")[:10]
-    with pytest.raises(TooSlow) as told:
+    with pytest.raises(TooSlow) as caught:
         next(subscription)
-    subscription = router.subscribe("s", after=told.value.after)
-    rest = take_items(subscription, 25 - ids_in(client, "s").index(told.value.after) - 1)
+    subscription = router.subscribe("s", after=caught.value.after)
+    rest = take_items(subscription, 25 - ids_in(client, "s").index(caught.value.after) - 1)
     assert ids(rest) == ids_in(client, "s")[-len(rest) :]
     assert len(rest) == 15
 
@@ -342,13 +342,13 @@ def test_unsubscribing_frees_everything(client: Client, router: Router) -> None:
 
 
 def test_leaving_an_async_loop_unsubscribes(client: Client, router: Router) -> None:
-    async def take_one() -> Any:
+    async def next_item() -> Any:
         async for message in router.subscribe("s"):
             return message
         return None
 
     publish(client, ["s"], range(2))
-    assert isinstance(asyncio.run(take_one()), Message)
+    assert isinstance(asyncio.run(next_item()), Message)
     eventually(lambda: router.figures().subscriptions == 0, "it to be gone")
 
 
@@ -420,8 +420,8 @@ def test_who_follows_in_an_event_loop_knows_it_too(millstream_url: str, reader: 
 
 def test_the_example_of_the_documentation_follows(client: Client, millstream_url: str) -> None:
     (code,) = [text for text in re.findall(r"```python\n(.*?)```", DOCUMENTATION.read_text(), re.S) if "def " in text]
-    said: list[tuple[Any, ...]] = []
-    names: dict[str, Any] = {"print": lambda *parts: said.append(parts)}
+    printed: list[tuple[Any, ...]] = []
+    names: dict[str, Any] = {"print": lambda *parts: printed.append(parts)}
     exec(compile(code, str(DOCUMENTATION), "exec"), names)
     publish(client, ["s"], range(3))
     last = ids_in(client, "s")[-1]
@@ -430,11 +430,11 @@ def test_the_example_of_the_documentation_follows(client: Client, millstream_url
         async with Router(millstream_url) as router:
             following = [asyncio.create_task(names["follow"](router, "s", after)) for after in ("0", END)]
             thread = asyncio.create_task(asyncio.to_thread(names["follow_in_a_thread"], router, "later"))
-            await asyncio.to_thread(eventually, lambda: len(said) == 4, "three messages and a start")
+            await asyncio.to_thread(eventually, lambda: len(printed) == 4, "three messages and a start")
         assert await asyncio.gather(*following, thread) == [last, last, None]
 
     asyncio.run(main())
-    assert ("from", last, "on") in said
+    assert ("from", last, "on") in printed
 
 
 def test_nonsense_is_refused(millstream_url: str) -> None:

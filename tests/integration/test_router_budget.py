@@ -28,7 +28,7 @@ def publish_large(client: Client, stream: str, count: int) -> list[str]:
     return ids_in(client, stream)
 
 
-def held(router: Router) -> int:
+def buffered_bytes(router: Router) -> int:
     """How many bytes of messages are in memory for subscribers."""
     return router._cursors.budget.update()
 
@@ -60,7 +60,7 @@ def test_a_router_at_its_budget_says_so_and_goes_on_for_who_takes_its_messages(
         publish(client, ["small"], range(500))
         assert ids(take_items(quick, 500)) == ids_in(client, "small")
         assert ids(take_items(ahead, 60)) == there
-        assert held(router) <= 1_000_000 + 11 * (LEAST_BYTES + NEXT)
+        assert buffered_bytes(router) <= 1_000_000 + 11 * (LEAST_BYTES + NEXT)
         assert "router is at its budget" in caplog.text
         for one in stalled:
             one.close()

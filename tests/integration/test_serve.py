@@ -164,8 +164,8 @@ def test_what_cannot_be_asked_for_is_refused_in_one_line_of_json(server: Server)
         assert answer.status_code == 400, path
         assert list(answer.json()) == ["error"]
         assert "\n" not in answer.json()["error"]
-    said = server.http.get("/streams/a?aftr=0").json()["error"]
-    assert said == "unknown parameter 'aftr'; use after, stream, ticket, lastEventId"
+    error = server.http.get("/streams/a?aftr=0").json()["error"]
+    assert error == "unknown parameter 'aftr'; use after, stream, ticket, lastEventId"
     assert server.http.get("/streams/a", headers={"Last-Event-ID": "nonsense"}).status_code == 400
     assert server.http.post("/streams/a").status_code == server.http.head("/streams/a").status_code == 405
     assert server.http.get("/elsewhere").status_code == 404

@@ -21,7 +21,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.server_program import find_server_program
 from millstream.testing.topologies import tls_server
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.servers import install_package
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -554,7 +554,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(monkeypatch: pytest.MonkeyP
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    class Clock(HandClock):
+    class Clock(ManualClock):
         """It stands still until the server has begun."""
 
         def sleep_ms(self, duration_ms: float) -> None:

@@ -56,7 +56,7 @@ def test_the_url_of_the_file_holds_for_all_commands(client: Client, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("[tail]\nlimmit = 4\n", "unknown option 'limmit' in [tail]; use"),
         ("[tial]\nlimit = 4\n", "unknown section 'tial'; use url, or a section with the name of a command"),
@@ -65,12 +65,12 @@ def test_the_url_of_the_file_holds_for_all_commands(client: Client, folder: Path
         ("[dlq.purge]\nyes = true\n", "unknown option 'yes' in [dlq.purge]"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said_in_one_line(client: Client, folder: Path, text: str, says: str) -> None:
+def test_what_is_wrong_in_the_file_is_said_in_one_line(client: Client, folder: Path, text: str, message: str) -> None:
     (folder / "millstream.toml").write_text(text)
     words = ("dlq", "purge", "--all") if "dlq" in text else ("tail", "s")
     refused = call(*words, url=client.url)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert says in refused.err
+    assert message in refused.err
 
 
 def test_a_misspelt_variable_is_a_warning_and_those_of_other_programs_are_none(

@@ -38,9 +38,9 @@ def test_a_batch_that_is_run_again_is_published_once(client: Client) -> None:
     check(client, range(100))
 
 
-@pytest.mark.parametrize("heard", [False, True], ids=["before Redis hears of it", "before the answer comes"])
+@pytest.mark.parametrize("arrives", [False, True], ids=["before the request arrives", "before the reply arrives"])
 def test_a_kill_at_any_exchange_with_redis_is_followed_by_a_run_that_publishes_all_once(
-    client: Client, heard: bool, monkeypatch: pytest.MonkeyPatch
+    client: Client, arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)  # so that there is a kill between any two chunks
     exchange, ended = 0, False
@@ -48,7 +48,7 @@ def test_a_kill_at_any_exchange_with_redis_is_followed_by_a_run_that_publishes_a
         exchange += 1
         client.execute("FLUSHALL")
         Run(client, "before").batch(0, range(30))
-        with killed_at(exchange, heard=heard) as was_killed:
+        with killed_at(exchange, arrives=arrives) as was_killed:
             Run(client, "killed").batch(1, range(30, 7_000))
         ended = not was_killed()
         restarted = Run(client, "restarted")
@@ -62,14 +62,14 @@ def test_a_run_that_dies_again_and_again_in_the_midst_of_publishing_still_comes_
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
-    for life in range(60):
-        with killed_at(12 + life, heard=bool(life % 2)) as was_killed:
-            Run(client, f"life {life}").batch(0, range(9_000), tasks=1 + life % 3)
+    for run in range(60):
+        with killed_at(12 + run, arrives=bool(run % 2)) as was_killed:
+            Run(client, f"run {run}").batch(0, range(9_000), tasks=1 + run % 3)
         if not was_killed():
             break
     else:
         pytest.fail("it never came to its end")
-    assert life > 2
+    assert run > 2
     check(client, range(9_000))
 
 
@@ -351,7 +351,7 @@ def test_a_lost_answer_to_staging_doubles_nothing(client: Client) -> None:
     stage = Stage(client, SINK, "1.0.0.1", patience_ms=0)
     rows = rows_of(range(3_000), ("a",))["a"]
     stage.add([("a", rows[:2_000])], 1)
-    with killed_at(1, heard=True):
+    with killed_at(1, arrives=True):
         stage.add([("a", rows[2_000:])], 1)
     stage.add([("a", rows[2_000:])], 1)
     share = stage.finish(0, 1)

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.worker
 DIES = "import os, sys; os.write(int(sys.argv[1]), b'%s\\n'); os._exit(9)"
 
 
-def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list[float]:
+def waits_s(client: Client, caplog: pytest.LogCaptureFixture, printed: str) -> list[float]:
     """Return the supervisor's waits after each of four incarnations of a process that reports this and dies."""
 
     def program(launch: Launch) -> Program:
-        return Program(arguments=(sys.executable, "-I", "-S", "-c", DIES % told, str(launch.report_to)))
+        return Program(arguments=(sys.executable, "-I", "-S", "-c", DIES % printed, str(launch.report_to)))
 
     def on_line(name: str, line: Any) -> bool:
         return bool(line["committed"])

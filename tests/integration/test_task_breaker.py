@@ -15,7 +15,7 @@ from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.spark.engine.run_breaker import RunBreaker
 from millstream.spark.engine.task import Job
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.task_fixtures import TaskFixture, only
 
 pytestmark = [pytest.mark.spark]
@@ -87,7 +87,7 @@ class Driver:
         self.policies: list[bool] = []
         self.pauses: list[Pause | None] = []
         self.counted: list[Mapping[str, int]] = []
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.clock.sleep_ms = lambda duration_ms: self.resume()  # type: ignore[method-assign]
         self.gives_up = False
         self.breaker = RunBreaker(

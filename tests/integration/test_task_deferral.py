@@ -56,8 +56,8 @@ class Deferral(TaskFixture):
         keyed = handler.key is not None
         return CommitStore(self.client, app=handler.app, handler=handler.name, token=self.token, keyed=keyed)
 
-    def lines(self) -> dict[bytes | None, tuple[str, int]]:
-        return {line.key: (line.state, line.length) for line in list_queues(self.client, KEYS)}
+    def queues(self) -> dict[bytes | None, tuple[str, int]]:
+        return {queue.key: (queue.state, queue.length) for queue in list_queues(self.client, KEYS)}
 
     def check(self) -> None:
         assert check_invariants(self.client, KEYS, "in") == []
@@ -75,10 +75,10 @@ def parking(bench: Deferral, **options: Any) -> Handler:
 
 
 def worker(client: Client) -> KeyedStream:
-    def line(entry_id: bytes, pairs: Any) -> bytes:
+    def queue_of(entry_id: bytes, pairs: Any) -> bytes:
         return queue_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
 
-    stream = KeyedStream(client, "in", queue_of=line, app="app", handler="handle", consumer="w1", into="out")
+    stream = KeyedStream(client, "in", queue_of=queue_of, app="app", handler="handle", consumer="w1", into="out")
     stream.join()
     return stream
 
@@ -89,9 +89,9 @@ def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while
     assert (report["committed"], report["deferred"], report["dead"]) == (2, 3, 0)
     report = bench.run(handler, bench.add(6, 7, keys="AB"))
     assert (report["committed"], report["deferred"]) == (1, 1)
-    assert (bench.outputs(), bench.lines()) == ([2, 4, 7], {b"A": ("parked", 4)})
-    (line,) = list_queues(bench.client, KEYS)
-    assert (line.first_id, line.failed_attempts, line.parked_reason) == (
+    assert (bench.outputs(), bench.queues()) == ([2, 4, 7], {b"A": ("parked", 4)})
+    (queue,) = list_queues(bench.client, KEYS)
+    assert (queue.first_id, queue.failed_attempts, queue.parked_reason) == (
         "1-0",
         2,
         "failed: RuntimeError: attempt 2 fails",
@@ -106,9 +106,9 @@ def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_ane
     works = replace(handler, retry=Retry(attempts=20, delay_ms=0, then="park"))
     assert unpark(bench.client, KEYS, A)
     bench.run(works, bench.add(5, keys="A"))
-    assert bench.lines() == {b"A": ("ready", 3)}
-    (line,) = list_queues(bench.client, KEYS)
-    assert line.why == "waits for the Spark run, number 1 of the ready queues"
+    assert bench.queues() == {b"A": ("ready", 3)}
+    (queue,) = list_queues(bench.client, KEYS)
+    assert queue.why == "waits for the Spark run, number 1 of the ready queues"
     bench.seen.clear()
     bench.process_deferred(works)
     assert [(n, attempt) for _, n, attempt in bench.seen] == [*((2, n + 1) for n in range(10)), (4, 1), (5, 1)]
@@ -124,8 +124,8 @@ def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_s
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
     assert bench.process_deferred(handler)["deferred"] == 1
-    assert (bench.lines(), skip(bench.client, KEYS, A, error="x")) == ({b"A": ("parked", 2)}, "1-0")
-    assert bench.lines() == {b"A": ("parked", 1)}
+    assert (bench.queues(), skip(bench.client, KEYS, A, error="x")) == ({b"A": ("parked", 2)}, "1-0")
+    assert bench.queues() == {b"A": ("parked", 1)}
     bench.check()
     assert [(letter.reason, letter.attempts) for letter in bench.dead()] == [("skipped", 2)]
 
@@ -140,7 +140,7 @@ def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Deferral, agai
         unpark(bench.client, KEYS, A)
     report = bench.process(handler, bench.rows(*rows, *bench.add(4, keys="A")))
     assert (report["committed"], report["deferred"]) == (0, 1)
-    assert bench.lines() == {b"A": ("ready" if again else "parked", 3)}
+    assert bench.queues() == {b"A": ("ready" if again else "parked", 3)}
     bench.check()
 
 
@@ -155,7 +155,7 @@ def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Def
     handler = only(app, handle, key="k", into="out")
     bench.begin(handler)
     report = bench.run(handler, bench.add(1, 2, 3, keys="AAB"))
-    assert (bench.outputs(), report["deferred"], bench.lines()) == ([3], 2, {b"A": ("parked", 2)})
+    assert (bench.outputs(), report["deferred"], bench.queues()) == ([3], 2, {b"A": ("parked", 2)})
     unpark(bench.client, KEYS, A)
     bench.process_deferred(replace(handler, function=lambda item, state: {"n": item.n}))
     assert bench.outputs() == [3, 1, 2]
@@ -187,7 +187,7 @@ def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Defe
         return {"n": item.n}
 
     bench.process_deferred(replace(handler, function=handle))
-    assert (bench.outputs(), bench.lines()) == ([], {b"A": ("parked", 2)})
+    assert (bench.outputs(), bench.queues()) == ([], {b"A": ("parked", 2)})
     bench.check()
 
 
@@ -196,7 +196,7 @@ def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_
     handler = parking(bench, retry=retry)
     report = bench.run(handler, bench.add(1, keys="A", fail=2) + bench.add(2, 3, keys="AB"))
     assert (report["committed"], report["deferred"], report["retries"]) == (1, 2, 2)
-    assert bench.lines() == {b"A": ("backing off", 2)}
+    assert bench.queues() == {b"A": ("backing off", 2)}
     ready = bench.runnable(handler)
     assert ready.queues == []
     assert ready.wait_ms is not None
@@ -241,20 +241,20 @@ def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Deferral,
     bench.add(4, 5, keys="AB")
     keyed = worker(bench.client)
     keyed.enqueue_new(count=10, most_pending=100)
-    assert bench.lines() == {b"A": ("parked", 3), b"B": ("ready", 1)}
+    assert bench.queues() == {b"A": ("parked", 3), b"B": ("ready", 1)}
     bench.check()
     bench.begin(handler)
-    assert bench.lines() == {b"A": ("parked", 3)}
+    assert bench.queues() == {b"A": ("parked", 3)}
     bench.check()
     works = replace(handler, retry=Retry(attempts=20, delay_ms=0))
-    standing = bench._commit_store(handler).begin_run(["in"])["in"]
+    position = bench._commit_store(handler).begin_run(["in"])["in"]
     left = [
         (n, k, f)
         for n, k, f in [(4, b"A", {"n": 4}), (5, b"B", {"n": 5})]
-        if n > (standing.committed_id or EntryId(0, 0)).ms
+        if n > (position.committed_id or EntryId(0, 0)).ms
     ]
     report = bench.run(works, [*left, *bench.add(6, keys="A")])
-    assert (bench.lines(), report["deferred"]) == ({b"A": ("parked", 4)}, 1)
+    assert (bench.queues(), report["deferred"]) == ({b"A": ("parked", 4)}, 1)
     unpark(bench.client, KEYS, A)
     bench.process_deferred(works)
     assert bench.outputs() == [3, 5, 1, 2, 4, 6]
@@ -280,7 +280,7 @@ def test_to_process_anew_forgets_what_is_parked(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     bench._commit_store(handler).drop_progress(["in"])
-    assert (bench.lines(), bench.client.execute("XPENDING", "in", KEYS.group)[0]) == ({}, 0)
+    assert (bench.queues(), bench.client.execute("XPENDING", "in", KEYS.group)[0]) == ({}, 0)
 
 
 def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_goes_on(
@@ -302,11 +302,11 @@ def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Deferral, caplo
     rows = bench.add(1, 2, keys="AB", fail=9)
     bench.client.execute("DEL", "in")
     bench.run(handler, rows)
-    assert bench.lines() == {b"A": ("parked", 1)}
+    assert bench.queues() == {b"A": ("parked", 1)}
     unpark(bench.client, KEYS, A)
     bench.process_deferred(handler)
     assert "were trimmed or deleted before processing; skipping them: 1-0" in caplog.text
-    assert (bench.outputs(), bench.lines(), bench.client.execute("EXISTS", "in")) == ([2], {}, 0)
+    assert (bench.outputs(), bench.queues(), bench.client.execute("EXISTS", "in")) == ([2], {}, 0)
 
 
 def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Deferral) -> None:
@@ -391,7 +391,7 @@ def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
     monkeypatch.setattr(CommitStore, CommitStore.load.__name__, meanwhile)
     bench.run(works, bench.add(2, keys="A"))
     bench.process_deferred(works)
-    assert (bench.outputs(), sums(bench), bench.lines()) == ([1, 2], b"\x81\xa3sum\x03", {})
+    assert (bench.outputs(), sums(bench), bench.queues()) == ([1, 2], b"\x81\xa3sum\x03", {})
     bench.check()
 
 
@@ -408,7 +408,7 @@ def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: D
     first, second = bench.add(1, keys="A"), bench.add(2, keys="A")
     bench.process(replace(handler, function=handle), bench.rows(*first), bench.rows(*second))
     make_due_and_work_off(bench, works)
-    assert (bench.outputs(), sums(bench), bench.lines()) == ([1, 2], b"\x81\xa3sum\x03", {})
+    assert (bench.outputs(), sums(bench), bench.queues()) == ([1, 2], b"\x81\xa3sum\x03", {})
 
 
 @pytest.mark.parametrize("routed", [0, 1])

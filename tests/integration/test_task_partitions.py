@@ -23,8 +23,8 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import task_of
 from millstream.spark.engine.task import Job, PartitionTask
-from tests.support.clocks import HandClock
-from tests.support.task_fixtures import LINES, SCHEMA
+from tests.support.clocks import ManualClock
+from tests.support.task_fixtures import QUEUE_SCHEMA, SCHEMA
 
 pytestmark = [pytest.mark.spark]
 
@@ -96,8 +96,10 @@ class Pipeline:
 
     def catch_up(self) -> bool:
         found = runnable_keys(self.store, self.streams, 100)
-        rows = [{"stream": stream, "line": line} for stream, ready in found.items() for line in ready.queues]
-        asyncio.run(self._task().process_deferred([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
+        rows = [{"stream": stream, "line": queue} for stream, ready in found.items() for queue in ready.queues]
+        asyncio.run(
+            self._task().process_deferred([pa.RecordBatch.from_pylist(rows, schema=QUEUE_SCHEMA)] if rows else [])
+        )
         return bool(rows)
 
     def move(self) -> bool:
@@ -191,7 +193,7 @@ def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_t
 
 def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(millstream_url: str) -> None:
     with Client(millstream_url) as client:
-        pipeline, clock = Pipeline(client), HandClock()
+        pipeline, clock = Pipeline(client), ManualClock()
         streams = [f"s{n}" for n in range(250)]
         pipeline.token = CommitStore(client, app="app", handler="handle").new_token(streams)
         pipeline.store.begin_run(streams)

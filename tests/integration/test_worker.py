@@ -106,12 +106,12 @@ def test_what_a_dead_worker_held_is_claimed_and_what_a_living_one_holds_is_not(c
         released.wait(FAIL_SAFE_S)
         return double(message)
 
-    def held_by(consumer: str) -> list[Any]:
+    def pending_of(consumer: str) -> list[Any]:
         """Id, consumer, idle time, deliveries."""
         return list(client.execute("XPENDING", "in", KEYS.group, "-", "+", 100, consumer))
 
     def has_been_idle(consumer: str, idle_ms: int) -> None:
-        for entry_id, *_ in held_by(consumer):
+        for entry_id, *_ in pending_of(consumer):
             client.execute("XCLAIM", "in", KEYS.group, consumer, 0, entry_id, "IDLE", idle_ms, "JUSTID")
 
     fill(client, 2)
@@ -124,8 +124,8 @@ def test_what_a_dead_worker_held_is_claimed_and_what_a_living_one_holds_is_not(c
         has_been_idle("slow", QUICK.claim_ms * 3 // 4)
         with working(client, make(double), "other") as other:
             eventually(lambda: other.loop_metrics.committed == 5, "what the dead one held")
-            eventually(lambda: all(one[2] < QUICK.claim_ms // 2 for one in held_by("slow")), "the living one's word")
-            assert len(held_by("slow")) == 2
+            eventually(lambda: all(one[2] < QUICK.claim_ms // 2 for one in pending_of("slow")), "the living one's word")
+            assert len(pending_of("slow")) == 2
             assert sorted(outputs(client)) == [2, 3, 4, 5, 6]
         released.set()
         eventually(lambda: pending(client) == 0)

@@ -170,12 +170,12 @@ def test_outputs_of_a_batch_are_not_written_if_one_of_it_was_taken_over_and_the_
     client: Client,
 ) -> None:
     first: list[int] = []
-    taken = threading.Event()
+    taken_over = threading.Event()
 
     def handle(numbers: list[Number]) -> list[dict[str, int]]:
         if not first:
             first.extend(number.n for number in numbers)
-            taken.wait(FAIL_SAFE_S)
+            taken_over.wait(FAIL_SAFE_S)
         return [{"sum": sum(number.n for number in numbers)}]
 
     fill(client, 10)
@@ -183,7 +183,7 @@ def test_outputs_of_a_batch_are_not_written_if_one_of_it_was_taken_over_and_the_
         eventually(lambda: first)
         stolen = client.execute("XRANGE", "in", "-", "+")[first[-1]][0]
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, stolen)
-        taken.set()
+        taken_over.set()
         eventually(lambda: loop.loop_metrics.committed >= 9)
     assert sum(outputs(client)) == sum(range(10)) - first[-1]
     assert loop.loop_metrics.refused == 1

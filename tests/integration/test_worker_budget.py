@@ -15,7 +15,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.worker import ReadingLoop
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, LONG_AGO_MS, QUICK, fill, make, working
 
@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Held:
+class GatedHandler:
     """A handler that waits for a permit, and could run a hundred messages at once."""
 
     def __init__(self, **options: Any) -> None:
@@ -54,14 +54,14 @@ class Held:
 
 
 @pytest.fixture(params=KINDS)
-def held(request: pytest.FixtureRequest) -> Iterator[Held]:
-    found = Held(**KINDS[request.param])
+def gated(request: pytest.FixtureRequest) -> Iterator[GatedHandler]:
+    found = GatedHandler(**KINDS[request.param])
     yield found
     found.goes_on.set()
 
 
-def streams_of(held: Held, count: int) -> list[str]:
-    return [f"in{number}" for number in range(count)] if "pattern" in held.options else ["in"]
+def streams_of(gated: GatedHandler, count: int) -> list[str]:
+    return [f"in{number}" for number in range(count)] if "pattern" in gated.options else ["in"]
 
 
 def publish(client: Client, count: int, streams: list[str], size: int = SIZE) -> None:
@@ -69,14 +69,14 @@ def publish(client: Client, count: int, streams: list[str], size: int = SIZE) ->
         client.execute("XADD", streams[n % len(streams)], "*", "n", n, "key", f"k{n % 30}", "payload", b"x" * size)
 
 
-def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Client, held: Held) -> None:
+def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Client, gated: GatedHandler) -> None:
     recorder = Recorder()
-    publish(client, 40, streams_of(held, 10))
-    with working(client, held.handler, policy=POLICY, metrics=recorder) as loop:
+    publish(client, 40, streams_of(gated, 10))
+    with working(client, gated.handler, policy=POLICY, metrics=recorder) as loop:
         eventually(lambda: recorder.value(m.BUDGET_REACHED, handler="app.handle"), "a budget that is used up")
         assert 9 * SIZE <= loop._in_flight.bytes <= BUDGET + SIZE
         most = loop._in_flight.bytes
-        held.goes_on.set()
+        gated.goes_on.set()
         while loop.loop_metrics.committed < 40:
             most = max(most, loop._in_flight.bytes)
             eventually(lambda: True)
@@ -85,23 +85,23 @@ def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Clie
         eventually(lambda: recorder.value(m.IN_FLIGHT_BYTES, handler="app.handle") == 0)
 
 
-def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: Client, held: Held) -> None:
-    streams = streams_of(held, 20)
-    held.goes_on.set()
-    with working(client, held.handler, policy=POLICY) as loop:
+def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: Client, gated: GatedHandler) -> None:
+    streams = streams_of(gated, 20)
+    gated.goes_on.set()
+    with working(client, gated.handler, policy=POLICY) as loop:
         publish(client, 3_000, streams, size=10)
         eventually(lambda: loop.loop_metrics.committed == 3_000)
-        held.goes_on.clear()
+        gated.goes_on.clear()
         publish(client, 60, streams)
         eventually(lambda: loop._in_flight.at_budget or loop._in_flight.bytes > BUDGET, "a budget that is used up")
         # Entries of unknown size may exceed the budget by a few only.
         assert loop._in_flight.bytes <= BUDGET + 10 * SIZE
-        held.goes_on.set()
+        gated.goes_on.set()
         eventually(lambda: loop.loop_metrics.committed == 3_060)
 
 
 def test_streams_that_all_have_large_messages_at_once_are_read_as_far_as_there_is_room(client: Client) -> None:
-    streams, over, clock = [f"in{number}" for number in range(20)], threading.Event(), HandClock()
+    streams, over, clock = [f"in{number}" for number in range(20)], threading.Event(), ManualClock()
     over.set()  # it waits for nothing
     publish(client, 20, streams, size=10)
     loop = ReadingLoop(make(lambda message: None, pattern="in*"), client.url, consumer="w", policy=POLICY, clock=clock)
@@ -129,14 +129,14 @@ def test_streams_that_all_have_large_messages_at_once_are_read_as_far_as_there_i
 
 
 def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
-    client: Client, held: Held, caplog: pytest.LogCaptureFixture
+    client: Client, gated: GatedHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    publish(client, 6, streams_of(held, 2), size=2 * BUDGET)
-    with working(client, held.handler, policy=POLICY) as loop:
+    publish(client, 6, streams_of(gated, 2), size=2 * BUDGET)
+    with working(client, gated.handler, policy=POLICY) as loop:
         eventually(lambda: loop._in_flight.at_budget)
         assert len(loop._in_flight) == 1
-        held.goes_on.set()
+        gated.goes_on.set()
         eventually(lambda: loop.loop_metrics.committed == 6)
     assert caplog.text.count("fetching resumes as they finish") == 1
     assert "--prefetch-mb" in caplog.text
@@ -144,7 +144,7 @@ def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
 
 @pytest.mark.parametrize("own", [True, False])
 def test_what_is_taken_over_from_a_former_life_or_from_others_keeps_to_the_budget(client: Client, own: bool) -> None:
-    held = Held()
+    gated = GatedHandler()
     fill(client, 1)
     with working(client, make(lambda message: None)) as loop:  # makes the group
         eventually(lambda: loop.loop_metrics.committed == 1)
@@ -153,8 +153,8 @@ def test_what_is_taken_over_from_a_former_life_or_from_others_keeps_to_the_budge
     client.execute("XREADGROUP", "GROUP", KEYS.group, name, "STREAMS", "in", ">")
     ids = [one for one, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 100)]
     client.execute("XCLAIM", "in", KEYS.group, name, 0, *ids, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 1, "JUSTID")
-    with working(client, held.handler, policy=POLICY) as loop:
+    with working(client, gated.handler, policy=POLICY) as loop:
         eventually(lambda: loop._in_flight.at_budget)
         assert 9 * SIZE <= loop._in_flight.bytes <= BUDGET + SIZE
-        held.goes_on.set()
+        gated.goes_on.set()
         eventually(lambda: loop.loop_metrics.committed == 40)

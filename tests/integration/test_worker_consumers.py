@@ -53,8 +53,8 @@ def test_a_worker_that_stops_with_work_in_hand_stays_a_consumer_and_others_take_
         eventually(lambda: began.is_set() and loop.loop_metrics.read == 20)
         loop.stop()
         release.set()
-    held = Group(client, "in", KEYS.group).pending.summary()
-    assert len(outputs(client)) + held.by_consumer.get("leaves", 0) == 20, "none is dropped with the consumer"
+    summary = Group(client, "in", KEYS.group).pending.summary()
+    assert len(outputs(client)) + summary.by_consumer.get("leaves", 0) == 20, "none is dropped with the consumer"
     with working(client, make(double), "stays"):
         eventually(lambda: len(outputs(client)) == 20)
 

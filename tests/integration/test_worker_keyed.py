@@ -107,8 +107,8 @@ def test_a_key_can_be_a_function_and_what_has_none_is_dead_or_unordered(client: 
 
 def back_offs_end(client: Client) -> None:
     """Make messages that back off due at once."""
-    for line in client.execute("ZRANGE", KEYS.backoff, 0, -1):
-        client.execute("ZADD", KEYS.backoff, "XX", 0, line)
+    for queue in client.execute("ZRANGE", KEYS.backoff, 0, -1):
+        client.execute("ZADD", KEYS.backoff, "XX", 0, queue)
 
 
 def leased_until(client: Client) -> float:
@@ -160,14 +160,14 @@ def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(c
         eventually(lambda: loop.loop_metrics.parked == 1 and len(rows(client)) >= 8)
         fill(client, 3, 3, first=12)
         eventually(lambda: len(rows(client)) >= 10)
-        (line,) = list_queues(client, KEYS)
-        assert (line.state, line.key, line.length, line.failed_attempts) == ("parked", b"k0", 5, 3)
-        assert line.parked_reason == "failed: RuntimeError: not yet"
-        assert unpark(client, KEYS, line.name)
+        (queue,) = list_queues(client, KEYS)
+        assert (queue.state, queue.key, queue.length, queue.failed_attempts) == ("parked", b"k0", 5, 3)
+        assert queue.parked_reason == "failed: RuntimeError: not yet"
+        assert unpark(client, KEYS, queue.name)
         eventually(lambda: loop.loop_metrics.parked == 2)
     assert dead(client) == []
     mended = make(count, key="key")
-    unpark(client, KEYS, line.name)
+    unpark(client, KEYS, queue.name)
     with working(client, mended):
         eventually(lambda: len(rows(client)) >= 15)
     check_order(client, 15)
@@ -222,7 +222,7 @@ def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Clie
         release.set()
     assert len(rows(client)) < 60
     assert check_invariants(client, KEYS, "in") == []
-    assert {line.state for line in list_queues(client, KEYS)} == {"ready"}
+    assert {queue.state for queue in list_queues(client, KEYS)} == {"ready"}
     with working(client, make(count, key="key"), "w2"):
         eventually(lambda: len(rows(client)) >= 60)
     check_order(client, 60)
@@ -290,7 +290,7 @@ def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, pr
         clock.leap(NEARLY_MS - QUICK.claim_ms / 2)
         eventually(ended.is_set)
         proxy.resume()
-    assert [line.length for line in list_queues(client, KEYS)] == [1]
+    assert [queue.length for queue in list_queues(client, KEYS)] == [1]
 
 
 def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
@@ -312,7 +312,7 @@ def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
         eventually(lambda: "leases on 1 messages of in expire" in caplog.text)
         proxy.resume()
     over.set()
-    assert [line.length for line in list_queues(client, KEYS)] == [1]
+    assert [queue.length for queue in list_queues(client, KEYS)] == [1]
 
 
 def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) -> None:

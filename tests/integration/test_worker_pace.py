@@ -160,8 +160,8 @@ def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
         assert (loop.loop_metrics.committed, loop.loop_metrics.read, health.readiness_failures()) == (10, 10, [])
         resume(client)
         eventually(lambda: loop.loop_metrics.committed == 20)
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert [one.partition(" is ")[2] for one in told if " is paused" in one or " is resumed" in one] == [
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert [one.partition(" is ")[2] for one in messages if " is paused" in one or " is resumed" in one] == [
         "paused by an operator on in", "resumed on in",
     ]  # fmt: skip
     assert sorted(outputs(client)) == list(range(20))
@@ -236,14 +236,14 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
         ("bill", "b"): True,
         ("ship", "a"): False,
     }
-    said = call("info", "--wide", url=client.url).out
-    assert (said.count("1 stream paused"), said.count("workers (0), paused")) == (1, 1), (
+    output = call("info", "--wide", url=client.url).out
+    assert (output.count("1 stream paused"), output.count("workers (0), paused")) == (1, 1), (
         "of the handler, and of its stream"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         (("bill",), 2, "'bill' is not APP.HANDLER: write bank.bill or shop.bill"),
         (("shop",), 2, "'shop' is not APP.HANDLER: write shop.bill"),
@@ -253,11 +253,11 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
     ],
 )
 def test_a_handler_that_is_not_clear_is_one_line_and_nothing_is_paused(
-    client: Client, arguments: tuple[str, ...], code: int, says: str
+    client: Client, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     ran(client, "shop", "bill", "a")
     ran(client, "bank", "bill", "a")
     done = call("pause", *arguments, url=client.url)
     assert done.code == code
-    assert says in done.err
+    assert message in done.err
     assert paused(client, "shop", "bill", "a") + paused(client, "bank", "bill", "a") == [False, False]

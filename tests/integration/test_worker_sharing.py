@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
 CALM = replace(QUICK, sweep_ms=500, block_ms=1_000)
 HOUR_MS = 3_600_000
-ONLY_TOLD = replace(QUICK, sweep_ms=HOUR_MS, claim_ms=3 * HOUR_MS, block_ms=1_000)
+NOTIFIED_ONLY = replace(QUICK, sweep_ms=HOUR_MS, claim_ms=3 * HOUR_MS, block_ms=1_000)
 """Polls nothing by itself: any work done shows that the worker was notified of it."""
 
 
@@ -70,7 +70,7 @@ def test_workers_share_the_keys_of_many_streams_each_of_which_stays_in_order(cli
 def test_a_worker_that_looks_at_nothing_by_itself_is_told_of_what_is_new(client: Client) -> None:
     publish(client, 30)
     handler = make(count, pattern="in*", key="key")
-    with working(client, handler, policy=ONLY_TOLD):
+    with working(client, handler, policy=NOTIFIED_ONLY):
         for n in range(1, 6):
             eventually(lambda: len(rows(client)) == 60 * n)  # noqa: B023 - it is over by then
             publish(client, 30, first=n)
@@ -89,7 +89,7 @@ def test_a_worker_that_does_not_route_is_told_by_the_one_that_does(client: Clien
         return count(message, state)
 
     handler = make(work, pattern="in*", key="key", time_limit_ms=86_400_000)
-    policy = replace(ONLY_TOLD, threads=1, prefetch=1)
+    policy = replace(NOTIFIED_ONLY, threads=1, prefetch=1)
     with working(client, handler, "w1", policy=policy) as one:
         eventually(lambda: one.loop_metrics.committed == 40)
         client.execute("XADD", "in0", "*", "n", 7, "key", "busy")

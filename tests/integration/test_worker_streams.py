@@ -143,8 +143,8 @@ def test_a_failing_message_keeps_its_place_in_its_stream_while_others_go_on(clie
             eventually(lambda: loop.loop_metrics.retried == failed)  # noqa: B023 - it is over by then
             assert "s:0" not in rows(client)
             eventually(lambda: client.execute("ZCARD", keys.backoff) == 1)
-            (line,) = client.execute("ZRANGE", keys.backoff, 0, -1)
-            client.execute("ZADD", keys.backoff, "XX", 0, line)  # makes it due
+            (queue,) = client.execute("ZRANGE", keys.backoff, 0, -1)
+            client.execute("ZADD", keys.backoff, "XX", 0, queue)  # makes it due
         eventually(lambda: sum(map(len, rows(client).values())) >= 12)
     check_order(client, 3, 4)
 
@@ -239,12 +239,12 @@ def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
     assert client.execute("HKEYS", HandlerKeys("app", "handle", "s:0").parked) == [b"ks:0"]
 
 
-NEVER_LOOKS = replace(QUICK, sweep_ms=3_600_000)
+NO_SWEEPS = replace(QUICK, sweep_ms=3_600_000)
 
 
 def test_the_next_turn_of_a_stream_waits_for_no_sweep(client: Client) -> None:
     fill(client, 1, 300)
-    with working(client, make(count, pattern="s:*", order="stream"), policy=NEVER_LOOKS):
+    with working(client, make(count, pattern="s:*", order="stream"), policy=NO_SWEEPS):
         eventually(lambda: len(rows(client)["s:0"]) == 300)
     check_order(client, 1, 300)
 
@@ -257,7 +257,7 @@ def test_a_back_off_is_over_when_it_is_over(client: Client) -> None:
 
     fill(client, 2, 1)
     handler = make(handle, pattern="s:*", order="stream", retry=Retry(attempts=6, delay_ms=50, factor=1, jitter=0))
-    with working(client, handler, policy=NEVER_LOOKS):
+    with working(client, handler, policy=NO_SWEEPS):
         eventually(lambda: len(rows(client)) == 2)
 
 

@@ -409,7 +409,7 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(c
     assert client.execute("HGETALL", KEYS.crashes) == ([entry[0] + b"f", b"1"] if how == "failed" else [])
 
 
-ALIVE, TOLD_TO_END, DIED, VANISHED = "alive", "told to end", "died", "vanished"
+ALIVE, TERMINATED, DIED, VANISHED = "alive", "terminated", "died", "vanished"
 
 
 def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> bytes:
@@ -427,7 +427,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
     return bytes(entry[0])
 
 
-@pytest.mark.parametrize("what_became", [ALIVE, TOLD_TO_END])
+@pytest.mark.parametrize("what_became", [ALIVE, TERMINATED])
 def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran_in_isolation(
     client: Client, what_became: str
 ) -> None:
@@ -471,8 +471,8 @@ def test_a_supervisor_has_as_long_as_a_name_lasts_to_come_back_after_redis_was_a
     with working(client, make(double), clock=clock):
         eventually(lambda: gets(client) >= 2, "a look at the name and at the end")
         clock.leap(2_000)
-        looked = gets(client)
-        eventually(lambda: gets(client) >= looked + 6, "more looks")
+        before = gets(client)
+        eventually(lambda: gets(client) >= before + 6, "more looks")
         assert (pending(client), outputs(client)) == (1, [])
         client.execute("SET", worker_name_key("app", "w9"), "token")
         clock.leap(600)

@@ -62,21 +62,23 @@ def test_a_client_without_millstream_reads_and_writes_streams_exactly_once(
     with Client(millstream_url) as client:
         client.pipeline([("XADD", stream, "*", "n", n) for stream in "ab" for n in range(200)])
         client.execute("SET", "plain", "no stream")
-        said = run([sys.executable, HERE / "connect_client.py", server.remote, millstream_url, tmp_path], cwd=tmp_path)
-        told: dict[str, Any] = json.loads(said)
-        assert told["rows"] == [[stream, n] for stream in "ab" for n in range(200)]
-        assert (sum(told["copied"]), len(told["copied"])) == (400, 2)
-        assert sum(told["copied_then"]) == told["counted"] == 30, "what came since"
+        stdout = run(
+            [sys.executable, HERE / "connect_client.py", server.remote, millstream_url, tmp_path], cwd=tmp_path
+        )
+        result: dict[str, Any] = json.loads(stdout)
+        assert result["rows"] == [[stream, n] for stream in "ab" for n in range(200)]
+        assert (sum(result["copied"]), len(result["copied"])) == (400, 2)
+        assert sum(result["copied_then"]) == result["counted"] == 30, "what came since"
         assert numbers(client, "copy:a") == numbers(client, "a") == list(range(230))
         assert numbers(client, "copy:b") == list(range(200))
         assert entries(client, "totals") == [{"stream": "b", "count": "200"}]
         assert not client.execute("EXISTS", "ids")
-    refusals = told["refusals"]
+    refusals = result["refusals"]
     assert "ConfigError: option 'startingofsets' is unknown to redis-streams; did you mean" in refusals["option"]
     assert "WrongType: the key 'plain' holds another type of value than a stream" in refusals["type"]
     assert "OutputError: the ids for stream 'ids' overlap between partitions" in refusals["ids"]
     assert not refusals["ids"].startswith("Writing job failed"), "its end has not failed as well"
-    assert told["runner"].startswith("this is a Spark Connect session: handlers and stages need")
+    assert result["runner"].startswith("this is a Spark Connect session: handlers and stages need")
 
 
 class Pipeline:

@@ -87,11 +87,11 @@ def test_a_user_with_only_the_rights_that_are_needed(spark: SparkSession, tmp_pa
     rules = [f"spark >secret{printed}", "guest >secret ~nothing:* +ping", "admin >secret ~* +@all"]
     with topologies.acl_server(rules) as deployed:
         check(spark, deployed.urls["spark"], tmp_path, admin=deployed.urls["admin"])
-        with Client(deployed.urls["guest"]) as guest, pytest.raises(AccessDenied, match="may not do"):
-            guest.execute("XLEN", "orders:{1}")
+        with Client(deployed.urls["guest"]) as unprivileged, pytest.raises(AccessDenied, match="may not do"):
+            unprivileged.execute("XLEN", "orders:{1}")
         wrong = deployed.urls["spark"].replace("secret", "guess")
-        with Client(wrong) as stranger, pytest.raises(AccessDenied, match="check user and password") as caught:
-            stranger.execute("PING")
+        with Client(wrong) as unauthenticated, pytest.raises(AccessDenied, match="check user and password") as caught:
+            unauthenticated.execute("PING")
         assert "guess" not in str(caught.value)
 
 

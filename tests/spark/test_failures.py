@@ -80,8 +80,8 @@ def test_a_run_that_spark_cannot_serialise_for_waits_and_tries_again_whatever_it
         mend()
         eventually(lambda: len(pipelines.entries("out")) == 2 or run.error, "the second row")
     assert run.error is None
-    for told in pipelines.events_named("restarting"):
-        assert "Task not serializable (java.lang.IllegalStateException: Illegal size" in told["reason"]
+    for event in pipelines.events_named("restarting"):
+        assert "Task not serializable (java.lang.IllegalStateException: Illegal size" in event["reason"]
 
 
 def test_what_spark_puts_beside_the_source_for_each_query_is_there_before_the_first(bench: Bench) -> None:
@@ -91,7 +91,7 @@ def test_what_spark_puts_beside_the_source_for_each_query_is_there_before_the_fi
     prefill_environment(bench.spark)
     before = set(environment)
     bench.add("s", 3)
-    assert bench.take(bench.stream("s", startingOffsets="earliest")).numbers == [0, 1, 2]
+    assert bench.collect(bench.stream("s", startingOffsets="earliest")).numbers == [0, 1, 2]
     assert set(environment) == before, "a query has added to what others share with it"
 
 
@@ -129,7 +129,7 @@ def unique(bench: Bench) -> DataFrame:
 def outcome(bench: Bench, frame: DataFrame) -> Failure:
     """How a query on the checkpoint ends."""
     try:
-        bench.take(frame)
+        bench.collect(frame)
     except (PySparkException, Py4JError) as error:
         ended = bench.queries[-1].exception() if bench.queries and not bench.queries[-1].isActive else None
         return failure_of(ended or error)
@@ -147,7 +147,7 @@ def test_what_spark_finds_damaged_in_a_checkpoint_is_told_from_all_else(
     bench: Bench, what: str, damage: Callable[[list[Path]], None]
 ) -> None:
     bench.add("s", 20)
-    bench.take(unique(bench))
+    bench.collect(unique(bench))
     bench.add("s", 20, start=20)
     files = list((bench.folder / "checkpoint").glob(what))
     assert files
@@ -160,7 +160,7 @@ def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_
     bench: Bench, pipelines: Pipelines
 ) -> None:
     bench.add("s", 20)
-    bench.take(unique(bench))
+    bench.collect(unique(bench))
     bench.add("s", 20, start=20)
 
     def fail(*_: object) -> Any:

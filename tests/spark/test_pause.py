@@ -9,7 +9,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.options import parse
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.commandline import call
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
@@ -36,8 +36,8 @@ def test_a_paused_stream_is_not_read_while_others_are_and_goes_on_where_it_was(p
     for stream in ("in.a", "in.b"):
         pipelines.add(stream, {"k": 1})
     pipelines.once(counting())
-    told = call("pause", "app.count", "--stream", "in.a", "--url", pipelines.url)
-    assert told.out == "app.count is paused on in.a\n"
+    paused = call("pause", "app.count", "--stream", "in.a", "--url", pipelines.url)
+    assert paused.out == "app.count is paused on in.a\n"
     for stream in ("in.a", "in.b"):
         pipelines.add(stream, *({"k": 1} for _ in range(10)))
     pipelines.once(counting())
@@ -101,7 +101,7 @@ def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelin
 
 
 def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: Client) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     store = CommitStore(client, app="app", handler="handle")
     store = store.with_token(store.new_token(["a", "b"]))
     store.begin_run(["a", "b"])

@@ -58,12 +58,12 @@ def test_a_query_tells_rows_seconds_and_how_far_it_is_behind(bench: Bench) -> No
     frame = bench.stream("a,b,c", startingOffsets="earliest", maxOffsetsPerTrigger=500)
     states = []
 
-    def look(batch: object, number: int) -> None:
+    def check(batch: object, number: int) -> None:
         if number:
-            eventually(lambda: recorder.value(m.SPARK_BATCH_SECONDS, query="shown") == number, "Spark has told")
+            eventually(lambda: recorder.value(m.SPARK_BATCH_SECONDS, query="shown") == number, "Spark has reported")
             states.append((figures.behind(), figures.streams()))
 
-    writer = frame.writeStream.queryName("shown").foreachBatch(look)
+    writer = frame.writeStream.queryName("shown").foreachBatch(check)
     query = writer.option("checkpointLocation", str(bench.folder / "c")).start()
     try:
         eventually(lambda: recorder.value(m.SPARK_BATCH_SECONDS, query="shown") == 2, "both batches")
@@ -107,7 +107,7 @@ def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path)
     driver.start()
     try:
         eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
-        eventually(lambda: 'spark_rows_total{query="app.tell"} 10.0' in page(), "Spark has told", log=driver.errors)
+        eventually(lambda: 'spark_rows_total{query="app.tell"} 10.0' in page(), "Spark has reported", log=driver.errors)
         text = page()
         behind = (
             'millstream_spark_behind_messages{of="max",query="app.tell"} 0.0',

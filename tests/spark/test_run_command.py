@@ -13,7 +13,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import run
 from tests.support.drivers import Driver
-from tests.support.urls import CANARY, told
+from tests.support.urls import PASSWORD, contains_password
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers]
@@ -83,7 +83,7 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "says"),
+    ("options", "environment", "message"),
     [
         (
             ("--spark-master", "bogus"),
@@ -97,12 +97,12 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
     ],
 )
 def test_settings_that_spark_cannot_start_with_are_named(
-    options: tuple[str, ...], environment: dict[str, str], says: str, millstream_url: str, tmp_path: Path
+    options: tuple[str, ...], environment: dict[str, str], message: str, millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     refused = run("run", str(tmp_path / "sleeper.py"), "--url", millstream_url, *options, env=environment)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert says in refused.err
+    assert message in refused.err
 
 
 def test_neither_debug_nor_a_logger_of_the_app_shows_the_password_or_the_token_of_the_gateway(
@@ -114,11 +114,11 @@ def test_neither_debug_nor_a_logger_of_the_app_shows_the_password_or_the_token_o
         "for name in ('java_gateway', 'clientserver'):\n    logging.getLogger(f'py4j.{name}').setLevel(logging.DEBUG)\n"
     )
     millstream_fresh_server.call("XADD", "in", "*", "k", "1")
-    millstream_fresh_server.call("CONFIG", "SET", "requirepass", CANARY)
-    url = millstream_fresh_server.url.replace("://", f"://:{CANARY}@")
+    millstream_fresh_server.call("CONFIG", "SET", "requirepass", PASSWORD)
+    url = millstream_fresh_server.url.replace("://", f"://:{PASSWORD}@")
     ended = run("--debug", "run", str(tmp_path / "talker.py"), "--once", "--checkpoint", str(tmp_path / "cp"), url=url)
     assert ended.code == 0, ended.err
     assert "1 processed" in ended.err
     assert "Command to send: A\\n***" in ended.err  # it has been logged, so there was something to hide
     assert re.search(r"option\\nsurl\\nsredis://:\*\*\*@127\.0\.0\.1", ended.err)
-    assert not told(ended.out + ended.err)
+    assert not contains_password(ended.out + ended.err)

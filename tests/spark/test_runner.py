@@ -16,7 +16,7 @@ from millstream.producer.producer import Producer
 from millstream.spark.run import query as pipeline
 from millstream.spark.run import supervisor as runner
 from millstream.spark.run.failures import Failure, failure_of
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -35,16 +35,16 @@ def nothing(message: Message) -> None:
 
 @pytest.mark.parametrize("kind", [StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType])
 def test_what_trying_again_cannot_mend_is_final_whichever_process_it_comes_from(kind: type[Exception]) -> None:
-    told = f"Traceback ...\n  File x\nmillstream.errors.{kind.__name__}: the reason\n\tat org.apache.spark\n"
-    for error in (kind("the reason"), RuntimeError(told)):
+    text = f"Traceback ...\n  File x\nmillstream.errors.{kind.__name__}: the reason\n\tat org.apache.spark\n"
+    for error in (kind("the reason"), RuntimeError(text)):
         failure = failure_of(error)
         assert (failure.kind, failure.reason, failure.is_final) == (kind, "the reason", True)
 
 
 def test_any_other_failure_is_tried_again_and_told_in_one_line() -> None:
     assert not failure_of(Unavailable("away")).is_final
-    told = failure_of(RuntimeError("job failed\njava.io.IOException: disk full\n\tat x\n"))
-    assert (told.kind, told.reason, told.is_final) == (None, "IOException: disk full", False)
+    failure = failure_of(RuntimeError("job failed\njava.io.IOException: disk full\n\tat x\n"))
+    assert (failure.kind, failure.reason, failure.is_final) == (None, "IOException: disk full", False)
     assert failure_of(ValueError("")).reason == "ValueError:"
 
 
@@ -53,7 +53,7 @@ def test_a_session_has_the_name_that_it_was_opened_with(spark: SparkSession) -> 
 
 
 def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: Pipelines) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
     watched = runner.Supervisor(
         app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append, clock=clock

@@ -90,7 +90,7 @@ def copy(rows):
 
 
 @pytest.mark.parametrize(
-    ("schema", "options", "url", "says"),
+    ("schema", "options", "url", "message"),
     [
         ("n strng", {}, "", "column n has the type 'strng', which Spark does not know; did you mean 'string'?"),
         ("n long, `a b` duble", {}, "", "did you mean 'double'?"),
@@ -106,7 +106,7 @@ def copy(rows):
     ],
 )
 def test_what_is_wrong_with_the_url_or_with_a_stage_is_told_before_java_is_started(
-    schema: str, options: dict[str, str], url: str, says: str, millstream_url: str, tmp_path: Path
+    schema: str, options: dict[str, str], url: str, message: str, millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "wrong.py").write_text(STAGE.format(schema=schema, options=options))
     port = millstream_url.rpartition(":")[2].partition("/")[0]
@@ -114,5 +114,5 @@ def test_what_is_wrong_with_the_url_or_with_a_stage_is_told_before_java_is_start
     refused = run(*command, env={"JAVA_HOME": "/nonexistent"})
     assert refused.code != 0
     assert refused.err.count("\n") == 1
-    assert says in refused.err
+    assert message in refused.err
     assert "Java" not in refused.err

@@ -86,12 +86,12 @@ def test_no_row_is_left_out_that_passes_all_filters_and_none_is_kept_that_fails_
     conditions: list[Filter], stream: str, entry_id: EntryId
 ) -> None:
     selection = ReadFilter(COLUMNS)
-    taken = [condition for condition in conditions if selection.add(condition)]
+    pushed = [condition for condition in conditions if selection.add(condition)]
     found = selection.accepts(stream) and selection.min_id <= entry_id <= selection.max_id
     if all(holds(condition, stream, entry_id) for condition in conditions):
         assert found
     if found:
-        assert all(holds(condition, stream, entry_id) for condition in taken)
+        assert all(holds(condition, stream, entry_id) for condition in pushed)
 
 
 @pytest.mark.parametrize("kind", ORDERS)

@@ -10,7 +10,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame
 
 from millstream.groups import Group
-from tests.support.sources import Bench, Taken
+from tests.support.sources import Bench, CollectedRows
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.groups]
@@ -49,24 +49,24 @@ def test_a_query_shares_a_group_with_a_worker_and_repeats_the_batch_that_failed(
     bench.add("s", ROWS)
     group.create()
     frame = bench.stream("s", schema="n int, _id string", readAs="group", group=GROUP, maxOffsetsPerTrigger=1_500)
-    held: list[int] = []
+    foreign_counts: list[int] = []
     attempts: list[list[str]] = []
 
-    class Failing(Taken):
+    class Failing(CollectedRows):
         """Fails once it has read the second batch."""
 
-        def take(self, frame: DataFrame, batch_id: int) -> None:
+        def add_batch(self, frame: DataFrame, batch_id: int) -> None:
             rows = frame.collect()
             names = {one.name: one.pending for one in group.consumers() if one.name.startswith("spark:")}
-            held.append(sum(names.values()) - len(rows))
+            foreign_counts.append(sum(names.values()) - len(rows))
             if batch_id == 1:
                 attempts.append(sorted(row["_id"] for row in rows))
                 if len(attempts) == 1:
                     raise RuntimeError("as planned")
             self.batches.append(rows)
 
-    taken = Failing("q")
-    writer = frame.writeStream.foreachBatch(taken.take).option("checkpointLocation", str(bench.folder / "c"))
+    collected = Failing("q")
+    writer = frame.writeStream.foreachBatch(collected.add_batch).option("checkpointLocation", str(bench.folder / "c"))
     with worker(bench.url) as done:
         eventually(lambda: done, "the worker's first entries")
         with pytest.raises(StreamingQueryException, match="as planned"):
@@ -74,16 +74,16 @@ def test_a_query_shares_a_group_with_a_worker_and_repeats_the_batch_that_failed(
         bench.add("s", 500, start=ROWS)
         query = writer.start()
         bench.queries.append(query)
-        eventually(lambda: len(taken.rows) + len(done) >= ROWS + 500, "all was read by one or the other")
+        eventually(lambda: len(collected.rows) + len(done) >= ROWS + 500, "all was read by one or the other")
         bench.add("s", 500, start=ROWS + 500)
-        eventually(lambda: len(taken.rows) + len(done) >= ROWS + 1_000, "the rest was read by one or the other")
+        eventually(lambda: len(collected.rows) + len(done) >= ROWS + 1_000, "the rest was read by one or the other")
         eventually(lambda: group.pending.summary().count == 0, "all was acknowledged")
         query.stop()
-    assert sorted([row["n"] for row in taken.rows] + done) == list(range(ROWS + 1_000))
-    assert len(taken.rows) >= ROWS - MOST_OF_WORKER
+    assert sorted([row["n"] for row in collected.rows] + done) == list(range(ROWS + 1_000))
+    assert len(collected.rows) >= ROWS - MOST_OF_WORKER
     assert attempts[0] == attempts[1]
     assert len(attempts[0]) > 0
-    assert set(held) == {0}, "while it is processed, a batch is held by its portions, and nothing else is"
+    assert set(foreign_counts) == {0}, "while it is processed, a batch is held by its portions, and nothing else is"
     info = group.info()
     assert info is not None
     assert info.lag == 0
@@ -96,9 +96,9 @@ def test_available_now_acknowledges_what_it_read_and_a_long_batch_is_kept_while_
     group = Group(bench.client, "s", GROUP)
     options = {"readAs": "group", "group": GROUP, "startingOffsets": "earliest", "claimAfter": "3s"}
     frame = bench.stream("s", maxOffsetsPerTrigger=1_000, **options)
-    taken = bench.take(frame)
-    assert taken.numbers == list(range(2_500))
-    assert taken.sizes == [1_000, 1_000, 500]
+    collected = bench.collect(frame)
+    assert collected.numbers == list(range(2_500))
+    assert collected.sizes == [1_000, 1_000, 500]
     assert group.pending.summary().count == 0
     bench.add("s", 3)
     waiting, ended = threading.Event(), threading.Event()

@@ -13,7 +13,7 @@ from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
-from tests.support.sources import Bench, Taken
+from tests.support.sources import Bench, CollectedRows
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark]
@@ -160,8 +160,8 @@ def test_a_pattern_finds_what_appears_under_a_new_name_and_passes_over_what_is_n
 def test_a_lenient_query_lives_through_all_of_it(bench: Bench) -> None:
     for name in ("kept", "gone", "remade", "trimmed", "holed"):
         bench.add(f"s:{name}", 3)
-    taken = bench.start(bench.stream(subscribePattern="s:*", startingOffsets="earliest", failOnDataLoss=False))
-    eventually(lambda: len(taken.rows) == 15, "the query has begun")
+    collected = bench.start(bench.stream(subscribePattern="s:*", startingOffsets="earliest", failOnDataLoss=False))
+    eventually(lambda: len(collected.rows) == 15, "the query has begun")
     bench.client.execute("DEL", "s:gone")
     bench.client.execute("DEL", "s:remade")
     bench.add("s:remade", 2, start=10)
@@ -177,20 +177,20 @@ def test_a_lenient_query_lives_through_all_of_it(bench: Bench) -> None:
         ]
     )
     bench.add("s:kept", 1, start=50)
-    eventually(lambda: {10, 11, 20, 22, 23, 30, 31, 42, 50} <= set(numbers(taken)), "all that is left was read")
-    assert taken.query.isActive
-    assert len(numbers(taken)) == len(set(numbers(taken)))
+    eventually(lambda: {10, 11, 20, 22, 23, 30, 31, 42, 50} <= set(numbers(collected)), "all that is left was read")
+    assert collected.query.isActive
+    assert len(numbers(collected)) == len(set(numbers(collected)))
 
 
-def numbers(taken: Taken) -> list[int]:
+def numbers(collected: CollectedRows) -> list[int]:
     """What was read after the beginning."""
-    return [n for n in taken.numbers if n >= 10]
+    return [n for n in collected.numbers if n >= 10]
 
 
 def test_a_key_of_another_type_ends_a_query_that_runs_with_its_name(bench: Bench) -> None:
     bench.add("s", 3)
-    taken = bench.start(bench.stream("s", startingOffsets="earliest", failOnDataLoss=False))
-    eventually(lambda: len(taken.rows) == 3, "the query has begun")
+    collected = bench.start(bench.stream("s", startingOffsets="earliest", failOnDataLoss=False))
+    eventually(lambda: len(collected.rows) == 3, "the query has begun")
     bench.client.pipeline([("DEL", "s"), ("SET", "s", "1")])
     with pytest.raises(StreamingQueryException, match="the key 's' holds another type of value than a stream"):
-        taken.query.awaitTermination(int(FAIL_SAFE_S))
+        collected.query.awaitTermination(int(FAIL_SAFE_S))

@@ -18,29 +18,29 @@ pytestmark = [pytest.mark.spark]
 
 def test_a_trimmed_range_fails_with_the_exact_count_or_is_left_out(bench: Bench) -> None:
     bench.add("s", 100)
-    assert len(bench.take(bench.stream("s", startingOffsets="earliest")).rows) == 100
+    assert len(bench.collect(bench.stream("s", startingOffsets="earliest")).rows) == 100
     bench.add("s", 100, start=100)
     bench.client.execute("XTRIM", "s", "MAXLEN", 58)
     with pytest.raises(StreamingQueryException, match=r"stream 's' lost 42 entries after .* set failOnDataLoss=false"):
-        bench.take(bench.stream("s"))
-    taken = bench.take(bench.stream("s", failOnDataLoss=False))
-    assert taken.numbers == list(range(142, 200))
+        bench.collect(bench.stream("s"))
+    collected = bench.collect(bench.stream("s", failOnDataLoss=False))
+    assert collected.numbers == list(range(142, 200))
     bench.add("s", 1, start=200)
-    assert bench.take(bench.stream("s")).numbers == [200], "what was counted is over: it is not reported again"
+    assert bench.collect(bench.stream("s")).numbers == [200], "what was counted is over: it is not reported again"
 
 
 def test_a_range_that_is_trimmed_while_its_batch_waits_to_be_repeated_fails_too(bench: Bench) -> None:
     bench.add("s", 5)
     frame = bench.stream("s", startingOffsets="earliest")
-    bench.take(frame)
+    bench.collect(frame)
     bench.add("s", 50, start=5)
     query = frame.writeStream.foreachBatch(fail).option("checkpointLocation", str(bench.folder / "checkpoint"))
     with pytest.raises(StreamingQueryException, match="as planned"):
         query.start().awaitTermination()
     bench.client.execute("XTRIM", "s", "MAXLEN", 20)
     with pytest.raises(StreamingQueryException, match="lost 30 entries"):
-        bench.take(frame)
-    assert bench.take(bench.stream("s", failOnDataLoss=False)).numbers == list(range(35, 55))
+        bench.collect(frame)
+    assert bench.collect(bench.stream("s", failOnDataLoss=False)).numbers == list(range(35, 55))
 
 
 def fail(frame: object, batch_id: int) -> None:
@@ -51,49 +51,49 @@ def test_what_was_trimmed_before_the_query_began_is_no_loss(bench: Bench) -> Non
     bench.add("s", 100)
     bench.client.execute("XTRIM", "s", "MAXLEN", 30)
     frame = bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=10)
-    taken = bench.take(frame)
-    assert taken.numbers == list(range(70, 100))
+    collected = bench.collect(frame)
+    assert collected.numbers == list(range(70, 100))
     assert bench.offsets()[0]["s"][1] == 80
     bench.client.execute("XTRIM", "s", "MAXLEN", 0)
-    assert bench.take(frame).rows == [], "what was read may be trimmed"
+    assert bench.collect(frame).rows == [], "what was read may be trimmed"
     bench.add("s", 1)
-    assert len(bench.take(frame).rows) == 1
+    assert len(bench.collect(frame).rows) == 1
 
 
 def test_single_entries_that_are_deleted_are_no_loss_while_older_ones_are_left(bench: Bench) -> None:
     ids = bench.add("s", 20)
     frame = bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=6)
     bench.client.execute("XDEL", "s", ids[3], ids[8], ids[19])
-    assert bench.take(frame).numbers == [n for n in range(20) if n not in (3, 8, 19)]
+    assert bench.collect(frame).numbers == [n for n in range(20) if n not in (3, 8, 19)]
     bench.add("s", 5, start=20)
-    assert bench.take(frame).numbers == [20, 21, 22, 23, 24]
+    assert bench.collect(frame).numbers == [20, 21, 22, 23, 24]
 
 
 @pytest.mark.parametrize("recreated", [True, False])
 def test_a_deleted_stream_fails_or_is_read_from_the_beginning_of_its_successor(bench: Bench, recreated: bool) -> None:
     bench.add("s", 30)
     bench.add("other", 1)
-    assert len(bench.take(bench.stream("s,other", startingOffsets="earliest")).rows) == 31
+    assert len(bench.collect(bench.stream("s,other", startingOffsets="earliest")).rows) == 31
     bench.client.execute("DEL", "s")
     if recreated:
         bench.add("s", 40, start=100)
     with pytest.raises(StreamingQueryException, match="stream 's' was deleted or recreated"):
-        bench.take(bench.stream("s,other"))
+        bench.collect(bench.stream("s,other"))
     lenient = bench.stream("s,other", failOnDataLoss=False)
-    taken = bench.take(lenient)
-    assert taken.numbers == (list(range(100, 140)) if recreated else [])
+    collected = bench.collect(lenient)
+    assert collected.numbers == (list(range(100, 140)) if recreated else [])
     bench.add("s", 3, start=500)
-    assert bench.take(lenient).numbers == [500, 501, 502]
+    assert bench.collect(lenient).numbers == [500, 501, 502]
 
 
 def test_a_pattern_notices_that_a_stream_is_gone(bench: Bench) -> None:
     bench.add("a:1", 3)
     bench.add("a:2", 3)
     frame = bench.stream(subscribePattern="a:*", startingOffsets="earliest")
-    bench.take(frame)
+    bench.collect(frame)
     bench.client.execute("DEL", "a:1")
     with pytest.raises(StreamingQueryException, match="stream 'a:1' was deleted or recreated"):
-        bench.take(frame)
+        bench.collect(frame)
 
 
 def test_entries_that_vanish_between_planning_and_reading_are_noticed(

@@ -31,7 +31,7 @@ from millstream.spark.source.progress_group import ProgressGroup, group_position
 from millstream.spark.source.stream_info import fetch
 from millstream.spark.source.subscription import Subscription
 from millstream.testing import topologies
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 
 pytestmark = [pytest.mark.spark]
 
@@ -64,12 +64,12 @@ def test_shares_never_exceed_the_limit_or_the_backlog_and_leave_nobody_out(waiti
 def test_shares_are_proportional_and_turns_are_taken_where_there_are_too_many_streams() -> None:
     assert divide({"a": 100, "b": 10, "c": 1}, 10) == {"a": 8, "b": 1, "c": 1}
     many = dict.fromkeys("abcde", 5)
-    turns, last = [], ""
+    batches, last = [], ""
     for _ in range(5):
-        turn = divide(many, 2, last)
-        last = [*turn][-1]
-        turns.append("".join(turn))
-    assert turns == ["ab", "cd", "ea", "bc", "de"]
+        batch = divide(many, 2, last)
+        last = [*batch][-1]
+        batches.append("".join(batch))
+    assert batches == ["ab", "cd", "ea", "bc", "de"]
 
 
 crowds = st.lists(st.integers(1, 3000), min_size=MAX_PARTIAL_STREAMS + 1, max_size=400).map(
@@ -89,8 +89,8 @@ def test_many_streams_fill_a_batch_with_few_that_are_cut(waiting: dict[str, int]
 def test_of_many_streams_each_has_its_turn_before_one_comes_again(waiting: dict[str, int], limit: int) -> None:
     served: list[str] = []
     while not served or len(served) < len(waiting):
-        turn = list(divide(waiting, limit, served[-1] if served else ""))
-        served += turn[: len(waiting) - len(served)]
+        batch = list(divide(waiting, limit, served[-1] if served else ""))
+        served += batch[: len(waiting) - len(served)]
     assert served == sorted(waiting)
 
 
@@ -302,22 +302,22 @@ def pages(client: Client) -> int:
 
 def test_names_among_many_keys_are_looked_up_bit_by_bit(client: Client) -> None:
     client.pipeline([("XADD", f"s{n}", "1-0", "a", "1") for n in range(5000)])
-    clock = HandClock()
+    clock = ManualClock()
     subscription = Subscription(client, (), "s*", clock=clock)
     first = subscription.names()
     assert len(first) == 5000, "the first time all of them"
     client.pipeline([("DEL", "s7"), ("XADD", "s5000", "1-0", "a", "1")])
     assert subscription.names() is first, "not within a second"
     clock.now_ms += 1000
-    clock.passes = 60.0  # each look at the clock takes longer than a slice
-    looks, before = 1, pages(client)
+    clock.step_ms = 60.0  # each look at the clock takes longer than a slice
+    reads, before = 1, pages(client)
     while subscription.names() is first:
-        looks += 1
+        reads += 1
     made = pages(client) - before
-    assert looks == made + 1 > 3, "a page of about a thousand keys at each look, and one to find that there is no other"
+    assert reads == made + 1 > 3, "a page of about a thousand keys at each look, and one to find that there is no other"
     assert set(first) - set(subscription.names()) == {"s7"}
     assert set(subscription.names()) - set(first) == {"s5000"}
-    clock.passes, clock.now_ms = 0.0, clock.now_ms + 20_000
+    clock.step_ms, clock.now_ms = 0.0, clock.now_ms + 20_000
     client.execute("DEL", "s8")
     assert len(subscription.names()) == 4999, "who looks rarely looks longer"
 
@@ -328,7 +328,7 @@ def test_ten_thousand_streams_are_planned_and_a_look_asks_about_what_has_changed
     for at in range(0, len(commands), 5000):
         client.pipeline(commands[at : at + 5000])
     options = parse({"url": client.url, "subscribePattern": "s*", "startingOffsets": "earliest"}, {})
-    plan = BatchPlanner(client, options, cores=2, clock=HandClock())  # without time there is nothing else to ask
+    plan = BatchPlanner(client, options, cores=2, clock=ManualClock())  # without time there is nothing else to ask
     start = plan.starting_offsets("latest")
     before = asked(client)
     for limit, expected in ((None, 30_000), (21_000, 21_000)):
@@ -382,7 +382,7 @@ def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
     names = [f"s{n:04}" for n in range(2500)]
     client.pipeline([("XADD", name, "1-0", "a", "1") for name in names])
     client.execute("XGROUP", "CREATE", names[7], "g", "0")
-    clock = HandClock()
+    clock = ManualClock()
     lag = ProgressGroup(client, "g", clock=clock)
     at = {name: Position(EntryId(1, 0), 1) for name in names}
 
@@ -393,7 +393,7 @@ def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
     lag.publish(at)
     assert shown() == 2500, "as long as it takes no time"
     at = {name: Position(EntryId(2, 0), 2) for name in names}
-    clock.passes = 200.0
+    clock.step_ms = 200.0
     for expected in (500, 1000, 1500, 2000, 2500):
         lag.publish(at)
         assert shown() == expected

@@ -6,7 +6,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.offsets import Position
 from millstream.spark.source.progress_group import ProgressGroup
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 
 pytestmark = [pytest.mark.spark]
 
@@ -32,7 +32,7 @@ def test_a_query_that_begins_behind_its_group_is_told_that_another_may_show_its_
 def test_two_queries_that_show_their_progress_in_one_group_notice_it(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     ids = [EntryId.parse(one) for one in client.pipeline([("XADD", "s", "*", "n", n) for n in range(30)])]
     one, other = ProgressGroup(client, "g", clock=clock), ProgressGroup(client, "g")
     one.publish({"s": Position(ids[9], 10)})

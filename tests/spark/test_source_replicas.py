@@ -35,7 +35,7 @@ def test_tasks_read_from_the_replica(spark: SparkSession, tmp_path: Path) -> Non
                 assert [int(pairs(row)[b"n"]) for row in rows] == numbers
             with none_asked(primary), asked_for(replica):
                 shared = bench.stream("s", readAs="group", group="g", **bounds)
-                assert bench.take(shared, "group").numbers == numbers
+                assert bench.collect(shared, "group").numbers == numbers
             app = App("app")
 
             @app.handler("s", into="out", name="copy")

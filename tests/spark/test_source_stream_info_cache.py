@@ -16,7 +16,7 @@ from millstream.spark.source.options import parse
 from millstream.spark.source.stream_info import fetch
 from millstream.spark.source.stream_info_cache import StreamInfoCache
 from millstream.testing.topologies import acl_server, cluster
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.slots import finish_move, move_slot
 from tests.support.waiting import eventually
 
@@ -30,11 +30,11 @@ class Knowing:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.known = StreamInfoCache(client, clock=self.clock)
-        self.look()
+        self.refresh()
 
-    def look(self) -> set[str] | None:
+    def refresh(self) -> set[str] | None:
         changed = self.known.refresh()
         facts = self.known.get(NAMES)
         assert {name: facts[name] for name in NAMES} == fetch(self.client, NAMES)
@@ -74,10 +74,10 @@ def test_whatever_happens_to_streams_is_known_at_the_next_look(client: Client) -
             happenings(client, dice)
         if dice.randrange(20) == 0:
             client.execute(*dice.choice([("FLUSHALL",), ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")]))
-        knowing.look()
+        knowing.refresh()
     client.execute("XADD", NAMES[3], "*", "a", 1)
-    assert knowing.look() == {NAMES[3]}
-    assert knowing.look() == set()
+    assert knowing.refresh() == {NAMES[3]}
+    assert knowing.refresh() == set()
 
 
 def test_a_stream_that_expires_is_missed(client: Client) -> None:
@@ -102,13 +102,13 @@ def test_a_server_that_forgets_what_it_was_asked_says_so_and_a_new_one_is_asked_
         knowing = Knowing(client)
         for _ in range(50):
             happenings(client, dice)
-            eventually(lambda: knowing.look() is not None, "it to be told")
+            eventually(lambda: knowing.refresh() is not None, "it to be told")
         client.execute("CONFIG", "SET", "tracking-table-max-keys", 0)
         millstream_fresh_server.restart()
         client.close()
-        assert knowing.look() is None
-        knowing.look()
-        assert knowing.look() == set()
+        assert knowing.refresh() is None
+        knowing.refresh()
+        assert knowing.refresh() == set()
         client.execute("SWAPDB", 0, 1)  # is not told
         facts = knowing.known.get(NAMES)
         for _ in range(400):
@@ -123,7 +123,7 @@ def test_without_the_right_to_be_told_everything_is_asked_each_time(caplog: pyte
         knowing = Knowing(client)
         for _ in range(2):
             client.execute("XADD", NAMES[0], "*", "a", 1)
-            assert knowing.look() is None
+            assert knowing.refresh() is None
         assert caplog.text.count("polling every stream instead") == 1
 
 
@@ -131,27 +131,27 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
     dice = random.Random(5)
     with cluster() as made, Client(made.url) as client:
         knowing = Knowing(client)
-        eventually(lambda: knowing.look() is not None, "the nodes to say the same")
+        eventually(lambda: knowing.refresh() is not None, "the nodes to say the same")
         slot = int(client.execute("CLUSTER", "KEYSLOT", NAMES[0]))
         client.execute("XADD", NAMES[0], "*", "a", 1)
         source = next(node for node in made.nodes if node.call("CLUSTER", "COUNTKEYSINSLOT", slot))
         target = next(node for node in made.nodes if node is not source)
 
-        def happens(look: Callable[[], object]) -> None:
+        def happens(refresh: Callable[[], object]) -> None:
             for _ in range(30):
                 with suppress(Unavailable):  # of two keys, one has moved
                     happenings(client, dice)
-                look()
+                refresh()
 
-        happens(knowing.look)
+        happens(knowing.refresh)
         client.execute("XADD", NAMES[0], "*", "a", 1)
         move_slot(source, target, slot, finish=False)
         # A stream that is created while its slot is on its way, and was not there before, is not told before it has arrived.
         happens(lambda: (knowing.known.refresh(), knowing.known.get(NAMES)))
         finish_move(source, target, slot)
-        happens(knowing.look)
-        eventually(lambda: knowing.look() is not None, "the nodes to say the same")
-        assert knowing.look() == set()
+        happens(knowing.refresh)
+        eventually(lambda: knowing.refresh() is not None, "the nodes to say the same")
+        assert knowing.refresh() == set()
 
 
 def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) -> None:
@@ -171,7 +171,7 @@ def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) 
 def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_with_a_word_in_the_log(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     client.execute("XADD", "p:1", "*", "a", "1")
     client.execute("XADD", b"p:\xff\xfe", "*", "a", "1")
     options = parse({"url": client.url, "subscribePattern": "p:*", "startingOffsets": "earliest"}, {})
@@ -181,5 +181,5 @@ def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_with_a_word_in
     for _ in range(3):
         clock.now_ms += 2_000
         assert list(pattern.plan_next(start, limit=None, target=None).end) == ["p:1"]
-    (said,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    assert said == "1 streams are left out, as their names are not UTF-8 text: 'p:\\udcff\\udcfe'"
+    (log_text,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert log_text == "1 streams are left out, as their names are not UTF-8 text: 'p:\\udcff\\udcfe'"

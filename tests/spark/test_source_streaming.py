@@ -27,29 +27,29 @@ pytestmark = [pytest.mark.spark]
 def test_available_now_ends_at_what_was_there_and_a_restart_reads_each_entry_once(bench: Bench) -> None:
     bench.add("s", 500)
     frame = bench.stream("s", startingOffsets="earliest")
-    assert bench.take(frame).numbers == list(range(500))
+    assert bench.collect(frame).numbers == list(range(500))
     bench.add("s", 250, start=500)
-    assert bench.take(bench.stream("s", startingOffsets="earliest")).numbers == list(range(500, 750))
-    assert bench.take(frame).rows == []
+    assert bench.collect(bench.stream("s", startingOffsets="earliest")).numbers == list(range(500, 750))
+    assert bench.collect(frame).rows == []
 
 
 def test_a_new_query_begins_with_what_comes_after_its_start_unless_told_otherwise(bench: Bench) -> None:
     bench.add("s", 5)
-    taken = bench.start(bench.stream("s"))
+    collected = bench.start(bench.stream("s"))
     eventually(lambda: bench.groups("s").get("progress"), "the query has begun")
     bench.add("s", 5, start=5)
-    eventually(lambda: len(taken.rows) >= 5, "the new entries were read")
-    assert taken.numbers == [5, 6, 7, 8, 9]
+    eventually(lambda: len(collected.rows) >= 5, "the new entries were read")
+    assert collected.numbers == [5, 6, 7, 8, 9]
 
 
 def test_no_batch_is_larger_than_asked_and_streams_share_it_by_backlog(bench: Bench) -> None:
     for stream, count in (("big", 800), ("small", 90), ("tiny", 10)):
         bench.add(stream, count)
     frame = bench.stream("big,small,tiny", startingOffsets="earliest", maxOffsetsPerTrigger=100)
-    taken = bench.take(frame)
-    assert taken.numbers == sorted([*range(800), *range(90), *range(10)])
-    assert taken.sizes == [100] * 9
-    first = [row["stream"] for row in taken.batches[0]]
+    collected = bench.collect(frame)
+    assert collected.numbers == sorted([*range(800), *range(90), *range(10)])
+    assert collected.sizes == [100] * 9
+    first = [row["stream"] for row in collected.batches[0]]
     assert {stream: first.count(stream) for stream in set(first)} == {"big": 89, "small": 10, "tiny": 1}
     assert set(bench.groups("big")) == {"progress"}, "planning leaves no groups behind"
 
@@ -58,10 +58,10 @@ def test_more_streams_than_a_batch_may_hold_take_turns(bench: Bench) -> None:
     for n in range(7):
         bench.add(f"s{n}", 3)
     frame = bench.stream(subscribePattern="s*", startingOffsets="earliest", maxOffsetsPerTrigger=3)
-    taken = bench.take(frame)
-    assert taken.sizes == [3] * 7
-    assert len(taken.rows) == 21
-    assert [sorted({row["stream"] for row in batch}) for batch in taken.batches[:3]] == [
+    collected = bench.collect(frame)
+    assert collected.sizes == [3] * 7
+    assert len(collected.rows) == 21
+    assert [sorted({row["stream"] for row in batch}) for batch in collected.batches[:3]] == [
         ["s0", "s1", "s2"],
         ["s3", "s4", "s5"],
         ["s0", "s1", "s6"],
@@ -70,34 +70,34 @@ def test_more_streams_than_a_batch_may_hold_take_turns(bench: Bench) -> None:
 
 def test_streams_that_appear_while_the_query_runs_are_read_from_their_beginning(bench: Bench) -> None:
     bench.add("orders:1", 2)
-    taken = bench.start(bench.stream(subscribePattern="orders:*"))
+    collected = bench.start(bench.stream(subscribePattern="orders:*"))
     eventually(lambda: bench.groups("orders:1").get("progress"), "the query has begun")
     bench.add("orders:2", 3, start=100)
     bench.add("other", 3)
-    eventually(lambda: len(taken.rows) >= 3, "the new stream was read")
+    eventually(lambda: len(collected.rows) >= 3, "the new stream was read")
     bench.add("orders:1", 1, start=7)
-    eventually(lambda: len(taken.rows) >= 4, "the old stream was read on")
-    assert taken.numbers == [7, 100, 101, 102]
+    eventually(lambda: len(collected.rows) >= 4, "the old stream was read on")
+    assert collected.numbers == [7, 100, 101, 102]
 
 
 def test_a_listed_stream_may_come_later(bench: Bench) -> None:
     bench.add("here", 1)
-    taken = bench.start(bench.stream("here,later"))
+    collected = bench.start(bench.stream("here,later"))
     eventually(lambda: bench.groups("here").get("progress"), "the query has begun")
     bench.add("later", 4)
-    eventually(lambda: len(taken.rows) >= 4, "the late stream was read")
-    assert {row["stream"] for row in taken.rows} == {"later"}
+    eventually(lambda: len(collected.rows) >= 4, "the late stream was read")
+    assert {row["stream"] for row in collected.rows} == {"later"}
 
 
 def test_an_idle_query_makes_no_batches_and_asks_about_no_stream(bench: Bench) -> None:
     bench.add("s", 3)
-    taken = bench.start(bench.stream("s", startingOffsets="earliest"))
-    eventually(lambda: len(taken.rows) == 3, "the entries were read")
-    looks = bench.calls("client|tracking")
-    eventually(lambda: bench.calls("client|tracking") >= looks + 3, "a look, after which all is known")
-    looks, asked = bench.calls("client|tracking"), bench.calls("xinfo|stream")
-    eventually(lambda: bench.calls("client|tracking") >= looks + 10, "more looks")
-    assert len(taken.batches) == 1
+    collected = bench.start(bench.stream("s", startingOffsets="earliest"))
+    eventually(lambda: len(collected.rows) == 3, "the entries were read")
+    before = bench.calls("client|tracking")
+    eventually(lambda: bench.calls("client|tracking") >= before + 3, "a look, after which all is known")
+    before, asked = bench.calls("client|tracking"), bench.calls("xinfo|stream")
+    eventually(lambda: bench.calls("client|tracking") >= before + 10, "more looks")
+    assert len(collected.batches) == 1
     assert bench.calls("xinfo|stream") == asked, "only what has changed is asked about"
 
 
@@ -121,7 +121,7 @@ def test_the_group_shows_the_lag_and_none_at_the_end(bench: Bench) -> None:
     group = bench.groups("s")["mine"]
     assert (group["entries-read"], group["lag"], group["pending"], group["consumers"]) == (80, 20, 0, 0)
     assert group["last-delivered-id"].decode() == bench.offsets("c")[1]["s"][0]
-    bench.take(frame, "c")
+    bench.collect(frame, "c")
     assert bench.groups("s")["mine"]["lag"] == 0
     bench.add("s", 7)
     assert bench.groups("s")["mine"]["lag"] == 7
@@ -140,19 +140,19 @@ def test_a_group_that_others_use_is_refused_and_left_alone(bench: Bench) -> None
     with pytest.raises(
         StreamingQueryException, match="the group 'workers' of stream 's' has 1 consumers and 4 pending"
     ):
-        bench.take(bench.stream("s", startingOffsets="earliest", group="workers"))
+        bench.collect(bench.stream("s", startingOffsets="earliest", group="workers"))
     assert bench.groups("s")["workers"] == before
-    taken = bench.take(bench.stream("s", startingOffsets="earliest", group=""), "other")
-    assert len(taken.rows) == 10
+    collected = bench.collect(bench.stream("s", startingOffsets="earliest", group=""), "other")
+    assert len(collected.rows) == 10
     assert set(bench.groups("s")) == {"workers"}
 
 
 @pytest.mark.skipif(not HAS_LIMITS, reason="Spark reports the newest offset since 4.2")
 def test_the_progress_of_the_query_names_the_newest_entries(bench: Bench) -> None:
     ids = bench.add("s", 30)
-    taken = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=10))
-    eventually(lambda: len(taken.rows) == 30, "all was read")
-    progress = [p for p in taken.query.recentProgress if p.numInputRows]
+    collected = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=10))
+    eventually(lambda: len(collected.rows) == 30, "all was read")
+    progress = [p for p in collected.query.recentProgress if p.numInputRows]
     assert progress[0].sources[0].latestOffset == f'{{"s": ["{ids[-1]}", 30]}}'
 
 
@@ -228,30 +228,30 @@ def test_a_query_outlives_a_restart_of_redis(
     with Client(millstream_fresh_server.url) as client:
         bench = Bench(client, spark, tmp_path)
         bench.add("s", 100)
-        taken = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=60))
-        eventually(lambda: len(taken.rows) == 100, "the first entries were read")
+        collected = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=60))
+        eventually(lambda: len(collected.rows) == 100, "the first entries were read")
         millstream_fresh_server.kill()
         threading.Event().wait(1.5)  # so that it looks in vain
-        assert taken.query.isActive
+        assert collected.query.isActive
         millstream_fresh_server.start()
         client.retry_while_unavailable(lambda: bench.add("s", 100, start=100), what="the test")
-        eventually(lambda: len(taken.rows) >= 200, "the later entries were read")
-        assert taken.numbers == list(range(200))
-        taken.query.stop()
+        eventually(lambda: len(collected.rows) >= 200, "the later entries were read")
+        assert collected.numbers == list(range(200))
+        collected.query.stop()
 
 
 def test_a_query_with_what_only_a_batch_read_can_do_or_without_a_group_is_refused(bench: Bench) -> None:
     with pytest.raises(StreamingQueryException, match=r"endingOffsets and endingTimestamp are for spark\.read"):
-        bench.take(bench.stream("s", endingOffsets="latest"))
+        bench.collect(bench.stream("s", endingOffsets="latest"))
     without_group = bench.spark.readStream.format("redis-streams").options(url=bench.url, subscribe="s").load()
     with pytest.raises(StreamingQueryException, match="for each query of a stream another"):
-        bench.take(without_group)
+        bench.collect(without_group)
 
 
 def test_a_key_of_another_type_is_a_clear_error(bench: Bench) -> None:
     bench.client.execute("SET", "text", "1")
     with pytest.raises(StreamingQueryException, match="the key 'text' holds another type of value than a stream"):
-        bench.take(bench.stream("text"))
+        bench.collect(bench.stream("text"))
 
 
 def test_a_checkpoint_of_another_source_is_recognised(bench: Bench) -> None:
@@ -260,4 +260,4 @@ def test_a_checkpoint_of_another_source_is_recognised(bench: Bench) -> None:
     eventually(lambda: started.lastProgress is not None, "a batch was made")
     started.stop()
     with pytest.raises(StreamingQueryException, match="may be those of another source"):
-        bench.take(bench.stream("s"))
+        bench.collect(bench.stream("s"))

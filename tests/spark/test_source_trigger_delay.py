@@ -14,7 +14,7 @@ from millstream.spark.source.provider import RedisStreamReader
 from millstream.spark.source.reader_base import DELAY_POLL_S
 from millstream.spark.source.schema import default_schema
 from millstream.spark.versions import ReadAllAvailable, ReadMaxRows, ReadMinRows
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually
 
@@ -28,7 +28,7 @@ LOOK = "client|tracking"
 class Query:
     """A planner and where its query stands."""
 
-    def __init__(self, client: Client, clock: HandClock, **options: str) -> None:
+    def __init__(self, client: Client, clock: ManualClock, **options: str) -> None:
         given = {"url": client.url, "subscribe": "s,t", "startingOffsets": "earliest", **options}
         self.planner = BatchPlanner(client, parse(given, {}), cores=1, clock=clock)
         self.at = self.planner.starting_offsets("latest")
@@ -36,9 +36,9 @@ class Query:
     def trigger(self, *, limit: int | None = None, target: Offsets | None = None, may_delay: bool = True) -> int:
         """How many entries the next batch takes."""
         ends = self.planner.plan_next(self.at, limit=limit, target=target, may_delay=may_delay).end
-        taken = sum((end.entries_added or 0) - (self.at[name].entries_added or 0) for name, end in ends.items())
+        collected = sum((end.entries_added or 0) - (self.at[name].entries_added or 0) for name, end in ends.items())
         self.at = ends
-        return taken
+        return collected
 
 
 def add(client: Client, stream: str, count: int) -> None:
@@ -46,7 +46,7 @@ def add(client: Client, stream: str, count: int) -> None:
 
 
 def test_a_small_batch_waits_for_more_entries_over_all_streams_or_for_its_time(client: Client) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     add(client, "s", 3)
     query = Query(client, clock, minOffsetsPerTrigger="10", maxTriggerDelay="5m")
     assert query.trigger() == 3, "the first batch is never held back"
@@ -69,7 +69,7 @@ def test_a_small_batch_waits_for_more_entries_over_all_streams_or_for_its_time(c
 
 
 def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     add(client, "s", 1)
     query = Query(client, clock, minOffsetsPerTrigger="10")
     query.trigger()
@@ -82,7 +82,7 @@ def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -
 
 
 def test_a_limited_batch_waits_too_and_an_end_that_is_fixed_does_not(client: Client) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     add(client, "s", 1)
     query = Query(client, clock, minOffsetsPerTrigger="10", maxOffsetsPerTrigger="15")
     query.trigger(limit=15)
@@ -118,16 +118,16 @@ def test_available_now_and_once_take_the_small_batch_at_once(streams: Streams) -
 def test_a_query_holds_back_until_enough_is_there_or_its_delay_is_over(bench: Bench) -> None:
     bench.add("s", 1)
     frame = bench.stream("s", startingOffsets="earliest", minOffsetsPerTrigger=10, maxTriggerDelay="1h")
-    taken = bench.start(frame)
-    eventually(lambda: len(taken.rows) == 1, "the first batch, which is not held back")
+    collected = bench.start(frame)
+    eventually(lambda: len(collected.rows) == 1, "the first batch, which is not held back")
     bench.add("s", 9)
-    looks = bench.calls(LOOK)
-    eventually(lambda: bench.calls(LOOK) >= looks + 2, "a look at them")
-    assert len(taken.rows) == 1
+    before = bench.calls(LOOK)
+    eventually(lambda: bench.calls(LOOK) >= before + 2, "a look at them")
+    assert len(collected.rows) == 1
     bench.add("s", 1)
-    eventually(lambda: len(taken.rows) == 11, "enough is there")
-    taken.query.stop()
-    assert taken.sizes == [1, 10]
+    eventually(lambda: len(collected.rows) == 11, "enough is there")
+    collected.query.stop()
+    assert collected.sizes == [1, 10]
     frame = bench.stream("s", startingOffsets="earliest", minOffsetsPerTrigger=10, maxTriggerDelay="1s")
     brief = bench.start(frame, "brief")
     eventually(lambda: len(brief.rows) == 11, "its first batch")

@@ -123,9 +123,9 @@ def test_a_stage_that_fails_starts_again_and_stops_with_the_rest(pipelines: Pipe
         eventually(lambda: background.supervisor.lag() == 0, "no lag")
     assert background.error is None
     assert [fields["n"] for _, fields in pipelines.entries("out")] == [str(n) for n in range(10)]
-    told = [(event["event"], event.get("stage")) for event in pipelines.events]
-    assert told[0] == ("started", "copy")
-    assert told[-1] == ("stopped", None)
+    events = [(event["event"], event.get("stage")) for event in pipelines.events]
+    assert events[0] == ("started", "copy")
+    assert events[-1] == ("stopped", None)
 
 
 def test_a_new_checkpoint_does_not_begin_unasked_where_a_stage_has_been(pipelines: Pipelines) -> None:
@@ -178,10 +178,10 @@ REFUSED: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
 
 
 def test_what_is_no_stage_is_refused_before_anything_runs(pipelines: Pipelines) -> None:
-    for function, options, says in REFUSED:
+    for function, options, reason in REFUSED:
         app = App("app")
         app.stage(Rows("in", "n int"), name="wrong", **options)(function)
-        with pytest.raises(ConfigError, match=says) as refused:
+        with pytest.raises(ConfigError, match=reason) as refused:
             pipelines.once(app)
         assert str(refused.value).startswith("app.wrong ")
         assert "\n" not in str(refused.value)
@@ -189,14 +189,14 @@ def test_what_is_no_stage_is_refused_before_anything_runs(pipelines: Pipelines) 
     app.stage(Rows("in", options={"maxOffsetPerTrigger": 5}), into="out", name="wrong")(lambda rows: rows)
     with pytest.raises(ConfigError, match=r"app\.wrong .*did you mean 'maxOffsetsPerTrigger'"):
         pipelines.once(app)
-    for rows, says in (
+    for rows, reason in (
         (Rows("in", "n nonsense"), "(?i)nonsense"),
         (Rows("in", "n array<int>"), "cannot be of type array"),
         (Rows("in", 7), "is not a model"),
     ):
         app = App("app")
         app.stage(rows, into="out", name="wrong")(lambda rows: rows)
-        with pytest.raises((ConfigError, PipelineFailed), match=says):
+        with pytest.raises((ConfigError, PipelineFailed), match=reason):
             pipelines.once(app)
     app = App("app")
     app.stage(Rows("in", "n int"), into="out", name="wrong")(lambda rows: rows.groupBy("n").count())

@@ -23,7 +23,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import ServiceKeys
 from millstream.testing.proxy import Proxy
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 SERVICE = "flights"
@@ -181,19 +181,19 @@ def dead(client: Client) -> list[dict[str, str]]:
 # Programs
 
 
-class StoppedClock(HandClock):
+class StoppedClock(ManualClock):
     """A clock that a test moves by hand; waits take real time all the same.
 
-    `looks`: how often it was read.
+    `reads`: how often it was read.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.looks = 0
+        self.reads = 0
 
     def monotonic_ms(self) -> float:
         """The time set by the test."""
-        self.looks += 1
+        self.reads += 1
         return super().monotonic_ms()
 
     def sleep_ms(self, duration_ms: float) -> None:

@@ -1,18 +1,18 @@
-"""Clocks in the hands of a test."""
+"""Clocks that a test moves."""
 
 from millstream.clock import SystemClock
 
 
-class HandClock:
-    """It stands still until it is moved, or moves by `passes` milliseconds each time when it is looked at."""
+class ManualClock:
+    """It stands still until a test moves it, and moves by `step_ms` milliseconds each time it is read."""
 
     def __init__(self, now_ms: float = 0.0) -> None:
         self.now_ms = now_ms
-        self.passes = 0.0
+        self.step_ms = 0.0
 
     def monotonic_ms(self) -> float:
         """Where the test put it."""
-        self.now_ms += self.passes
+        self.now_ms += self.step_ms
         return self.now_ms
 
     def sleep_ms(self, duration_ms: float) -> None:

@@ -64,7 +64,7 @@ class Copying:
         found = sorted(self._folder.glob("hit.*"), key=lambda path: path.suffix)
         return [path.name.split(".")[1] for path in found]
 
-    def said(self) -> str:
+    def output(self) -> str:
         """The end of what drivers said."""
         return (self._folder / "stderr.log").read_text()[-3_000:]
 

@@ -1,4 +1,4 @@
-"""Stranger fixtures: each HTTP service as a process with a readable log, and clients on bare sockets."""
+"""Fixtures for hostile clients: each HTTP service as a process with a readable log, and clients on bare sockets."""
 
 import json
 import signal
@@ -92,8 +92,8 @@ class Service:
         return f"POST {self.kind.post} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
 
 
-class Stranger:
-    """A connection. A context manager that closes it at the end."""
+class BareConnection:
+    """A client on a bare socket. A context manager that closes it at the end."""
 
     def __init__(self, url: str, first: bytes = b"") -> None:
         address = urlsplit(url)
@@ -159,17 +159,17 @@ class Stranger:
 
 def page_of(service: Service) -> int:
     """The status of the page that needs no token, for a new client."""
-    with Stranger(service.url) as visitor:
+    with BareConnection(service.url) as visitor:
         return visitor.ask(service.page_request)
 
 
 @contextmanager
-def open_strangers(service: Service, count: int, *first: bytes, asks: bool = False) -> Iterator[list[Stranger]]:
-    """So many strangers. Each makes a request if `asks`, then sends `first`, and then nothing."""
+def open_connections(service: Service, count: int, *first: bytes, asks: bool = False) -> Iterator[list[BareConnection]]:
+    """So many connections. Each makes a request if `asks`, then sends `first`, and then nothing."""
     with ExitStack() as stack:
         found = []
         for _ in range(count):
-            found.append(stack.enter_context(Stranger(service.url)))
+            found.append(stack.enter_context(BareConnection(service.url)))
             if asks:
                 assert found[-1].ask(service.page_request) == 200
             for data in first:

@@ -23,11 +23,11 @@ from millstream.demo.surroundings import find_example
 
 WITHIN_S = 180
 PUBLISHED = {"customer": "ann", "amount": 10}
-ARRIVED = {"customer": "ann", "sum": "10.0"}
-BROUGHT = {
+OUTPUT = {"customer": "ann", "sum": "10.0"}
+TRANSITIVE = {
     "pyspark": ("py4j",),
     "pandas": ("numpy",),
-}  # what we import, too, and no extra names, as another package brings it
+}  # what we import too, and no extra names, since another package depends on it
 
 
 def main(program: str, *extras: str) -> None:
@@ -41,7 +41,7 @@ def main(program: str, *extras: str) -> None:
     require(find_example().is_relative_to(here), "the app of `millstream demo` is not the installed one")
     lacking = import_everything(not_installed(extras))
     result = one_message(program)
-    require(result == ARRIVED, f"a worker of examples.shop made {result} of {PUBLISHED}")
+    require(result == OUTPUT, f"a worker of examples.shop made {result} of {PUBLISHED}")
     print(json.dumps({"at": str(here), "lacking": lacking}))  # noqa: T201 - its result
 
 
@@ -64,7 +64,7 @@ def not_installed(extras: tuple[str, ...]) -> set[str]:
         name = re.match(r"\w+", requirement)  # opentelemetry-api is imported as `opentelemetry`
         extra = re.search(r"extra == '(\w+)'", requirement)
         assert name is not None
-        (here if extra is None or extra[1] in extras else elsewhere).update({name[0], *BROUGHT.get(name[0], ())})
+        (here if extra is None or extra[1] in extras else elsewhere).update({name[0], *TRANSITIVE.get(name[0], ())})
     return elsewhere - here
 
 
@@ -76,7 +76,7 @@ def import_everything(may_be_missing: set[str]) -> dict[str, str]:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             top = (error.name or "").partition(".")[0]
-            require(top in may_be_missing, f"{name} needs {error.name}, which no extra that is left out brings")
+            require(top in may_be_missing, f"{name} needs {error.name}, which no extra that is left out has")
             lacking[name] = top
     return lacking
 
@@ -114,7 +114,7 @@ def one_message(program: str) -> dict[str, str]:
             finally:
                 worker.send_signal(signal.SIGTERM)
         require(worker.returncode == 0, f"the stopped worker ended with {worker.returncode}")
-    return {name: entry["fields"][name] for name in ARRIVED}
+    return {name: entry["fields"][name] for name in OUTPUT}
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ HOUR_MS = 3_600_000
 """Duration of leases and back-offs that end only when the test says so, with `expire`."""
 
 
-def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+def queue_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
     return queue_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
 
 
 def keyed(client: Client, name: str = "w1", stream: str = "in", *, join: bool = True) -> KeyedStream:
-    found = KeyedStream(client, stream, queue_of=line_of, app="app", handler="handle", consumer=name, into="out")
+    found = KeyedStream(client, stream, queue_of=queue_of, app="app", handler="handle", consumer=name, into="out")
     if join:
         found.join()
     return found
@@ -42,14 +42,14 @@ def routed(client: Client, keys: str, name: str = "w1") -> KeyedStream:
     return worker
 
 
-def lines(client: Client, *names: str) -> list[list[int]]:
+def queued_ids(client: Client, *names: str) -> list[list[int]]:
     return [
         [int(one.partition(b"-")[0]) for one in client.execute("LRANGE", KEYS.queue(name.encode()), 0, -1)]
         for name in names
     ]
 
 
-def held(client: Client) -> dict[str, list[int]]:
+def pending_by_consumer(client: Client) -> dict[str, list[int]]:
     """The pending entries of each consumer, as any tool sees them."""
     found: dict[str, list[int]] = {}
     for entry_id, name, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 10_000):
@@ -57,14 +57,14 @@ def held(client: Client) -> dict[str, list[int]]:
     return found
 
 
-def take(
+def lease_keys(
     worker: KeyedStream, *, queues: int = 1_000, entries: int = MANY, run: int = 100, **limits: Any
 ) -> LeaseResult:
     return worker.lease_keys(queues=queues, entries=entries, run=run, lease_ms=HOUR_MS, now_ms=0, **limits)
 
 
-def take_one(worker: KeyedStream, *, run: int = 100) -> KeyLease:
-    (lease,) = take(worker, queues=1, run=run).leases
+def lease_one(worker: KeyedStream, *, run: int = 100) -> KeyLease:
+    (lease,) = lease_keys(worker, queues=1, run=run).leases
     return lease
 
 
@@ -90,11 +90,11 @@ def commit(lease: KeyLease, count: int = 1) -> bool:
     return True
 
 
-def expire(client: Client, line: bytes | None = None) -> None:
+def expire(client: Client, queue: bytes | None = None) -> None:
     """Let leases expire, and back-offs be due: of one key queue, or of all."""
     for times in (KEYS.leases, KEYS.backoff):
         for name in client.execute("ZRANGE", times, 0, -1):
-            if line in (None, name):
+            if queue in (None, name):
                 client.execute("ZADD", times, "XX", 1, name)
 
 
@@ -119,7 +119,7 @@ def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
     idle = 0
     while idle < 3:
         routed = worker.enqueue_new(count=100, most_pending=most_pending)
-        leases = take(worker).leases
+        leases = lease_keys(worker).leases
         for lease in leases:
             assert commit(lease, len(lease.queued))
         worker.release_leases([LeaseRelease(one, "requeue") for one in leases])
@@ -137,19 +137,19 @@ def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> C
     `advance`: end the batch; without it, it dies before that.
     """
     store = spark(client)
-    standing = store.begin_run(["in"])["in"]
-    begin = standing.committed_id or EntryId(0, 0)
+    position = store.begin_run(["in"])["in"]
+    begin = position.committed_id or EntryId(0, 0)
     entries = client.execute("XRANGE", "in", f"({begin}", "+")
-    floor = standing.takeover_offset or EntryId(0, 0)
-    still_open = store.incomplete("in", [one.decode() for one, _ in entries if EntryId.parse(one) <= floor])
+    takeover_offset = position.takeover_offset or EntryId(0, 0)
+    still_open = store.incomplete("in", [one.decode() for one, _ in entries if EntryId.parse(one) <= takeover_offset])
     done, end = 0, begin
     for entry_id, pairs in entries:
         if done >= most:
             break
         end = EntryId.parse(entry_id)
-        if end <= floor and entry_id.decode() not in still_open:
+        if end <= takeover_offset and entry_id.decode() not in still_open:
             continue
-        done += _commit_on_spark(store, entry_id, line_of(entry_id, pairs))
+        done += _commit_on_spark(store, entry_id, queue_of(entry_id, pairs))
     if advance and end > begin:
         store.advance_committed({"in": end})
     return store
@@ -177,8 +177,8 @@ def keys_in_each_state(client: Client) -> KeyedStream:
         for n in range(count):
             client.execute("XADD", "orders", "*", "key", key, "n", n)
     opened.enqueue_new(count=100, most_pending=1_000)
-    taken = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
-    _, b, c = taken.leases
+    leased = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
+    _, b, c = leased.leases
     opened.release_leases(
         [LeaseRelease(b, "backoff", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)]
     )

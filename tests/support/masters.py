@@ -133,7 +133,7 @@ class SilentPage:
         self.calls = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1_000)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/api/health"
-        self._thread = threading.Thread(target=self._take)
+        self._thread = threading.Thread(target=self._accept)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -144,17 +144,17 @@ class SilentPage:
         self._listener.close()
         self._thread.join()
 
-    def _take(self) -> None:
-        taken: list[socket.socket] = []
+    def _accept(self) -> None:
+        accepted: list[socket.socket] = []
         with suppress(OSError):  # it is closed
             while True:
-                taken.append(self._listener.accept()[0])
+                accepted.append(self._listener.accept()[0])
                 self.calls += 1
-        for one in taken:
+        for one in accepted:
             one.close()
 
 
-class Foreign:
+class MemoConsumer:
     """A consumer as in the memo: only XREADGROUP 0, XACK and two HTTP calls. A context manager."""
 
     def __init__(self, client: Client, name: str, **more: object) -> None:

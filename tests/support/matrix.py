@@ -116,8 +116,8 @@ def read_report(report: Path) -> dict[str, Counter[str]]:
         return counts
     for case in ElementTree.parse(report).iter("testcase"):
         area = next(part for part in (*case.get("classname", "").split("."), "unit") if part in AREAS)
-        marks = {child.tag for child in case}
-        outcome = "failed" if marks & {"failure", "error"} else "skipped" if "skipped" in marks else "passed"
+        tags = {child.tag for child in case}
+        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
         counts.setdefault(area, Counter())[outcome] += 1
     return counts
 

@@ -66,14 +66,14 @@ class Worker:
         self.app, self.handler = app, handler
         self.streams: dict[int, PartitionStream] = {}
         self.moves = self.rounds = self._new_moves(Partitions(client, BASE).create(2))
-        self.look()
+        self.refresh()
 
     def _new_moves(self, layout: PartitionMap) -> KeyMigration:
         moves = KeyMigration(self.client, layout, app=self.app, handler=self.handler)
         moves._refreshed_ms = float("-inf")
         return moves
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Refresh the partition map, and join new partitions."""
         layout = Partitions(self.client, BASE).require()
         self.moves.partition_map = layout
@@ -96,7 +96,7 @@ class Worker:
         self.moves._refreshed_ms = float("-inf")  # as if some time had gone by
         return self.moves.import_keys(list(self.streams)) + self.moves.drain(list(self.streams))
 
-    def take(self, place: int, queues: int = 1, run: int = 100) -> list[KeyLease]:
+    def lease_keys(self, place: int, queues: int = 1, run: int = 100) -> list[KeyLease]:
         if place not in self.streams:
             return []
         return self.streams[place].lease_keys(queues=queues, entries=MANY, run=run, lease_ms=3_600_000, now_ms=0).leases
@@ -126,7 +126,7 @@ class Worker:
             done = 0
             for place in list(self.streams):
                 done += self.route(place)
-                for lease in self.take(place, queues=100):
+                for lease in self.lease_keys(place, queues=100):
                     self.finish(lease)
                     done += 1
             done += self.move()
@@ -180,7 +180,7 @@ def places_are_right(client: Client, layout: PartitionMap) -> bool:
 def waiting_in(client: Client, layout: PartitionMap, place: int) -> dict[bytes, bytes]:
     """The key queues of a partition that wait, and why."""
     items = client.execute("HGETALL", keys_of(layout, place).parked)
-    return {line: reason.split(b" ", 1)[1] for line, reason in zip(items[::2], items[1::2], strict=True)}
+    return {queue: reason.split(b" ", 1)[1] for queue, reason in zip(items[::2], items[1::2], strict=True)}
 
 
 def moved_key(layout: PartitionMap, count: int) -> str:

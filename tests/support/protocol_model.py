@@ -1,6 +1,6 @@
 """Protocols of per-key order as explicit-state models: every order of steps is tried, and each violation is traced.
 
-`Lines` is the protocol of the key queues in `millstream.redis_client.lua`, call by call. `Memo` is the protocol it
+`KeyQueueProtocol` is the protocol of the key queues in `millstream.redis_client.lua`, call by call. `Memo` is the protocol it
 replaces, as "Redis streaming concurrency with master and consumers" (Dwarves Memo) describes it. A model is small: a
 few messages, two workers, a few faults.
 """
@@ -39,8 +39,8 @@ class Explored:
     traces: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        told = [f"{name}:\n  " + "\n  ".join(trace) for name, trace in self.traces.items()]
-        return f"{self.states} states\n" + "\n".join(told)
+        parts = [f"{name}:\n  " + "\n  ".join(trace) for name, trace in self.traces.items()]
+        return f"{self.states} states\n" + "\n".join(parts)
 
 
 def explore(model: Model, *, until: str = "") -> Explored:
@@ -82,7 +82,7 @@ def _with(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
 # --- The protocol of key queues ---
 
 
-class Turn(NamedTuple):
+class Lease(NamedTuple):
     """A lease as its worker knows it: `running` is its first message; `asking` has sent a commit without a reply so
     far.
     """
@@ -97,16 +97,16 @@ class Turn(NamedTuple):
 class Worker(NamedTuple):
     """The state of a worker: its incarnation, its leases, and the id after which it has read the stream."""
 
-    life: int = 0
-    turns: tuple[Turn, ...] = ()
+    incarnation: int = 0
+    leases: tuple[Lease, ...] = ()
     read_after: int | None = None
 
 
-class LinesState(NamedTuple):
+class KeyQueueState(NamedTuple):
     """Redis, the workers, and how many faults may still come."""
 
-    routed: int
-    lines: tuple[tuple[int, ...], ...]
+    enqueued: int
+    queues: tuple[tuple[int, ...], ...]
     ready: tuple[str, ...]
     owners: tuple[tuple[int, int, int] | None, ...]  # worker, its incarnation, token
     expired: tuple[bool, ...]
@@ -121,12 +121,12 @@ class LinesState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines:
+class KeyQueueProtocol:
     """The protocol of key queues, for the messages with these keys.
 
     * `aborts`: a worker stops before its lease ends; otherwise it may sleep at any time, and wake at any later time
     * `without`: checks that are left out: of a commit its "token", that its message is "first", and the "answer" to a
-      repetition; that the "frontier" is where a router has read from; which leases a worker has "known"; and that a
+      repetition; that the "enqueued" id is where a router has read from; which leases a worker has "known"; and that a
       leased queue is not ready ("exclusive")
     """
 
@@ -144,66 +144,69 @@ class Lines:
         """Each key once."""
         return "".join(sorted(set(self.messages)))
 
-    def begin(self) -> LinesState:
+    def begin(self) -> KeyQueueState:
         """All messages are in the stream, and nothing else exists."""
         each = len(self.keys)
-        return LinesState(
+        return KeyQueueState(
             0, ((),) * each, (), (None,) * each, (False,) * each, (0,) * each, (None,) * self.workers,
             (Worker(),) * self.workers, (), False, self.crashes, self.expiries, self.losses,
         )  # fmt: skip
 
-    def steps(self, state: LinesState) -> Iterator[Step]:
+    def steps(self, state: KeyQueueState) -> Iterator[Step]:
         """The possible steps of each worker, of each lease, and of faults."""
         for label, after in self._steps(state):
             yield label, _renumbered(after)
 
-    def _steps(self, s: LinesState) -> Iterator[Step]:
+    def _steps(self, s: KeyQueueState) -> Iterator[Step]:
         for w, worker in enumerate(s.workers):
-            yield from self._route(s, w, worker)
-            yield from self._take(s, w, worker)
+            yield from self._enqueue(s, w, worker)
+            yield from self._lease_key(s, w, worker)
             yield from self._recover(s, w, worker)
-            for at, turn in enumerate(worker.turns):
-                yield from self._work(s, w, at, turn)
-            if s.crashes and (worker.turns or worker.read_after is not None):
+            for at, lease in enumerate(worker.leases):
+                yield from self._work(s, w, at, lease)
+            if s.crashes and (worker.leases or worker.read_after is not None):
                 crashed = s._replace(crashes=s.crashes - 1)
-                yield f"w{w} dies and begins anew", self._known(crashed, w, Worker(worker.life + 1))
+                yield f"w{w} dies and begins anew", self._known(crashed, w, Worker(worker.incarnation + 1))
         for k, key in enumerate(self.keys):
             owner = s.owners[k]
             if owner and not s.expired[k]:
                 gone = s._replace(expired=_with(s.expired, k, True))
-                turns = [turn for worker in s.workers for turn in worker.turns if turn.token == owner[2]]
-                if not turns:  # no worker renews it
+                leases = [lease for worker in s.workers for lease in worker.leases if lease.token == owner[2]]
+                if not leases:  # no worker renews it
                     yield f"the lease on {key} ends", gone
-                elif s.expiries and not (self.aborts and turns[0].running):
+                elif s.expiries and not (self.aborts and leases[0].running):
                     yield f"the lease on {key} ends too early", gone._replace(expiries=s.expiries - 1)
 
-    def _known(self, s: LinesState, w: int, worker: Worker) -> LinesState:
+    def _known(self, s: KeyQueueState, w: int, worker: Worker) -> KeyQueueState:
         return s._replace(workers=_with(s.workers, w, worker))
 
-    def _route(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
+    def _enqueue(self, s: KeyQueueState, w: int, worker: Worker) -> Iterator[Step]:
         if worker.read_after is None:
-            if s.routed < len(self.messages):
-                yield f"w{w} reads the stream after {s.routed}", self._known(s, w, worker._replace(read_after=s.routed))
+            if s.enqueued < len(self.messages):
+                yield (
+                    f"w{w} reads the stream after {s.enqueued}",
+                    self._known(s, w, worker._replace(read_after=s.enqueued)),
+                )
             return
         after = self._known(s, w, worker._replace(read_after=None))
-        if worker.read_after == s.routed or "frontier" in self.without:
+        if worker.read_after == s.enqueued or "enqueued" in self.without:
             first, last = worker.read_after, min(worker.read_after + 2, len(self.messages))
             for n in range(first, last):
                 k = self.keys.index(self.messages[n])
-                if not after.lines[k] and after.owners[k] is None:
+                if not after.queues[k] and after.owners[k] is None:
                     after = after._replace(ready=(*after.ready, self.messages[n]))
-                after = after._replace(lines=_with(after.lines, k, (*after.lines[k], n)))
-            after = after._replace(routed=max(last, s.routed))
-        yield f"w{w} routes after {worker.read_after}", after
+                after = after._replace(queues=_with(after.queues, k, (*after.queues[k], n)))
+            after = after._replace(enqueued=max(last, s.enqueued))
+        yield f"w{w} enqueues after {worker.read_after}", after
 
-    def _end(self, s: LinesState, k: int, *, first: bool) -> LinesState:
+    def _end(self, s: KeyQueueState, k: int, *, first: bool) -> KeyQueueState:
         s = s._replace(owners=_with(s.owners, k, None), expired=_with(s.expired, k, False))
-        if not s.lines[k]:
+        if not s.queues[k]:
             return s
         return s._replace(ready=(self.keys[k], *s.ready) if first else (*s.ready, self.keys[k]))
 
-    def _take(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
-        if len(worker.turns) == 2:
+    def _lease_key(self, s: KeyQueueState, w: int, worker: Worker) -> Iterator[Step]:
+        if len(worker.leases) == 2:
             return
         after = s
         for k, is_over in enumerate(s.expired):
@@ -211,24 +214,24 @@ class Lines:
                 after = self._end(after, k, first=True)
         ready = after.ready
         if "exclusive" in self.without:
-            ready = ready or tuple(key for key, line in zip(self.keys, s.lines, strict=True) if line)
+            ready = ready or tuple(key for key, queue in zip(self.keys, s.queues, strict=True) if queue)
         if not ready:
             return
         key, *rest = ready
         k, token = self.keys.index(key), max(s.newest) + 1
         owned = after._replace(
-            ready=tuple(rest), owners=_with(after.owners, k, (w, worker.life, token)), newest=_with(s.newest, k, token),
+            ready=tuple(rest), owners=_with(after.owners, k, (w, worker.incarnation, token)), newest=_with(s.newest, k, token),
         )  # fmt: skip
-        turn = Turn(key, token, after.lines[k][: self.run])
+        lease = Lease(key, token, after.queues[k][: self.run])
         yield (
-            f"w{w} takes {key} with token {token}",
-            self._known(owned, w, worker._replace(turns=(*worker.turns, turn))),
+            f"w{w} leases {key} with token {token}",
+            self._known(owned, w, worker._replace(leases=(*worker.leases, lease))),
         )
         if s.losses:
-            yield f"w{w} takes {key} with token {token} and does not hear of it", owned._replace(losses=s.losses - 1)
+            yield f"w{w} leases {key} with token {token}, and the reply is lost", owned._replace(losses=s.losses - 1)
 
-    def _recover(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
-        known = {turn.token for turn in worker.turns} if "known" not in self.without else set()
+    def _recover(self, s: KeyQueueState, w: int, worker: Worker) -> Iterator[Step]:
+        known = {lease.token for lease in worker.leases} if "known" not in self.without else set()
         after = s
         for k, owner in enumerate(s.owners):
             if owner and owner[0] == w and owner[2] not in known:
@@ -236,50 +239,52 @@ class Lines:
         if after is not s:
             yield f"w{w} ends the leases that it does not know", after
 
-    def _work(self, s: LinesState, w: int, at: int, turn: Turn) -> Iterator[Step]:
-        k = self.keys.index(turn.key)
-        held = s.owners[k] is not None and s.owners[k][2] == turn.token  # type: ignore[index]
+    def _work(self, s: KeyQueueState, w: int, at: int, lease: Lease) -> Iterator[Step]:
+        k = self.keys.index(lease.key)
+        is_owner = s.owners[k] is not None and s.owners[k][2] == lease.token  # type: ignore[index]
 
-        def become(state: LinesState, *turns: Turn) -> LinesState:
+        def become(state: KeyQueueState, *leases: Lease) -> KeyQueueState:
             worker = state.workers[w]
-            return self._known(state, w, worker._replace(turns=(*worker.turns[:at], *turns, *worker.turns[at + 1 :])))
+            return self._known(
+                state, w, worker._replace(leases=(*worker.leases[:at], *leases, *worker.leases[at + 1 :]))
+            )
 
-        if not turn.running:
-            if not turn.ids:
-                after = self._end(s, k, first=False) if held else s
-                yield f"w{w} ends its turn with {turn.key}", become(after)
-            elif not self.aborts or (held and not s.expired[k]):
-                yield f"w{w} starts {turn.key}{turn.ids[0]}", become(s, turn._replace(running=True))
-        if turn.running and not turn.asking and self.aborts:
-            yield f"w{w} aborts {turn.key}{turn.ids[0]}", become(s)
-        if not held:
-            yield f"w{w} hears that it has lost {turn.key}", become(s)
+        if not lease.running:
+            if not lease.ids:
+                after = self._end(s, k, first=False) if is_owner else s
+                yield f"w{w} ends its lease on {lease.key}", become(after)
+            elif not self.aborts or (is_owner and not s.expired[k]):
+                yield f"w{w} starts {lease.key}{lease.ids[0]}", become(s, lease._replace(running=True))
+        if lease.running and not lease.asking and self.aborts:
+            yield f"w{w} aborts {lease.key}{lease.ids[0]}", become(s)
+        if not is_owner:
+            yield f"w{w} detects that it has lost {lease.key}", become(s)
         elif s.expired[k]:
-            yield f"w{w} extends its lease on {turn.key}", s._replace(expired=_with(s.expired, k, False))
-        if turn.running:
-            after, accepted = self._commit(s, w, k, turn, held=held)
+            yield f"w{w} extends its lease on {lease.key}", s._replace(expired=_with(s.expired, k, False))
+        if lease.running:
+            after, accepted = self._commit(s, w, k, lease, is_owner=is_owner)
             word = "commits" if accepted else "is refused"
-            heard = (Turn(turn.key, turn.token, turn.ids[1:]),) if accepted else ()
-            yield f"w{w} {word} {turn.key}{turn.ids[0]} under token {turn.token}", become(after, *heard)
+            known_after = (Lease(lease.key, lease.token, lease.ids[1:]),) if accepted else ()
+            yield f"w{w} {word} {lease.key}{lease.ids[0]} under token {lease.token}", become(after, *known_after)
             if s.losses:
-                asking = become(after._replace(losses=s.losses - 1), turn._replace(asking=True))
-                yield f"w{w} {word} {turn.key}{turn.ids[0]} under token {turn.token} and does not hear of it", asking
+                asking = become(after._replace(losses=s.losses - 1), lease._replace(asking=True))
+                yield f"w{w} {word} {lease.key}{lease.ids[0]} under token {lease.token}, and the reply is lost", asking
 
-    def _commit(self, s: LinesState, w: int, k: int, turn: Turn, *, held: bool) -> tuple[LinesState, bool]:
-        call = (turn.token, turn.ids[0])
-        if turn.asking and s.answered[w] == call and "answer" not in self.without:
+    def _commit(self, s: KeyQueueState, w: int, k: int, lease: Lease, *, is_owner: bool) -> tuple[KeyQueueState, bool]:
+        call = (lease.token, lease.ids[0])
+        if lease.asking and s.answered[w] == call and "answer" not in self.without:
             return s, True
-        is_first = s.lines[k][:1] == turn.ids[:1] or "first" in self.without
-        if not (is_first and (held or "token" in self.without)):
+        is_first = s.queues[k][:1] == lease.ids[:1] or "first" in self.without
+        if not (is_first and (is_owner or "token" in self.without)):
             return s, False
-        left = tuple(n for n in s.lines[k] if n != turn.ids[0])
+        left = tuple(n for n in s.queues[k] if n != lease.ids[0])
         after = s._replace(
-            lines=_with(s.lines, k, left), committed=(*s.committed, turn.ids[0]), answered=_with(s.answered, w, call),
-            stale=s.stale or turn.token != s.newest[k],
+            queues=_with(s.queues, k, left), committed=(*s.committed, lease.ids[0]), answered=_with(s.answered, w, call),
+            stale=s.stale or lease.token != s.newest[k],
         )  # fmt: skip
         return after, True
 
-    def wrong(self, s: LinesState) -> Iterator[str]:
+    def wrong(self, s: KeyQueueState) -> Iterator[str]:
         """See the names."""
         if len(set(s.committed)) < len(s.committed):
             yield "a message is committed twice"
@@ -289,33 +294,33 @@ class Lines:
             done = [n for n in s.committed if self.messages[n] == key]
             if done != sorted(done):
                 yield "a key is committed out of order"
-            waiting = list(s.lines[k])
-            should = [n for n in range(s.routed) if self.messages[n] == key and n not in s.committed]
+            waiting = list(s.queues[k])
+            should = [n for n in range(s.enqueued) if self.messages[n] == key and n not in s.committed]
             if waiting != should:
-                yield "a line is not what is to be done of its key, in order"
+                yield "a key queue is not what is to be done of its key, in order"
             places = s.ready.count(key) + (s.owners[k] is not None)
             if places > 1 or (waiting and not places):
-                yield "a line is in no place, or in two"
-            if sum(t.running and t.key == key for worker in s.workers for t in worker.turns) > 1:
+                yield "a key queue is in no place, or in two"
+            if sum(t.running and t.key == key for worker in s.workers for t in worker.leases) > 1:
                 yield "two workers run one key"
 
-    def wrong_at_end(self, s: LinesState) -> Iterator[str]:
+    def wrong_at_end(self, s: KeyQueueState) -> Iterator[str]:
         """All must be done."""
         if len(s.committed) < len(self.messages):
             yield "a message is never committed"
 
 
-def _renumbered(s: LinesState) -> LinesState:
+def _renumbered(s: KeyQueueState) -> KeyQueueState:
     """The same state with the lowest tokens in the same order, so that the number of states stays finite."""
-    turns = [turn for worker in s.workers for turn in worker.turns]
-    asked = {(turn.token, turn.ids[0]) for turn in turns if turn.asking}
+    leases = [lease for worker in s.workers for lease in worker.leases]
+    asked = {(lease.token, lease.ids[0]) for lease in leases if lease.asking}
     answered = tuple([call if call in asked else None for call in s.answered])
-    tokens = sorted({turn.token for turn in turns} | {*s.newest, 0})
+    tokens = sorted({lease.token for lease in leases} | {*s.newest, 0})
     if tokens[-1] == len(tokens) - 1:  # they are the lowest already, as after most steps
         return s if answered == s.answered else s._replace(answered=answered)
     low = {token: n for n, token in enumerate(tokens)}
     workers = tuple(
-        worker._replace(turns=tuple(turn._replace(token=low[turn.token]) for turn in worker.turns))
+        worker._replace(leases=tuple(lease._replace(token=low[lease.token]) for lease in worker.leases))
         for worker in s.workers
     )
     return s._replace(
@@ -454,10 +459,10 @@ class Memo:
             if ticket:
                 left = tuple(one for one in ticket[1] if one != n)
                 after = s._replace(tickets=_with(s.tickets, t, (ticket[0], left) if left else None))
-            yield f"c{c}: tells the master of {self._name(n)}", become(after, None)
+            yield f"c{c}: notifies the master of {self._name(n)}", become(after, None)
             if s.losses:
                 yield (
-                    f"c{c}: tells the master of {self._name(n)}, in vain",
+                    f"c{c}: notifies the master of {self._name(n)}, and the call is lost",
                     become(s._replace(losses=s.losses - 1), None),
                 )
 

@@ -53,7 +53,7 @@ class Run:
         drain = self.publication._drain
 
         def drain_a_little(manifest: Any) -> None:
-            with killed_at(trips + 1, heard=False):
+            with killed_at(trips + 1, arrives=False):
                 drain(manifest)
             raise Killed
 
@@ -95,10 +95,10 @@ def check(client: Client, numbers: Sequence[int], *, zombies: bool = False) -> N
 
 
 @contextmanager
-def killed_at(exchange: int, *, heard: bool) -> Iterator[Callable[[], bool]]:
+def killed_at(exchange: int, *, arrives: bool) -> Iterator[Callable[[], bool]]:
     """Kill the process at its exchange number `exchange` with Redis: before the request arrives, or before the reply.
 
-    `heard`: the request arrives. Yields a function that returns True once the process was killed.
+    `arrives`: the request arrives. Yields a function that returns True once the process was killed.
     """
     count = itertools.count(1)
     dead = False
@@ -112,7 +112,7 @@ def killed_at(exchange: int, *, heard: bool) -> Iterator[Callable[[], bool]]:
         if next(count) != exchange:
             return whole(self, *args)
         dead = True
-        if heard:
+        if arrives:
             whole(self, *args)
         raise Killed
 

@@ -70,19 +70,21 @@ class Bench(Streams):
         reader = self.spark.readStream.format("redis-streams").options(url=self.url, **chosen | options)
         return (reader.schema(schema) if schema else reader).load()
 
-    def start(self, frame: DataFrame, checkpoint: str = "checkpoint", *, once: bool = False) -> "Taken":
+    def start(self, frame: DataFrame, checkpoint: str = "checkpoint", *, once: bool = False) -> "CollectedRows":
         """Start a query that collects its rows; with `once` it ends at the newest entries of now (availableNow)."""
-        taken = Taken(f"query{next(_numbers)}")
-        writer = frame.writeStream.foreachBatch(taken.take).option("checkpointLocation", str(self.folder / checkpoint))
-        taken.query = start_to_end(writer) if once else writer.start()
-        self.queries.append(taken.query)
-        return taken
+        collected = CollectedRows(f"query{next(_numbers)}")
+        writer = frame.writeStream.foreachBatch(collected.add_batch).option(
+            "checkpointLocation", str(self.folder / checkpoint)
+        )
+        collected.query = start_to_end(writer) if once else writer.start()
+        self.queries.append(collected.query)
+        return collected
 
-    def take(self, frame: DataFrame, checkpoint: str = "checkpoint") -> "Taken":
+    def collect(self, frame: DataFrame, checkpoint: str = "checkpoint") -> "CollectedRows":
         """Run a query up to the newest entries of now."""
-        taken = self.start(frame, checkpoint, once=True)
-        await_end(taken.query)
-        return taken
+        collected = self.start(frame, checkpoint, once=True)
+        await_end(collected.query)
+        return collected
 
     def offsets(self, checkpoint: str = "checkpoint") -> list[dict[str, list[Any]]]:
         """The offsets that Spark has logged, batch by batch."""
@@ -90,7 +92,7 @@ class Bench(Streams):
         return [json.loads(path.read_text().splitlines()[2]) for path in logs]
 
 
-class Taken:
+class CollectedRows:
     """The rows that a query has read, by batch."""
 
     query: StreamingQuery
@@ -99,7 +101,7 @@ class Taken:
         self.name = name
         self.batches: list[list[Row]] = []
 
-    def take(self, frame: DataFrame, batch_id: int) -> None:
+    def add_batch(self, frame: DataFrame, batch_id: int) -> None:
         """Collect one batch (the function that foreachBatch calls)."""
         self.batches.append(frame.collect())
 

@@ -109,13 +109,13 @@ class RunningWorkers:
         eventually(have_reported, "all workers to start", log=self.log)
         return self
 
-    def victim(self, books: "Expectations") -> psutil.Process:
+    def victim(self, expectations: "Expectations") -> psutil.Process:
         """Return a worker process that has run messages; publishes some more if needed."""
 
         def have_run() -> list[psutil.Process]:
             found = [one for one in self.children() if (self._folder / f"events.{one.pid}").exists()]
-            if not found and (not books.enqueued or books.drained()):
-                books.publish_more()
+            if not found and (not expectations.enqueued or expectations.drained()):
+                expectations.publish_more()
             return found
 
         return random.choice(eventually(have_run, "a worker that runs messages", log=self.log))
@@ -299,10 +299,10 @@ class Expectations:
 class StandstillWatch:
     """Watches the arrival of effects; `longest_s` is the longest time without one while some were due."""
 
-    def __init__(self, books: Expectations) -> None:
-        self._books = books
+    def __init__(self, expectations: Expectations) -> None:
+        self._expectations = expectations
         self._over = threading.Event()
-        self._client = Client(books.client.url)
+        self._client = Client(expectations.client.url)
         self.longest_s = 0.0
 
     def watch(self) -> None:
@@ -310,12 +310,12 @@ class StandstillWatch:
         seen, since = -1, time.monotonic()
         while not self._over.wait(0.02):
             with suppress(RedisError):
-                commands = [("XLEN", "out"), ("XLEN", self._books.keys.dead_letters)]
+                commands = [("XLEN", "out"), ("XLEN", self._expectations.keys.dead_letters)]
                 done = sum(int(reply) for reply in self._client.pipeline(commands))
                 now = time.monotonic()
-                if seen >= 0 and seen < len(self._books.enqueued):
+                if seen >= 0 and seen < len(self._expectations.enqueued):
                     self.longest_s = max(self.longest_s, now - since)
-                if done != seen or done >= len(self._books.enqueued):
+                if done != seen or done >= len(self._expectations.enqueued):
                     seen, since = done, now
         self._client.close()
 
@@ -325,9 +325,9 @@ class StandstillWatch:
 
 
 @contextmanager
-def watched(books: Expectations) -> Iterator[StandstillWatch]:
+def watched(expectations: Expectations) -> Iterator[StandstillWatch]:
     """Watch for standstills during the block."""
-    watch = StandstillWatch(books)
+    watch = StandstillWatch(expectations)
     thread = threading.Thread(target=watch.watch)
     thread.start()
     try:

@@ -113,13 +113,13 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
 ]
 
 
-@pytest.mark.parametrize(("function", "streams", "options", "says"), MISTAKES, ids=[m[3] for m in MISTAKES])
+@pytest.mark.parametrize(("function", "streams", "options", "reason"), MISTAKES, ids=[m[3] for m in MISTAKES])
 def test_a_mistake_in_a_handler_is_one_line_that_says_what_to_change(
-    function: Callable[..., Any], streams: tuple[Any, ...], options: dict[str, Any], says: str
+    function: Callable[..., Any], streams: tuple[Any, ...], options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         App("app").handler(*streams, **options)(function)
-    assert says in str(caught.value)
+    assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -185,7 +185,7 @@ def test_a_key_function_may_return_text_bytes_or_a_number_and_anything_else_is_r
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "reason"),
     [
         ("import nothing_of_this_name", "needs the module 'nothing_of_this_name', which is not installed"),
         ("1 / 0", r"ZeroDivisionError: division by zero .*line 1\)"),
@@ -197,10 +197,10 @@ def test_a_key_function_may_return_text_bytes_or_a_number_and_anything_else_is_r
         ("raise SystemExit(3)", "SystemExit"),
     ],
 )
-def test_a_mistake_in_an_app_file_is_one_clear_line(tmp_path: Path, text: str, says: str) -> None:
+def test_a_mistake_in_an_app_file_is_one_clear_line(tmp_path: Path, text: str, reason: str) -> None:
     name = f"app_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text)
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=reason) as caught:
         load_app(str(tmp_path / f"{name}.py:app"))
     assert "\n" not in str(caught.value)
 
@@ -265,7 +265,7 @@ def test_a_stream_whose_slot_no_other_key_can_share_is_refused(stream: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "reason"),
     [
         ("queue.py", "shadow Python's own module 'queue'"),
         ("json.py", "shadow Python's own module 'json'"),
@@ -274,9 +274,11 @@ def test_a_stream_whose_slot_no_other_key_can_share_is_refused(stream: str) -> N
         ("msgspec.py", r"has the name of the module 'msgspec' in .*__init__\.py"),
     ],
 )
-def test_a_file_that_workers_could_not_import_by_its_name_must_be_renamed(tmp_path: Path, name: str, says: str) -> None:
+def test_a_file_that_workers_could_not_import_by_its_name_must_be_renamed(
+    tmp_path: Path, name: str, reason: str
+) -> None:
     (tmp_path / name).write_text("from millstream import App\napp = App('a')\n")
-    with pytest.raises(ConfigError, match=rf"{says}.*; rename it"):
+    with pytest.raises(ConfigError, match=rf"{reason}.*; rename it"):
         load_app(f"{tmp_path / name}:app")
     assert str(tmp_path) not in os.environ.get("PYTHONPATH", "")
 

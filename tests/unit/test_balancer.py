@@ -111,13 +111,13 @@ def test_items_are_taken_in_order_and_waited_for() -> None:
 
 def test_many_threads_take_each_item_once() -> None:
     box: NotificationQueue[int] = NotificationQueue()
-    taken: list[int] = []
+    received: list[int] = []
 
-    def take() -> None:
+    def drain() -> None:
         while (item := box.get()) is not None:
-            taken.append(item)
+            received.append(item)
 
-    threads = [threading.Thread(target=take, daemon=True) for _ in range(4)]
+    threads = [threading.Thread(target=drain, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for n in range(1_000):
@@ -126,7 +126,7 @@ def test_many_threads_take_each_item_once() -> None:
     for thread in threads:
         thread.join(FAIL_SAFE_S)
     assert not any(thread.is_alive() for thread in threads)
-    assert sorted(taken) == list(range(1_000))
+    assert sorted(received) == list(range(1_000))
 
 
 def test_what_is_unwanted_is_withdrawn_and_the_rest_stays_in_order() -> None:
@@ -166,7 +166,7 @@ def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
     assert asyncio.run(program()) == [None] * 3
 
 
-def fill_once_somebody_waits(box: NotificationQueue[int], count: int) -> None:
+def fill_once_a_task_waits(box: NotificationQueue[int], count: int) -> None:
     eventually(lambda: box._waiters, "somebody to wait")
     fill(box, count)
 
@@ -175,7 +175,7 @@ def test_items_put_by_a_thread_wake_the_event_loop() -> None:
     box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
-        threading.Thread(target=fill_once_somebody_waits, args=(box, 3)).start()
+        threading.Thread(target=fill_once_a_task_waits, args=(box, 3)).start()
         return [await asyncio.wait_for(box.get_async(), FAIL_SAFE_S) for _ in range(3)]
 
     assert asyncio.run(program()) == [0, 1, 2]
@@ -198,7 +198,7 @@ def test_a_wait_that_is_cancelled_costs_no_item() -> None:
     box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int]:
-        taken = []
+        received = []
         for n in range(200):
             task = asyncio.create_task(box.get_async())
             await asyncio.sleep(0)
@@ -211,10 +211,10 @@ def test_a_wait_that_is_cancelled_costs_no_item() -> None:
             except asyncio.CancelledError:
                 continue
             assert item is not None
-            taken.append(item)
+            received.append(item)
         while (item := box.get(0)) is not None:
-            taken.append(item)
-        return taken
+            received.append(item)
+        return received
 
     assert sorted(asyncio.run(program())) == list(range(200))
 

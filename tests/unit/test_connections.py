@@ -8,14 +8,14 @@ import pytest
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.services.web.connections import Connection, Connections, Limits
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 
 pytestmark = [pytest.mark.router, pytest.mark.master]
 
 REQUEST_MS = 10_000.0
 
 
-class Line:
+class Transport:
     """The transport of a connection, as much as is asked of it."""
 
     def __init__(self) -> None:
@@ -33,19 +33,19 @@ class Line:
 
 
 class Listener:
-    """Room for so many, in the hands of a test."""
+    """A limit of so many connections, with a clock that the test moves."""
 
     def __init__(self, connections: int) -> None:
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.recorder = Recorder()
         limits = Limits(connections=connections, request_s=REQUEST_MS / 1000)
         self.all = Connections(limits, metrics=self.recorder, clock=self.clock)
 
-    def come(self) -> tuple[Connection, Line]:
+    def come(self) -> tuple[Connection, Transport]:
         """One more. It is a moment later than the last."""
         self.clock.now_ms += 1
-        line = Line()
-        return self.all.open(cast("Any", line)), line
+        transport = Transport()
+        return self.all.open(cast("Any", transport)), transport
 
     def cut(self, reason: str) -> float:
         """How many were cut for this reason."""
@@ -54,13 +54,19 @@ class Listener:
 
 def test_where_there_are_too_many_the_one_that_has_waited_longest_for_a_request_goes() -> None:
     listener = Listener(3)
-    (first, first_line), (_, second_line), (third, third_line) = listener.come(), listener.come(), listener.come()
+    (first, first_transport), (_, second_transport), (third, third_transport) = (
+        listener.come(),
+        listener.come(),
+        listener.come(),
+    )
     listener.all.clear_wait(first)
-    _, fourth_line = listener.come()
-    assert [line.ended for line in (first_line, second_line, third_line, fourth_line)] == ["", "aborted", "", ""]
+    _, fourth_transport = listener.come()
+    assert [
+        transport.ended for transport in (first_transport, second_transport, third_transport, fourth_transport)
+    ] == ["", "aborted", "", ""]
     listener.all.await_client(first)  # it was answered, and waits from now on
     listener.come()
-    assert (first_line.ended, third_line.ended) == ("", "aborted")
+    assert (first_transport.ended, third_transport.ended) == ("", "aborted")
     listener.all.remove(third, None)
     assert (len(listener.all), listener.cut("crowded")) == (3, 2)
 
@@ -70,11 +76,11 @@ def test_who_has_sent_a_request_is_closed_for_nobody() -> None:
     working = [listener.come() for _ in range(2)]
     for connection, _ in working:
         listener.all.clear_wait(connection)
-    newcomer, line = listener.come()
-    _, later_line = listener.come()
+    newcomer, transport = listener.come()
+    _, later_transport = listener.come()
     assert [one.ended for _, one in working] == ["", ""]
-    assert line.ended == "aborted", "newcomers take each other's place"
-    assert later_line.ended == ""
+    assert transport.ended == "aborted", "newcomers take each other's place"
+    assert later_transport.ended == ""
     listener.all.await_client(newcomer)  # what is heard of one that is cut changes nothing
     assert len(listener.all) == 3
 
@@ -84,19 +90,23 @@ def test_a_request_is_refused_only_if_all_others_are_at_work() -> None:
     (working, _), (asking, _) = listener.come(), listener.come()
     assert len(listener.all) == 1, "the first had sent nothing"
     listener = Listener(1)
-    working, line = listener.come()
+    working, transport = listener.come()
     listener.all.clear_wait(working)
     asking, _ = listener.come()
     listener.all.clear_wait(asking)
     assert listener.all.is_full()
     listener.all.await_client(working)
     assert not listener.all.is_full()
-    assert line.ended == "aborted", "it was done, and made room"
+    assert transport.ended == "aborted", "it was done, and made room"
 
 
 def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
     listener = Listener(10)
-    (_, silent), (body, body_line), (working, working_line) = listener.come(), listener.come(), listener.come()
+    (_, silent), (body, body_transport), (working, working_transport) = (
+        listener.come(),
+        listener.come(),
+        listener.come(),
+    )
     listener.all.await_body(body)
     listener.all.clear_wait(working)
     listener.clock.now_ms += REQUEST_MS - 3
@@ -104,20 +114,20 @@ def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
     assert silent.ended == ""
     listener.clock.now_ms += 3
     listener.all.sweep()
-    assert (silent.ended, body_line.ended) == ("aborted", "")
+    assert (silent.ended, body_transport.ended) == ("aborted", "")
     listener.clock.now_ms += 2 * REQUEST_MS
     listener.all.sweep()
-    assert (body_line.ended, working_line.ended) == ("aborted", "")
+    assert (body_transport.ended, working_transport.ended) == ("aborted", "")
     listener.all.await_client(working)
     listener.clock.now_ms += REQUEST_MS
     listener.all.sweep()
-    assert working_line.ended == "aborted"
+    assert working_transport.ended == "aborted"
     assert listener.cut("late") == 3
 
 
 def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
     listener = Listener(3)
-    (loading, loading_line), (last, last_line), (stream, stream_line) = (
+    (loading, loading_transport), (last, last_transport), (stream, stream_transport) = (
         listener.come(),
         listener.come(),
         listener.come(),
@@ -128,18 +138,18 @@ def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
     listener.all.await_client(loading, "reading")
     listener.all.await_client(stream, "reading")
     listener.all.await_client(last)
-    last_line.unread = 1  # of the answer that is complete
+    last_transport.unread = 1  # of the answer that is complete
     listener.clock.now_ms += 100 * REQUEST_MS
     listener.all.sweep()
-    assert [one.ended for one in (loading_line, last_line, stream_line)] == ["", "", ""]
+    assert [one.ended for one in (loading_transport, last_transport, stream_transport)] == ["", "", ""]
     listener.come()
     listener.come()
-    assert [one.ended for one in (loading_line, last_line, stream_line)] == ["aborted", "aborted", ""]
+    assert [one.ended for one in (loading_transport, last_transport, stream_transport)] == ["aborted", "aborted", ""]
 
 
 def test_the_time_for_the_next_request_begins_when_the_answer_has_been_taken() -> None:
     listener = Listener(3)
-    (done, done_line), (going_on, going_on_line), (stream, stream_line) = (
+    (done, done_transport), (going_on, going_on_transport), (stream, stream_transport) = (
         listener.come(),
         listener.come(),
         listener.come(),
@@ -153,10 +163,10 @@ def test_the_time_for_the_next_request_begins_when_the_answer_has_been_taken() -
     for connection in (done, going_on, stream):
         listener.all.on_read(connection)
     listener.all.sweep()
-    assert done_line.ended == ""
+    assert done_transport.ended == ""
     listener.clock.now_ms += REQUEST_MS
     listener.all.sweep()
-    assert [one.ended for one in (done_line, going_on_line, stream_line)] == ["aborted", "", ""]
+    assert [one.ended for one in (done_transport, going_on_transport, stream_transport)] == ["aborted", "", ""]
 
 
 def test_that_there_are_too_many_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,9 +183,9 @@ def test_that_there_are_too_many_is_said_once_a_minute(caplog: pytest.LogCapture
 
 def test_a_stop_closes_those_that_owe_something() -> None:
     listener = Listener(2)
-    (_, silent), (working, working_line) = listener.come(), listener.come()
+    (_, silent), (working, working_transport) = listener.come(), listener.come()
     listener.all.clear_wait(working)
     listener.all.close_waiting()
-    assert (silent.ended, working_line.ended) == ("closed", "")
+    assert (silent.ended, working_transport.ended) == ("closed", "")
     listener.all.abort_all()
-    assert working_line.ended == "aborted"
+    assert working_transport.ended == "aborted"

@@ -29,9 +29,9 @@ def test_every_command_of_the_services_is_one_that_millstream_understands(servic
 
 
 def test_redis_keeps_what_it_accepts(services: dict[str, Any]) -> None:
-    said = " ".join(services["redis"]["command"])
-    assert "--appendonly yes" in said
-    assert "--maxmemory-policy noeviction" in said
+    output = " ".join(services["redis"]["command"])
+    assert "--appendonly yes" in output
+    assert "--maxmemory-policy noeviction" in output
     assert services["redis"]["volumes"] == ["redis:/data"]
 
 

@@ -11,8 +11,8 @@ from millstream.handlers.attempt import DeadLettered, Parked, RetryLater, attemp
 from millstream.handlers.handler import Handler, compile_handler
 from millstream.model import Message
 from millstream.observability.failure_log import NEW_KINDS_PER_MINUTE, PER_MINUTE, FailureLog, FailureRecorder
-from tests.support.clocks import HandClock
-from tests.support.urls import CANARY, told
+from tests.support.clocks import ManualClock
+from tests.support.urls import PASSWORD, contains_password
 
 pytestmark = [pytest.mark.worker]
 
@@ -44,7 +44,7 @@ class Failing:
 
     def __init__(self, handler: Handler = HANDLER) -> None:
         self.handler = handler
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.log = FailureLog(handler, clock=self.clock)
         self.number = 0
 
@@ -138,9 +138,9 @@ def test_a_flood_is_ten_lines_and_then_one_a_minute_with_the_number_left_out(cap
     assert lines(caplog) == []
     failing.clock.now_ms += MINUTE_MS
     failing.fail(times=500)
-    told_again = lines(caplog)
-    assert len(told_again) == 2
-    assert told_again[0][1] == (
+    again = lines(caplog)
+    assert len(again) == 2
+    assert again[0][1] == (
         "shop.total: 9,990 more failed attempts, left out of this log: 9,990 RuntimeError; see: millstream info"
     )
     failing.clock.now_ms += MINUTE_MS
@@ -216,9 +216,9 @@ def test_an_error_and_a_stream_of_any_characters_are_logged_on_either_engine(cap
 
 
 def test_no_line_of_a_failure_has_a_password_or_a_second_line(caplog: pytest.LogCaptureFixture) -> None:
-    error = ConnectionError(f"cannot open\nredis://me:{CANARY}@h:1/0 100% \x1b[31m")
+    error = ConnectionError(f"cannot open\nredis://me:{PASSWORD}@h:1/0 100% \x1b[31m")
     Failing().log.attempt_failed("or\nders", "1-0", b"\x1b\xff", 1, RetryLater(10, str(error), error))
     (record,) = caplog.records
-    assert not told(record.getMessage() + str(record.__dict__))
+    assert not contains_password(record.getMessage() + str(record.__dict__))
     assert record.getMessage().isprintable()
     assert logging.Formatter("%(message)s").format(record).isprintable()

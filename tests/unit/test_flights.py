@@ -48,7 +48,7 @@ def results_of(expected: Expected) -> Results:
     """What a faultless run leaves, one aircraft after the other: more order than that is not promised."""
     return Results(
         published=range(sum(map(len, expected.departures.values())) + len(expected.unkeyed)),
-        departures=[told for career in expected.departures.values() for told in career],
+        departures=[entry for career in expected.departures.values() for entry in career],
         dead=[(row, "missing-key") for row in expected.unkeyed],
         states={tailnum: dict(state) for tailnum, state in expected.states.items()},
     )
@@ -102,7 +102,7 @@ def test_the_example_says_of_every_flight_what_the_reference_says(year: Flights,
     chosen = {*sorted(expected.departures)[:: 1 if os.environ.get("MILLSTREAM_SOAK") else 20]}
     handler = load_app(f"{EXAMPLE}:app").handlers["departure"]
     states: dict[str, State] = defaultdict(State)
-    told: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    entries: dict[str, list[dict[str, Any]]] = defaultdict(list)
     unkeyed = set()
     for fields in year:
         if "tailnum" in fields and fields["tailnum"] not in chosen:
@@ -112,12 +112,12 @@ def test_the_example_says_of_every_flight_what_the_reference_says(year: Flights,
             unkeyed.add(int(fields["row"]))
         else:
             tailnum = fields["tailnum"]
-            told[tailnum].append(handler.function(**handler.bind(message, states[tailnum])))
+            entries[tailnum].append(handler.function(**handler.bind(message, states[tailnum])))
     assert unkeyed == expected.unkeyed
-    assert told.keys() == chosen
+    assert entries.keys() == chosen
     for tailnum in chosen:
         career = expected.departures[tailnum]
-        assert [written(entry) for entry in told[tailnum]] == [written(right._asdict()) for right in career]
+        assert [written(entry) for entry in entries[tailnum]] == [written(right._asdict()) for right in career]
         assert expected.states[tailnum].items() <= states[tailnum].items()
 
 
@@ -127,12 +127,12 @@ def written(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_year_has_flights_of_every_kind_that_the_example_tells_apart(expected: Expected) -> None:
-    told = [entry for career in expected.departures.values() for entry in career]
-    assert len(told) == 336_776 - 2_512
-    assert sum(entry.dep_delay is None for entry in told) == 8_255 - 2_512
-    assert any(entry.recovered is None for entry in told if entry.dep_delay is not None)
-    assert sum(entry.late_again is True for entry in told) > 10_000
-    assert max(entry.cancellations for entry in told) > 10
+    entries = [entry for career in expected.departures.values() for entry in career]
+    assert len(entries) == 336_776 - 2_512
+    assert sum(entry.dep_delay is None for entry in entries) == 8_255 - 2_512
+    assert any(entry.recovered is None for entry in entries if entry.dep_delay is not None)
+    assert sum(entry.late_again is True for entry in entries) > 10_000
+    assert max(entry.cancellations for entry in entries) > 10
 
 
 def test_hours_between_departures_are_right_where_the_clocks_change(year: Flights) -> None:
@@ -163,10 +163,10 @@ def duplicate(results: Results) -> Results:
 
 def swap(results: Results) -> Results:
     """Two flights of one aircraft."""
-    told = list(results.departures)
-    at = next(i for i in range(len(told)) if told[i].tailnum == told[i + 1].tailnum)
-    told[at], told[at + 1] = told[at + 1], told[at]
-    return replace(results, departures=told)
+    entries = list(results.departures)
+    at = next(i for i in range(len(entries)) if entries[i].tailnum == entries[i + 1].tailnum)
+    entries[at], entries[at + 1] = entries[at + 1], entries[at]
+    return replace(results, departures=entries)
 
 
 def alter(results: Results) -> Results:
@@ -247,12 +247,12 @@ def test_the_audit_finds_a_planted_fault(few: Expected, plant: Callable[[Results
 
 
 def test_the_worst_hours_and_aircraft_are_those_of_the_committed_entries() -> None:
-    def told(tailnum: str, number: int, hour: int, delay: int | None, mean: float | None) -> Departure:
+    def departure(tailnum: str, number: int, hour: int, delay: int | None, mean: float | None) -> Departure:
         place = ("AA", 1, "JFK", "BOS", "2013-01-01T10:00Z")
         return Departure(0, tailnum, number, *place, hour, 0, dep_delay=delay, mean_delay=mean)
 
-    career = [told("N1", 1, 6, 10, 10.0), told("N1", 2, 6, 50, 30.0), told("N1", 3, 6, None, None)]
-    other = [told("N2", 1, 21, 20, 20.0)]
+    career = [departure("N1", 1, 6, 10, 10.0), departure("N1", 2, 6, 50, 30.0), departure("N1", 3, 6, None, None)]
+    other = [departure("N2", 1, 21, 20, 20.0)]
     hours = hours_of_day(career + other)
     assert [(hour.hour, hour.flights, hour.mean_delay) for hour in hours] == [(6, 2, 30.0), (21, 1, 20.0)]
     assert hours[0].late_share == 0.5
@@ -278,13 +278,13 @@ def outcome_of(few: Expected, results: Results, chart: Path) -> Outcome:
 def test_the_report_shows_the_verdict_the_kills_and_the_faults(few: Expected) -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     print_report(console, outcome_of(few, swap(drop(results_of(few))), Path("departures.png")))
-    told = console.export_text()
-    assert re.search(r"messages in\s+3,000", told)
-    assert re.search(r"lost\s+1\b", told)
-    assert re.search(r"order violations\s+1\b", told)
-    assert "out_of_order: " in told
-    assert "kill -9 4711: a Python worker of Spark" in told
-    assert "departures.png" in told
+    text = console.export_text()
+    assert re.search(r"messages in\s+3,000", text)
+    assert re.search(r"lost\s+1\b", text)
+    assert re.search(r"order violations\s+1\b", text)
+    assert "out_of_order: " in text
+    assert "kill -9 4711: a Python worker of Spark" in text
+    assert "departures.png" in text
 
 
 def test_the_json_has_every_figure(few: Expected) -> None:

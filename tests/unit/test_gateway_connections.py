@@ -58,14 +58,14 @@ def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.Monk
 
     async def main() -> Any:
         pace = FlowControl(heartbeat_s=HOUR_S, stall_s=HOUR_S)
-        house = ConnectionManager(
+        connections = ConnectionManager(
             Router("redis://127.0.0.1:1"), limits=ConnectionLimits(), pace=pace, metrics=NO_METRICS
         )
         wire = Deaf()
-        serving = asyncio.create_task(house.serve(wire, b"", []))
-        await eventually_async(lambda: house.counts.open == 1, "the connection")
-        await house.close(0.01)
+        serving = asyncio.create_task(connections.serve(wire, b"", []))
+        await eventually_async(lambda: connections.counts.open == 1, "the connection")
+        await connections.close(0.01)
         await serving
-        return wire.cut.is_set(), house.counts.open, house.counts.ended
+        return wire.cut.is_set(), connections.counts.open, connections.counts.ended
 
     assert asyncio.run(main()) == (True, 0, 1)

@@ -18,12 +18,12 @@ LONGEST = 6 * PART_BYTES + 1_000
 """Each character may become an escape of six."""
 
 
-class Heard:
-    """What a client of events is sent, and how often others had their turn meanwhile."""
+class RecordingClient:
+    """A client of events that records what it is sent, and how often other tasks ran meanwhile."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.turns = 0
+        self.other_runs = 0
         connection = Connections(Limits(connections=1), metrics=NO_METRICS).open(cast("Any", self))
         self.wire = EventTransport({"state": {"connection": connection}}, self._never, self._send)
 
@@ -35,15 +35,15 @@ class Heard:
     def abort(self) -> None: ...
 
     async def others(self) -> None:
-        """Anybody else on the same loop."""
+        """Another task on the same loop."""
         while True:
-            self.turns += 1
+            self.other_runs += 1
             await asyncio.sleep(0)
 
 
-def heard(message: Message) -> Heard:
-    async def main() -> Heard:
-        found = Heard()
+def sent_for(message: Message) -> RecordingClient:
+    async def main() -> RecordingClient:
+        found = RecordingClient()
         other = asyncio.create_task(found.others())
         rendered = found.wire.render(message, message.id)
         assert not isinstance(rendered, bytes)
@@ -56,9 +56,9 @@ def heard(message: Message) -> Heard:
 
 @pytest.mark.parametrize("value", [b"\x01" * 1_000_000, b"\xff" * 1_000_000], ids=["text", "bytes"])
 def test_a_large_message_goes_out_in_parts_and_others_get_their_turn_between_them(value: bytes) -> None:
-    found = heard(Message("s", "1-0", [b"v", value]))
+    found = sent_for(Message("s", "1-0", [b"v", value]))
     assert max(map(len, found.bodies)) <= LONGEST
-    assert found.turns >= len(value) // PART_BYTES
+    assert found.other_runs >= len(value) // PART_BYTES
     text = value.decode() if value[0] == 1 else {"hex": value.hex()}
     lines = b"".join(found.bodies).decode().split("\n")
     assert lines[0] == "id: 1-0"

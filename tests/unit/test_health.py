@@ -12,19 +12,19 @@ from millstream.observability import metrics
 from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
 from millstream.worker.loop_metrics import LoopMetrics
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
 
 
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock(1_000_000.0)
+def clock() -> ManualClock:
+    return ManualClock(1_000_000.0)
 
 
 @pytest.fixture
-def health(clock: HandClock) -> Health:
+def health(clock: ManualClock) -> Health:
     return Health(read_within_ms=30_000, clock=clock)
 
 
@@ -43,7 +43,7 @@ def ask(server: HealthServer, page: str) -> tuple[int, list[str]]:
 
 
 def test_a_worker_that_polls_an_empty_stream_is_healthy_for_ever(
-    server: HealthServer, health: Health, clock: HandClock
+    server: HealthServer, health: Health, clock: ManualClock
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=1_000)
     for _ in range(10):
@@ -53,7 +53,7 @@ def test_a_worker_that_polls_an_empty_stream_is_healthy_for_ever(
 
 
 def test_a_live_process_that_no_longer_reads_is_not_healthy_until_it_reads_again(
-    server: HealthServer, health: Health, clock: HandClock
+    server: HealthServer, health: Health, clock: ManualClock
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=1_000)
     progress.on_read()
@@ -65,7 +65,7 @@ def test_a_live_process_that_no_longer_reads_is_not_healthy_until_it_reads_again
 
 
 def test_work_in_hand_of_which_nothing_ends_is_not_healthy_although_it_reads(
-    server: HealthServer, health: Health, clock: HandClock
+    server: HealthServer, health: Health, clock: ManualClock
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=5_000)
     clock.sleep_ms(500_000)  # an idle time before the work is not held against it
@@ -84,7 +84,7 @@ def test_work_in_hand_of_which_nothing_ends_is_not_healthy_although_it_reads(
     assert ask(server, "/healthz") == (200, [])
 
 
-def test_a_run_that_raises_has_ended(health: Health, clock: HandClock) -> None:
+def test_a_run_that_raises_has_ended(health: Health, clock: ManualClock) -> None:
     progress = health.progress("shop.total", run_within_ms=1_000)
     with pytest.raises(LookupError), progress.running():
         raise LookupError
@@ -94,7 +94,7 @@ def test_a_run_that_raises_has_ended(health: Health, clock: HandClock) -> None:
 
 
 def test_a_stuck_handler_does_not_hide_behind_a_busy_one(
-    server: HealthServer, health: Health, clock: HandClock
+    server: HealthServer, health: Health, clock: ManualClock
 ) -> None:
     stuck = health.progress("shop.stuck", run_within_ms=1_000)
     busy = health.progress("shop.busy", run_within_ms=1_000)
@@ -119,7 +119,7 @@ def test_a_worker_is_ready_only_after_its_first_read(server: HealthServer, healt
 
 
 def test_a_worker_that_never_gets_to_read_is_not_healthy(
-    server: HealthServer, health: Health, clock: HandClock
+    server: HealthServer, health: Health, clock: ManualClock
 ) -> None:
     health.progress("shop.total", run_within_ms=1_000)
     clock.sleep_ms(30_001)
@@ -127,7 +127,7 @@ def test_a_worker_that_never_gets_to_read_is_not_healthy(
 
 
 def test_a_stopping_worker_is_not_ready_but_healthy_while_its_work_goes_on(
-    server: HealthServer, health: Health, clock: HandClock
+    server: HealthServer, health: Health, clock: ManualClock
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=100_000)
     progress.on_read()
@@ -140,7 +140,7 @@ def test_a_stopping_worker_is_not_ready_but_healthy_while_its_work_goes_on(
     assert ask(server, "/healthz")[0] == 503
 
 
-def test_the_page_says_where_each_handler_stands(server: HealthServer, health: Health, clock: HandClock) -> None:
+def test_the_page_says_where_each_handler_stands(server: HealthServer, health: Health, clock: ManualClock) -> None:
     progress = health.progress("shop.total", run_within_ms=1_000)
     progress.on_run_started(3)
     clock.sleep_ms(1_500)
@@ -202,7 +202,7 @@ def test_a_limit_that_makes_no_sense_is_refused() -> None:
 
 
 def test_a_read_that_failed_is_not_held_against_a_worker_that_has_nothing_to_read_any_more(
-    health: Health, clock: HandClock
+    health: Health, clock: ManualClock
 ) -> None:
     report = LoopMetrics("a.b", time_limit_ms=1_000, health=health)
     report.on_poll_wanted()

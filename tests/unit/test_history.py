@@ -232,22 +232,22 @@ def timeline(rng: Random) -> Timeline:
     """A valid history in true order: entries of each key run one after the other, on owners that change."""
     entries = [(f"{5 + n // 12}-{n % 12}", rng.choice(KEYS)) for n in range(rng.randint(1, 30))]
     events = [Event(kind="enqueued", stream="s", id=entry, key=key) for entry, key in entries]
-    lanes: dict[tuple[str, object], list[Event]] = {}
+    histories: dict[tuple[str, object], list[Event]] = {}
     for handler in ("h", "g")[: rng.randint(1, 2)]:
         owners: dict[tuple[str, object], int] = {}
         for entry, key in entries:
-            lane = handler, entry if key is None else key
-            lanes.setdefault(lane, []).extend(life(rng, handler, entry, key, owners.get(lane, 1)))
-            owners[lane] = lanes[lane][-1].token or 1
-    while lanes:
-        chosen = rng.choice(sorted(lanes, key=repr))
-        events.append(lanes[chosen].pop(0))
-        if not lanes[chosen]:
-            del lanes[chosen]
+            owner_key = handler, entry if key is None else key
+            histories.setdefault(owner_key, []).extend(history_of(rng, handler, entry, key, owners.get(owner_key, 1)))
+            owners[owner_key] = histories[owner_key][-1].token or 1
+    while histories:
+        chosen = rng.choice(sorted(histories, key=repr))
+        events.append(histories[chosen].pop(0))
+        if not histories[chosen]:
+            del histories[chosen]
     return events
 
 
-def life(rng: Random, handler: str, entry: str, key: bytes | None, token: int) -> Iterable[Event]:
+def history_of(rng: Random, handler: str, entry: str, key: bytes | None, token: int) -> Iterable[Event]:
     """One entry from its first start to its effect: retries, killed workers and hand-over included."""
 
     def step(kind: Kind) -> Event:
@@ -320,7 +320,7 @@ def duplicate(rng: Random, events: Timeline) -> dict[str, list[str]]:
 
 
 def swap(rng: Random, events: Timeline) -> dict[str, list[str]]:
-    spots = lane_of_an_effect(rng, events)
+    spots = effects_of_one_key(rng, events)
     if len(spots) < 2:
         return {}
     first, last = sorted(rng.sample(range(len(spots)), 2))
@@ -332,7 +332,7 @@ def swap(rng: Random, events: Timeline) -> dict[str, list[str]]:
 
 
 def commit_with_an_old_token(rng: Random, events: Timeline) -> dict[str, list[str]]:
-    spots = lane_of_an_effect(rng, events)[1:]
+    spots = effects_of_one_key(rng, events)[1:]
     if not spots:
         return {}
     spot = rng.choice(spots)
@@ -349,7 +349,7 @@ def overlap(rng: Random, events: Timeline) -> dict[str, list[str]]:
     return {"overlapping": [events[spot].id]}
 
 
-def lane_of_an_effect(rng: Random, events: Timeline) -> list[int]:
+def effects_of_one_key(rng: Random, events: Timeline) -> list[int]:
     """The places of all effects of one handler and key, in order."""
     keyed = [n for n, each in enumerate(events) if each.kind in EFFECTS and each.key is not None]
     if not keyed:
@@ -586,10 +586,10 @@ def test_a_recorder_killed_while_it_writes_leaves_a_readable_log(tmp_path: Path)
         )
         with writer:
             assert writer.stdout is not None
-            said = [int(writer.stdout.readline()) for _ in range(3)]
+            written = [int(writer.stdout.readline()) for _ in range(3)]
             writer.send_signal(signal.SIGKILL)
         log = read_events(path)
         assert len(log.torn) <= 3
         assert [each.id for each in log] == [f"5-{n}" for n in range(len(log.events))]
-        assert len(log.events) > said[-1], "an event that the process was told is written is missing"
+        assert len(log.events) > written[-1], "an event that the process was told is written is missing"
         seen = len(log.events)

@@ -12,26 +12,26 @@ pytestmark = [pytest.mark.worker]
 
 
 class Spy:
-    """A connection that notes what it is told, and says that so many rows were changed."""
+    """A connection that records its calls, and reports that so many rows were changed."""
 
     def __init__(self, rowcount: int = 1) -> None:
         self.rowcount = rowcount
-        self.told: list[tuple[str, object]] = []
+        self.statements: list[tuple[str, object]] = []
 
     def cursor(self) -> "Spy":
         return self
 
     def execute(self, statement: str, parameters: object, /) -> None:
-        self.told.append((" ".join(statement.split()), parameters))
+        self.statements.append((" ".join(statement.split()), parameters))
 
     def close(self) -> None:
-        self.told.append(("close", None))
+        self.statements.append(("close", None))
 
     def commit(self) -> None:
-        self.told.append(("commit", None))
+        self.statements.append(("commit", None))
 
     def rollback(self) -> None:
-        self.told.append(("rollback", None))
+        self.statements.append(("rollback", None))
 
 
 STYLES = {
@@ -48,7 +48,7 @@ def test_parameters_are_written_as_the_driver_wants_them(style: str) -> None:
     spy = Spy()
     with Inbox("shop.total", paramstyle=style).once(spy, Message("orders", "5-1", ())):
         pass
-    statement, parameters = spy.told[0]
+    statement, parameters = spy.statements[0]
     assert statement == (
         f"INSERT INTO millstream_inbox (consumer, stream, id, seen_ms) VALUES ({STYLES[style]}) "
         "ON CONFLICT (consumer, stream, id) DO NOTHING"
@@ -64,8 +64,8 @@ def test_parameters_are_written_as_the_driver_wants_them(style: str) -> None:
 def test_a_key_is_held_before_its_message_is_noted_and_all_of_it_is_one_transaction() -> None:
     spy = Spy()
     with Inbox("shop.total", paramstyle="qmark").once(spy, Message("orders", "5-1", (), key=b"k", fence=7)):
-        spy.told.append(("effects", None))
-    assert [statement.partition(" (")[0] for statement, _ in spy.told] == [
+        spy.statements.append(("effects", None))
+    assert [statement.partition(" (")[0] for statement, _ in spy.statements] == [
         "INSERT INTO millstream_inbox_fence",
         "close",
         "INSERT INTO millstream_inbox",
@@ -73,7 +73,7 @@ def test_a_key_is_held_before_its_message_is_noted_and_all_of_it_is_one_transact
         "effects",
         "commit",
     ]
-    assert spy.told[0][0].endswith("WHERE millstream_inbox_fence.fence <= excluded.fence")
+    assert spy.statements[0][0].endswith("WHERE millstream_inbox_fence.fence <= excluded.fence")
 
 
 def test_a_table_in_a_schema_is_named_in_full_where_sql_wants_it() -> None:
@@ -82,8 +82,8 @@ def test_a_table_in_a_schema_is_named_in_full_where_sql_wants_it() -> None:
     assert "CREATE INDEX IF NOT EXISTS seen_fence_seen ON app.seen_fence" in inbox.schema
     spy = Spy()
     inbox.fresh(spy, Message("orders", "5-1", (), key=b"k"))
-    assert spy.told[0][0].startswith("INSERT INTO app.seen_fence (")
-    assert spy.told[0][0].endswith("WHERE seen_fence.fence <= excluded.fence")
+    assert spy.statements[0][0].startswith("INSERT INTO app.seen_fence (")
+    assert spy.statements[0][0].endswith("WHERE seen_fence.fence <= excluded.fence")
 
 
 def test_a_driver_that_counts_no_rows_is_refused_rather_than_believed() -> None:
@@ -93,7 +93,7 @@ def test_a_driver_that_counts_no_rows_is_refused_rather_than_believed() -> None:
         Inbox("a.b", paramstyle="qmark").once(spy, Message("orders", "5-1", ())),
     ):
         pass
-    assert spy.told[-1] == ("rollback", None)
+    assert spy.statements[-1] == ("rollback", None)
 
 
 @pytest.mark.parametrize("table", ["", "a b", "a;DROP TABLE x", "a.b.c", "1a", "a" * 60])

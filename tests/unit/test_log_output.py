@@ -15,7 +15,7 @@ import pytest
 
 from millstream.cli.log_output import JsonFormatter, LogSettings, TextFormatter
 from millstream.redis_client.redaction import redact_own_records
-from tests.support.urls import CANARY, told
+from tests.support.urls import PASSWORD, contains_password
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.cli]
@@ -28,7 +28,7 @@ start_logging(LogSettings(**SETTINGS))
 logging.getLogger("millstream.x").warning("before")
 APP
 finish_logging()
-logging.getLogger("millstream.x").warning("of millstream: redis://:{CANARY}@h")
+logging.getLogger("millstream.x").warning("of millstream: redis://:{PASSWORD}@h")
 logging.getLogger("app").info("of the app")
 logging.info("of the root")
 print_message("a message")
@@ -49,7 +49,7 @@ def logged(app: str = "", **settings: object) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=FAIL_SAFE_S, check=True, env=os.environ
     )
-    assert not told(done.stderr)
+    assert not contains_password(done.stderr)
     return done.stderr.splitlines()
 
 
@@ -81,7 +81,7 @@ def test_the_logging_that_an_app_configures_holds_and_silences_nothing_of_millst
 
 
 def test_what_millstream_logs_while_the_app_is_loaded_has_no_password_either() -> None:
-    app = f"{BASIC}; logging.getLogger('millstream.x').warning('at redis://:{CANARY}@h')"
+    app = f"{BASIC}; logging.getLogger('millstream.x').warning('at redis://:{PASSWORD}@h')"
     assert "OWN WARNING at redis://:***@h" in logged(app)
 
 
@@ -120,12 +120,12 @@ def test_a_record_of_millstream_has_no_password_whatever_formats_it(caplog: pyte
     logging.setLogRecordFactory(of_the_app)
     redact_own_records()
     try:
-        raise ValueError(f"redis://:{CANARY}@h")
+        raise ValueError(f"redis://:{PASSWORD}@h")
     except ValueError:
-        logging.getLogger("millstream.y").exception("no %s", f"redis://:{CANARY}@h")
+        logging.getLogger("millstream.y").exception("no %s", f"redis://:{PASSWORD}@h")
     logging.getLogger("millstream.y").warning("%d%% of %s", 3, "it")
     first, second = caplog.records
-    assert not told(logging.Formatter("%(message)s").format(first))
+    assert not contains_password(logging.Formatter("%(message)s").format(first))
     assert "ValueError: redis://:***@h" in logging.Formatter().format(first)
     assert (second.msg, second.args, second.getMessage()) == ("%d%% of %s", (3, "it"), "3% of it")
 

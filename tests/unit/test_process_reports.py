@@ -12,7 +12,7 @@ from millstream.observability import metrics as m
 from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
 from millstream.worker.process.process_reports import ProcessReports, make_report
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 
 pytestmark = [pytest.mark.worker]
 
@@ -22,7 +22,7 @@ READ = "millstream_messages_read_total"
 class Process:
     """A worker process as its supervisor sees it."""
 
-    def __init__(self, clock: HandClock) -> None:
+    def __init__(self, clock: ManualClock) -> None:
         self.recorder = Recorder()
         self.health = Health(clock=clock)
         self.progress = self.health.progress("shop.pay", run_within_ms=1_000)
@@ -38,8 +38,8 @@ class Process:
 
 
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock(1_000_000.0)
+def clock() -> ManualClock:
+    return ManualClock(1_000_000.0)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def reports(clock: HandClock, recorder: Recorder) -> ProcessReports:
+def reports(clock: ManualClock, recorder: Recorder) -> ProcessReports:
     zeros = Recorder()
     m.init_series(zeros, m.READ, m.HANDLER_SECONDS, handler="shop.pay")
     found = ProcessReports(recorder, zeros.snapshot(), clock=clock)
@@ -80,7 +80,7 @@ def test_counters_are_there_at_0_before_any_process_has_reported(reports: Proces
 
 
 def test_no_counter_goes_back_when_a_process_dies_and_its_gauges_go_with_it(
-    reports: ProcessReports, clock: HandClock
+    reports: ProcessReports, clock: ManualClock
 ) -> None:
     first, second = Process(clock), Process(clock)
     first.work(5)
@@ -100,7 +100,7 @@ def test_no_counter_goes_back_when_a_process_dies_and_its_gauges_go_with_it(
 
 
 def test_all_are_ready_when_each_has_read_and_a_process_that_is_restarted_is_named(
-    reports: ProcessReports, clock: HandClock, recorder: Recorder
+    reports: ProcessReports, clock: ManualClock, recorder: Recorder
 ) -> None:
     one, other = Process(clock), Process(clock)
     assert reports.readiness_failures() == ["worker w-0: it is starting", "worker w-1: it is starting"]
@@ -122,7 +122,7 @@ def test_all_are_ready_when_each_has_read_and_a_process_that_is_restarted_is_nam
 
 
 def test_a_process_that_is_not_healthy_or_reports_no_more_makes_all_unhealthy_unless_they_stop(
-    reports: ProcessReports, recorder: Recorder, clock: HandClock
+    reports: ProcessReports, recorder: Recorder, clock: ManualClock
 ) -> None:
     process = Process(clock)
     process.work(1)
@@ -145,7 +145,7 @@ def test_a_process_that_is_not_healthy_or_reports_no_more_makes_all_unhealthy_un
 
 
 def test_the_pages_have_what_the_supervisor_and_the_processes_know_each_family_once(
-    reports: ProcessReports, clock: HandClock, recorder: Recorder
+    reports: ProcessReports, clock: ManualClock, recorder: Recorder
 ) -> None:
     process = Process(clock)
     process.work(3)

@@ -1,8 +1,8 @@
-"""The protocol of lines holds in every order of steps, each of its checks is needed, and the memo's protocol does not hold."""
+"""The protocol of key queues holds in every order of steps, each of its checks is needed, and the memo's protocol does not hold."""
 
 import pytest
 
-from tests.support.protocol_model import Lines, Memo, explore
+from tests.support.protocol_model import KeyQueueProtocol, Memo, explore
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]
 
@@ -12,16 +12,16 @@ OVERLAP = "two workers run one key"
 @pytest.mark.parametrize(
     "model",
     [
-        Lines(messages="AAA", crashes=1, expiries=1, losses=1),
-        Lines(messages="AA", crashes=1, expiries=2, losses=2),
-        Lines(messages="AAB", crashes=1, expiries=0, losses=0),
-        Lines(messages="AAB", crashes=0, expiries=1, losses=0),
-        Lines(messages="AAB", crashes=0, expiries=0, losses=1),
+        KeyQueueProtocol(messages="AAA", crashes=1, expiries=1, losses=1),
+        KeyQueueProtocol(messages="AA", crashes=1, expiries=2, losses=2),
+        KeyQueueProtocol(messages="AAB", crashes=1, expiries=0, losses=0),
+        KeyQueueProtocol(messages="AAB", crashes=0, expiries=1, losses=0),
+        KeyQueueProtocol(messages="AAB", crashes=0, expiries=0, losses=1),
     ],
     ids=lambda one: f"{one.messages}, {one.crashes} crashes, {one.expiries} expiries, {one.losses} lost replies",
 )
 def test_where_workers_abort_before_their_lease_ends_nothing_is_lost_doubled_inverted_or_run_at_once(
-    model: Lines,
+    model: KeyQueueProtocol,
 ) -> None:
     found = explore(model)
     assert found.states > 500
@@ -31,15 +31,17 @@ def test_where_workers_abort_before_their_lease_ends_nothing_is_lost_doubled_inv
 @pytest.mark.parametrize(
     "model",
     [
-        Lines(messages="AAA", crashes=1, expiries=1, losses=1, aborts=False),
-        Lines(messages="AA", crashes=0, expiries=2, losses=1, aborts=False),
+        KeyQueueProtocol(messages="AAA", crashes=1, expiries=1, losses=1, aborts=False),
+        KeyQueueProtocol(messages="AA", crashes=0, expiries=2, losses=1, aborts=False),
     ],
     ids=lambda one: one.messages,
 )
-def test_where_a_worker_may_sleep_two_may_run_a_key_and_still_nothing_is_lost_doubled_or_inverted(model: Lines) -> None:
+def test_where_a_worker_may_sleep_two_may_run_a_key_and_still_nothing_is_lost_doubled_or_inverted(
+    model: KeyQueueProtocol,
+) -> None:
     found = explore(model)
     assert found.traces.keys() == {OVERLAP}, str(found)
-    assert found.traces[OVERLAP][-3:] == ["the lease on A ends too early", "w0 takes A with token 2", "w0 starts A0"]
+    assert found.traces[OVERLAP][-3:] == ["the lease on A ends too early", "w0 leases A with token 2", "w0 starts A0"]
 
 
 @pytest.mark.parametrize(
@@ -47,14 +49,14 @@ def test_where_a_worker_may_sleep_two_may_run_a_key_and_still_nothing_is_lost_do
     [
         (["token"], False, "an older token commits"),
         (["first", "answer"], True, "a message is committed twice"),
-        (["frontier"], True, "a message is committed twice"),
-        (["frontier"], True, "a key is committed out of order"),
+        (["enqueued"], True, "a message is committed twice"),
+        (["enqueued"], True, "a key is committed out of order"),
         (["known"], True, OVERLAP),
         (["exclusive"], True, OVERLAP),
     ],
 )
 def test_each_check_is_needed(without: list[str], aborts: bool, broken: str) -> None:
-    found = explore(Lines(messages="AA", without=frozenset(without), aborts=aborts), until=broken)
+    found = explore(KeyQueueProtocol(messages="AA", without=frozenset(without), aborts=aborts), until=broken)
     assert broken in found.traces, f"without {without}: {found}"
 
 
@@ -84,8 +86,8 @@ READS = ["master: XREADGROUP gives A0", "master: XCLAIM A0 for c0"]
             {"losses": 1}, "leak",
             [*READS, "master: notes that c0 has A0", "master: XREADGROUP gives A1", "master: XCLAIM A1 for c0",
              "master: notes that c0 has A1", "c0: XREADGROUP 0 gives A0, starts", "c0: has done A0", "c0: XACK A0",
-             "c0: tells the master of A0", "c0: XREADGROUP 0 gives A1, starts", "c0: has done A1", "c0: XACK A1",
-             "c0: tells the master of A1, in vain"],
+             "c0: notifies the master of A0", "c0: XREADGROUP 0 gives A1, starts", "c0: has done A1", "c0: XACK A1",
+             "c0: notifies the master of A1, and the call is lost"],
         ),
     ],
 )  # fmt: skip
@@ -97,4 +99,4 @@ def test_the_protocol_of_the_memo_is_broken(faults: dict[str, int], broken: str,
 def test_the_memo_leaks_a_ticket_without_any_fault_and_keeps_order_without_any() -> None:
     found = explore(Memo(messages="AA"))
     assert found.traces.keys() == {"leak"}, str(found)
-    assert found.traces["leak"][-2:] == ["c0: tells the master of A1", "master: notes that c0 has A1"]
+    assert found.traces["leak"][-2:] == ["c0: notifies the master of A1", "master: notes that c0 has A1"]

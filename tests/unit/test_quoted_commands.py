@@ -71,7 +71,7 @@ def test_every_quoted_command_exists_with_its_options(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("see `millstream keys`", "no command 'keys'"),
         ("    millstream key lst", "no command 'key lst'"),
@@ -79,6 +79,6 @@ def test_every_quoted_command_exists_with_its_options(pattern: str) -> None:
         ("run: millstream done s", "no command 'done'"),
     ],
 )
-def test_a_quoted_command_that_is_none_is_found(text: str, says: str) -> None:
+def test_a_quoted_command_that_is_none_is_found(text: str, message: str) -> None:
     (found,) = wrong_quotes(text)
-    assert says in found
+    assert message in found

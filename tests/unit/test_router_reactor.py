@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.router]
 
 
 def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake() -> None:
-    pump_of = ThreadReactor(SYSTEM_CLOCK, print)
-    pump_of.start()
+    reactor = ThreadReactor(SYSTEM_CLOCK, print)
+    reactor.start()
     try:
-        pump_of._notify()
-        eventually(lambda: not select.select([pump_of._wake_socket], [], [], 0)[0], "silence")
+        reactor._notify()
+        eventually(lambda: not select.select([reactor._wake_socket], [], [], 0)[0], "silence")
         called = threading.Event()
-        pump_of.call(called.set)
+        reactor.call(called.set)
         assert called.wait(FAIL_SAFE_S)
     finally:
-        assert pump_of.stop(FAIL_SAFE_S * 1000)
+        assert reactor.stop(FAIL_SAFE_S * 1000)

@@ -1,4 +1,4 @@
-"""What a lane asks for and when, told by the commands it sends."""
+"""What a stream reader asks for and when, by the commands that it sends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.router]
 RECOVERY_MS = 10_000.0
 
 
-class Told:
+class RecordingLink:
     """A link that keeps what it is asked, for the test to answer."""
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ def info(last: int) -> dict[bytes, Any]:
 
 
 class Bench:
-    """A lane with a stream or more, each with one subscriber."""
+    """A stream reader with a stream or more, each with one subscriber."""
 
     def __init__(self, *streams: bytes, reply_bytes: int = 1_000_000) -> None:
-        self.link = Told()
+        self.link = RecordingLink()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         budget = Budget(1 << 30)
         buffer = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NO_METRICS, budget)
@@ -53,17 +53,17 @@ class Bench:
             read_at=lambda node, cursors: None, call_later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
         )  # fmt: skip
         link: Any = self.link
-        self.lane = StreamReader(link, buffer, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
+        self.reader = StreamReader(link, buffer, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
         self.inboxes = [
             SubscriberBuffer(name.decode(), budget, limit=1000, limit_bytes=1 << 30, when_full="wait")
             for name in streams
         ]
         for name, inbox in zip(streams, self.inboxes, strict=True):
             buffer.add(inbox, name, b"0-0")
-        self.lane.flush()
+        self.reader.flush()
 
     def _want(self, cursor: Cursor) -> None:
-        self.lane.schedule(cursor)
+        self.reader.schedule(cursor)
 
     def cursor(self, at: int = 0) -> Cursor:
         found = self.inboxes[at].cursor
@@ -73,9 +73,9 @@ class Bench:
 
 def test_what_changes_while_it_is_read_is_read_again() -> None:
     bench = Bench(b"s")
-    bench.lane.schedule(bench.cursor(), changed=True)
+    bench.reader.schedule(bench.cursor(), changed=True)
     bench.link.answer({b"s": [[b"1-0", []]]}, info(1))
-    bench.lane.flush()
+    bench.reader.flush()
     [(commands, _)] = bench.link.asked
     assert commands[0][-2:] == (b"s", b"0-18446744073709551615"), "from the entry that it has got"
 
@@ -86,8 +86,8 @@ def test_replies_stay_small_whatever_the_size_of_entries() -> None:
     for number, size in enumerate((100, 2_000, 1_000_000), 1):
         bench.link.answer({b"s": [[b"%d-0" % number, [b"n", b"x" * size]]]}, *[info(1)][: number == 1])
         bench.cursor().ordinal = None
-        bench.lane.schedule(bench.cursor())
-        bench.lane.flush()
+        bench.reader.schedule(bench.cursor())
+        bench.reader.flush()
         counts.append(bench.link.asked[0][0][0][2])
         bench.cursor().last = b"0-0"
     one = 1  # the last entry is read again each time
@@ -98,21 +98,21 @@ def test_replies_stay_small_whatever_the_size_of_entries() -> None:
 def test_changes_do_not_wait_behind_a_long_history() -> None:
     bench = Bench(b"old", b"new")
     bench.link.answer({b"old": [[b"1-0", []]], b"new": [[b"1-0", []]]}, info(1), info(1))
-    bench.lane.schedule(bench.cursor(0))
-    bench.lane.flush()
-    bench.lane.schedule(bench.cursor(1), changed=True)
-    bench.lane.flush()
+    bench.reader.schedule(bench.cursor(0))
+    bench.reader.flush()
+    bench.reader.schedule(bench.cursor(1), changed=True)
+    bench.reader.flush()
     assert [commands[0][4] for commands, _ in bench.link.asked] == [b"old", b"new"]
 
 
 def test_a_broken_link_leaves_nothing_waiting() -> None:
     bench = Bench(b"a", b"b")
-    bench.lane.schedule(bench.cursor(0), changed=True)
-    bench.lane.reset()
+    bench.reader.schedule(bench.cursor(0), changed=True)
+    bench.reader.reset()
     assert not any(cursor.in_flight or cursor.queued or cursor.stale for cursor in (bench.cursor(0), bench.cursor(1)))
     bench.link.asked.clear()
-    bench.lane.schedule(bench.cursor(0))
-    bench.lane.flush()
+    bench.reader.schedule(bench.cursor(0))
+    bench.reader.flush()
     assert len(bench.link.asked) == 1
 
 
@@ -121,8 +121,8 @@ def test_of_large_entries_fewer_streams_are_read_at_a_time_rather_than_one_entry
     bench = Bench(*names, reply_bytes=100_000)
     bench.link.answer({name: [[b"1-0", [b"n", b"x" * 20_000]]] for name in names}, info(1), info(1), info(1))
     for at in range(3):
-        bench.lane.schedule(bench.cursor(at))
-    bench.lane.flush()
+        bench.reader.schedule(bench.cursor(at))
+    bench.reader.flush()
     [(commands, _)] = bench.link.asked
     assert streams_asked(bench) == [{b"a", b"b"}]
     assert commands[0][2] == 100_000 // (2 << 14) + 1, "several entries of each, and the last one again"
@@ -132,21 +132,21 @@ def test_who_was_to_be_read_when_the_link_broke_is_read_first() -> None:
     names = [b"%d" % n for n in range(30)]
     bench = Bench(*names)
     bench.link.answer({}, *[info(0)] * 10)
-    bench.lane.flush()
-    bench.lane.reset()
-    assert [cursor.key for cursor in bench.lane.pop_interrupted()] == names[10:], (
+    bench.reader.flush()
+    bench.reader.reset()
+    assert [cursor.key for cursor in bench.reader.pop_interrupted()] == names[10:], (
         "of ten each, the first request is answered"
     )
-    assert not bench.lane.pop_interrupted()
+    assert not bench.reader.pop_interrupted()
 
 
 def hang_up(bench: Bench) -> None:
     """The server ends the connection, and everything is read again on a new one."""
     bench.link.asked.clear()
-    bench.lane.reset(hung_up=True)
+    bench.reader.reset(hung_up=True)
     for cursor in [bench.cursor(at) for at, inbox in enumerate(bench.inboxes) if inbox.cursor]:
-        bench.lane.schedule(cursor)
-    bench.lane.flush()
+        bench.reader.schedule(cursor)
+    bench.reader.flush()
 
 
 def rest(bench: Bench) -> float:
@@ -155,14 +155,14 @@ def rest(bench: Bench) -> float:
     bench.timers = [timer for timer in bench.timers if timer[0] >= RECOVERY_MS]
     for _, action in waits:
         action()
-    bench.lane.flush()
+    bench.reader.flush()
     return max(wait_ms for wait_ms, _ in waits)
 
 
 def nothing_new(bench: Bench) -> None:
     """Answer the first request under way."""
     bench.link.answer(*[{} if command[0] == "XREAD" else info(0) for command in bench.link.asked[0][0]])
-    bench.lane.flush()
+    bench.reader.flush()
 
 
 def streams_asked(bench: Bench) -> list[set[bytes]]:
@@ -200,16 +200,16 @@ def test_who_is_answered_after_a_break_is_suspected_no_more() -> None:
         hang_up(bench)
         rest(bench)
         nothing_new(bench)
-        bench.lane.schedule(bench.cursor())
-        bench.lane.flush()
+        bench.reader.schedule(bench.cursor())
+        bench.reader.flush()
     assert bench.inboxes[0].ending is None
 
 
 def test_a_link_that_was_silent_for_too_long_is_no_reason_for_suspicion() -> None:
     bench = Bench(b"s")
     for _ in range(3 * MOST_BREAKS):
-        bench.lane.reset()
-        bench.lane.schedule(bench.cursor())
-        bench.lane.flush()
+        bench.reader.reset()
+        bench.reader.schedule(bench.cursor())
+        bench.reader.flush()
     assert bench.inboxes[0].ending is None
     assert not bench.timers

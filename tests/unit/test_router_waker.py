@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.router]
 BUDGET = Budget(1 << 30)
 
 
-class Desk:
+class NoCallbacks:
     def on_drained(self, inbox: SubscriberBuffer) -> None:
         pass
 
@@ -31,17 +31,17 @@ class Desk:
 
 
 class Bench:
-    """A subscription, and what its task has taken out."""
+    """A subscription, and what its task has received."""
 
     def __init__(self) -> None:
         self.inbox = SubscriberBuffer("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
-        self.subscription = Subscription(self.inbox, Desk())
-        self.taken: list[str] = []
+        self.subscription = Subscription(self.inbox, NoCallbacks())
+        self.received: list[str] = []
 
     async def follow(self) -> None:
         async for item in self.subscription:
             assert isinstance(item, Message)
-            self.taken.append(item.id)
+            self.received.append(item.id)
 
     def waker(self) -> Waker:
         assert isinstance(self.inbox.waker, Waker)
@@ -73,7 +73,7 @@ def test_a_task_that_waits_again_waits_for_the_same_bell() -> None:
         for number in range(3):
             asyncio.get_running_loop().call_soon(bench.put(number).wake)
             await asyncio.sleep(0)
-            assert bench.taken[-1] == f"{number}-0", "it went on at once"
+            assert bench.received[-1] == f"{number}-0", "it went on at once"
             assert bench.waker() is first
             assert first._callback is wake
 
@@ -89,10 +89,10 @@ def test_a_wait_that_is_cancelled_loses_nothing_even_when_it_had_been_woken() ->
             asyncio.get_running_loop().call_soon(woken.wake)
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert bench.taken == []
+        assert bench.received == []
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(bench.follow(), 0.01)
-        assert bench.taken == ["1-0"]
+        assert bench.received == ["1-0"]
 
     in_loop(body)
 
@@ -106,17 +106,17 @@ def test_a_bell_that_rings_for_nothing_does_no_harm() -> None:
         assert not task.done()
         asyncio.get_running_loop().call_soon(bench.put(1, 2).wake)
         await asyncio.sleep(0)
-        assert bench.taken == ["1-0", "2-0"]
+        assert bench.received == ["1-0", "2-0"]
 
     in_loop(body)
 
 
 def test_an_iterator_may_be_waited_for_with_a_limit() -> None:
     async def body(bench: Bench) -> None:
-        turns = aiter(bench.subscription)
+        items = aiter(bench.subscription)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(anext(turns), 0.01)
-        waiting = await started(asyncio.wait_for(anext(turns), FAIL_SAFE_S))
+            await asyncio.wait_for(anext(items), 0.01)
+        waiting = await started(asyncio.wait_for(anext(items), FAIL_SAFE_S))
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(bench.put(1).wake)
         assert (await waiting).id == "1-0"
@@ -126,10 +126,10 @@ def test_an_iterator_may_be_waited_for_with_a_limit() -> None:
 
 def test_one_iterator_is_for_one_task() -> None:
     async def body(bench: Bench) -> None:
-        turns = aiter(bench.subscription)
+        items = aiter(bench.subscription)
 
         async def take() -> Any:
-            return await anext(turns)
+            return await anext(items)
 
         await started(take())
         with pytest.raises(MillstreamError, match="subscribe once more"):
@@ -141,67 +141,67 @@ def test_one_iterator_is_for_one_task() -> None:
 class Overtaken(SubscriberBuffer):
     """The router's thread delivers as soon as it can know of a waker, before the task goes on."""
 
-    pump_of: ThreadReactor
+    reactor: ThreadReactor
 
     def prepare_wait(self, waker: WakeTarget) -> bool:
         free = super().prepare_wait(waker)
         if free and not self.put_count:
             delivered = threading.Event()
             self.put(batch_of([[b"1-0", []]], BUDGET))
-            self.pump_of.call(lambda: self.pump_of.wake(self))
-            self.pump_of.call(delivered.set)
+            self.reactor.call(lambda: self.reactor.wake(self))
+            self.reactor.call(delivered.set)
             assert delivered.wait(FAIL_SAFE_S)
         return free
 
 
 def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_heard_of() -> None:
     inbox = Overtaken("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
-    inbox.pump_of = pump_of = ThreadReactor(SYSTEM_CLOCK, print)
-    pump_of.start()
+    inbox.reactor = reactor = ThreadReactor(SYSTEM_CLOCK, print)
+    reactor.start()
 
     async def body() -> Any:
-        return await asyncio.wait_for(anext(aiter(Subscription(inbox, Desk()))), FAIL_SAFE_S)
+        return await asyncio.wait_for(anext(aiter(Subscription(inbox, NoCallbacks()))), FAIL_SAFE_S)
 
     try:
         assert asyncio.run(body()).id == "1-0"
     finally:
-        assert pump_of.stop(FAIL_SAFE_S * 1000)
+        assert reactor.stop(FAIL_SAFE_S * 1000)
 
 
 def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     inbox = SubscriberBuffer("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
     inbox.waker = Waker()
-    pump_of = ThreadReactor(SYSTEM_CLOCK, print)
-    pump_of.wake(inbox)
-    pump_of._end_round()
+    reactor = ThreadReactor(SYSTEM_CLOCK, print)
+    reactor.wake(inbox)
+    reactor._end_round()
     assert "in no event loop" in caplog.text
 
 
 @pytest.mark.parametrize("default", [(), (None,)])
 def test_waiting_for_the_next_one_can_be_cancelled_with_and_without_a_default(default: tuple[None, ...]) -> None:
     async def body(bench: Bench) -> None:
-        turns = aiter(bench.subscription)
+        items = aiter(bench.subscription)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await anext(turns, *default)
+                await anext(items, *default)
         asyncio.get_running_loop().call_soon(lambda: bench.put(1).wake())
-        item = await anext(turns, *default)
+        item = await anext(items, *default)
         assert isinstance(item, Message)
         bench.inbox.ending = True
         if default:
-            assert await anext(turns, None) is None
+            assert await anext(items, None) is None
 
     in_loop(body)
 
 
 def test_waiting_for_the_next_one_can_be_a_task_of_its_own() -> None:
     async def body(bench: Bench) -> None:
-        turns: Any = aiter(bench.subscription)
-        task = asyncio.create_task(anext(turns))
+        items: Any = aiter(bench.subscription)
+        task = asyncio.create_task(anext(items))
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(bench.put(1).wake)
         assert (await task).id == "1-0"
-        task = asyncio.create_task(anext(turns))
+        task = asyncio.create_task(anext(items))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -213,10 +213,10 @@ def test_waiting_for_the_next_one_can_be_a_task_of_its_own() -> None:
 @pytest.mark.parametrize("rings_first", [True, False])
 def test_a_cancellation_is_for_the_task_that_was_cancelled_though_another_waits_at_once(rings_first: bool) -> None:
     async def body(bench: Bench) -> None:
-        turns = aiter(bench.subscription)
+        items = aiter(bench.subscription)
 
         async def take() -> Any:
-            return await anext(turns)
+            return await anext(items)
 
         def ring() -> None:
             bench.put(1).wake()

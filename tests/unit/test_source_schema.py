@@ -65,17 +65,17 @@ def test_a_column_that_is_null_because_of_its_case_is_told_once(caplog: pytest.L
     entry = [b"n", b"1", column.lower().encode(), b"ann"]
     entries = [entry if alike or number % 2 else [*entry, b"more", b""] for number in range(400)]
 
-    def told(some: list[list[bytes]]) -> list[str]:
+    def warnings(some: list[list[bytes]]) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             typed_columns(some, schema=wanted, names=wanted.names, failfast=False)
         return [record.getMessage() for record in caplog.records]
 
-    assert told(entries[:100]) == [], "a few entries prove nothing"
-    (message,) = told(entries)
+    assert warnings(entries[:100]) == [], "a few entries prove nothing"
+    (message,) = warnings(entries)
     assert f"{column!r}" in message
     assert f"{column.lower()!r}" in message
-    assert told(entries) == []
+    assert warnings(entries) == []
 
 
 def test_types_are_asked_for_as_before() -> None:

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.spark]
 
 
 @pytest.mark.parametrize(
-    ("master", "conf", "environ", "says"),
+    ("master", "conf", "environ", "message"),
     [
         ("sc://head:15002", {}, {}, "--spark-master sc://head:15002: handlers and stages need"),
         ("local[*]", {"spark.remote": "sc://head"}, {}, "drop it, and name the cluster by --spark-master"),
@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.spark]
     ],
 )
 def test_each_way_to_ask_for_spark_connect_is_refused(
-    master: str, conf: dict[str, str], environ: dict[str, str], says: str
+    master: str, conf: dict[str, str], environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
         refuse_connect(master, conf, environ)
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_settings_of_a_session_of_ones_own_are_not_refused() -> None:

@@ -55,7 +55,7 @@ def handle(message: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "options", "function", "says"),
+    ("inputs", "options", "function", "reason"),
     [
         ((), {}, one, "needs an input"),
         (("orders",), {"in_to": "x"}, one, "unknown option 'in_to'; did you mean 'into'"),
@@ -79,13 +79,13 @@ def handle(message: Message) -> None:
     ],
 )
 def test_what_is_wrong_with_a_stage_is_said_in_one_line(
-    inputs: tuple[Any, ...], options: dict[str, Any], function: Callable[..., Any], says: str
+    inputs: tuple[Any, ...], options: dict[str, Any], function: Callable[..., Any], reason: str
 ) -> None:
     app = App("app")
     app.handler("in")(handle)
     with pytest.raises(ConfigError) as refused:
         app.stage(*inputs, **options)(function)
-    assert says in str(refused.value)
+    assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -33,9 +33,9 @@ def test_the_last_word_counts_whether_it_is_earlier_or_later() -> None:
 
 def test_what_is_put_again_and_again_takes_no_more_and_more_room() -> None:
     agenda = DelayQueue()
-    for turn in range(5_000):
+    for round_number in range(5_000):
         agenda.put("same", 1e9)
-        agenda.put("earlier each time", 1e9 - turn)
+        agenda.put("earlier each time", 1e9 - round_number)
         agenda.put("late", 2e9)
     assert len(agenda._heap) < 1_100
     assert agenda.pop_due(3e9, 9) == ["earlier each time", "same", "late"]

@@ -8,7 +8,7 @@ from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.acl_scenarios.lease import oversee
-from tests.support.acl_scenarios.worker import KEYS, add, keyed, letter, reliable, take_one
+from tests.support.acl_scenarios.worker import KEYS, add, keyed, lease_one, letter, reliable
 from tests.support.commandline import call
 from tests.support.partition_fixtures import BASE, Worker
 
@@ -37,7 +37,7 @@ def operate(url: str, admin: Client) -> None:
         command(url, "state", *words.split(), "shop.bill", "--stream", "orders", *keys)
     command(url, "pause", "shop.bill")
     command(url, "resume", "shop.bill")
-    operate_lines(url, admin)
+    operate_queues(url, admin)
     oversee(command, url, admin)
     Worker(admin, app="shop", handler="bill")
     operate_partitions(url)
@@ -70,21 +70,21 @@ def operate_partitions(url: str) -> None:
     command(url, "partition", "show", BASE)
 
 
-def operate_lines(url: str, admin: Client) -> None:
+def operate_queues(url: str, admin: Client) -> None:
     """The commands for the keys of a handler, for a key in progress and for others."""
     stream = keyed(admin)
     stream.join()
     stream.enqueue_new(count=100, most_pending=100)
-    line = next(name for name in admin.execute("LRANGE", KEYS.ready, 0, -1) if name.startswith(b"k"))
-    admin.execute("LREM", KEYS.ready, 1, line)
-    admin.execute("LPUSH", KEYS.ready, line)
+    queue = next(name for name in admin.execute("LRANGE", KEYS.ready, 0, -1) if name.startswith(b"k"))
+    admin.execute("LREM", KEYS.ready, 1, queue)
+    admin.execute("LPUSH", KEYS.ready, queue)
     admin.execute("DEL", KEYS.notify)
     with Client(url) as client:
-        assert park(client, KEYS, line, "why")
-        assert unpark(client, KEYS, line)
-        assert take_one(stream).queue == line
-        admin.execute("RPUSH", KEYS.queue(line), "99999999999999-0")
-        assert skip(client, KEYS, line, error="by hand") is not None
+        assert park(client, KEYS, queue, "why")
+        assert unpark(client, KEYS, queue)
+        assert lease_one(stream).queue == queue
+        admin.execute("RPUSH", KEYS.queue(queue), "99999999999999-0")
+        assert skip(client, KEYS, queue, error="by hand") is not None
         assert list_queues(client, KEYS)
 
 

@@ -43,15 +43,15 @@ def share(client: Client, admin: Client, service: str) -> None:
     for stream in STREAMS:
         announce(client, service, stream)
     admin.execute("XADD", keys.input, "*", "no", "announcement")
-    held = one.heartbeat(heartbeat_request(requests_all=True)).added
+    leases = one.heartbeat(heartbeat_request(requests_all=True)).added
     assert admin.execute("XLEN", keys.dead) == 1
     with pytest.raises(NameHeld):
         Service(client, service, consumer="one", incarnation="2").heartbeat(heartbeat_request())
     other.heartbeat(heartbeat_request())
     assert one.heartbeat(heartbeat_request(requests_all=True)).excess == 1
-    assert one.end_leases("released", held[:1]) == set()
-    assert other.heartbeat(heartbeat_request(recovers=False)).unassigned == [held[0].stream]
-    assert other.end_leases("done", [other.claim(held[0].stream)]) == set()
+    assert one.end_leases("released", leases[:1]) == set()
+    assert other.heartbeat(heartbeat_request(recovers=False)).unassigned == [leases[0].stream]
+    assert other.end_leases("done", [other.claim(leases[0].stream)]) == set()
     admin.execute("ZADD", keys.alive, 1, "one")
     assert len(other.heartbeat(heartbeat_request()).added) == 2
     assert other.leave() == 2

@@ -67,7 +67,7 @@ def direct(url: str, admin: Client) -> None:
         delegator.group_stream.refresh()
         take_in(client, delegator, registry, admin)
         look_after(client, delegator, registry, admin)
-        adopt(client, admin)
+        take_over(client, admin)
         views = Queries(client, registry, SETTINGS)
         assert views.consumers(None, 10).consumers
         views.tickets(None, 10)
@@ -111,7 +111,7 @@ def look_after(client: Client, delegator: Delegator, registry: Registry, admin: 
     assert acknowledge(client, delegator, "c2", done)
 
 
-def adopt(client: Client, admin: Client) -> None:
+def take_over(client: Client, admin: Client) -> None:
     """Claim idle messages of other consumers, older than those already in their key queue."""
     settings = replace(SETTINGS, group="ship")
     admin.execute("XGROUP", "CREATE", "orders", "ship", "$", "MKSTREAM")

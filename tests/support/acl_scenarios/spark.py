@@ -80,20 +80,20 @@ def run_on_spark(url: str, admin: Client) -> None:
         keyed(admin).enqueue_new(count=4, most_pending=100)
         store.with_token(store.new_token(["orders"])).begin_run(["orders"])
         read_figures(client)
-        keep_lines(client, admin, KEYS)
+        keep_queues(client, admin, KEYS)
         move_keys(client, admin, "shop", "bill")
         move_a_delayed_message(client, admin)
 
 
-def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
+def keep_queues(client: Client, admin: Client, keys: HandlerKeys) -> None:
     """Defer messages, find the runnable keys, drain one key queue, and park another."""
     ids = [one.decode() for one in admin.pipeline([("XADD", keys.stream, "*", "n", n) for n in range(4)])]
     store = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
     store = store.with_token(store.new_token([keys.stream]))
     store.begin_run([keys.stream])
-    asides = [Deferral(queue=line, expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=some)
-              for line, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
-    assert defer(store, keys.stream, asides) == []
+    deferrals = [Deferral(queue=queue, expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=some)
+                 for queue, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
+    assert defer(store, keys.stream, deferrals) == []
     assert deferred_keys(store, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
     ready = [b"kX", b"kY"]
     eventually(lambda: sorted(runnable_keys(store, [keys.stream], 10)[keys.stream].queues) == ready, "both to be ready")

@@ -26,7 +26,7 @@ from millstream.worker.fetching.shared_key_fetcher import ReadyHints
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.ordering.by_partition import ByPartition
 from millstream.worker.static_membership import StaticMembership
-from tests.support.clocks import HandClock
+from tests.support.clocks import ManualClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
 from tests.support.waiting import eventually
 
@@ -61,7 +61,7 @@ def work(url: str, admin: Client) -> None:
             "SET", worker_name_key("shop", "gone-0"), "whoever", "PX", 3_600_000
         )  # as if the clock of Redis had gone back
         with suppress(ConfigError):
-            StaticMembership(client, "shop", "gone", clock=HandClock()).acquire(1)
+            StaticMembership(client, "shop", "gone", clock=ManualClock()).acquire(1)
         assert client.scan_streams("orders*") == ["orders"]
         app = App("shop")
         app.handler("orders", name="bill")(lambda message: None)
@@ -117,14 +117,14 @@ def read_figures(client: Client) -> None:
 def keyed(client: Client, name: str = "w-0") -> KeyedStream:
     """One key queue for every two entries with even numbers, and one for each other entry."""
 
-    def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+    def queue_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         number = int(pairs[-1])
         return queue_of_key(None if number % 2 else str(number // 4).encode(), entry_id)
 
-    return KeyedStream(client, "orders", queue_of=line_of, app="shop", handler="bill", consumer=name, into="out")
+    return KeyedStream(client, "orders", queue_of=queue_of, app="shop", handler="bill", consumer=name, into="out")
 
 
-def take_one(stream: KeyedStream) -> KeyLease:
+def lease_one(stream: KeyedStream) -> KeyLease:
     return stream.lease_keys(queues=1, entries=10, run=10, lease_ms=60_000, now_ms=0).leases[0]
 
 
@@ -137,7 +137,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     while stream.enqueue_new(count=100, most_pending=100):
         stream.trim()
     assert client.execute("BLPOP", KEYS.notify, 1) is not None
-    leases = [take_one(stream) for _ in range(4)]
+    leases = [lease_one(stream) for _ in range(4)]
     assert stream.renew_leases(leases, 60_000, 0) == []
     unit = stream.key_effects_of(leases[0], [leases[0].queued[0]])
     unit.state, unit.outputs, unit.dead_letters = b"\x80", [("n", "1")], [letter().items()]
@@ -150,11 +150,11 @@ def work_by_keys(client: Client, admin: Client) -> None:
     again = keyed(client)
     again.join()
     assert again.recover_leases([], run=10)[0] == 1
-    lease = take_one(again)
+    lease = lease_one(again)
     read_figures(client)
     admin.execute("ZADD", KEYS.leases, 1, lease.queue)
     admin.execute("XDEL", "orders", lease.queued[0].id)
-    take_one(again)
+    lease_one(again)
     admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
     again.enqueue_new(count=1, most_pending=1)
     reliable(client).join()
@@ -171,7 +171,7 @@ def work_on_partitions(client: Client, admin: Client) -> None:
     publisher.publish(sent, key)
     layout = Partitions(admin, BASE).grow(4)
     publisher.publish(sent, key)
-    worker.look()
+    worker.refresh()
     worker.route(layout.partition_of(key.encode()))
     worker.work()
     assert KeyMigration(admin, worker.moves.partition_map, app="shop", handler="bill").undrained() == []

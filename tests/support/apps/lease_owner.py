@@ -2,7 +2,7 @@
 
 Called with the URL of the Redis that its balancer is to use, that of the one that it writes to, its name, its lease in
 milliseconds, and the fraction of the streams that may move in a second. A write is refused where one under a greater
-token was before it, as any fenced store would. On SIGUSR1 it stands still, as by SIGSTOP, where that is worst: when it
+token was before it, as any fenced store would. On SIGUSR1 it stops itself, as by SIGSTOP, where that is worst: when it
 has made sure that a lease holds, and not yet written under it.
 """
 
@@ -29,17 +29,17 @@ for i = 2, #ARGV, 2 do
     redis.call('XADD', KEYS[2], '*', 'stream', ARGV[i], 'token', ARGV[i + 1], 'by', ARGV[1])
   end
 end"""
-"""Only the first write under a token is kept: what matters is who was when allowed to."""
+"""Only the first write under a token is kept: what matters is which process was allowed to, and when."""
 
 
 def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
     """Hold leases until SIGTERM."""
     stopping = threading.Event()
-    drowsy = threading.Event()
+    stop_requested = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    signal.signal(signal.SIGUSR1, lambda *_: drowsy.set())
-    signal.signal(signal.SIGCONT, lambda *_: woken.append(True))
-    woken: list[bool] = []
+    signal.signal(signal.SIGUSR1, lambda *_: stop_requested.set())
+    signal.signal(signal.SIGCONT, lambda *_: continued.append(True))
+    continued: list[bool] = []
     mine: dict[str, int] = {}
     with Client(store) as client, Balancer(url, SERVICE, consumer=name, policy=policy) as balancer:
         while not stopping.is_set():
@@ -52,14 +52,14 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
                     mine.pop(notice.stream, None)
                     if notice.why == "rebalanced":
                         balancer.release(notice.lease)
-            held = [part for stream, token in list(mine.items()) for part in (stream, token)]
-            if drowsy.is_set():
-                drowsy.clear()
-                woken.clear()
+            tokens = [part for stream, token in list(mine.items()) for part in (stream, token)]
+            if stop_requested.is_set():
+                stop_requested.clear()
+                continued.clear()
                 os.kill(os.getpid(), signal.SIGSTOP)
-                while not woken:  # should it not stand still at once
+                while not continued:  # in case it does not stop at once
                     time.sleep(0.005)
-            write = partial(client.execute, "EVAL", _WRITE, 3, FENCES, WRITES, REFUSED, name, *held)
+            write = partial(client.execute, "EVAL", _WRITE, 3, FENCES, WRITES, REFUSED, name, *tokens)
             client.retry_while_unavailable(write, what=name, give_up=stopping.is_set)
 
 
