@@ -65,7 +65,7 @@ def values(reports: ProcessReports, name: str) -> dict[str, float]:
 
 
 def test_a_process_that_reports_nothing_for_ten_minutes_after_its_start_is_unhealthy(
-    reports: ProcessReports, clock: HandClock
+    reports: ProcessReports, clock: ManualClock
 ) -> None:
     reports.on_started("w-0")
     clock.now_ms += 600_000
