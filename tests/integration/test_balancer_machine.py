@@ -229,7 +229,7 @@ class BalancerMachine(RuleBasedStateMachine):
     def tokens_of(self, name: str) -> dict[str, int]:
         pairs = self.client.execute("HGETALL", KEYS.owners)
         found = {s.decode(): o.decode().split(" ") for s, o in zip(pairs[::2], pairs[1::2], strict=True)}
-        return {stream: int(token) for stream, (token, name) in found.items() if name == name}
+        return {stream: int(token) for stream, (token, owner) in found.items() if owner == name}
 
     def unread(self) -> list[str]:
         if not self.client.execute("EXISTS", KEYS.input):

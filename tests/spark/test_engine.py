@@ -167,7 +167,7 @@ def test_a_stream_made_anew_below_what_is_committed_stops_the_run_and_is_never_p
 def test_a_run_that_a_newer_one_has_overtaken_stops_with_a_clear_word(pipelines: Pipelines) -> None:
     app = counting_app()
     pipelines.add("in", *steps(10))
-    with pipelines.running(app) as background:
+    with pipelines.running(app, fails=True) as background:
         eventually(lambda: len(pipelines.entries("out")) == 10, "the first ten")
         newer = CommitStore(pipelines.client, app="app", handler="count", token=9_000_000_000_000_000)
         newer.begin_run(["in"])

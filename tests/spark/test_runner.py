@@ -179,7 +179,7 @@ def test_what_cannot_be_run_of_what_was_set_aside_ends_the_run(pipelines: Pipeli
         raise RuntimeError("not yet")
 
     pipelines.add("in", {"k": "a"})
-    with pipelines.running(app) as background:
+    with pipelines.running(app, fails=True) as background:
         eventually(lambda: pipelines.events_named("batch"), "the batch that sets it aside")
         CommitStore(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin_run(
             ["in"]

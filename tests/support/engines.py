@@ -37,7 +37,8 @@ class WorkerCommand:
                     time.sleep(_POLL_S)
             finally:
                 process.terminate()
-                process.wait(FAIL_SAFE_S)
+                code = process.wait(FAIL_SAFE_S)
+        assert code == 0, log.read_text()
 
 
 @dataclass(eq=False)

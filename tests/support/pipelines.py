@@ -38,8 +38,8 @@ class Pipelines:
         self.supervisor(app, once=True, **settings).run()
 
     @contextmanager
-    def running(self, app: App, **settings: Any) -> Iterator["Background"]:
-        """Run the app in the background until the block ends."""
+    def running(self, app: App, *, fails: bool = False, **settings: Any) -> Iterator["Background"]:
+        """Run the app in the background until the block ends. Raises the error that ended it, unless it `fails`."""
         background = Background(self.supervisor(app, **settings))
         background.start()
         try:
@@ -48,6 +48,8 @@ class Pipelines:
             background.supervisor.stop()
             background.join(FAIL_SAFE_S)
         assert not background.is_alive(), "the supervisor did not stop"
+        if background.error is not None and not fails:
+            raise background.error
 
     def events_named(self, event: str) -> list[Mapping[str, Any]]:
         """The events of this name so far."""
