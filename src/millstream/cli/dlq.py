@@ -318,7 +318,10 @@ def _details_of(letter: DeadLetter) -> list[tuple[str, str]]:
         ("reason", letter.reason),
         ("error", escape(letter.error)),
         ("attempts", str(letter.attempts)),
-        ("time", f"{format_time(letter.time_ms) or letter.time_ms} ({format_age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
+        (
+            "time",
+            f"{format_time(letter.time_ms) or letter.time_ms} ({format_age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)",
+        ),
     ]
 
 
