@@ -123,7 +123,8 @@ def test_a_clock_that_went_back_does_not_hold_up_the_handler(client: Client) -> 
     began_ms = now_ms(client)
     client.execute("HSET", KEYS.meta, "rate_at", int(began_ms + 365 * 86_400_000) * 1_000)
     assert reserve(client, 0.01, 2) == 0
-    assert 200_000 - (now_ms(client) - began_ms) <= reserve(client, 0.01, 2) <= 200_000
+    wait_ms = reserve(client, 0.01, 2)
+    assert 200_000 - (now_ms(client) - began_ms) <= wait_ms <= 200_000
 
 
 @pytest.fixture

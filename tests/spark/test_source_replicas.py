@@ -10,7 +10,7 @@ from millstream import App, Message
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.pipelines import Pipelines
-from tests.support.replicas import FOLLOWS, asked_for, none_asked
+from tests.support.replicas import FOLLOWS, asked_for, has_all, none_asked
 from tests.support.sources import Bench, pairs
 from tests.support.waiting import eventually
 
@@ -24,6 +24,7 @@ def test_tasks_read_from_the_replica(spark: SparkSession, tmp_path: Path) -> Non
             bench = Bench(client, spark, tmp_path)
             eventually(lambda: b"state=online" in primary.call("INFO", "replication"), "the replica")
             bench.add("s", 5_000)
+            eventually(lambda: has_all(replica, primary), "the replica to have all entries")
             numbers = list(range(5_000))
             bounds: dict[str, Any] = {
                 "startingOffsets": "earliest",

@@ -22,6 +22,17 @@ def asked(server: EmbeddedServer) -> int:
     return int(rest.partition(b",")[0]) if found else 0
 
 
+def has_all(replica: EmbeddedServer, primary: EmbeddedServer) -> bool:
+    """Whether a replica has applied all that its primary has written so far."""
+    written = _offset(primary, b"master_repl_offset")
+    return _offset(replica, b"slave_repl_offset") >= written
+
+
+def _offset(server: EmbeddedServer, field: bytes) -> int:
+    _, _, rest = server.call("INFO", "replication").partition(field + b":")
+    return int(rest.partition(b"\r")[0])
+
+
 @contextmanager
 def none_asked(*servers: EmbeddedServer) -> Iterator[None]:
     """None of them is asked for a range meanwhile."""
