@@ -65,8 +65,9 @@ class HandlerReport:
     * `oldest_pending_age_ms`: age of the first pending entry
     * `processed`, `dead`: totals of messages that were processed, and that became dead letters; `committed`: both
     * `written`, `refused`: totals of written outputs, and of commits refused because another run had made them
-    * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked; `backing_off`: keys that wait for the next attempt; `blocked`: those of them whose first message has
-      failed all its attempts, and is retried without end, of some hundred
+    * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked; `backing_off`: keys that wait for
+      the next attempt; `blocked`: those of them whose first message has failed all its attempts, and is retried without
+      end, of some hundred
     * `paused`: its workers read no new entries; `pause`: why, and since when
     * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
       readable
