@@ -45,13 +45,13 @@ from tests.support.balancers import (
     peer,
     pending,
     policy_of,
-    scripts_run,
     server_us,
     started,
     trigger_heartbeats,
     unassigned,
     waits,
 )
+from tests.support.command_stats import scripts_run
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.balancer]

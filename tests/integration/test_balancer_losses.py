@@ -29,12 +29,12 @@ from tests.support.balancers import (
     pending,
     policy_of,
     proxy,
-    scripts_run,
     started,
     trigger_heartbeats,
     until_ms,
 )
 from tests.support.clocks import ManualClock
+from tests.support.command_stats import scripts_run
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.balancer]

@@ -23,7 +23,6 @@ from tests.support.balancers import (
     StoppedClock,
     add_raw,
     announced,
-    commands_run,
     counts,
     dead,
     expire,
@@ -44,6 +43,7 @@ from tests.support.balancers import (
     trigger_heartbeats,
     unassigned,
 )
+from tests.support.command_stats import commands_run
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.balancer]
@@ -427,13 +427,13 @@ def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end
     else:
         client.pipeline([("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, text)] * count)
     announced(client, name)
-    began, left = commands_run(client), [count]
+    began, left = commands_run(client.execute).total(), [count]
     while name not in owners(client):
         found = heartbeat_of(client, "a", most_losses=1, weight=1e6)
-        assert commands_run(client) - began < 15_000, "of all that there is, a call takes a thousand"
+        assert commands_run(client.execute).total() - began < 15_000, "of all that there is, a call takes a thousand"
         left.append(int(client.execute("XLEN", KEYS.input)))
         assert found.has_more or name in owners(client), "what is left is looked at at once"
-        began = commands_run(client)
+        began = commands_run(client.execute).total()
     assert len(left) - 1 == count // 1_000 + 1
     assert len(dead(client)) == (0 if text and "s0000" in text else count)
 

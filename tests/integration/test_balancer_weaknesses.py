@@ -34,12 +34,12 @@ from tests.support.balancers import (
     owners,
     peer,
     pending,
-    scripts_run,
     started,
     trigger_heartbeats,
     unassigned,
     waits,
 )
+from tests.support.command_stats import scripts_run
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.balancer]

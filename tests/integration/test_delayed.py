@@ -1,7 +1,6 @@
 """Delayed messages against a real Redis: when they come, in which order, and that each comes once."""
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from millstream.redis_client.key_tracking import KeyTracker
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
 from millstream.worker.delayed_mover import TrackedDelayedMessages
+from tests.support.command_stats import commands_run
 from tests.support.commandline import call
 
 pytestmark = [pytest.mark.worker]
@@ -274,8 +274,8 @@ def test_who_is_told_what_waits_asks_nothing_else_and_hears_of_all_through_lost_
     streams = [f"s:{number}" for number in range(50)]
 
     def calls() -> int:
-        stats = client.execute("INFO", "commandstats").decode()
-        return sum(int(found) for found in re.findall(r"cmdstat_(?:evalsha|exists):calls=(\d+)", stats))
+        found = commands_run(client.execute)
+        return found["evalsha"] + found["exists"]
 
     assert delayed.move_due(streams) == MovedMessages(moved=0, next_ms=None)
     before = calls()

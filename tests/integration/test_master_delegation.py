@@ -1,7 +1,5 @@
 """What masters do in Redis, step by step, where only the moment matters."""
 
-import re
-
 import pytest
 
 from millstream.redis_client.client import Client
@@ -13,6 +11,7 @@ from millstream.services.master.registry import Registry
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
 from tests.support.clocks import ManualClock
+from tests.support.command_stats import scripts_run
 from tests.support.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
 from tests.support.waiting import eventually
 
@@ -279,12 +278,6 @@ def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_fo
         cursor, pages = page.cursor, pages + 1
     assert shown == [f"T{number:05}" for number in range(tickets)]
     assert scripts_run(client) - scripts_before <= 2, "once by its hash, and once more where the server lacked it"
-
-
-def scripts_run(client: Client) -> int:
-    """How many scripts the server was asked to run."""
-    found = client.execute("INFO", "commandstats").decode()
-    return sum(map(int, re.findall(r"cmdstat_eval(?:sha)?:calls=(\d+)", found)))
 
 
 def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(

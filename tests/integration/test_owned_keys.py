@@ -16,8 +16,9 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
 from tests.support.clocks import ManualClock
+from tests.support.command_stats import scripts_run
 from tests.support.waiting import eventually
-from tests.support.workers import make, make_context, scripts_called
+from tests.support.workers import make, make_context
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -133,10 +134,10 @@ def test_a_redis_that_can_track_few_keys_is_not_asked_all_the_time(
             return True
 
         eventually(lambda: step(50) and "tracking-table-max-keys" in caplog.text)
-        before = scripts_called(client)
+        before = scripts_run(client)
         for _ in range(91):
             step(11)  # no pause is a multiple of it: 1,001 ms
-        asked_each_second = scripts_called(client) - before
+        asked_each_second = scripts_run(client) - before
         fill(client, 500)
         eventually(lambda: step(50) and routing.woken.qsize() >= 500)
         assert asked_each_second < 10_000

@@ -24,6 +24,7 @@ from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import task_of
 from millstream.spark.engine.task import Job, PartitionTask
 from tests.support.clocks import ManualClock
+from tests.support.command_stats import commands_run
 from tests.support.task_fixtures import QUEUE_SCHEMA, SCHEMA
 
 pytestmark = [pytest.mark.spark]
@@ -205,10 +206,9 @@ def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(mills
 
         def asked() -> int:
             """How many streams were asked for since the last time."""
-            stats = client.execute("INFO", "commandstats").decode().splitlines()
-            found = [line for line in stats if line.startswith("cmdstat_evalsha:")]
+            found = commands_run(client.execute)["evalsha"]
             client.execute("CONFIG", "RESETSTAT")
-            return int(found[0].split("calls=")[1].split(",")[0]) if found else 0
+            return found
 
         asked()
         assert catch_up.run() is None

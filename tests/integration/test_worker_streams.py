@@ -20,9 +20,10 @@ from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, live_wor
 from millstream.testing.topologies import cluster
 from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.static_membership import StaticMembership
+from tests.support.command_stats import scripts_run
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import QUICK, ending, make, scripts_called, working
+from tests.support.workers import QUICK, ending, make, working
 
 pytestmark = [pytest.mark.worker]
 
@@ -363,9 +364,9 @@ def test_a_worker_that_may_not_be_told_what_has_changed_looks_for_itself(
 def test_a_worker_on_streams_where_nothing_comes_asks_little(client: Client) -> None:
     def scripts_in(duration_s: float) -> float:
         """Return a second, after so long a time or longer."""
-        began_s, before = time.monotonic(), scripts_called(client)
+        began_s, before = time.monotonic(), scripts_run(client)
         time.sleep(duration_s)
-        return (scripts_called(client) - before) / (time.monotonic() - began_s)
+        return (scripts_run(client) - before) / (time.monotonic() - began_s)
 
     fill(client, 500, 1)
     with working(client, make(count, pattern="s:*", order="stream")):

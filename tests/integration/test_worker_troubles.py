@@ -27,6 +27,7 @@ from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ProcessEnd, record_end
 from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
+from tests.support.command_stats import commands_run
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
     KEYS,
@@ -460,8 +461,7 @@ def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_
 
 def gets(client: Client) -> int:
     """Return how many GETs the server has run since the test began."""
-    _, found, rest = client.execute("INFO", "commandstats").decode().partition("cmdstat_get:calls=")
-    return int(rest.partition(",")[0]) if found else 0
+    return commands_run(client.execute)["get"]
 
 
 def test_a_supervisor_has_as_long_as_a_name_lasts_to_come_back_after_redis_was_away(client: Client) -> None:

@@ -32,6 +32,7 @@ from millstream.spark.source.stream_info import fetch
 from millstream.spark.source.subscription import Subscription
 from millstream.testing import topologies
 from tests.support.clocks import ManualClock
+from tests.support.command_stats import commands_run
 
 pytestmark = [pytest.mark.spark]
 
@@ -296,8 +297,7 @@ def test_offsets_of_many_streams_are_packed(client: Client) -> None:
 
 def pages(client: Client) -> int:
     """How many SCAN the server has run."""
-    _, _, rest = client.execute("INFO", "commandstats").partition(b"cmdstat_scan:calls=")
-    return int(rest.partition(b",")[0])
+    return commands_run(client.execute)["scan"]
 
 
 def test_names_among_many_keys_are_looked_up_bit_by_bit(client: Client) -> None:
@@ -359,8 +359,7 @@ def round_trips(client: Client) -> int:
 
 def asked(client: Client) -> int:
     """How often streams were asked about."""
-    stats = client.execute("INFO", "commandstats").decode()
-    return int(stats.partition("cmdstat_xinfo|stream:calls=")[2].partition(",")[0] or 0)
+    return commands_run(client.execute)["xinfo|stream"]
 
 
 def test_what_a_limit_left_waiting_comes_though_nothing_changes_there(client: Client) -> None:

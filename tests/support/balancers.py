@@ -118,17 +118,6 @@ def waits(client: Client) -> bool:
     return b"blocked_clients:0\r" not in client.execute("INFO", "clients")
 
 
-def scripts_run(client: Client) -> int:
-    """How many scripts the server has run so far."""
-    return commands_run(client, "eval")
-
-
-def commands_run(client: Client, of: str = "") -> int:
-    """How many commands with this prefix the server has run, those of scripts included."""
-    lines = client.execute("INFO", "commandstats").decode().splitlines()
-    return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if line.startswith(f"cmdstat_{of}"))
-
-
 def names(count: int, first: int = 0) -> list[str]:
     return [f"s{number:04}" for number in range(first, first + count)]
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 
 from millstream.errors import ServerError
 from millstream.redis_client.embedded_server import EmbeddedServer
+from tests.support.command_stats import commands_run
 
 FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
 
@@ -18,8 +19,7 @@ def is_primary(server: EmbeddedServer) -> bool:
 
 def asked(server: EmbeddedServer) -> int:
     """How many XRANGE a server has run."""
-    _, found, rest = server.call("INFO", "commandstats").partition(b"cmdstat_xrange:calls=")
-    return int(rest.partition(b",")[0]) if found else 0
+    return commands_run(server.call)["xrange"]
 
 
 def has_all(replica: EmbeddedServer, primary: EmbeddedServer) -> bool:

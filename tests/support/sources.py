@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.redis_client.client import Client
+from tests.support.command_stats import commands_run
 from tests.support.triggers import await_end, start_to_end
 
 _numbers = itertools.count()
@@ -48,8 +49,7 @@ class Streams:
 
     def calls(self, command: str) -> int:
         """The number of calls of a command, or of a `command|subcommand`, that Redis has run."""
-        found = self.client.execute("INFO", "commandstats").decode().partition(f"cmdstat_{command}:calls=")[2]
-        return int(found.partition(",")[0] or 0)
+        return commands_run(self.client.execute)[command]
 
 
 @dataclass

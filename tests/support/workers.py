@@ -183,12 +183,6 @@ def pending(client: Client) -> int | None:
         return None
 
 
-def scripts_called(client: Client) -> int:
-    """Return how many scripts the server has run for all clients."""
-    stats = client.execute("INFO", "commandstats").decode()
-    return int(stats.partition("cmdstat_evalsha:calls=")[2].partition(",")[0] or 0)
-
-
 def now_ms(client: Client) -> float:
     """Return the server's time, in milliseconds."""
     seconds, microseconds = client.execute("TIME")
