@@ -15,7 +15,7 @@ from millstream.redis_client.key_names import ServiceKeys
 from millstream.spark.run.service_membership import ServiceMembership
 from millstream.spark.source.options import parse
 from millstream.spark.source.subscription import subscription
-from tests.support.balancers import Watch
+from tests.support.clocks import LeapClock
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
@@ -58,14 +58,14 @@ def test_a_name_that_is_announced_anew_is_looked_at_anew(millstream_url: str, ca
         announced = ServiceKeys("calls").streams
         client.execute("HSET", announced, "call:1", 1)
         options = parse({"url": millstream_url, "subscribeAnnounced": "calls", "layout": "packed"}, {})
-        watch = Watch()
-        subscribed = subscription(client, options, clock=watch)
+        clock = LeapClock()
+        subscribed = subscription(client, options, clock=clock)
         assert [*subscribed.names()] == ["call:1"]
         client.execute("HDEL", announced, "call:1")
-        watch.ahead_ms += 1_500
+        clock.leap(1_500)
         assert [*subscribed.names()] == []
         client.pipeline([("RPUSH", "call:1", "no stream"), ("HSET", announced, "call:1", 2)])
-        watch.ahead_ms += 1_500
+        clock.leap(1_500)
         assert [*subscribed.names()] == []
         assert "the announced stream 'call:1' is left out: its key holds a list" in caplog.text
 

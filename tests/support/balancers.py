@@ -190,19 +190,6 @@ class StoppedClock(ManualClock):
         time.sleep(duration_ms / 1000)
 
 
-class Watch:
-    """A clock that a test can advance."""
-
-    def __init__(self) -> None:
-        self.ahead_ms = 0.0
-
-    def monotonic_ms(self) -> float:
-        return time.monotonic() * 1000 + self.ahead_ms
-
-    def sleep_ms(self, duration_ms: float) -> None:
-        time.sleep(duration_ms / 1000)
-
-
 @pytest.fixture
 def proxy(client: Client, millstream_server: EmbeddedServer) -> Iterator[Proxy]:
     """A proxy before the shared server, with all scripts loaded, so that each is called by its hash."""
