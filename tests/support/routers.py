@@ -95,13 +95,20 @@ class Subscribers:
 
     def wait_for(self, total: int) -> None:
         """Wait until so many messages were received."""
-        eventually(lambda: self.total >= total, f"{total} messages, of which {self.total} came")
+        eventually(lambda: self.total >= total, f"{total} messages", log=self._log)
+
+    def _log(self) -> str:
+        return f"{self.total} messages came; failed: {self.failures}"
 
     def check(self, client: Client) -> None:
         """Check that every stream was received completely, in order, without duplicates."""
         entries = client.pipeline([("XRANGE", name, "-", "+") for name in self.got])
         wanted = {name: [entry[0].decode() for entry in found] for name, found in zip(self.got, entries, strict=True)}
-        eventually(lambda: all(len(self.got[name]) >= len(wanted[name]) for name in wanted), "all that was published")
+        eventually(
+            lambda: all(len(self.got[name]) >= len(wanted[name]) for name in wanted),
+            "all that was published",
+            log=self._log,
+        )
         wrong = [name for name in wanted if wanted[name] != self.got[name]]
         assert not wrong, f"{len(wrong)} streams differ, such as {wrong[0]}: {self.got[wrong[0]]} of {wanted[wrong[0]]}"
         assert not self.failures

@@ -1,6 +1,7 @@
 """Moving hash slots between the nodes of a cluster, step by step."""
 
 from millstream.redis_client.embedded_server import EmbeddedServer
+from tests.support.waiting import FAIL_SAFE_S
 
 
 def move_slot(source: EmbeddedServer, target: EmbeddedServer, slot: int, *, finish: bool) -> None:
@@ -9,7 +10,8 @@ def move_slot(source: EmbeddedServer, target: EmbeddedServer, slot: int, *, fini
     target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", ours)
     source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", theirs)
     while keys := source.call("CLUSTER", "GETKEYSINSLOT", slot, 100):
-        source.call("MIGRATE", "127.0.0.1", target.port, "", 0, 5_000, "KEYS", *keys)
+        command = ("MIGRATE", "127.0.0.1", target.port, "", 0, round(FAIL_SAFE_S * 1_000), "KEYS", *keys)
+        source.call(*command, timeout_ms=FAIL_SAFE_S * 1_000)
     if finish:
         finish_move(source, target, slot)
 
