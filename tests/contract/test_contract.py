@@ -11,7 +11,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.contract import Case, ContractBroken, Engine, run_cases, verify
 from tests.contract.worker_app import ALL
-from tests.support.engines import Pipelines, WorkerCommand
+from tests.support.engines import SparkEngine, WorkerEngine
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def on_workers(millstream_server: EmbeddedServer, folders: Iterator[Path]) -> Iterator[Ran]:
     together = [case for case in ALL if case.name not in APART]
-    yield from ran({WorkerCommand(next(folders)): cases for cases in (together, named("crashed"), named("restart"))})
+    yield from ran({WorkerEngine(next(folders)): cases for cases in (together, named("crashed"), named("restart"))})
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def on_spark(millstream_server: EmbeddedServer, spark: SparkSession, folders: It
     # Spark starts a process for each handler's query: two dozen at once have to wait too long for two cores.
     together = [case for case in ALL if case.name != "restart"]
     waves = [together[at : at + WAVE] for at in range(0, len(together), WAVE)]
-    yield from ran({Pipelines(spark, next(folders)): cases for cases in (*waves, named("restart"))})
+    yield from ran({SparkEngine(spark, next(folders)): cases for cases in (*waves, named("restart"))})
 
 
 @pytest.mark.xdist_group("contract on workers")

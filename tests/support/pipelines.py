@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,9 @@ class Pipelines:
         """Process all entries that are there now."""
         self.supervisor(app, once=True, **settings).run()
 
-    @contextmanager
-    def running(self, app: App, *, fails: bool = False, **settings: Any) -> Iterator["Background"]:
-        """Run the app in the background until the block ends. Raises the error that ended it, unless it `fails`."""
-        background = Background(self.supervisor(app, **settings))
-        background.start()
-        try:
-            yield background
-        finally:
-            background.supervisor.stop()
-            background.join(FAIL_SAFE_S)
-        assert not background.is_alive(), "the supervisor did not stop"
-        if background.error is not None and not fails:
-            raise background.error
+    def running(self, app: App, *, fails: bool = False, **settings: Any) -> AbstractContextManager["Background"]:
+        """`in_background`, of the app."""
+        return in_background(self.supervisor(app, **settings), fails=fails)
 
     def events_named(self, event: str) -> list[Mapping[str, Any]]:
         """The events of this name so far."""
@@ -100,3 +90,18 @@ class Background(threading.Thread):
             self.supervisor.run()
         except BaseException as error:  # noqa: BLE001 - the test checks it
             self.error = error
+
+
+@contextmanager
+def in_background(supervisor: Supervisor, *, fails: bool = False) -> Iterator[Background]:
+    """Run a supervisor until the block ends. Raises the error that ended it, unless it `fails`."""
+    background = Background(supervisor)
+    background.start()
+    try:
+        yield background
+    finally:
+        supervisor.stop()
+        background.join(FAIL_SAFE_S)
+    assert not background.is_alive(), "the supervisor did not stop"
+    if background.error is not None and not fails:
+        raise background.error
