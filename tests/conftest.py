@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +20,9 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support import servers, waiting
 from tests.support.java import start_java_quickly
 from tests.support.processes_left_behind import RunGuardian
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytest_plugins = ["pytester"]
 
@@ -49,6 +52,15 @@ def client(millstream_url: str) -> Iterator[Client]:
     """A client of the shared server, which is empty."""
     with Client(millstream_url) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def spark() -> "Iterator[SparkSession]":
+    """One session for all tests of a process."""
+    from tests.support.sessions import shared_session  # most processes of a run need no Spark
+
+    with shared_session() as session:
+        yield session
 
 
 @pytest.fixture

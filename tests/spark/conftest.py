@@ -1,4 +1,4 @@
-"""The Spark session of the folder, and what tests of the source work with."""
+"""What tests of the source, the engine and the runner work with."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,18 +9,10 @@ from pyspark.sql import SparkSession
 from millstream.redis_client.client import Client
 from millstream.spark.versions import HAS_FILTERS
 from tests.support.pipelines import Pipelines
-from tests.support.sessions import await_no_tasks, end_session, open_test_session
+from tests.support.sessions import await_no_tasks
 from tests.support.sources import Bench, Streams
 
 collect_ignore = [] if HAS_FILTERS else ["test_source_filters.py"]
-
-
-@pytest.fixture(scope="session")
-def spark() -> Iterator[SparkSession]:
-    """One session for all tests of a process."""
-    session = open_test_session()
-    yield session
-    end_session(session)
 
 
 @pytest.fixture(autouse=True)

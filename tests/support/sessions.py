@@ -1,5 +1,8 @@
 """The Spark session that all tests of one process share, and the end of the Java behind it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
@@ -8,16 +11,15 @@ from tests.support.java import end_java
 from tests.support.waiting import eventually
 
 
-def open_test_session() -> SparkSession:
+@contextmanager
+def shared_session() -> Iterator[SparkSession]:
     """Two cores, tasks that may fail three times, two shuffle partitions, no web page and a quiet log."""
-    return open_session(
-        "tests",
-        master="local[2,4]",
-        conf={"spark.sql.shuffle.partitions": "2"},
-    )
+    spark = open_session("tests", master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"})
+    yield spark
+    _end_session(spark)
 
 
-def end_session(spark: SparkSession) -> None:
+def _end_session(spark: SparkSession) -> None:
     """Stop it, and end its Java, which otherwise lives as long as this process."""
     gateway = SparkContext._gateway
     if gateway is None:
