@@ -32,6 +32,7 @@ from tests.support.masters import (
     is_clean,
     publish,
 )
+from tests.support.requirements import require
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.master, pytest.mark.faults]
@@ -378,10 +379,7 @@ def test_a_consumer_says_that_it_is_overdue_while_its_async_function_takes_too_l
 
 
 def need_node() -> None:
-    if shutil.which("node") is None:
-        if os.environ.get("CI"):
-            pytest.fail("node is not installed")
-        pytest.skip("node is not installed")
+    require(shutil.which("node"), "node is not on PATH: apt-get install nodejs")
 
 
 def test_a_consumer_in_javascript_joins_one_in_python(

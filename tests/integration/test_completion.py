@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream.cli.main import COMMANDS
+from tests.support.requirements import require
 
 pytestmark = [pytest.mark.cli]
 
@@ -66,8 +67,8 @@ def test_help_texts_are_shown_by_shells_that_can() -> None:
     assert line.startswith("key\tList the keys that wait")
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_shell_completes_with_what_install_completion_has_installed(tmp_path: Path) -> None:
+    require(shutil.which("bash"), "bash is not on PATH: apt-get install bash")
     program = tmp_path / "bin" / "millstream"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\n{PROGRAM}\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millstream.redis_client.client import Client
-from tests.support.browser import Browser, needs_browser
+from tests.support.browser import Browser
 from tests.support.commandline import free_port
 from tests.support.gateways import Server, publish
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -14,7 +14,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 PAGE = Path(__file__).parents[2] / "examples/follow"
 TOKEN = "0123456789abcdef-page"
 
-pytestmark = [pytest.mark.router, needs_browser]
+pytestmark = [pytest.mark.router]
 
 
 def lines(browser: Browser) -> list[str]:

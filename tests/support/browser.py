@@ -9,13 +9,10 @@ from typing import Any, Self
 
 import httpx
 import psutil
-import pytest
 from websockets.sync.client import connect
 
+from tests.support.requirements import require
 from tests.support.waiting import FAIL_SAFE_S, eventually
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no browser: install Debian's chromium")
 
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
@@ -24,8 +21,15 @@ _FLAGS = (
 )  # fmt: skip
 
 
+def _program() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    require(found, "there is no browser: apt-get install chromium")
+    assert found
+    return found
+
+
 class Browser:
-    """A browser that shows one page. A context manager that kills it at the end."""
+    """A browser that shows one page. A context manager that kills it at the end. Requires Chromium."""
 
     def __init__(self, url: str, profile: Path) -> None:
         self._url = url
@@ -33,8 +37,7 @@ class Browser:
         self._numbers = count(1)
 
     def __enter__(self) -> Self:
-        assert CHROMIUM is not None
-        command = [CHROMIUM, *_FLAGS, f"--user-data-dir={self._profile}", self._url]
+        command = [_program(), *_FLAGS, f"--user-data-dir={self._profile}", self._url]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         port = self._port()
         pages = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=FAIL_SAFE_S, trust_env=False).json()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pytest
 
+from tests.support.requirements import require
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 
@@ -44,12 +44,15 @@ class Database:
 
 @contextmanager
 def postgres_server() -> Iterator[str]:
-    """The address of a PostgreSQL server that ends with the block, or with the process. Skips the test without one."""
+    """The address of a PostgreSQL server that ends with the block, or with the process. Requires its programs."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     search = os.pathsep.join([*map(str, reversed(found)), os.environ.get("PATH", "")])
     initdb, postgres, setpriv = (shutil.which(name, path=search) for name in ("initdb", "postgres", "setpriv"))
-    if not (initdb and postgres and setpriv):
-        pytest.skip("PostgreSQL's server is not installed here")
+    require(initdb and postgres, "PostgreSQL's server is not installed: apt-get install postgresql")
+    require(setpriv, "setpriv is not on PATH: apt-get install util-linux")
+    assert initdb
+    assert postgres
+    assert setpriv
     folder = Path(tempfile.mkdtemp(prefix="ms-sql-"))
     data = folder / "data"
     # PostgreSQL refuses to run as root.

@@ -2,12 +2,15 @@
 
 import json
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millstream.cli.main import load_command
+from tests.support.requirements import require
 
 pytestmark = [pytest.mark.cli]
 
@@ -16,7 +19,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture
 def services() -> dict[str, Any]:
-    yaml = pytest.importorskip("yaml")
+    require(find_spec("yaml"), "PyYAML is not installed: make setup")
+    yaml = import_module("yaml")
     found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     return found
 
