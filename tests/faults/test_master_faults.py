@@ -27,11 +27,11 @@ from tests.support.masters import (
     TOKEN,
     Master,
     MemoConsumer,
-    end,
     holders,
     is_clean,
     publish,
 )
+from tests.support.processes import end
 from tests.support.requirements import require
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

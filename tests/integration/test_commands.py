@@ -30,7 +30,8 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.escaping import escape, escape_lines, json_fields, unescape
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.server_program import find_server_program
-from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, in_a_terminal, lives, run, running
+from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, in_a_terminal, run, running
+from tests.support.processes import lives
 
 pytestmark = [pytest.mark.cli]
 

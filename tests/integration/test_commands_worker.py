@@ -21,7 +21,8 @@ from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.process.supervisor import STUCK_CODE
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import ManualClock
-from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, running
+from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, running
+from tests.support.processes import lives
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.worker]

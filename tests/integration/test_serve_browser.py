@@ -1,6 +1,5 @@
 """The example page, in a real browser: it follows a stream live, comes back by itself, and shows what is missing."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from millstream.redis_client.client import Client
 from tests.support.browser import Browser
 from tests.support.commandline import free_port
 from tests.support.gateways import Server, publish
-from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.waiting import eventually
 
 PAGE = Path(__file__).parents[2] / "examples/follow"
 TOKEN = "0123456789abcdef-page"
@@ -64,8 +63,7 @@ def test_the_example_page_follows_a_stream_through_restarts_and_shows_gaps(mills
                 None,
             )
 
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(FAIL_SAFE_S) == 0
+            assert server.stop() == 0
             eventually(lambda: state(browser) == "", "the page to say that it is live no more")
             ids += publish(client, "entity:1", range(3, 6))
             client.execute("XTRIM", "entity:1", "MINID", ids[3])

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from typer.testing import CliRunner
@@ -61,10 +60,16 @@ def run(*args: str, url: str | None = None, stdin: bytes = b"", env: Mapping[str
 
 
 def start(
-    *args: str, url: str | None = None, stdin: int = subprocess.DEVNULL, stderr: int | IO[bytes] = subprocess.PIPE
+    *args: str,
+    url: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    stderr: int | IO[bytes] | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Start `millstream ARGS` as a process; the caller ends it."""
-    return subprocess.Popen([*PROGRAM, *args], env=environment(url), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
+    """Start `millstream ARGS` as a process; the caller ends it. Without a `stderr` it has that of this process."""
+    return subprocess.Popen(
+        [*PROGRAM, *args], env=environment(url, env), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr
+    )
 
 
 @contextmanager
@@ -123,15 +128,6 @@ def environment(url: str | None, more: Mapping[str, str] | None = None) -> dict[
     """This process's environment, with MILLSTREAM_URL set or removed."""
     rest = {name: value for name, value in os.environ.items() if name != "MILLSTREAM_URL"}
     return {**rest, **({"MILLSTREAM_URL": url} if url else {}), **(more or {})}
-
-
-def lives(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 @contextmanager

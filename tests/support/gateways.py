@@ -2,47 +2,36 @@
 
 import json
 import socket
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
-import httpx
 from websockets.sync.client import ClientConnection, connect
 
 from millstream.redis_client.client import Client
-from tests.support.commandline import PROGRAM, environment, free_port
+from tests.support.commandline import free_port
+from tests.support.service_process import ServiceProcess, http_client
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 
-class Server:
-    """A server process. A context manager that kills it at the end."""
+class Server(ServiceProcess):
+    """A gateway as a process."""
 
     def __init__(self, url: str, *options: str) -> None:
         port = free_port()
-        self._command = [*PROGRAM, "serve", "--port", "0", "--metrics-address", str(port), "--json", *options]
-        self._health = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=FAIL_SAFE_S, trust_env=False, verify=False
-        )
-        self._environment = environment(url)
+        super().__init__(("serve", "--metrics-address", str(port)), options, url)
+        self._health = http_client(f"http://127.0.0.1:{port}")
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen(self._command, env=self._environment, stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the server did not start"
-        self.url = json.loads(line)["url"]
-        self.http = httpx.Client(base_url=self.url, timeout=FAIL_SAFE_S, trust_env=False, verify=False)
+        super().__enter__()
+        self.http = http_client(self.url)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
         self._health.close()
-        self.process.kill()
-        self.process.wait(FAIL_SAFE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        super().__exit__()
 
     def follow(self, stream: str, *, query: str = "", **headers: str) -> "Events":
         """Follow a stream by server-sent events."""

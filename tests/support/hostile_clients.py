@@ -1,9 +1,6 @@
 """Fixtures for hostile clients: each HTTP service as a process with a readable log, and clients on bare sockets."""
 
-import json
-import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,8 +8,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from tests.support.commandline import PROGRAM, environment
 from tests.support.masters import GROUP, STREAM, TOKEN
+from tests.support.service_process import ServiceProcess
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tickets"
@@ -53,39 +50,18 @@ KINDS = {
 }  # fmt: skip
 
 
-class Service:
-    """A process of one of these kinds. A context manager that kills it at the end."""
+class Service(ServiceProcess):
+    """A process of one of these kinds, with a log."""
 
     def __init__(self, name: str, redis_url: str, log: Path, *options: str) -> None:
         self.kind = KINDS[name]
-        self._log = log
-        self._command = [*PROGRAM, *self.kind.command, "--port", "0", "--json", *options]
-        self._environment = environment(redis_url, {"TICKETS_LOG": str(log.with_suffix(".work"))})
-
-    def __enter__(self) -> Self:
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(self._command, env=self._environment, stdout=subprocess.PIPE, stderr=log)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self._log.read_text()
-        self.url = json.loads(line)["url"]
         self.page_request = f"GET {self.kind.page} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait(FAIL_SAFE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def stop(self) -> int:
-        """SIGTERM; return the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(FAIL_SAFE_S)
+        env = {"TICKETS_LOG": str(log.with_suffix(".work"))}
+        super().__init__(self.kind.command, options, redis_url, env=env, log=log)
 
     def logged(self) -> list[str]:
         """The lines of its log, without those of a consumer that finds no master."""
-        return [line for line in self._log.read_text().splitlines() if "is not registered yet" not in line]
+        return [line for line in self.said().splitlines() if "is not registered yet" not in line]
 
     def post_head(self, size: int) -> bytes:
         """The head of a request with a body of so many bytes."""

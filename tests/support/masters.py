@@ -1,10 +1,6 @@
 """`millstream master` as a process, and consumers that follow the memo literally, for tests."""
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -13,13 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 import httpx
-import msgspec
 
 from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from tests.support.commandline import PROGRAM, environment
-from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.service_process import ServiceProcess, http_client
+from tests.support.waiting import eventually
 
 TOKEN = "a-token-for-tests-0123456789"
 STREAM, GROUP = "tickets", "workers"
@@ -32,38 +27,24 @@ PATIENT = ("--ping-failures", "100000")
 Pair = tuple[str, dict[str, str]]
 
 
-class Master:
-    """A master process. A context manager; its exit kills the process."""
+class Master(ServiceProcess):
+    """A master as a process."""
 
     def __init__(
         self, url: str, *options: str, token: str | None = TOKEN, env: Mapping[str, str] | None = None
     ) -> None:
         given = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP) if env is None else ()
         secret = () if token is None else ("--token", token)
-        self._command = [*PROGRAM, "master", *given, *secret, "--port", "0", "--json", *QUICK, *options]
-        self._environment = environment(url, env)
+        super().__init__(("master", *given, *secret), (*QUICK, *options), url, env=env)
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen(self._command, env=self._environment, stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the master did not start"
-        self.url = msgspec.json.decode(line)["url"]
-        self.http = httpx.Client(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {TOKEN}"},
-            timeout=FAIL_SAFE_S,
-            trust_env=False,
-            verify=False,
-        )
+        super().__enter__()
+        self.http = http_client(self.url, {"Authorization": f"Bearer {TOKEN}"})
         return self
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
-        self.process.kill()
-        self.process.wait(FAIL_SAFE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        super().__exit__()
 
     def post(self, path: str, **body: object) -> httpx.Response:
         """Post to the API."""
@@ -228,17 +209,6 @@ def is_clean(client: Client) -> bool:
         and not check_invariants(client, KEYS, STREAM)
         and not client.execute("HLEN", KEYS.owners)
     )
-
-
-def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> int:
-    """Send a signal and wait; return the exit code."""
-    process.send_signal(number)
-    return process.wait(FAIL_SAFE_S)
-
-
-def python(*args: str, **env: str) -> subprocess.Popen[bytes]:
-    """A Python process with these arguments and environment variables."""
-    return subprocess.Popen([sys.executable, *args], env={**os.environ, **env})
 
 
 def _fields(pairs: list[bytes]) -> dict[str, str]:
