@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import psutil
 import pytest
 import redis
 
@@ -22,6 +21,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.server_program import find_server_program
 from millstream.testing.topologies import tls_server
 from tests.support.clocks import ManualClock
+from tests.support.processes import lives
 from tests.support.servers import install_package
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -32,10 +32,7 @@ KILL_SAFE = {"appendfsync": "no"}
 
 def is_dead(pid: int) -> bool:
     """Whether the process is gone; one that waits for an unhurried init to bury it counts."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return not lives(pid)
 
 
 def is_silent(server: EmbeddedServer) -> bool:

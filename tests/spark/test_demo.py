@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from millstream.demo.flights import load_flights
+from tests.support.commandline import PROGRAM
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 FLIGHTS = 10_000
@@ -31,7 +31,7 @@ class Demo:
         self._mark = uuid.uuid4().hex
         self.chart = folder / "demo" / "departures.png"
         self.said = folder / "said.txt"
-        command = [sys.executable, "-m", "millstream.cli.main", "demo", "--data-dir", str(folder / "demo")]
+        command = [*PROGRAM, "demo", "--data-dir", str(folder / "demo")]
         with self.said.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *options], stdout=subprocess.PIPE, stderr=log, env=os.environ | {MARK: self._mark}

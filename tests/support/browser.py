@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import psutil
 from websockets.sync.client import connect
 
+from tests.support.processes import kill_with_descendants
 from tests.support.requirements import require
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -48,16 +48,7 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self._opening.__exit__(None, None, None)
-        family: list[psutil.Process] = [
-            *psutil.Process(self._process.pid).children(recursive=True),
-            psutil.Process(self._process.pid),
-        ]
-        for process in family:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self._process.wait(FAIL_SAFE_S)
+        kill_with_descendants(self._process)
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression in the page."""

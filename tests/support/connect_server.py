@@ -12,6 +12,7 @@ import psutil
 import pyspark
 
 from tests.support.commandline import free_port
+from tests.support.processes import await_end, descendants, end
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 SPARK_HOME = Path(os.environ.get("SPARK_HOME", Path(pyspark.__file__).parent))
@@ -60,19 +61,13 @@ class ConnectServer:
         self._stop()
 
     def _stop(self) -> None:
-        workers = self._java.children(recursive=True) if self._process.poll() is None else []
-        self._process.terminate()
+        workers = descendants(self._process)
         try:
-            self._process.wait(FAIL_SAFE_S)
-            _, left = psutil.wait_procs(workers, timeout=FAIL_SAFE_S)
-            assert not left, f"Python processes outlive the server: {left}"
+            end(self._process)
+            await_end(workers)
         finally:
             self._process.kill()
             self._process.wait()
-
-    @property
-    def _java(self) -> psutil.Process:
-        return psutil.Process(self._process.pid)
 
     def log(self) -> str:
         """The end of what it said."""
@@ -80,7 +75,7 @@ class ConnectServer:
 
     def _addresses(self) -> set[str]:
         """Where it listens."""
-        found = self._java.net_connections("inet")
+        found = psutil.Process(self._process.pid).net_connections("inet")
         return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
     def _wait(self) -> None:

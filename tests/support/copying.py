@@ -5,12 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from millstream.redis_client.client import Client
+from tests.support.processes import kill_with_descendants
 from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]
@@ -42,13 +41,7 @@ class Copying:
         try:
             yield process
         finally:
-            family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            process.kill()
-            process.wait()
-            for member in family:
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-            psutil.wait_procs(family, timeout=FAIL_SAFE_S)
+            kill_with_descendants(process)
 
     def run(self, rows: int) -> int:
         """Wait until one driver has ended by itself; return its exit code."""

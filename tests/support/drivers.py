@@ -4,13 +4,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.support.commandline import PROGRAM
+from tests.support.processes import await_end, descendants
 from tests.support.waiting import FAIL_SAFE_S
 
 APPS = Path(__file__).parent / "apps"
@@ -22,7 +23,7 @@ class Driver:
     def __init__(self, app: str, *, url: str, folder: Path, options: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self.events: list[dict[str, Any]] = []
-        self._command = [sys.executable, "-m", "millstream.cli.main", "run", app, "--url", url, "--json"]
+        self._command = [*PROGRAM, "run", app, "--url", url, "--json"]
         self._command += ["--checkpoint", str(folder / "checkpoint"), *options]
         self.options = options
         self._process: subprocess.Popen[str] | None = None
@@ -67,10 +68,7 @@ class Driver:
 
     def descendants(self) -> list[psutil.Process]:
         """The driver's descendants: the JVM and its Python workers."""
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        return descendants(self.process)
 
     def workers(self) -> list[psutil.Process]:
         """The Python workers that run tasks: children of Spark's Python daemon."""
@@ -89,8 +87,7 @@ class Driver:
         orphans = self.descendants()
         self.process.kill()
         self.process.wait()
-        _, left = psutil.wait_procs(orphans, timeout=FAIL_SAFE_S)
-        assert not left, f"descendants outlived the driver: {left}"
+        await_end(orphans)
         self._listener.join(FAIL_SAFE_S)
 
     def stop(self, number: int = signal.SIGTERM) -> int:

@@ -18,10 +18,11 @@ def lives(process: psutil.Process | int) -> bool:
     return False
 
 
-def descendants(pid: int) -> list[psutil.Process]:
+def descendants(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     """What a process has started, and what that has; nothing if the process has ended."""
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
+    if process.poll() is None:  # else its number may be another's
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(process.pid).children(recursive=True)
     return []
 
 
@@ -33,7 +34,7 @@ def end(process: subprocess.Popen[Any], number: int = signal.SIGTERM) -> int:
 
 def kill_with_descendants(process: subprocess.Popen[Any]) -> None:
     """Kill a process and all that it has started, and wait until all of it has ended."""
-    family = descendants(process.pid)
+    family = descendants(process)
     process.kill()
     for one in family:
         with suppress(psutil.NoSuchProcess):
@@ -44,4 +45,6 @@ def kill_with_descendants(process: subprocess.Popen[Any]) -> None:
 
 def await_end(processes: list[psutil.Process]) -> None:
     """Wait until none of them lives."""
-    eventually(lambda: not any(map(lives, processes)), f"the end of {processes}")
+    eventually(
+        lambda: not any(map(lives, processes)), "the end of processes", log=lambda: list(filter(lives, processes))
+    )

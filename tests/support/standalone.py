@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.commandline import free_port
+from tests.support.processes import descendants, kill_with_descendants
 from tests.support.waiting import eventually
 
 _MASTER, _WORKER = "org.apache.spark.deploy.master.Master", "org.apache.spark.deploy.worker.Worker"
@@ -53,7 +54,7 @@ class Standalone:
         """The executors of all workers that live."""
         found = []
         for worker in self.workers:
-            for one in _family(worker):
+            for one in descendants(worker):
                 try:
                     if _EXECUTOR in " ".join(one.cmdline()):
                         found.append(one)
@@ -63,37 +64,18 @@ class Standalone:
 
     def kill_worker(self) -> None:
         """Kill the first worker with all that it has started, as when its machine is gone."""
-        worker = self.workers.pop(0)
-        self._kill(worker)
+        kill_with_descendants(self.workers.pop(0))
 
     def kill_master(self) -> None:
         """Kill the master."""
         assert self.master is not None
-        self._kill(self.master)
+        kill_with_descendants(self.master)
 
     def stop(self) -> None:
         """Kill all of it."""
         for process in (*self.workers, *([self.master] if self.master else ())):
-            self._kill(process)
-
-    @staticmethod
-    def _kill(process: subprocess.Popen[bytes]) -> None:
-        family = _family(process)
-        process.kill()
-        for one in family:
-            try:
-                one.kill()
-            except psutil.NoSuchProcess:
-                continue
-        process.wait()
+            kill_with_descendants(process)
 
     def log(self) -> str:
         """The end of what master and workers have said."""
         return "".join(path.read_text(errors="replace")[-20_000:] for path in self._folder.glob("*.log"))
-
-
-def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []

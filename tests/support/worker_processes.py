@@ -4,7 +4,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,7 +20,9 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import Event, Report, check, read_events
 from tests.support.apps.worker_app import GATE
+from tests.support.commandline import PROGRAM
 from tests.support.drivers import APPS
+from tests.support.processes import await_end, end, lives
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 _PUBLISHED_AT_ONCE = 500
@@ -46,7 +47,7 @@ class RunningWorkers:
         self.reports: list[dict[str, Any]] = []
         self._log = folder / f"log.{time.monotonic_ns()}"
         self._folder = folder
-        self._command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{APPS}/worker_app.py:{app}"]
+        self._command = [*PROGRAM, "worker", f"{APPS}/worker_app.py:{app}"]
         self._command += ["--url", url, "--json", "--processes", str(processes)]
         self._command += ["--claim", str(claim_s), *options]
         self._processes = processes
@@ -81,7 +82,7 @@ class RunningWorkers:
         for process in self._started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        eventually(lambda: not any(map(_lives, self._started)), "the end of all processes")
+        await_end(self._started)
         self.supervisor.wait(FAIL_SAFE_S)
 
     @property
@@ -93,7 +94,7 @@ class RunningWorkers:
     def children(self) -> list[psutil.Process]:
         """Return the worker processes that are alive."""
         try:
-            found = [one for one in psutil.Process(self.supervisor.pid).children() if _lives(one)]
+            found = [one for one in psutil.Process(self.supervisor.pid).children() if lives(one)]
         except psutil.NoSuchProcess:
             return []
         self._started += [one for one in found if one not in self._started]
@@ -145,8 +146,7 @@ class RunningWorkers:
 
     def stop(self) -> int:
         """Send SIGTERM; return the exit code."""
-        self.supervisor.terminate()
-        return self.supervisor.wait(FAIL_SAFE_S)
+        return end(self.supervisor)
 
     def kill_all(self) -> None:
         """Send SIGKILL to the supervisor and its workers: their names stay taken until they expire."""
@@ -154,15 +154,8 @@ class RunningWorkers:
         self.supervisor.kill()
         for child in children:
             child.kill()
-        eventually(lambda: not any(map(_lives, children)), "the end of the workers")
+        await_end(children)
         self.supervisor.wait(FAIL_SAFE_S)
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Whether it lives; another process may have been given its number by now."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def resume_all(stopped: list[psutil.Process]) -> None:
