@@ -70,10 +70,8 @@ def cluster(tmp_path: Path, millstream_url: str, monkeypatch: pytest.MonkeyPatch
         *("--conf", f"spark.archives={environment(tmp_path)}#environment"),
         *("--conf", "spark.executorEnv.PYTHONPATH=", "--conf", "spark.sql.shuffle.partitions=2"),
     )
-    driver = Driver(f"{app}/shop_of_cluster.py", url=millstream_url, folder=tmp_path, options=options)
-    yield driver
-    if driver.starts and driver.alive:
-        driver.kill()
+    with Driver(f"{app}/shop_of_cluster.py", url=millstream_url, folder=tmp_path, options=options) as driver:
+        yield driver
 
 
 def environment(folder: Path) -> Path:

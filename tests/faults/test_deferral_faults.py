@@ -108,11 +108,10 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
     with EmbeddedServer() as server, Client(server.url) as client:
         bookings = Bookings(client)
         bookings.publish(MESSAGES, chance)
-        driver = Driver(
+        with Driver(
             f"{APPS}/deferral_app.py:app", url=server.url, folder=tmp_path,
             options=("--max-per-batch", "400", "--spark-master", "local[2,4]"),
-        )  # fmt: skip
-        try:
+        ) as driver:  # fmt: skip
             (tmp_path / BATCH_POINTS[0]).touch()
             driver.start()
             for _ in range(ROUNDS):
@@ -128,9 +127,6 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
             unpark_and_kill(client, bookings, driver)
             eventually(lambda: not list_queues(client, PARKING), "unparked keys go on", log=driver.errors)
             assert driver.stop() == 0
-        finally:
-            if driver.alive:
-                driver.kill()
         with capsys.disabled():
             print(f"\nseed {seed}; driver starts: {driver.starts}")  # noqa: T201
         for keys in (PARKING, BLOCKING):

@@ -150,15 +150,14 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
         expected = publish(client, chance)
         last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
         batch = MESSAGES // (KILLS * 4)
-        driver = Driver(
+        with Driver(
             f"{APPS}/killer_app.py:app",
             url=server.url,
             folder=tmp_path,
             options=("--max-per-batch", str(batch)),
-        )
-        driver.start()
-        assassin = Assassin(driver, chance)
-        try:
+        ) as driver:
+            driver.start()
+            assassin = Assassin(driver, chance)
             for number in range(KILLS):
                 goal = number * MESSAGES // (KILLS + 2)  # enough is left to be at work when it strikes
                 wait_for_commits(client, goal, driver)
@@ -169,9 +168,6 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
                 log=driver.errors,
             )
             assert driver.stop() == 0
-        finally:
-            if driver.alive:
-                driver.kill()
         with capsys.disabled():
             print(f"\nseed {seed}; kills at: {', '.join(assassin.log)}; driver starts: {driver.starts}")  # noqa: T201
         assert set(EXACT_POINTS) <= set(assassin.log)

@@ -62,13 +62,9 @@ class Bank:
 def bank(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> Iterator[Bank]:
     bank = Bank(millstream_fresh_server, tmp_path)
     bank.publish(MESSAGES)
-    bank.driver.start()
-    try:
+    with bank.client, bank.driver:
+        bank.driver.start()
         yield bank
-    finally:
-        if bank.driver.alive:
-            bank.driver.kill()
-        bank.client.close()
 
 
 def test_a_redis_that_is_killed_or_without_memory_costs_nothing_but_time_and_no_attempts(bank: Bank) -> None:

@@ -146,10 +146,8 @@ def driver(
         # More would be given to who came first, also while that one is stopped.
         *("--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.cores.max=2"),
     )
-    driver = Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=options)
-    yield driver
-    if driver.starts and driver.alive:
-        driver.kill()
+    with Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=options) as driver:
+        yield driver
 
 
 def await_progress(orders: Orders, driver: Driver, cluster: Standalone) -> None:
@@ -210,9 +208,8 @@ def test_a_driver_that_is_stopped_and_wakes_after_another_took_over_changes_noth
         one.suspend()
     cluster.start_worker()  # the zombie keeps its executors
     cluster.start_worker()
-    second = Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=driver.options)
-    second.start()
-    try:
+    with Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=driver.options) as second:
+        second.start()
         orders.publish()
         await_progress(orders, second, cluster)
         for one in reversed(zombie):
@@ -220,9 +217,6 @@ def test_a_driver_that_is_stopped_and_wakes_after_another_took_over_changes_noth
         assert driver.ended() != 0, "somebody newer is at work"
         orders.publish()
         finish(orders, second, cluster)
-    finally:
-        if second.alive:
-            second.kill()
 
 
 def test_a_redis_without_memory_under_kills_loses_and_doubles_nothing(

@@ -34,17 +34,15 @@ def nap(message: Message) -> None:
 def asleep(millstream_url: str, tmp_path: Path) -> Iterator[Driver]:
     """A run in the middle of a batch that takes minutes."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    driver = Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path)
-    with Client(millstream_url) as client:
+    with (
+        Client(millstream_url) as client,
+        Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path) as driver,
+    ):
         client.pipeline([("XADD", "in", "*", "k", n) for n in range(5_000)])
         driver.start()
-        try:
-            eventually(driver.workers, "a worker", log=driver.errors)
-            eventually(lambda: client.execute("HEXISTS", "millstream:{in}:in:app.nap:meta", "epoch"), "a batch")
-            yield driver
-        finally:
-            if driver.alive:
-                driver.kill()
+        eventually(driver.workers, "a worker", log=driver.errors)
+        eventually(lambda: client.execute("HEXISTS", "millstream:{in}:in:app.nap:meta", "epoch"), "a batch")
+        yield driver
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -56,21 +54,19 @@ def test_a_stop_in_the_middle_of_a_batch_is_quick_and_quiet(asleep: Driver, numb
 
 def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    driver = Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path)
-    with Client(millstream_url) as client:
+    with (
+        Client(millstream_url) as client,
+        Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path) as driver,
+    ):
         client.execute("XADD", "in", "*", "k", 1)
         driver.start()
-        try:
-            eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
-            group = os.getpgid(driver.process.pid)
-            for pid in [*(one.pid for one in driver.descendants()), driver.process.pid]:
-                with suppress(ProcessLookupError):
-                    if os.getpgid(pid) == group:
-                        os.kill(pid, signal.SIGTERM)
-            assert driver.ended() == 0
-        finally:
-            if driver.alive:
-                driver.kill()
+        eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
+        group = os.getpgid(driver.process.pid)
+        for pid in [*(one.pid for one in driver.descendants()), driver.process.pid]:
+            with suppress(ProcessLookupError):
+                if os.getpgid(pid) == group:
+                    os.kill(pid, signal.SIGTERM)
+        assert driver.ended() == 0
     assert driver.errors() == ""
 
 

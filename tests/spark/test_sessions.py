@@ -46,17 +46,15 @@ def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes
     millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "ending.py").write_text(APP)
-    driver = Driver(
-        str(tmp_path / "ending.py"), url=millstream_url, folder=tmp_path, options=("--spark-master", "local[2,4]")
-    )
+    options = ("--spark-master", "local[2,4]")
 
     def publish(client: Client) -> None:
         client.pipeline([("XADD", "in", "*", "k", n % 5) for n in range(50)])
 
     with Client(millstream_url) as client:
         publish(client)
-        driver.start()
-        try:
+        with Driver(str(tmp_path / "ending.py"), url=millstream_url, folder=tmp_path, options=options) as driver:
+            driver.start()
             for round_ in range(ENDS + 1):
                 count = 50 * (round_ + 1)
                 for stream in ("out", "copies"):
@@ -65,9 +63,6 @@ def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes
                     (tmp_path / "stop-the-session").touch()
                     publish(client)
             assert driver.stop() == 0
-        finally:
-            if driver.alive:
-                driver.kill()
         rows = [
             dict(zip(items[::2], items[1::2], strict=True)) for _, items in client.execute("XRANGE", "out", "-", "+")
         ]

@@ -68,7 +68,7 @@ def postgres_server() -> Iterator[str]:
         with (folder / "log").open("w") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
         try:
-            address = f"host={folder} user=test dbname=postgres connect_timeout=10"
+            address = f"host={folder} user=test dbname=postgres connect_timeout={round(FAIL_SAFE_S)}"
             _wait_for(address, server, folder / "log")
             yield address
         finally:

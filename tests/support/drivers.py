@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -18,7 +18,7 @@ APPS = Path(__file__).parent / "apps"
 
 
 class Driver:
-    """Runs `app` against `url`; each start uses the same checkpoint."""
+    """Runs `app` against `url`; each start uses the same checkpoint. A context manager that kills what still runs."""
 
     def __init__(self, app: str, *, url: str, folder: Path, options: tuple[str, ...] = ()) -> None:
         self.folder = folder
@@ -29,6 +29,13 @@ class Driver:
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread()
         self.starts = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self.alive:
+            self.kill()
 
     def start(self, *options: str) -> None:
         """Start the process, with further options; its stderr goes to a file in the folder."""
