@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from millstream import App, Message, Retry
@@ -15,6 +13,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.producer.producer import Producer
 from millstream.worker import ReadingLoop, WorkerPolicy
+from tests.support.spans import exported_spans
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
@@ -22,12 +21,8 @@ pytestmark = [pytest.mark.worker, pytest.mark.spark]
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    yield exporter
-    provider.shutdown()
+    with exported_spans(monkeypatch) as found:
+        yield found
 
 
 def test_publish_and_every_attempt_are_one_trace(spans: InMemorySpanExporter, millstream_url: str) -> None:

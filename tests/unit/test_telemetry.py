@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -16,6 +15,7 @@ from millstream.handlers.decoding import compile_decoder
 from millstream.model import Message
 from millstream.observability.tracing import NO_TRACING, Tracing, tracing
 from tests.support.calls import calls_of
+from tests.support.spans import exported_spans
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
@@ -32,13 +32,8 @@ class Order:
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """What the program's SDK exports; the SDK is set up for this test alone."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    yield exporter
-    provider.shutdown()
+    with exported_spans(monkeypatch) as found:
+        yield found
 
 
 def message(*pairs: bytes, attempt: int = 1) -> Message:
