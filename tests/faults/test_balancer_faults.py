@@ -23,6 +23,7 @@ from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.proxy import Proxy
 from tests.support.apps.lease_owner import REFUSED, SERVICE, WRITES
 from tests.support.drivers import APPS
+from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.worker_processes import PrintFigures
 
@@ -106,7 +107,7 @@ def writes(client: Client, key: str = WRITES) -> list[tuple[float, str, int, str
     """When, on which stream, under which token, by whom: the first write under each token."""
     found = []
     for entry_id, pairs in client.execute("XRANGE", key, "-", "+"):
-        row = {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
+        row = text_fields(pairs)
         found.append((int(entry_id.partition(b"-")[0]) / 1000, row["stream"], int(row["token"]), row["by"]))
     return found
 

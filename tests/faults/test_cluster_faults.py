@@ -15,6 +15,7 @@ import millstream
 from millstream.redis_client.client import Client
 from millstream.testing.history import check_outputs
 from tests.support.drivers import Driver
+from tests.support.fields import text_fields
 from tests.support.waiting import eventually
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -103,7 +104,7 @@ def publish(client: Client, start: int) -> dict[bytes, list[str]]:
 
 def rows(client: Client, stream: str) -> list[dict[str, str]]:
     entries = client.execute("XRANGE", stream, "-", "+")
-    return [{items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)} for _, items in entries]
+    return [text_fields(items) for _, items in entries]
 
 
 def executors(driver: Driver) -> list[psutil.Process]:

@@ -15,6 +15,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
 from tests.support.commandline import call
 from tests.support.drivers import APPS, Driver
+from tests.support.fields import text_fields
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.mark.faults]
@@ -71,8 +72,7 @@ class Bookings:
     def verify(self, keys: HandlerKeys) -> None:
         """All is done once, in order, with the state that it leaves; nothing waits."""
         rows = [
-            {items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)}
-            for _, items in self._client.execute("XRANGE", f"{{bookings}}.{keys.handler}", "-", "+")
+            text_fields(items) for _, items in self._client.execute("XRANGE", f"{{bookings}}.{keys.handler}", "-", "+")
         ]
         check_outputs(dict(self.ids), [(row["account"].encode(), row["id"]) for row in rows]).raise_if_bad()
         found = self._client.execute("HGETALL", keys.state)

@@ -18,6 +18,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
 from tests.support.drivers import APPS, Driver
+from tests.support.fields import text_fields
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
@@ -176,10 +177,7 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
 
 def verify(client: Client, expected: Expected) -> None:
     """Compare all that is in Redis with what is expected."""
-    rows = [
-        {items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)}
-        for _, items in read_stream(client, OUTPUT)
-    ]
+    rows = [text_fields(items) for _, items in read_stream(client, OUTPUT)]
     letters = [DeadLetter.parse(*entry) for entry in read_stream(client, KEYS.dead_letters)]
     report = check_outputs(
         {**expected.sequences, b"": list(expected.dead)},

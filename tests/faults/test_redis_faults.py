@@ -9,6 +9,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.replies import mapping_of
 from tests.support.drivers import APPS, Driver
 from tests.support.waiting import eventually
 
@@ -51,7 +52,7 @@ class Bank:
         self.wait_for(count)
         outputs: dict[bytes, list[int]] = {}
         for _, items in self.client.execute("XRANGE", "{bookings}.balances", "-", "+"):
-            fields = dict(zip(items[::2], items[1::2], strict=True))
+            fields = mapping_of(items)
             outputs.setdefault(fields[b"account"], []).append(int(fields[b"n"]))
             assert int(fields[b"balance"]) == len(outputs[fields[b"account"]])
         assert outputs == {f"a{k}".encode(): list(range(k, count, 50)) for k in range(50)}

@@ -14,6 +14,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
 from tests.support.drivers import Driver
+from tests.support.fields import text_fields
 from tests.support.memory import refusals
 from tests.support.standalone import Standalone
 from tests.support.waiting import eventually
@@ -90,7 +91,7 @@ class Orders:
 
     def rows(self, stream: str) -> list[dict[str, str]]:
         entries = self.client.execute("XRANGE", stream, "-", "+")
-        return [{items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)} for _, items in entries]
+        return [text_fields(items) for _, items in entries]
 
     def is_done(self) -> bool:
         """Whether as much has come as must."""

@@ -10,6 +10,7 @@ from millstream.admin.inspection import read_state
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, announce
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
+from millstream.redis_client.replies import mapping_of
 from tests.support.balancers import next_notice, trigger_heartbeats
 from tests.support.commandline import call
 from tests.support.waiting import eventually
@@ -57,7 +58,7 @@ def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> N
         add(client, 10.0)
         eventually(lambda: shown(client) == dict.fromkeys(SENSORS, ("one", 0)))
     alarms = client.execute("XRANGE", "alarms", "-", "+")
-    rows = [dict(zip(pairs[::2], pairs[1::2], strict=True)) for _, pairs in alarms]
+    rows = [mapping_of(pairs) for _, pairs in alarms]
     for sensor in SENSORS:
         mine = [row for row in rows if row[b"sensor"] == sensor.encode()]
         assert [row[b"celsius"] for row in mine] == [b"31.0", b"10.0", b"10.0"]

@@ -17,6 +17,7 @@ from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, worker_name_key
+from millstream.redis_client.replies import mapping_of
 from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.process.supervisor import STUCK_CODE
 from millstream.worker.static_membership import StaticMembership
@@ -80,7 +81,7 @@ def fill(client: Client, count: int, *more: str) -> None:
 
 def done(client: Client) -> list[dict[bytes, bytes]]:
     entries = client.execute("XRANGE", "done", "-", "+")
-    return [dict(zip(pairs[::2], pairs[1::2], strict=True)) for _, pairs in entries]
+    return [mapping_of(pairs) for _, pairs in entries]
 
 
 def names_in_use(client: Client) -> set[str]:

@@ -12,6 +12,7 @@ from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import mapping_of
 from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, queue_of
 from tests.support.task_fixtures import Row, TaskFixture
 
@@ -66,7 +67,7 @@ class Machine(TaskFixture):
         after = self.store.committed_ids(["in"]).get("in", EntryId(0, 0))
         rows: list[Row] = []
         for entry_id, pairs in self.client.execute("XRANGE", "in", f"({after}", "+", "COUNT", most):
-            fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+            fields = mapping_of(pairs)
             rows.append((EntryId.parse(entry_id).ms, fields[b"k"], fields))
         if rows:
             cut = self.chance.randrange(len(rows) + 1) if dies else len(rows)
@@ -98,7 +99,7 @@ class Machine(TaskFixture):
 
     def _run(self, worker: KeyedStream, lease: KeyLease) -> None:
         for one in list(lease.queued):
-            fields = dict(zip(one.pairs[::2], one.pairs[1::2], strict=True))
+            fields = mapping_of(one.pairs)
             if fields[b"fail"] == b"1":
                 worker.release_leases([LeaseRelease(lease, "park", "bad", 2)])
                 return

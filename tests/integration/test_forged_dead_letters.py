@@ -14,6 +14,7 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, StreamKeys
+from millstream.redis_client.replies import mapping_of
 from tests.support.commandline import Outcome, call
 
 pytestmark = [pytest.mark.cli]
@@ -37,7 +38,7 @@ def letter(number: int, **fields: bytes | str) -> list[bytes | str | int]:
         attempts=1, reason="failed", error="no", time_ms=1_700_000_000_000,
     )  # fmt: skip
     items = made.items()
-    named: dict[bytes | str | int, bytes | str | int] = dict(zip(items[::2], items[1::2], strict=True))
+    named: dict[bytes | str | int, bytes | str | int] = mapping_of(items)
     named.update(fields)
     return [part for pair in named.items() for part in pair]
 

@@ -10,6 +10,7 @@ from millstream.errors import OutOfMemory
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.replies import mapping_of
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -34,9 +35,7 @@ def test_any_tool_sees_who_holds_what(client: Client) -> None:
     lease_keys(routed(client, "AAB-"), queues=1, run=1)
     lease_keys(keyed(client, "w2"), queues=1)
     assert pending_by_consumer(client) == {"w1": [1], "waiting": [2, 4], "w2": [3]}
-    consumers = [
-        dict(zip(one[::2], one[1::2], strict=True)) for one in client.execute("XINFO", "CONSUMERS", "in", KEYS.group)
-    ]
+    consumers = [mapping_of(one) for one in client.execute("XINFO", "CONSUMERS", "in", KEYS.group)]
     assert {one[b"name"]: one[b"pending"] for one in consumers} == {b"w1": 1, b"w2": 1, b"waiting": 2}
 
 

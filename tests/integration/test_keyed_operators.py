@@ -6,6 +6,7 @@ from millstream.delivery.key_queues import PARK_UNPARK_SKIP, list_queues, park, 
 from millstream.delivery.keyed_stream import LeaseRelease
 from millstream.errors import ConfigError, WrongType
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import mapping_of
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -69,7 +70,7 @@ def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_a
     assert skip(client, KEYS, b"kA", error="by hand") == "1-0"
     assert (commit(lease), worker.check_invariants()) == (False, [])
     ((_, items),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
-    letter = dict(zip(items[::2], items[1::2], strict=True))
+    letter = mapping_of(items)
     assert (letter[b"id"], letter[b"key"], letter[b"reason"], letter[b"error"]) == (
         b"1-0",
         b"A",

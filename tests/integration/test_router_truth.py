@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import mapping_of
 from millstream.router import Gap, Item, Router, Subscription
 from tests.support.routers import READERS, ids, make_router, take_items
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -109,7 +110,7 @@ def test_of_two_histories_that_end_alike_redis_says_the_same(client: Client) -> 
     ):
         at_once(client, *commands)
         reply = client.execute("XINFO", "STREAM", "s")
-        known = dict(zip(reply[::2], reply[1::2], strict=True))
+        known = mapping_of(reply)
         found.append({name: value for name, value in known.items() if not name.startswith(b"radix")})
         client.execute("DEL", "s")
     assert found[0] == found[1]

@@ -18,6 +18,7 @@ from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.replies import mapping_of
 from tests.support.task_fixtures import Item, Row, TaskFixture, only
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -76,7 +77,7 @@ def parking(bench: Deferral, **options: Any) -> Handler:
 
 def worker(client: Client) -> KeyedStream:
     def queue_of(entry_id: bytes, pairs: Any) -> bytes:
-        return queue_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
+        return queue_of_key(mapping_of(pairs).get(b"k"), entry_id)
 
     stream = KeyedStream(client, "in", queue_of=queue_of, app="app", handler="handle", consumer="w1", into="out")
     stream.join()

@@ -20,6 +20,7 @@ from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.replies import mapping_of
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import task_of
 from millstream.spark.engine.task import Job, PartitionTask
@@ -83,7 +84,7 @@ class Pipeline:
             for entry_id, pairs in self.client.execute("XRANGE", stream, f"({after}", "+", "COUNT", most):
                 at = EntryId.parse(entry_id)
                 ends[stream] = at
-                key = dict(zip(pairs[::2], pairs[1::2], strict=True))[b"k"]
+                key = mapping_of(pairs)[b"k"]
                 rows.append((stream, key, at.ms, at.seq, msgspec.msgpack.encode(pairs)))
         rows.sort()
         if rows:

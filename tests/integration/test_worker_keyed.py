@@ -18,6 +18,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import LeapClock
+from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, QUICK, dead, double, ending, figure, make, pending, working
 
@@ -39,10 +40,7 @@ def fill(client: Client, total: int, keys: int, first: int = 0) -> None:
 
 
 def rows(client: Client) -> list[dict[str, str]]:
-    return [
-        {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
-        for _, pairs in client.execute("XRANGE", "out", "-", "+")
-    ]
+    return [text_fields(pairs) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
 
 
 def check_order(client: Client, total: int) -> None:

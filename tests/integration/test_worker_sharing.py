@@ -10,6 +10,7 @@ from millstream import Message, State
 from millstream.delivery.key_queues import check_invariants, park, unpark
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, make, working
 
@@ -35,7 +36,7 @@ def publish(client: Client, streams: int, rounds: int = 1, first: int = 0) -> No
 def rows(client: Client) -> list[tuple[str, str, int, int]]:
     found = []
     for _, pairs in client.execute("XRANGE", "out", "-", "+"):
-        row = {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
+        row = text_fields(pairs)
         found.append((row["stream"], row["key"], int(row["n"]), int(row["count"])))
     return found
 

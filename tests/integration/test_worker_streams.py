@@ -22,6 +22,7 @@ from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.static_membership import StaticMembership
 from tests.support.command_stats import scripts_run
 from tests.support.commandline import call
+from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, ending, make, working
 
@@ -45,7 +46,7 @@ def rows(client: Client) -> dict[str, list[dict[str, str]]]:
     """Return the outputs of each stream, in the order of their commits."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
     for _, pairs in client.execute("XRANGE", "out", "-", "+"):
-        row = {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
+        row = text_fields(pairs)
         found[row["stream"]].append(row)
     return found
 

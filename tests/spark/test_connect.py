@@ -15,6 +15,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.spark.versions import HAS_LIMITS
 from tests.support.connect_server import ConnectServer
+from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [
@@ -49,7 +50,7 @@ def run(command: Sequence[str | Path], *, cwd: Path, **environment: str) -> str:
 
 def entries(client: Client, stream: str) -> list[dict[str, str]]:
     found = [fields for _, fields in client.execute("XRANGE", stream, "-", "+")]
-    return [{f[i].decode(): f[i + 1].decode() for i in range(0, len(f), 2)} for f in found]
+    return [text_fields(f) for f in found]
 
 
 def numbers(client: Client, stream: str) -> list[int]:

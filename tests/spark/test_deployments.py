@@ -10,6 +10,7 @@ from millstream import App, Reject, State
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.errors import AccessDenied, ConfigError
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import mapping_of
 from millstream.testing import topologies
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
@@ -56,7 +57,7 @@ def check(spark: SparkSession, url: str, folder: Path, *, admin: str = "") -> No
             (letter,) = pipelines.dead("app", "sums", stream)
             assert (letter.reason, letter.key) == ("rejected", b"c0")
             (group,) = client.execute("XINFO", "GROUPS", stream)
-            assert dict(zip(group[::2], group[1::2], strict=True))[b"lag"] == 0
+            assert mapping_of(group)[b"lag"] == 0
 
 
 def test_a_cluster_of_three_nodes(spark: SparkSession, tmp_path: Path) -> None:

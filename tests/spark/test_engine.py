@@ -9,6 +9,7 @@ from millstream import App, Message, Reject, Retry, State
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.replies import mapping_of
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 
@@ -210,7 +211,7 @@ def test_progress_shows_in_a_group_that_any_redis_tool_can_read(pipelines: Pipel
     pipelines.add("in", *steps(10))
     pipelines.once(counting_app())
     (group,) = pipelines.client.execute("XINFO", "GROUPS", "in")
-    shown = dict(zip(group[::2], group[1::2], strict=True))
+    shown = mapping_of(group)
     assert shown[b"name"] == b"millstream:app.count"
     assert shown[b"last-delivered-id"].decode() == pipelines.meta("app", "count", "in")["committed_id"]
     assert (shown[b"lag"], shown[b"pending"]) == (0, 0)

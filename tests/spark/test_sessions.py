@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import mapping_of
 from tests.support.commandline import run
 from tests.support.drivers import Driver
 from tests.support.waiting import eventually
@@ -63,9 +64,7 @@ def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes
                     (tmp_path / "stop-the-session").touch()
                     publish(client)
             assert driver.stop() == 0
-        rows = [
-            dict(zip(items[::2], items[1::2], strict=True)) for _, items in client.execute("XRANGE", "out", "-", "+")
-        ]
+        rows = [mapping_of(items) for _, items in client.execute("XRANGE", "out", "-", "+")]
         assert client.execute("XLEN", "copies") == 50 * (ENDS + 1)
     assert sorted((row[b"k"], int(row[b"n"])) for row in rows) == [
         (b"%d" % k, n) for k in range(5) for n in range(1, 10 * (ENDS + 1) + 1)

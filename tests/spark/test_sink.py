@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.functions import lit
 
 from millstream.redis_client.key_names import SinkKeys
+from millstream.redis_client.replies import mapping_of
 from tests.support.sources import Bench, pairs
 from tests.support.triggers import await_end, run_to_end, start_to_end
 
@@ -212,7 +213,7 @@ def test_hashes_and_json_hold_the_newest_row_of_each_key(bench: Bench) -> None:
         save(bench, frame, target="hash", **options)
         save(bench, frame.where("x < 500"), target="hash", **options)
     found = bench.client.execute("HGETALL", "user:u3")
-    assert dict(zip(found[::2], found[1::2], strict=True)) == {
+    assert mapping_of(found) == {
         b"millstream.guard": b"1993-1", b"version": b"1993-1", b"x": b"1993.0",
     }  # fmt: skip
     bench.add("in", 100)

@@ -16,6 +16,7 @@ from examples import sales
 from millstream import App, Rows, State, load_app
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import stage_group
+from millstream.redis_client.replies import mapping_of
 from millstream.spark.run.stage_query import StageQuery
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
@@ -139,7 +140,7 @@ def test_a_new_checkpoint_does_not_begin_unasked_where_a_stage_has_been(pipeline
     pipelines.once(app, checkpoint="new", start="from-committed")
     assert [fields["n"] for _, fields in pipelines.entries("out")] == ["0", "1", "2", "3"]
     (group,) = pipelines.client.execute("XINFO", "GROUPS", "in")
-    about = dict(zip(group[::2], group[1::2], strict=True))
+    about = mapping_of(group)
     assert (about[b"name"], about[b"lag"]) == (stage_group("app", "copy").encode(), 0)
     with pytest.raises(ConfigError, match="needs a new --checkpoint"):
         pipelines.once(app, checkpoint="new", start="reprocess")

@@ -10,6 +10,7 @@ from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.replies import mapping_of
 
 KEYS = HandlerKeys("app", "handle", "in")
 MANY = 1_000_000
@@ -18,7 +19,7 @@ HOUR_MS = 3_600_000
 
 
 def queue_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-    return queue_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
+    return queue_of_key(mapping_of(pairs).get(b"k"), entry_id)
 
 
 def keyed(client: Client, name: str = "w1", stream: str = "in", *, join: bool = True) -> KeyedStream:

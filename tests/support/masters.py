@@ -13,6 +13,7 @@ import httpx
 from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from tests.support.fields import text_fields
 from tests.support.service_process import ServiceProcess, http_client
 from tests.support.waiting import eventually
 
@@ -160,7 +161,7 @@ class MemoConsumer:
         """Ids and fields of the entries pending with this consumer."""
         command = ("XREADGROUP", "GROUP", GROUP, self.name, "COUNT", 100, "STREAMS", STREAM, "0")
         found = self._client.execute(*command)
-        return [(one.decode(), _fields(pairs)) for one, pairs in found[0][1]] if found else []
+        return [(one.decode(), text_fields(pairs)) for one, pairs in found[0][1]] if found else []
 
     def next(self) -> Pair:
         """The first assigned message; waits for it."""
@@ -209,7 +210,3 @@ def is_clean(client: Client) -> bool:
         and not check_invariants(client, KEYS, STREAM)
         and not client.execute("HLEN", KEYS.owners)
     )
-
-
-def _fields(pairs: list[bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in zip(pairs[::2], pairs[1::2], strict=True)}

@@ -15,6 +15,7 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.run.supervisor import RunSettings, Supervisor
+from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S
 
 
@@ -56,7 +57,7 @@ class Pipelines:
     def entries(self, stream: str) -> list[tuple[str, dict[str, str]]]:
         """All entries of a stream as text."""
         return [
-            (entry_id.decode(), {items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)})
+            (entry_id.decode(), text_fields(items))
             for entry_id, items in self.client.execute("XRANGE", stream, "-", "+")
         ]
 
@@ -73,7 +74,7 @@ class Pipelines:
     def meta(self, app: str, handler: str, stream: str) -> dict[str, str]:
         """The committed offset, epoch and counters."""
         flat = self.client.execute("HGETALL", HandlerKeys(app, handler, stream).meta)
-        return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+        return text_fields(flat)
 
 
 class Background(threading.Thread):

@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import mapping_of
 from tests.support.command_stats import commands_run
 from tests.support.triggers import await_end, start_to_end
 
@@ -44,7 +45,7 @@ class Streams:
 
     def groups(self, stream: str) -> dict[str, dict[str, Any]]:
         """The consumer groups of a stream: {name: XINFO GROUPS}."""
-        groups = [dict(zip(g[::2], g[1::2], strict=True)) for g in self.client.execute("XINFO", "GROUPS", stream)]
+        groups = [mapping_of(g) for g in self.client.execute("XINFO", "GROUPS", stream)]
         return {g[b"name"].decode(): {name.decode(): value for name, value in g.items()} for g in groups}
 
     def calls(self, command: str) -> int:

@@ -18,10 +18,12 @@ from millstream.errors import RedisError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.replies import mapping_of
 from millstream.testing.history import Event, Report, check, read_events
 from tests.support.apps.worker_app import GATE
 from tests.support.commandline import PROGRAM
 from tests.support.drivers import APPS
+from tests.support.fields import text_fields
 from tests.support.processes import await_end, end, lives
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -217,7 +219,7 @@ class Expectations:
         found, after = [], "-"
         while entries := self._ask("XRANGE", "out", after, "+", "COUNT", 5_000):
             for _, pairs in entries:
-                found.append({pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)})
+                found.append(text_fields(pairs))
             after = "(" + entries[-1][0].decode()
         return found
 
@@ -250,9 +252,9 @@ class Expectations:
             last = self._ask("XINFO", "STREAM", "in")
         except RedisError:
             return False
-        newest = dict(zip(last[::2], last[1::2], strict=True))
+        newest = mapping_of(last)
         for group in groups:
-            found = dict(zip(group[::2], group[1::2], strict=True))
+            found = mapping_of(group)
             if found[b"name"].decode() == self.keys.group:
                 return bool(found[b"last-delivered-id"] == newest[b"last-generated-id"])
         return False
