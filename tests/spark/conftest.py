@@ -11,6 +11,7 @@ from millstream.spark.versions import HAS_FILTERS
 from tests.support.pipelines import Pipelines
 from tests.support.sessions import await_no_tasks
 from tests.support.sources import Bench, Streams
+from tests.support.waiting import FAIL_SAFE_S
 
 collect_ignore = [] if HAS_FILTERS else ["test_source_filters.py"]
 
@@ -41,5 +42,5 @@ def bench(spark: SparkSession, client: Client, tmp_path: Path) -> Iterator[Bench
 @pytest.fixture
 def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
     """An empty Redis, the session, and a folder, for runs of apps."""
-    with Client(millstream_url, timeout_ms=60_000) as patient:
+    with Client(millstream_url, timeout_ms=round(FAIL_SAFE_S * 1_000)) as patient:
         yield Pipelines(spark, millstream_url, tmp_path, patient)

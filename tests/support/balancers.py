@@ -22,6 +22,7 @@ from millstream.balancer.protocol import (
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import ServiceKeys
+from millstream.redis_client.replies import time_us_of
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import ManualClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -104,8 +105,7 @@ def _changed(client: Client, consumer: str, before: float) -> None:
 
 def server_us(client: Client) -> int:
     """The server's time in microseconds, the unit of the tokens of leases."""
-    seconds, micros = client.execute("TIME")
-    return int(seconds) * 1_000_000 + int(micros)
+    return time_us_of(client.execute("TIME"))
 
 
 def until_ms(client: Client, consumer: str) -> float:

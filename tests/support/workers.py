@@ -19,6 +19,7 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Metric, Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.replies import time_us_of
 from millstream.worker import HandlerSteps, ReadingLoop, WorkerPolicy
 from millstream.worker.context import WorkerContext
 from millstream.worker.in_flight import InFlight
@@ -185,5 +186,4 @@ def pending(client: Client) -> int | None:
 
 def now_ms(client: Client) -> float:
     """Return the server's time, in milliseconds."""
-    seconds, microseconds = client.execute("TIME")
-    return int(seconds) * 1_000 + int(microseconds) / 1_000
+    return time_us_of(client.execute("TIME")) / 1_000
