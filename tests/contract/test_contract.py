@@ -22,7 +22,7 @@ WAVE = 6
 
 @dataclass
 class Ran:
-    """A Redis on which an engine has run its cases; `broken` tells of those that it did not bring to an end."""
+    """A Redis on which an engine has run its cases; `broken` names those that it did not bring to an end."""
 
     client: Client
     broken: dict[str, str]

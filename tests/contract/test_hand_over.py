@@ -141,7 +141,7 @@ class Running(threading.Thread):
     def run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - handed to the test
+        except BaseException as error:  # noqa: BLE001 - returned to the test
             self.error = error
 
 
@@ -230,7 +230,7 @@ def test_an_app_moves_from_workers_to_spark_and_back_in_mid_stream(bench: Bench,
     bench.check()
 
 
-def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_commits_nothing_late(
+def test_a_takeover_ends_the_running_engine_with_an_error_and_refuses_its_late_commits(
     bench: Bench,
 ) -> None:
     bench.publish(2 * PART)
@@ -259,7 +259,7 @@ def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_
 
 
 @pytest.mark.parametrize("newer", ["worker", "pipeline"])
-def test_a_pipeline_that_is_taken_over_while_it_has_nothing_to_do_ends_too(bench: Bench, newer: str) -> None:
+def test_a_takeover_ends_an_idle_pipeline(bench: Bench, newer: str) -> None:
     bench.publish(20)
     with bench.pipeline("one") as pipeline:
         bench.ends()
@@ -269,7 +269,7 @@ def test_a_pipeline_that_is_taken_over_while_it_has_nothing_to_do_ends_too(bench
             assert "a newer run of app.handle has taken over" in str(pipeline.error)
 
 
-def test_a_pipeline_whose_output_stream_holds_something_else_reads_nothing(bench: Bench) -> None:
+def test_a_pipeline_whose_output_key_is_not_a_stream_reads_nothing(bench: Bench) -> None:
     bench.publish(3)
     bench.client.execute("SET", "out", "text")
     settings = RunSettings(url=bench.client.url, checkpoint=str(bench.folder / "new"), once=True)
@@ -278,7 +278,7 @@ def test_a_pipeline_whose_output_stream_holds_something_else_reads_nothing(bench
     assert not (bench.folder / "new").exists()
 
 
-def test_a_pipeline_asks_before_it_goes_on_where_only_workers_have_been(bench: Bench) -> None:
+def test_a_new_pipeline_on_a_stream_of_workers_is_refused_without_from_committed(bench: Bench) -> None:
     bench.publish(20)
     with bench.worker():
         bench.goes_on(20)
@@ -332,7 +332,7 @@ def read_and_die(client: Client) -> None:
     client.execute("XREADGROUP", "GROUP", KEYS.group, "dead", "STREAMS", "in", ">")
 
 
-def test_what_spark_had_done_is_not_opened_again_by_a_worker_that_read_it_and_died(client: Client) -> None:
+def test_entries_that_spark_committed_are_not_processed_again_after_a_dead_worker_read_them(client: Client) -> None:
     spark, _ = spark_on(client)
     spark.commit({"in": [unit_of("2-0"), unit_of("4-0")]})  # and ends in mid-batch
     worker_on(client, "dead")
@@ -345,7 +345,7 @@ def test_what_spark_had_done_is_not_opened_again_by_a_worker_that_read_it_and_di
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_a_group_that_a_late_run_on_spark_sets_back_doubles_nothing(client: Client, noted: bool) -> None:
+def test_no_entry_is_processed_twice_after_a_late_spark_run_moves_the_group_back(client: Client, noted: bool) -> None:
     worker = worker_on(client, "w1")
     commit_what_is_left(worker)
     worker.checkpoint()
@@ -360,7 +360,7 @@ def test_a_group_that_a_late_run_on_spark_sets_back_doubles_nothing(client: Clie
     assert effects(client) == ["1-0", "2-0", "3-0", "4-0", "5-0"]
 
 
-def test_what_a_worker_reads_after_spark_has_taken_over_is_done_by_spark_alone(client: Client) -> None:
+def test_entries_that_a_worker_reads_after_spark_took_over_are_committed_by_spark_alone(client: Client) -> None:
     worker_on(client, "w1")
     spark, _ = spark_on(client)
     read_and_die(client)

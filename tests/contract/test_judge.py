@@ -59,7 +59,7 @@ def commit(client: Client, *units: Effects) -> None:
     CommitStore(client, app=APP, handler=CASE.name, into=CASE.into).commit({CASE.stream: units})
 
 
-def test_what_is_right_passes(client: Client) -> None:
+def test_verify_accepts_a_correct_result(client: Client) -> None:
     commit(client, unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter()))
     verify(client, CASE)
 
@@ -86,13 +86,13 @@ def test_what_is_right_passes(client: Client) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(client: Client, units: list[Effects], complaint: str) -> None:
+def test_verify_names_each_violation(client: Client, units: list[Effects], complaint: str) -> None:
     commit(client, *units)
     with pytest.raises(ContractBroken, match=f"case: a promise. But .*{complaint}"):
         verify(client, CASE)
 
 
-def test_what_is_left_over_is_named(client: Client) -> None:
+def test_verify_names_leftover_pending_entries_and_crash_counts(client: Client) -> None:
     commit(client, unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter()))
     client.execute("HSET", CASE.keys.crashes, entry_id(1), 1)
     client.execute("XGROUP", "CREATE", CASE.stream, CASE.keys.group, 0)
@@ -101,7 +101,7 @@ def test_what_is_left_over_is_named(client: Client) -> None:
         verify(client, CASE)
 
 
-def test_an_engine_that_does_nothing_is_told_how_far_it_is(millstream_url: str) -> None:
+def test_an_engine_that_does_nothing_is_reported_with_its_progress(millstream_url: str) -> None:
     def idle(app: App, url: str, until: Callable[[], bool]) -> None:
         while not until():
             pass
