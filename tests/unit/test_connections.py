@@ -52,7 +52,7 @@ class Listener:
         return self.recorder.value(m.HTTP_DROPPED, reason=reason)
 
 
-def test_where_there_are_too_many_the_one_that_has_waited_longest_for_a_request_goes() -> None:
+def test_over_the_limit_the_connection_that_waited_longest_for_a_request_is_closed() -> None:
     listener = Listener(3)
     (first, first_transport), (_, second_transport), (third, third_transport) = (
         listener.come(),
@@ -71,7 +71,7 @@ def test_where_there_are_too_many_the_one_that_has_waited_longest_for_a_request_
     assert (len(listener.all), listener.cut("crowded")) == (3, 2)
 
 
-def test_who_has_sent_a_request_is_closed_for_nobody() -> None:
+def test_a_connection_that_sent_a_request_is_not_closed_for_a_new_one() -> None:
     listener = Listener(2)
     working = [listener.come() for _ in range(2)]
     for connection, _ in working:
@@ -81,11 +81,11 @@ def test_who_has_sent_a_request_is_closed_for_nobody() -> None:
     assert [one.ended for _, one in working] == ["", ""]
     assert transport.ended == "aborted", "newcomers take each other's place"
     assert later_transport.ended == ""
-    listener.all.await_client(newcomer)  # what is heard of one that is cut changes nothing
+    listener.all.await_client(newcomer)  # a report on a connection that is cut changes nothing
     assert len(listener.all) == 3
 
 
-def test_a_request_is_refused_only_if_all_others_are_at_work() -> None:
+def test_a_request_is_refused_only_while_all_other_connections_are_busy() -> None:
     listener = Listener(1)
     (working, _), (asking, _) = listener.come(), listener.come()
     assert len(listener.all) == 1, "the first had sent nothing"
@@ -100,7 +100,7 @@ def test_a_request_is_refused_only_if_all_others_are_at_work() -> None:
     assert transport.ended == "aborted", "it was done, and made room"
 
 
-def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
+def test_a_connection_is_closed_when_its_head_or_body_is_late() -> None:
     listener = Listener(10)
     (_, silent), (body, body_transport), (working, working_transport) = (
         listener.come(),
@@ -125,7 +125,7 @@ def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
     assert listener.cut("late") == 3
 
 
-def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
+def test_a_client_that_reads_an_answer_slowly_is_closed_only_to_make_room() -> None:
     listener = Listener(3)
     (loading, loading_transport), (last, last_transport), (stream, stream_transport) = (
         listener.come(),
@@ -147,7 +147,7 @@ def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
     assert [one.ended for one in (loading_transport, last_transport, stream_transport)] == ["aborted", "aborted", ""]
 
 
-def test_the_time_for_the_next_request_begins_when_the_answer_has_been_taken() -> None:
+def test_the_time_for_the_next_request_begins_when_the_client_has_read_the_answer() -> None:
     listener = Listener(3)
     (done, done_transport), (going_on, going_on_transport), (stream, stream_transport) = (
         listener.come(),
@@ -169,7 +169,7 @@ def test_the_time_for_the_next_request_begins_when_the_answer_has_been_taken() -
     assert [one.ended for one in (done_transport, going_on_transport, stream_transport)] == ["aborted", "", ""]
 
 
-def test_that_there_are_too_many_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_connections_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     listener = Listener(1)
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
@@ -181,7 +181,7 @@ def test_that_there_are_too_many_is_said_once_a_minute(caplog: pytest.LogCapture
     assert len(caplog.records) == 2
 
 
-def test_a_stop_closes_those_that_owe_something() -> None:
+def test_a_stop_closes_waiting_connections_before_busy_ones() -> None:
     listener = Listener(2)
     (_, silent), (working, working_transport) = listener.come(), listener.come()
     listener.all.clear_wait(working)

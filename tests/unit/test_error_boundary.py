@@ -1,4 +1,4 @@
-"""What Spark is told when the source refuses: one error, and no more of a traceback than its last step."""
+"""What Spark receives when the source refuses: one error, and no more of a traceback than its last step."""
 
 import traceback
 from typing import Any
@@ -31,29 +31,31 @@ def shown(error: BaseException) -> str:
         ({"startingOffsets": "9-0", "endingOffsets": "8-0"}, "and end before that"),
     ],
 )
-def test_a_wrong_option_is_refused_when_the_source_is_made_in_few_lines(given: dict[str, str], complaint: str) -> None:
+def test_a_wrong_option_is_refused_with_a_short_traceback_when_the_source_is_made(
+    given: dict[str, str], complaint: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         RedisStreamsSource({"url": URL, "subscribe": "s", **given})
-    # The test's own frame, then the door, called and left.
+    # The test's own frame, then the boundary, called and left.
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["guarded"]
     assert complaint in shown(caught.value).splitlines()[-1]
     assert "noqa" not in shown(caught.value)
 
 
-def test_options_that_only_reading_has_are_looked_at_without_a_subscription_too() -> None:
+def test_read_options_are_checked_without_a_subscription_too() -> None:
     with pytest.raises(ConfigError, match="to read, name the streams either by"):
         RedisStreamsSource({"url": URL, "startingOffsets": "earliest"})
     RedisStreamsSource({"url": URL, "fieldsAs": "json"})
     RedisStreamsSource({"url": URL, "stream": "s"})
 
 
-def test_a_mode_without_typed_columns_is_refused_with_the_schema_that_spark_asks_for() -> None:
+def test_a_mode_without_typed_columns_is_refused_when_spark_asks_for_the_schema() -> None:
     source = RedisStreamsSource({"url": URL, "subscribe": "s", "mode": "failfast"})
     with pytest.raises(ConfigError, match="mode=failfast is for typed columns"):
         source.schema()
 
 
-def test_errors_leave_through_a_door_without_their_way_and_their_cause_and_others_as_they_are() -> None:
+def test_errors_of_millstream_lose_their_traceback_and_cause_and_other_errors_keep_them() -> None:
     def fails(error: Exception) -> Any:
         try:
             raise KeyError("inner")
@@ -73,7 +75,7 @@ def test_errors_leave_through_a_door_without_their_way_and_their_cause_and_other
     assert "in fails" in shown(bug.value)
 
 
-def test_a_count_of_lost_entries_is_told_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_is_reported_with_the_count_of_entries_where_it_is_known(caplog: pytest.LogCaptureFixture) -> None:
     losses, at = LossPolicy(fail=False), Position(EntryId(5, 0), 5)
     losses.report(Loss(stream="live", start=at, count=None))
     assert "deleted or recreated" in caplog.text

@@ -21,12 +21,12 @@ def joined(pairs: list[bytes], part_bytes: int) -> Any:
 
 
 @given(entries, st.integers(1, 8))
-def test_parts_are_together_what_one_piece_would_be(entry: list[tuple[bytes, bytes]], part_bytes: int) -> None:
+def test_the_parts_of_an_entry_join_to_the_json_of_the_whole(entry: list[tuple[bytes, bytes]], part_bytes: int) -> None:
     pairs = [one for pair in entry for one in pair]
     assert joined(pairs, part_bytes) == json.loads(json.dumps(json_fields(pairs)))
 
 
-def test_no_part_is_large_and_all_are_ascii() -> None:
+def test_every_part_is_small_and_ascii() -> None:
     large = [b"text", "ä\n".encode() * 100_000, b"bytes", b"\xff" * 300_000, b"nearly text", b"a" * 300_000 + b"\xff"]
     parts = list(iter_json_fields(large, 1_000))
     assert max(map(len, parts)) <= 6_100

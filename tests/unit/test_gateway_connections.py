@@ -19,7 +19,7 @@ HOUR_S = 3_600.0
 
 
 class Deaf:
-    """The wire of a client that takes nothing, not even a farewell, until it is cut."""
+    """The wire of a client that reads nothing, not even the closing message, until the wire is cut."""
 
     kind: Literal["sse", "websocket"] = "sse"
     timed_out = False
@@ -53,7 +53,7 @@ class Deaf:
         self.cut.set()
 
 
-def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_cuts_off_a_client_that_does_not_read_the_closing_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.services.gateway.connection._CLOSE_TIMEOUT_S", HOUR_S)
 
     async def main() -> Any:

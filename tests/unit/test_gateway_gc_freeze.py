@@ -34,7 +34,7 @@ def collections_by_hand() -> Iterator[None]:
     gc.collect()
 
 
-def test_what_came_is_passed_by_until_as_many_have_left_as_are_there() -> None:
+def test_connections_stay_frozen_until_as_many_have_closed_as_are_open() -> None:
     traffic = ConnectionCounts(0, 0)
     pauses = GcFreeze(lambda: traffic)
     Knot()

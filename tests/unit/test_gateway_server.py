@@ -50,7 +50,7 @@ def test_a_token_file_that_changes_while_the_server_starts_is_read_again(tmp_pat
 
 
 @pytest.mark.parametrize("mistake", ["", "short *\n"])
-def test_a_mistake_in_the_token_file_shuts_nobody_out_and_lets_nobody_in(
+def test_a_mistake_in_the_token_file_keeps_the_previous_tokens(
     tmp_path: Path, mistake: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "tokens"

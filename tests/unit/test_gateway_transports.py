@@ -1,4 +1,4 @@
-"""How large messages are sent: in parts, so that nobody waits for one of them."""
+"""How large messages are sent: in parts, so that no client waits for one of them."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def sent_for(message: Message) -> RecordingClient:
 
 
 @pytest.mark.parametrize("value", [b"\x01" * 1_000_000, b"\xff" * 1_000_000], ids=["text", "bytes"])
-def test_a_large_message_goes_out_in_parts_and_others_get_their_turn_between_them(value: bytes) -> None:
+def test_a_large_message_is_sent_in_parts_and_other_tasks_run_between_them(value: bytes) -> None:
     found = sent_for(Message("s", "1-0", [b"v", value]))
     assert max(map(len, found.bodies)) <= LONGEST
     assert found.other_runs >= len(value) // PART_BYTES

@@ -36,7 +36,7 @@ async def begun(batches: CallBatcher[int, int], work: Work, numbers: Sequence[in
     return [first, *others]
 
 
-def test_what_waits_while_a_batch_is_done_is_the_next_batch() -> None:
+def test_calls_that_wait_while_a_batch_runs_are_the_next_batch() -> None:
     work = Work()
 
     async def call() -> list[int]:
@@ -50,7 +50,7 @@ def test_what_waits_while_a_batch_is_done_is_the_next_batch() -> None:
     assert "batches" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_what_fails_fails_for_all_of_its_batch_and_for_no_other() -> None:
+def test_a_failure_fails_all_calls_of_its_batch_and_no_other() -> None:
     work = Work()
 
     async def call() -> list[int | BaseException]:
@@ -65,7 +65,7 @@ def test_what_fails_fails_for_all_of_its_batch_and_for_no_other() -> None:
     assert [str(error) for error in failed] == ["no such number"] * 2
 
 
-def test_who_does_not_wait_any_more_is_in_nobodys_way() -> None:
+def test_a_cancelled_call_does_not_disturb_the_other_calls_of_its_batch() -> None:
     work = Work()
 
     async def call() -> int:

@@ -7,13 +7,13 @@ from millstream.services.master.consumer import RunRegister
 pytestmark = [pytest.mark.master]
 
 
-def test_what_runs_is_not_begun_again() -> None:
+def test_a_running_message_is_not_started_again() -> None:
     running = RunRegister()
     assert running.begin(b"1-1", read_ms=10, now_ms=11)
     assert not running.begin(b"1-1", read_ms=12, now_ms=13)
 
 
-def test_what_ended_after_it_was_read_is_not_begun_again() -> None:
+def test_a_message_that_ended_after_it_was_read_is_not_started_again() -> None:
     running = RunRegister()
     running.begin(b"1-1", read_ms=10, now_ms=11)
     running.end(b"1-1", now_ms=20)
@@ -21,7 +21,7 @@ def test_what_ended_after_it_was_read_is_not_begun_again() -> None:
     assert not running.begin(b"1-1", read_ms=20, now_ms=21)
 
 
-def test_what_is_pending_still_after_it_ended_is_begun_again() -> None:
+def test_a_message_that_is_still_pending_after_its_end_is_started_again() -> None:
     running = RunRegister()
     running.begin(b"1-1", read_ms=10, now_ms=11)
     running.end(b"1-1", now_ms=20)

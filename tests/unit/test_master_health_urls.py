@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.master]
         (["fd00::/8"], "http://[fd00::7]:8080/", "fd00::7"),
     ],
 )
-def test_what_is_allowed_is_called(entries: list[str], url: str, address: str) -> None:
+def test_a_health_url_that_is_allowed_is_called(entries: list[str], url: str, address: str) -> None:
     allowed = AllowList(entries)
     assert allowed.permits(allowed.parse(url), ipaddress.ip_address(address))
 
@@ -55,7 +55,7 @@ def test_what_is_allowed_is_called(entries: list[str], url: str, address: str) -
         ([], "http://127.0.0.1/"),
     ],
 )
-def test_a_url_that_is_not_allowed_is_refused_before_anything_is_looked_up(entries: list[str], url: str) -> None:
+def test_a_url_that_is_not_allowed_is_refused_before_its_host_is_resolved(entries: list[str], url: str) -> None:
     with pytest.raises(Refused) as refused:
         AllowList(entries).parse(url)
     assert refused.value.status in (403, 422)
@@ -75,25 +75,25 @@ def test_a_url_that_is_not_allowed_is_refused_before_anything_is_looked_up(entri
         (["localhost"], "localhost", "127.0.0.1"),
     ],
 )
-def test_a_name_that_leads_to_a_forbidden_address_is_not_called(entries: list[str], host: str, address: str) -> None:
+def test_a_host_that_resolves_to_a_forbidden_address_is_not_called(entries: list[str], host: str, address: str) -> None:
     allowed = AllowList(entries)
     target = allowed.parse(f"http://{host}:8080/")
     assert not allowed.permits(target, ipaddress.ip_address(address))
 
 
 @pytest.mark.parametrize("entry", ["", "http://a", "a:b", "a:0", "a:70000", "a b", "10.0.0.0/99:x", "[::1", "*"])
-def test_what_is_no_host_cannot_be_allowed(entry: str) -> None:
+def test_an_entry_of_the_allow_list_that_is_no_host_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError):
         AllowList([entry])
 
 
 @pytest.mark.parametrize("token", ["", "short", "with a space in the middle", "ungewöhnliche-zeichen-hier"])
-def test_a_token_must_be_hard_to_guess_and_easy_to_send(token: str) -> None:
+def test_a_token_that_is_easy_to_guess_or_hard_to_send_is_refused(token: str) -> None:
     with pytest.raises(ConfigError):
         Tokens().add(token)
 
 
-def test_a_token_does_what_its_scopes_say() -> None:
+def test_a_token_allows_only_its_scopes() -> None:
     tokens = Tokens()
     tokens.add("reader-0123456789", ["read"])
     tokens.add("everything-0123456789")

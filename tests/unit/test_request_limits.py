@@ -51,15 +51,15 @@ def test_a_body_arrives_whole() -> None:
     assert answers(part(b"ab", more=True), part(b"cd", more=False)) == ([b"abcd"], [])
 
 
-def test_half_a_request_of_one_who_has_left_is_none() -> None:
+def test_a_request_that_its_client_breaks_off_does_not_reach_the_app() -> None:
     assert answers(part(b"ab", more=True), {"type": "http.disconnect"}) == ([], [])
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_all_there() -> None:
+def test_a_body_that_is_too_large_is_refused_before_its_end_arrives() -> None:
     assert answers(part(b"0123456789", more=True), part(b"0", more=True)) == ([], [413])
 
 
-def test_where_all_connections_are_at_work_a_request_is_refused() -> None:
+def test_a_request_is_refused_while_all_connections_are_busy() -> None:
     request = part(b"ab", more=False)
     assert answers(request, at_work=1) == ([b"ab"], []), "it is the one"
     assert answers(request, at_work=2) == ([], [503])

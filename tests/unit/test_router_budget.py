@@ -45,7 +45,7 @@ def test_as_many_entries_fit_as_their_bytes_allow() -> None:
     assert found.fitting(batch(budget, *[100] * 20)) == 20
 
 
-def test_a_message_larger_than_the_buffer_comes_all_the_same_once_the_rest_is_taken() -> None:
+def test_a_message_larger_than_the_buffer_fits_once_the_buffer_is_empty() -> None:
     budget = Budget(PLENTY)
     found = inbox(budget, 10_000)
     found.put(batch(budget, 8_000))
@@ -58,7 +58,7 @@ def test_a_message_larger_than_the_buffer_comes_all_the_same_once_the_rest_is_ta
     assert found.fitting(batch(budget, 1, first=3)) == 0
 
 
-def test_where_an_inbox_says_that_it_is_drained_the_next_entry_fits() -> None:
+def test_the_next_entry_fits_into_a_subscriber_buffer_that_is_drained() -> None:
     """Otherwise the router would read it again and again."""
     budget = Budget(PLENTY)
     found = inbox(budget, 100_000)
@@ -67,7 +67,7 @@ def test_where_an_inbox_says_that_it_is_drained_the_next_entry_fits() -> None:
     assert found.fits(batch(budget, 90_000, first=5))
 
 
-def test_what_subscribers_share_is_counted_once_and_until_the_last_has_taken_it() -> None:
+def test_a_shared_batch_is_counted_once_until_its_last_subscriber_has_received_it() -> None:
     budget = Budget(PLENTY)
     both = [inbox(budget, PLENTY) for _ in range(2)]
     shared = batch(budget, 10_000, 10_000)
@@ -83,7 +83,7 @@ def test_what_subscribers_share_is_counted_once_and_until_the_last_has_taken_it(
     assert budget.update() == 0
 
 
-def test_a_spent_budget_leaves_each_enough_to_go_on_until_a_quarter_is_free() -> None:
+def test_a_spent_budget_leaves_each_subscriber_a_minimum_until_a_quarter_is_free() -> None:
     budget = Budget(100_000)
     hoarder, other = inbox(budget, PLENTY), inbox(budget, PLENTY)
     for number in range(1, 11):
@@ -110,7 +110,7 @@ def test_a_spent_budget_leaves_each_enough_to_go_on_until_a_quarter_is_free() ->
     st.sampled_from([1_000, 20_000, 100_000]),
     st.integers(0, 5),
 )
-def test_who_drops_the_oldest_stays_within_both_limits_and_counts_what_it_drops(
+def test_a_subscriber_that_drops_the_oldest_stays_within_its_limits_and_counts_the_dropped(
     arrivals: list[list[int]], limit: int, limit_bytes: int, takes: int
 ) -> None:
     budget = Budget(PLENTY)

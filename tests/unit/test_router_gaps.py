@@ -1,4 +1,4 @@
-"""Whether entries are missing is decided right, in every case that a stream's counters tell apart."""
+"""Whether entries are missing is decided right, in every case that a stream's counters distinguish."""
 
 import pytest
 from hypothesis import given
@@ -86,7 +86,7 @@ def test_the_number_of_entries_trimmed_unread_is_exact(position: int, more: int,
         (reading(5, 5, range(0)), facts(3, 7, added=7), "retry"),
     ],
 )
-def test_the_cases_are_told_apart(read: ReadResult, there: StreamCounters, what: str) -> None:
+def test_each_kind_of_gap_is_distinguished(read: ReadResult, there: StreamCounters, what: str) -> None:
     if read.position == b"0-0":
         read = ReadResult(ZERO, None, False, True, [], False)
     assert detect_gap(read, there).kind == what
@@ -121,7 +121,7 @@ def test_slots_are_those_of_the_cluster() -> None:
     ]
 
 
-def test_nonsense_is_no_policy() -> None:
+def test_a_pool_policy_that_makes_no_sense_is_refused() -> None:
     for wrong in ({"workers": 0}, {"workers": 5, "max_workers": 4}, {"streams": 0}, {"block_ms": 0}):
         with pytest.raises(Exception, match="PoolPolicy"):
             PoolPolicy(**wrong)

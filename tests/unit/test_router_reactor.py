@@ -12,7 +12,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 pytestmark = [pytest.mark.router]
 
 
-def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake() -> None:
+def test_a_notification_after_its_call_has_run_does_not_keep_the_reactor_awake() -> None:
     reactor = ThreadReactor(SYSTEM_CLOCK, print)
     reactor.start()
     try:

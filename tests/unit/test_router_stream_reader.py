@@ -71,7 +71,7 @@ class Bench:
         return found
 
 
-def test_what_changes_while_it_is_read_is_read_again() -> None:
+def test_a_stream_that_changes_while_it_is_read_is_read_again() -> None:
     bench = Bench(b"s")
     bench.reader.schedule(bench.cursor(), changed=True)
     bench.link.answer({b"s": [[b"1-0", []]]}, info(1))
@@ -105,7 +105,7 @@ def test_changes_do_not_wait_behind_a_long_history() -> None:
     assert [commands[0][4] for commands, _ in bench.link.asked] == [b"old", b"new"]
 
 
-def test_a_broken_link_leaves_nothing_waiting() -> None:
+def test_a_broken_connection_leaves_no_cursor_waiting() -> None:
     bench = Bench(b"a", b"b")
     bench.reader.schedule(bench.cursor(0), changed=True)
     bench.reader.reset()
@@ -116,7 +116,7 @@ def test_a_broken_link_leaves_nothing_waiting() -> None:
     assert len(bench.link.asked) == 1
 
 
-def test_of_large_entries_fewer_streams_are_read_at_a_time_rather_than_one_entry_of_each() -> None:
+def test_large_entries_reduce_the_streams_of_a_read_rather_than_the_entries_of_each() -> None:
     names = [b"a", b"b", b"c"]
     bench = Bench(*names, reply_bytes=100_000)
     bench.link.answer({name: [[b"1-0", [b"n", b"x" * 20_000]]] for name in names}, info(1), info(1), info(1))
@@ -128,7 +128,7 @@ def test_of_large_entries_fewer_streams_are_read_at_a_time_rather_than_one_entry
     assert commands[0][2] == 100_000 // (2 << 14) + 1, "several entries of each, and the last one again"
 
 
-def test_who_was_to_be_read_when_the_link_broke_is_read_first() -> None:
+def test_streams_whose_read_was_interrupted_are_read_first() -> None:
     names = [b"%d" % n for n in range(30)]
     bench = Bench(*names)
     bench.link.answer({}, *[info(0)] * 10)
@@ -174,7 +174,7 @@ def streams_asked(bench: Bench) -> list[set[bytes]]:
     return found
 
 
-def test_the_stream_that_ends_every_connection_is_found_in_ever_smaller_groups_and_given_up() -> None:
+def test_a_stream_that_breaks_every_connection_is_found_in_smaller_groups_and_ended() -> None:
     bench = Bench(*[b"%d" % n for n in range(9)], b"big")
     waits, others = [], 0
     while bench.inboxes[-1].ending is None:
@@ -194,7 +194,7 @@ def test_the_stream_that_ends_every_connection_is_found_in_ever_smaller_groups_a
     assert others
 
 
-def test_who_is_answered_after_a_break_is_suspected_no_more() -> None:
+def test_a_stream_that_is_answered_after_a_break_is_no_longer_suspected() -> None:
     bench = Bench(b"s")
     for _ in range(3 * MOST_BREAKS):
         hang_up(bench)
@@ -205,7 +205,7 @@ def test_who_is_answered_after_a_break_is_suspected_no_more() -> None:
     assert bench.inboxes[0].ending is None
 
 
-def test_a_link_that_was_silent_for_too_long_is_no_reason_for_suspicion() -> None:
+def test_a_connection_that_timed_out_makes_no_stream_suspected() -> None:
     bench = Bench(b"s")
     for _ in range(3 * MOST_BREAKS):
         bench.reader.reset()

@@ -48,7 +48,7 @@ class Bench:
         return self.inbox.waker
 
     def put(self, *numbers: int) -> Waker:
-        """As the router does it; the bell is for the caller to ring."""
+        """As the router does it; the caller wakes the waker."""
         waker = self.waker()
         self.inbox.put(batch_of([[b"%d-0" % number, []] for number in numbers], BUDGET))
         self.inbox.waker = None
@@ -65,7 +65,7 @@ async def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return task
 
 
-def test_a_task_that_waits_again_waits_for_the_same_bell() -> None:
+def test_a_task_that_waits_again_uses_the_same_waker() -> None:
     async def body(bench: Bench) -> None:
         await started(bench.follow())
         first = bench.waker()
@@ -80,7 +80,7 @@ def test_a_task_that_waits_again_waits_for_the_same_bell() -> None:
     in_loop(body)
 
 
-def test_a_wait_that_is_cancelled_loses_nothing_even_when_it_had_been_woken() -> None:
+def test_a_cancelled_wait_loses_no_message_even_after_its_wake_up() -> None:
     async def body(bench: Bench) -> None:
         for number in range(2):
             task = await started(bench.follow())
@@ -97,7 +97,7 @@ def test_a_wait_that_is_cancelled_loses_nothing_even_when_it_had_been_woken() ->
     in_loop(body)
 
 
-def test_a_bell_that_rings_for_nothing_does_no_harm() -> None:
+def test_a_wake_up_without_a_message_does_no_harm() -> None:
     async def body(bench: Bench) -> None:
         task = await started(bench.follow())
         for _ in range(2):
@@ -111,7 +111,7 @@ def test_a_bell_that_rings_for_nothing_does_no_harm() -> None:
     in_loop(body)
 
 
-def test_an_iterator_may_be_waited_for_with_a_limit() -> None:
+def test_an_iterator_may_be_awaited_with_a_timeout() -> None:
     async def body(bench: Bench) -> None:
         items = aiter(bench.subscription)
         with pytest.raises(asyncio.TimeoutError):
@@ -154,7 +154,7 @@ class Overtaken(SubscriberBuffer):
         return free
 
 
-def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_heard_of() -> None:
+def test_a_message_that_arrives_while_the_first_wait_begins_is_received() -> None:
     inbox = Overtaken("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
     inbox.reactor = reactor = ThreadReactor(SYSTEM_CLOCK, print)
     reactor.start()
@@ -168,7 +168,7 @@ def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_he
         assert reactor.stop(FAIL_SAFE_S * 1000)
 
 
-def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_waker_without_an_event_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     inbox = SubscriberBuffer("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
     inbox.waker = Waker()
     reactor = ThreadReactor(SYSTEM_CLOCK, print)
@@ -178,7 +178,7 @@ def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("default", [(), (None,)])
-def test_waiting_for_the_next_one_can_be_cancelled_with_and_without_a_default(default: tuple[None, ...]) -> None:
+def test_waiting_for_the_next_message_can_be_cancelled_with_and_without_a_default(default: tuple[None, ...]) -> None:
     async def body(bench: Bench) -> None:
         items = aiter(bench.subscription)
         with pytest.raises(TimeoutError):
@@ -194,7 +194,7 @@ def test_waiting_for_the_next_one_can_be_cancelled_with_and_without_a_default(de
     in_loop(body)
 
 
-def test_waiting_for_the_next_one_can_be_a_task_of_its_own() -> None:
+def test_waiting_for_the_next_message_can_be_a_task_of_its_own() -> None:
     async def body(bench: Bench) -> None:
         items: Any = aiter(bench.subscription)
         task = asyncio.create_task(anext(items))
@@ -211,7 +211,7 @@ def test_waiting_for_the_next_one_can_be_a_task_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("rings_first", [True, False])
-def test_a_cancellation_is_for_the_task_that_was_cancelled_though_another_waits_at_once(rings_first: bool) -> None:
+def test_a_cancellation_reaches_only_its_task_although_another_task_waits_at_once(rings_first: bool) -> None:
     async def body(bench: Bench) -> None:
         items = aiter(bench.subscription)
 

@@ -1,4 +1,4 @@
-"""What `millstream run` tells people and programs: by its events alone, no Spark and no Redis."""
+"""What `millstream run` reports to people and programs: by its events alone, no Spark and no Redis."""
 
 import json
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ def last_line(capsys: pytest.CaptureFixture[str], *events: Mapping[str, object])
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_last_line_has_the_totals_and_says_what_waits_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_has_the_totals_and_the_parked_keys(capsys: pytest.CaptureFixture[str]) -> None:
     end = {"event": "stopped", "parked": {"pay": {"keys": 1, "messages": 6}}}
     assert last_line(capsys, BATCH, CAUGHT_UP, STAGE, end) == (
         "stopped: 44 processed, 6 dead letters, 1 key parked (6 messages wait: millstream key list shop.pay)"
     )
 
 
-def test_the_last_line_names_every_handler_with_parked_keys_and_nothing_that_is_not(
+def test_the_last_line_names_every_handler_with_parked_keys_and_no_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert last_line(capsys, BATCH, {"event": "stopped"}) == "stopped: 44 processed, 0 dead letters"
@@ -49,7 +49,7 @@ def test_in_json_the_last_event_has_the_totals(capsys: pytest.CaptureFixture[str
     }  # fmt: skip
 
 
-def test_one_of_a_thing_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_count_of_one_is_written_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("shop", as_json=False, every_s=0) as progress:
         progress.on_event({**BATCH, "dead": 1})
         progress.on_watch(None)

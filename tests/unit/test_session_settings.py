@@ -20,7 +20,7 @@ MANAGER = "spark.sql.streaming.checkpointFileManagerClass"
         ("local-cluster[2,1,1024]", "/checkpoints", False),
     ],
 )
-def test_checkpoints_are_written_without_help_of_other_programs_on_this_machine_only(
+def test_only_checkpoints_on_this_machine_are_written_without_other_programs(
     master: str, checkpoint: str, is_local: bool
 ) -> None:
     chosen = default_settings(master, checkpoint).get(MANAGER, "")

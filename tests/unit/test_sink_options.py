@@ -66,12 +66,12 @@ def test_a_wrong_option_is_one_line_that_says_what_to_change(given: dict[str, st
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_url_it_says_how_to_give_one() -> None:
+def test_the_error_for_a_missing_url_says_how_to_give_one() -> None:
     with pytest.raises(ConfigError, match="MILLSTREAM_URL"):
         parse_sink({"stream": "a"}, {})
 
 
-def test_a_number_of_a_write_is_for_batches_only() -> None:
+def test_a_transaction_number_is_for_batches_only() -> None:
     numbered = options(stream="a", txnAppId="nightly", txnVersion="7")
     assert numbered.transaction == ("nightly", 7)
     with pytest.raises(ConfigError, match="a streaming query numbers its own batches"):

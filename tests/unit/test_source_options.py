@@ -31,7 +31,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert options().group is None
 
 
-def test_a_streaming_query_names_the_group_that_shows_its_progress_or_says_that_none_does() -> None:
+def test_a_streaming_query_names_its_progress_group_or_says_that_it_has_none() -> None:
     with pytest.raises(ConfigError, match=r'name one by option\("group", NAME\), for each query of a stream another'):
         options().check_streaming()
     options().check_batch()
@@ -118,14 +118,14 @@ def test_a_wrong_option_is_one_line_that_says_what_to_change(given: dict[str, st
     assert "\n" not in str(caught.value)
 
 
-def test_without_url_or_streams_it_says_how_to_name_them() -> None:
+def test_the_error_for_a_missing_url_or_stream_says_how_to_name_it() -> None:
     with pytest.raises(ConfigError, match="MILLSTREAM_URL"):
         parse({"subscribe": "a"}, {})
     with pytest.raises(ConfigError, match="either by option"):
         parse({"url": URL}, {})
 
 
-def test_starts_are_words_ids_or_json_per_stream() -> None:
+def test_starting_offsets_are_words_ids_or_json_per_stream() -> None:
     assert options(startingOffsets="Earliest").starting == OffsetBounds(default="earliest")
     assert options(startingOffsets="5-7").starting == OffsetBounds(default=EntryId(5, 7))
     json = '{"a": "5-7", "b": "latest", "c": ["9-1", 12]}'
@@ -156,7 +156,7 @@ def test_time_zero_is_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("side", ["starting", "ending"])
-def test_a_time_for_all_goes_before_a_time_for_one_and_that_before_an_offset(side: str) -> None:
+def test_a_time_for_all_streams_overrides_a_time_for_one_and_that_an_offset(side: str) -> None:
     given = {
         f"{side}Offsets": '{"a": "1-0", "b": "2-0"}',
         f"{side}OffsetsByTimestamp": '{"b": 7, "c": "1970-01-01T00:00:00.009Z"}',
@@ -194,7 +194,7 @@ def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> N
     assert (found.starting_group, found.starting.for_stream("orders", "latest")) == ("workers", "group")
 
 
-def test_a_query_that_shares_a_group_takes_a_bounded_batch_and_waits_before_it_adopts() -> None:
+def test_a_query_that_shares_a_group_reads_bounded_batches_and_waits_before_it_claims() -> None:
     found = options(readAs="Group", group="g")
     assert (found.sharing, found.limits.max_per_trigger) == (
         Sharing(group="g", consumer="spark", claim_idle_ms=300_000),
@@ -209,7 +209,7 @@ def test_a_query_that_shares_a_group_takes_a_bounded_batch_and_waits_before_it_a
         found.check_batch()
 
 
-def test_what_only_the_other_kind_of_query_can_do_is_refused() -> None:
+def test_options_of_the_other_kind_of_query_are_refused() -> None:
     for given in ({"endingTimestamp": "5"}, {"endingOffsetsByTimestamp": '{"orders": 5}'}, {"endingOffsets": "5"}):
         with pytest.raises(ConfigError, match="does not end"):
             options(**given).check_streaming()

@@ -22,12 +22,12 @@ def schema(*names: str) -> StructType:
     ("name", "meant"),
     [("_ID", "_id"), ("_Timestamp", "_timestamp"), ("_timestmp", "_timestamp"), ("_idms", "_id_ms")],
 )
-def test_a_column_that_is_nearly_one_about_the_entry_is_refused(name: str, meant: str) -> None:
+def test_a_column_whose_name_resembles_a_column_of_the_entry_is_refused(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"the column {name} looks like .* did you mean {meant}[?]"):
         check_schema(Columns(), schema("n", name))
 
 
-def test_fields_may_have_names_of_their_own_also_with_an_underscore() -> None:
+def test_a_field_name_may_begin_with_an_underscore() -> None:
     check_schema(
         Columns(),
         schema(
@@ -49,7 +49,7 @@ def test_fields_may_have_names_of_their_own_also_with_an_underscore() -> None:
     )
 
 
-def test_what_a_schema_makes_meaningless_is_refused_with_it_and_what_needs_one_without() -> None:
+def test_options_that_contradict_the_schema_or_its_absence_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fieldsAs=map and \.schema"):
         check_schema(Columns(fields_as="map"), schema("n"))
     with pytest.raises(ConfigError, match="mode=failfast is for typed columns"):
@@ -59,7 +59,9 @@ def test_what_a_schema_makes_meaningless_is_refused_with_it_and_what_needs_one_w
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_a_column_that_is_null_because_of_its_case_is_told_once(caplog: pytest.LogCaptureFixture, alike: bool) -> None:
+def test_a_column_that_is_null_because_of_its_case_is_logged_once(
+    caplog: pytest.LogCaptureFixture, alike: bool
+) -> None:
     column = f"Customer{alike}"
     wanted = pa.schema([(column, pa.string()), ("n", pa.int32()), ("nowhere", pa.string())])
     entry = [b"n", b"1", column.lower().encode(), b"ann"]
@@ -78,6 +80,6 @@ def test_a_column_that_is_null_because_of_its_case_is_told_once(caplog: pytest.L
     assert warnings(entries) == []
 
 
-def test_types_are_asked_for_as_before() -> None:
+def test_a_column_of_the_entry_with_a_wrong_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="the column _id_ms must be of type bigint"):
         check_schema(Columns(), StructType([StructField("_id_ms", IntegerType())]))

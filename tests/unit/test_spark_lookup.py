@@ -25,7 +25,7 @@ def test_spark_finds_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert look_up(monkeypatch).name() == "redis-streams"
 
 
-def test_on_a_spark_that_lacks_what_it_needs_the_lookup_succeeds_and_its_use_names_the_versions(
+def test_the_lookup_succeeds_on_an_unsupported_spark_and_the_use_names_the_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "millstream.spark.source.provider", raising=False)

@@ -27,5 +27,5 @@ def test_each_way_to_ask_for_spark_connect_is_refused(
     assert message in str(refusal.value)
 
 
-def test_settings_of_a_session_of_ones_own_are_not_refused() -> None:
+def test_settings_of_a_classic_session_are_not_refused() -> None:
     refuse_connect("spark://head:7077", {"spark.api.mode": "classic"}, {"SPARK_API_MODE": "connect"})

@@ -78,7 +78,7 @@ def handle(message: Message) -> None:
         (("orders",), {"name": "a b"}, one, "stage name 'a b'"),
     ],
 )
-def test_what_is_wrong_with_a_stage_is_said_in_one_line(
+def test_a_mistake_in_a_stage_is_reported_in_one_line(
     inputs: tuple[Any, ...], options: dict[str, Any], function: Callable[..., Any], reason: str
 ) -> None:
     app = App("app")
@@ -94,7 +94,7 @@ def test_a_decorator_without_its_stream_is_refused() -> None:
         App("app").stage(one)
 
 
-def test_a_stage_reads_streams_or_what_a_handler_writes() -> None:
+def test_a_stage_reads_streams_or_the_outputs_of_a_handler() -> None:
     app = App("app")
     app.handler("in", into="out")(handle)
     app.stage(handle, Rows(["a", "b"], Order), into="c")(two)
@@ -113,7 +113,7 @@ def test_a_part_of_an_app_is_chosen_by_name() -> None:
         app.only(["two"])
 
 
-def test_a_model_becomes_columns_and_those_of_the_entry_come_along() -> None:
+def test_a_schema_has_the_columns_of_the_model_and_of_the_entry() -> None:
     schema = schema_of(Order)
     assert not isinstance(schema, str)
     assert schema.simpleString() == (
@@ -121,7 +121,7 @@ def test_a_model_becomes_columns_and_those_of_the_entry_come_along() -> None:
     )
 
 
-def test_an_app_with_stages_loads_without_pyspark_and_workers_say_what_they_leave_out(tmp_path: Path) -> None:
+def test_an_app_of_stages_loads_without_pyspark_and_workers_refuse_it(tmp_path: Path) -> None:
     path = tmp_path / "app_of_stages_only.py"
     path.write_text(APP)
     code = f"import sys; sys.modules['pyspark'] = None\nfrom millstream import load_app\nprint(*load_app({str(path)!r}).stages)"
@@ -131,7 +131,7 @@ def test_an_app_with_stages_loads_without_pyspark_and_workers_say_what_they_leav
         WorkerProcess(load_app(str(path)), WorkerSettings(url="redis://127.0.0.1:1/0", consumer="me"))
 
 
-def test_an_app_is_packed_with_what_it_has_imported_from_its_own_folder(
+def test_an_app_is_packed_with_the_modules_that_it_imported_from_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = tmp_path / "package_of_this_test" / "inner"
