@@ -25,7 +25,7 @@ def commands_in(lua: str) -> set[str]:
     return {f"{name}|{sub}".lower() if name in CONTAINERS else name.lower() for name, sub in found}
 
 
-def test_what_is_listed_for_a_script_is_what_it_runs() -> None:
+def test_the_commands_listed_for_a_script_are_those_that_the_script_runs() -> None:
     folders = [path for path in resources.files("millstream.redis_client.lua").iterdir() if path.is_dir()]
     files = {f"{folder.name}/{path.name}" for folder in folders for path in folder.iterdir()}
     scripts = {name.removesuffix(".lua") for name in files if name.endswith(".lua") and not name.startswith("include/")}
@@ -47,7 +47,7 @@ def covers(found: tuple[str, ...], key: str) -> bool:
 
 
 @pytest.mark.parametrize(("given", "stream"), [("orders", "orders"), ("orders*", "orders:{7}"), ("a{b}c", "a{b}c")])
-def test_a_worker_may_touch_its_streams_and_its_apps_keys_and_nothing_else(given: str, stream: str) -> None:
+def test_a_worker_may_access_only_its_streams_and_the_keys_of_its_app(given: str, stream: str) -> None:
     found = acl_rule("u", [RoleName.WORKER], streams=[given], outputs=["out"], app="shop").keys
     own, other = HandlerKeys("shop", "bill", stream), HandlerKeys("bank", "bill", stream)
     delayed = StreamKeys(stream)
@@ -68,7 +68,7 @@ def test_a_worker_may_touch_its_streams_and_its_apps_keys_and_nothing_else(given
         assert not covers(found, key), key
 
 
-def test_a_producer_may_not_touch_what_handlers_keep() -> None:
+def test_a_producer_may_not_access_the_keys_of_handlers() -> None:
     found = acl_rule("u", [RoleName.PRODUCER], streams=["orders"], outputs=["out"]).keys
     names = StreamKeys("orders")
     assert all(covers(found, key) for key in ("orders", names.due, names.producer("x"), names.dedupe(b"x")))
@@ -86,7 +86,7 @@ def test_a_producer_may_not_touch_what_handlers_keep() -> None:
         ({"services": ["*"]}, {"calls", "callers", "millstream:shop.bill", "millstream:bank.bill"}),
     ],
 )
-def test_leases_are_on_the_services_that_are_named_and_on_those_of_the_apps_handlers(
+def test_the_leases_role_covers_named_services_and_those_of_the_apps_handlers(
     given: dict[str, Any], covered: set[str]
 ) -> None:
     found = acl_rule("u", [RoleName.LEASES], **given).keys
@@ -97,7 +97,7 @@ def test_leases_are_on_the_services_that_are_named_and_on_those_of_the_apps_hand
     assert covers(found, "orders") == ("*" in found)
 
 
-def test_an_operator_has_to_do_with_services_if_they_are_named() -> None:
+def test_an_operator_may_access_the_services_that_the_rule_names() -> None:
     streams: dict[str, Any] = {"streams": ["orders"]}
     assert not covers(acl_rule("u", [RoleName.OPERATOR], **streams).keys, "millstream:shop.bill-input")
     assert covers(acl_rule("u", [RoleName.OPERATOR], app="shop", **streams).keys, "millstream:shop.bill-input")
@@ -105,7 +105,7 @@ def test_an_operator_has_to_do_with_services_if_they_are_named() -> None:
     assert not covers(acl_rule("u", [RoleName.WORKER], services=["calls"], **streams).keys, "calls-input")
 
 
-def test_only_who_reads_from_replicas_is_given_what_that_takes() -> None:
+def test_only_roles_that_read_from_replicas_may_run_info_and_readonly() -> None:
     for role in RoleName:
         more = {"info", "readonly"} if role in (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE) else set()
         for cluster in (True, False):
@@ -114,11 +114,11 @@ def test_only_who_reads_from_replicas_is_given_what_that_takes() -> None:
             assert found - usual == (more if cluster else more - {"readonly"}) - usual
 
 
-def test_what_cannot_stand_in_a_rule_stands_for_any_byte() -> None:
+def test_a_character_that_an_acl_rule_cannot_hold_becomes_a_wildcard() -> None:
     assert acl_rule("u", [RoleName.PRODUCER], streams=["a \"b'é\n"]).keys[0] == "a??b????"
 
 
-def test_only_who_looks_for_streams_may_scan() -> None:
+def test_only_roles_that_search_for_streams_may_scan() -> None:
     for role in RoleName:
         named = acl_rule("u", [role], streams=["orders"]).commands
         assert ("scan" in named) == (role in (RoleName.OPERATOR, RoleName.EXPORTER))
@@ -139,6 +139,6 @@ def test_only_who_looks_for_streams_may_scan() -> None:
 @pytest.mark.parametrize(
     "options", [{"user": "a b"}, {"app": "a.b"}, {"streams": [""]}, {"streams": ["a}b"]}, BAD_SERVICE]
 )
-def test_names_that_make_no_rule_are_refused(options: dict[str, object]) -> None:
+def test_names_that_an_acl_rule_cannot_hold_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         acl_rule(**{"user": "u", "roles": [RoleName.WORKER], **options})  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cli, pytest.mark.groups]
         ("unix://me:s@/run/redis.sock?db=2", "redis://me:s@r:7?db=2"),
     ],
 )
-def test_another_node_of_a_deployment_is_reached_as_the_deployment_is(url: str, expected: str) -> None:
+def test_the_url_of_another_node_keeps_the_credentials_and_options_of_the_deployment(url: str, expected: str) -> None:
     assert url_of_node(url, ("r", 7)) == expected
 
 
@@ -46,6 +46,6 @@ def test_an_address_to_serve_on_is_a_port_on_this_machine_unless_it_names_a_host
 
 
 @pytest.mark.parametrize("text", ["x", "host", "host:", "host:x", "1:65536", "::1:80", "-1", "[::1]"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_a_text_that_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not an address: write PORT, HOST:PORT"):
         parse_address(text)

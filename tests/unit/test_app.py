@@ -51,7 +51,7 @@ def takes_unknown(order: "Missing") -> None:  # type: ignore[name-defined]  # no
 
 
 def takes_rest(*orders: Order) -> None:
-    """Takes what nobody can fill."""
+    """Has a parameter that cannot be filled."""
 
 
 def takes_orders(orders: list[Order]) -> None:
@@ -141,7 +141,7 @@ def test_a_retry_policy_that_makes_no_sense_is_refused(values: dict[str, Any]) -
         Retry(**values)
 
 
-def test_waits_grow_by_the_factor_up_to_their_limit() -> None:
+def test_retry_delays_grow_by_the_factor_up_to_their_limit() -> None:
     retry = Retry(delay_ms=100, factor=3, max_delay_ms=500, jitter=0)
     assert [retry.delay_after(n) for n in (1, 2, 3, 1000)] == [100, 300, 500, 500]
     jittered = [Retry(delay_ms=100, jitter=0.5).delay_after(1) for _ in range(200)]
@@ -243,7 +243,7 @@ def test_all_keys_of_a_handler_share_the_streams_slot_and_can_be_read_back(strea
             HandlerKeys.parse(foreign)
 
 
-def test_the_hash_tag_is_what_redis_takes_it_for() -> None:
+def test_the_hash_tag_is_the_one_that_redis_computes() -> None:
     # Redis Cluster specification, "Hash tags", with its own examples.
     tags = {
         "{user1000}.following": "user1000",
@@ -307,7 +307,7 @@ def test_a_file_beside_the_app_that_hides_a_module_of_python_is_refused(tmp_path
         ("Retry(zzz=3)", "it has attempts, delay_ms, factor, max_delay_ms, jitter, then"),
     ],
 )
-def test_a_misspelt_parameter_of_a_policy_is_told_from_the_right_ones(
+def test_a_misspelt_parameter_of_a_policy_is_refused_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, hint: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")

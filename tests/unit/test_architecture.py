@@ -227,7 +227,7 @@ def plant(root: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_code_keeps_its_shape(check: Callable[[Path], Iterator[str]]) -> None:
+def test_the_code_obeys_the_rules_of_its_architecture(check: Callable[[Path], Iterator[str]]) -> None:
     assert list(python_files(ROOT))
     assert not list(check(ROOT))
 
@@ -242,6 +242,6 @@ def test_a_broken_rule_is_noticed_by_its_check_alone(
     assert [check for check in CHECKS if list(check(tmp_path))] == [broken]
 
 
-def test_every_part_exists() -> None:
+def test_every_part_that_the_levels_name_exists() -> None:
     parts = {part(module.name) for module in read_modules(ROOT / "src")}
     assert set(LEVELS) <= parts

@@ -13,7 +13,7 @@ def test_each_wait_is_twice_the_one_before_up_to_the_longest() -> None:
     assert backoff.upcoming_ms == 300
 
 
-def test_after_a_success_it_begins_anew() -> None:
+def test_the_back_off_begins_anew_after_a_success() -> None:
     backoff = Backoff(50, 300)
     assert not backoff.has_begun
     backoff.next_ms()

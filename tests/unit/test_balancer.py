@@ -1,4 +1,4 @@
-"""How a balancer is told to behave, and the queue between it and its program."""
+"""The policy of a balancer, and the queue between a balancer and its program."""
 
 import asyncio
 import threading
@@ -48,16 +48,16 @@ def test_a_policy_that_makes_no_sense_is_refused(option: dict[str, Any], message
         {"most_streams": None, "most_losses": None},
     ],
 )  # fmt: skip
-def test_a_policy_at_the_edge_of_sense_is_accepted(option: dict[str, Any]) -> None:
+def test_a_policy_at_the_limits_of_its_ranges_is_accepted(option: dict[str, Any]) -> None:
     BalancerPolicy(**option)
 
 
-def test_no_consumer_is_called_like_the_one_that_stands_for_nobody() -> None:
+def test_the_consumer_name_unassigned_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be called 'unassigned'"):
         Balancer("redis://127.0.0.1:1", "calls", consumer="unassigned")
 
 
-def test_a_weight_is_a_number_or_is_asked_for_each_time() -> None:
+def test_a_weight_is_a_number_or_a_function_that_is_called_each_time() -> None:
     weights = iter([1.0, 2.5])
     policy = BalancerPolicy(weight=lambda: next(weights))
     assert [policy.weight_now(), policy.weight_now()] == [1.0, 2.5]
@@ -65,7 +65,7 @@ def test_a_weight_is_a_number_or_is_asked_for_each_time() -> None:
 
 
 @pytest.mark.parametrize("weight", [lambda: 0.0, lambda: float("nan"), lambda: 1 / 0, lambda: "heavy", lambda: None])
-def test_a_function_that_tells_no_weight_is_the_programs_mistake(weight: Any) -> None:
+def test_a_weight_function_that_returns_no_weight_is_refused(weight: Any) -> None:
     with pytest.raises(ConfigError, match="weight"):
         BalancerPolicy(weight=weight).weight_now()
 
@@ -76,12 +76,12 @@ def test_the_consumer_is_named_after_the_host(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("service", ["", "two words", "{tag}", "x" * 300])
-def test_a_service_has_a_name_that_keys_can_hold(service: str) -> None:
+def test_a_service_name_that_keys_cannot_hold_is_refused(service: str) -> None:
     with pytest.raises(ConfigError, match="service name"):
         Balancer("redis://127.0.0.1:1", service)
 
 
-def test_notifications_say_the_name_of_their_stream() -> None:
+def test_a_notification_has_the_name_of_its_stream() -> None:
     lease = Lease(stream="s", token=7)
     assert (StreamAdded(lease=lease).stream, StreamDisowned(lease=lease, why="stuck").stream) == ("s", "s")
 
@@ -99,7 +99,7 @@ def fill_once_a_thread_waits(box: NotificationQueue[int], count: int) -> None:
     fill(box, count)
 
 
-def test_items_are_taken_in_order_and_waited_for() -> None:
+def test_the_queue_waits_for_items_and_returns_them_in_order() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     assert box.get(0) is None
     threading.Thread(target=fill_once_a_thread_waits, args=(box, 3)).start()
@@ -109,7 +109,7 @@ def test_items_are_taken_in_order_and_waited_for() -> None:
     assert time.monotonic() - began_s >= 0.05
 
 
-def test_many_threads_take_each_item_once() -> None:
+def test_many_threads_receive_each_item_once() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     received: list[int] = []
 
@@ -129,7 +129,7 @@ def test_many_threads_take_each_item_once() -> None:
     assert sorted(received) == list(range(1_000))
 
 
-def test_what_is_unwanted_is_withdrawn_and_the_rest_stays_in_order() -> None:
+def test_removed_items_leave_the_rest_of_the_queue_in_order() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     for n in range(6):
         box.put(n)
@@ -138,7 +138,7 @@ def test_what_is_unwanted_is_withdrawn_and_the_rest_stays_in_order() -> None:
     assert (box.queued(), len(box)) == ([2, 4], 2)
 
 
-def test_after_the_end_what_is_left_is_taken_and_nobody_waits() -> None:
+def test_an_ended_queue_returns_its_remaining_items_without_waiting() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     box.put(1)
     box.end()
@@ -146,7 +146,7 @@ def test_after_the_end_what_is_left_is_taken_and_nobody_waits() -> None:
     assert asyncio.run(box.get_async()) is None
 
 
-def test_the_end_comes_once_and_nothing_after_it() -> None:
+def test_a_queue_ends_once_and_accepts_no_item_afterwards() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     assert box.end(1, 2)
     assert not box.end(3)
@@ -154,7 +154,7 @@ def test_the_end_comes_once_and_nothing_after_it() -> None:
     assert [box.get(0), box.get(0), box.get(0)] == [1, 2, None]
 
 
-def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
+def test_tasks_that_wait_in_an_event_loop_are_notified_of_the_end() -> None:
     box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
@@ -181,7 +181,7 @@ def test_items_put_by_a_thread_wake_the_event_loop() -> None:
     assert asyncio.run(program()) == [0, 1, 2]
 
 
-def test_many_tasks_take_each_item_once() -> None:
+def test_many_tasks_receive_each_item_once() -> None:
     box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
@@ -194,7 +194,7 @@ def test_many_tasks_take_each_item_once() -> None:
     assert not box._waiters, "those who wait no more are forgotten"
 
 
-def test_a_wait_that_is_cancelled_costs_no_item() -> None:
+def test_a_cancelled_wait_loses_no_item() -> None:
     box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int]:
@@ -219,7 +219,7 @@ def test_a_wait_that_is_cancelled_costs_no_item() -> None:
     assert sorted(asyncio.run(program())) == list(range(200))
 
 
-def test_a_loop_that_ended_while_it_waited_does_not_stop_the_filler() -> None:
+def test_a_closed_event_loop_that_waited_does_not_stop_the_thread_that_puts_items() -> None:
     box: NotificationQueue[int] = NotificationQueue()
     loop = asyncio.new_event_loop()
     waiting = loop.create_task(box.get_async())

@@ -37,7 +37,7 @@ def trips(window: BreakerWindow, outcomes: str) -> list[int]:
         ("." * 10 + "aaaa.aaaaa", 20),
     ],
 )
-def test_it_opens_at_the_first_message_that_settles_it(outcomes: str, first: int | None) -> None:
+def test_a_breaker_opens_at_the_first_message_that_meets_its_threshold(outcomes: str, first: int | None) -> None:
     found = trips(BreakerWindow(Breaker(first=5, window=10)), outcomes)
     assert (found[0] if found else None) == first
 
@@ -54,11 +54,13 @@ def test_it_opens_at_the_first_message_that_settles_it(outcomes: str, first: int
         (0, {}, False),
     ],
 )
-def test_a_mixture_opens_it_by_its_shares(processed: int, dead: dict[str, tuple[int, str]], opens: bool) -> None:
+def test_a_mixed_batch_opens_the_breaker_by_its_share_of_dead_letters(
+    processed: int, dead: dict[str, tuple[int, str]], opens: bool
+) -> None:
     assert (BreakerWindow(Breaker()).on_mixed(processed, dead) is not None) is opens
 
 
-def test_a_trip_says_how_many_of_how_many() -> None:
+def test_a_trip_has_the_number_of_dead_letters_and_of_messages() -> None:
     window = BreakerWindow(Breaker(first=2))
     window.on_dead("a", "one")
     assert window.on_dead("a", "two") == Trip("a", 2, 2, "two")
@@ -74,7 +76,7 @@ def test_a_policy_out_of_range_is_refused(options: dict[str, Any]) -> None:
         Breaker(**options)
 
 
-def test_a_handler_has_one_unless_it_is_turned_off() -> None:
+def test_a_handler_has_a_breaker_unless_it_is_disabled() -> None:
     app = App("app")
 
     def handle(message: Message) -> None: ...
@@ -86,7 +88,7 @@ def test_a_handler_has_one_unless_it_is_turned_off() -> None:
         app.handler("in", name="wrong", breaker=20)(handle)  # type: ignore[arg-type]
 
 
-def test_a_pause_can_be_read_back_and_ends_in_time() -> None:
+def test_a_pause_can_be_read_back_until_it_ends() -> None:
     pause = Pause(by="breaker", at_ms=5, until_ms=1_000, worker="w", cause="missing-key", count=20, of=20, error="é")
     assert parse_pause(pause.encode(), 999) == pause
     assert parse_pause(pause.encode(), 1_000) is None

@@ -36,7 +36,7 @@ def collecting(queue: CompletionQueue) -> Iterator[list[list[float]]]:
     assert not thread.is_alive()
 
 
-def test_what_is_not_urgent_waits_for_what_is() -> None:
+def test_outcomes_that_are_not_urgent_wait_for_an_urgent_one() -> None:
     queue = CompletionQueue(10, linger_s=FOR_EVER_S)
     queue.put(ran(1))
     assert numbers(queue.collect(None)[0]) == [1]
@@ -49,7 +49,7 @@ def test_what_is_not_urgent_waits_for_what_is() -> None:
     assert found == [[2, 3, 4]]
 
 
-def test_what_is_not_urgent_waits_no_longer_than_the_linger() -> None:
+def test_an_outcome_that_is_not_urgent_waits_no_longer_than_the_linger() -> None:
     queue = CompletionQueue(10, linger_s=0.01)
     queue.put(ran(1))
     queue.collect(None)
@@ -59,7 +59,7 @@ def test_what_is_not_urgent_waits_no_longer_than_the_linger() -> None:
     assert found == [[2]]
 
 
-def test_what_comes_after_a_while_of_nothing_is_collected_at_once() -> None:
+def test_an_outcome_after_an_idle_time_is_collected_at_once() -> None:
     queue = CompletionQueue(10, linger_s=0.001)
     with collecting(queue) as found:
         time.sleep(0.1)
@@ -67,7 +67,7 @@ def test_what_comes_after_a_while_of_nothing_is_collected_at_once() -> None:
     assert found == [[1]]
 
 
-def test_as_many_as_may_be_settled_together_are_collected_at_once() -> None:
+def test_as_many_outcomes_as_may_be_settled_together_are_collected_at_once() -> None:
     queue = CompletionQueue(3, linger_s=FOR_EVER_S)
     with collecting(queue) as found:
         time.sleep(0.05)
@@ -81,11 +81,11 @@ def test_as_many_as_may_be_settled_together_are_collected_at_once() -> None:
     assert numbers(queue.collect(None)[0]) == [3, 4, 5]
 
 
-def test_a_time_limit_ends_the_waiting_with_nothing() -> None:
+def test_collect_returns_no_outcome_after_its_time_limit() -> None:
     assert CompletionQueue(3, linger_s=FOR_EVER_S).collect(0.01) == ([], False)
 
 
-def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
+def test_the_end_is_reported_with_the_last_outcomes() -> None:
     queue = CompletionQueue(2, linger_s=FOR_EVER_S)
     for number in range(3):
         queue.put(ran(number), urgent=False)
@@ -94,7 +94,7 @@ def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
     assert [(numbers(some), ended) for some, ended in (first, second)] == [([0, 1], False), ([2], True)]
 
 
-def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
+def test_no_outcome_is_lost_or_out_of_order_between_threads() -> None:
     each, producers = 20_000, 3
     queue = CompletionQueue(100, linger_s=0.0005)
 

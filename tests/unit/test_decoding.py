@@ -109,7 +109,7 @@ def test_entries_with_different_fields_do_not_disturb_each_other() -> None:
         assert decode(entry) == flight
 
 
-def test_ever_changing_names_do_not_fill_the_memory() -> None:
+def test_ever_changing_field_names_do_not_fill_the_memory() -> None:
     decoder = decoding._Decoder(Point)
     decode = decoder.generate()
     for number in range(decoding.MAX_LAYOUTS * 2):
@@ -178,7 +178,7 @@ def test_a_pydantic_model_is_filled_by_alias_and_checks_the_rest_itself() -> Non
     assert tuple(wire_types(Customer)) == ("customerName", "age", "born", "homes", "site", "colour")
 
 
-def test_what_a_pydantic_model_refuses_is_a_decode_error() -> None:
+def test_a_value_that_a_pydantic_model_refuses_is_a_decode_error() -> None:
     message = refusal(Customer, pairs(customerName="A"))
     assert message.startswith("Customer refuses the fields: ValidationError")
     assert "at least 2 characters" in message
@@ -303,7 +303,7 @@ NUMBERS = {int: "a whole number", float: "a number", Decimal: "a decimal number"
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
 @pytest.mark.parametrize(("kind", "name"), NUMBERS.items())
-def test_a_number_is_nothing_but_a_number(kind: type, name: str, text: str) -> None:
+def test_a_text_that_is_no_number_is_refused_for_a_number_field(kind: type, name: str, text: str) -> None:
     model = dataclasses.make_dataclass("M", [("f", kind, field(default=0))])
     found = f"not {text!r}" if text else "but it is empty"
     assert refusal(model, pairs(f=text)) == f"field 'f' must be {name}, {found}"
@@ -317,7 +317,7 @@ def test_an_absent_field_that_is_required_is_named(annotation: Any) -> None:
     assert refusal(single, [b"a", b"1"]) == refusal(single, [])
 
 
-def test_a_wanted_name_may_not_appear_twice() -> None:
+def test_a_field_of_the_model_may_not_appear_twice() -> None:
     assert refusal(Point, [b"x", b"1", b"x", b"1"]) == "field 'x' appears twice"
     assert refusal(Point, [b"y", b"1", b"x", b"1", b"n", b"", b"y", b""]) == "field 'y' appears twice"
 
@@ -345,7 +345,7 @@ def test_a_refused_value_is_shown_short_and_without_control_characters(raw: byte
     assert len(message) < 40 + encoding.SHOWN_CHARS
 
 
-def test_what_a_models_own_code_raises_is_a_decode_error() -> None:
+def test_an_error_in_a_models_own_code_is_a_decode_error() -> None:
     @dataclass
     class Picky:
         a: int
@@ -409,7 +409,7 @@ def test_an_annotation_that_cannot_be_decoded_is_a_config_error(annotation: Any,
     assert message.isprintable()
 
 
-def test_a_model_that_is_none_or_cannot_be_filled_is_a_config_error() -> None:
+def test_a_type_that_is_no_model_or_cannot_be_filled_is_a_config_error() -> None:
     @dataclass(init=False)
     class OwnInit:
         a: int

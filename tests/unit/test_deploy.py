@@ -32,14 +32,14 @@ def test_every_command_of_the_services_is_one_that_millstream_understands(servic
         load_command(name).make_context(name, options).close()  # raises UsageError
 
 
-def test_redis_keeps_what_it_accepts(services: dict[str, Any]) -> None:
+def test_redis_persists_each_write_and_evicts_nothing(services: dict[str, Any]) -> None:
     output = " ".join(services["redis"]["command"])
     assert "--appendonly yes" in output
     assert "--maxmemory-policy noeviction" in output
     assert services["redis"]["volumes"] == ["redis:/data"]
 
 
-def test_a_stop_waits_longer_than_the_worker(services: dict[str, Any]) -> None:
+def test_the_grace_period_of_the_service_exceeds_that_of_the_worker(services: dict[str, Any]) -> None:
     worker = load_command("worker")
     stop_timeout = next(one for one in worker.params if one.name == "stop_timeout")
     assert stop_timeout.default == 25
@@ -53,7 +53,7 @@ def test_no_service_of_ours_can_write_or_gain_rights(services: dict[str, Any]) -
         assert services[name]["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_the_image_does_not_run_as_root_and_no_shell_keeps_its_signals() -> None:
+def test_the_image_does_not_run_as_root_and_gets_its_signals_without_a_shell() -> None:
     instructions = re.findall(r"^([A-Z]+) (.+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     last = dict(instructions)
     assert int(last["USER"].partition(":")[0]) > 0

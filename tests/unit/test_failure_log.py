@@ -70,7 +70,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_failed_attempt_is_a_line_with_its_cause_and_what_comes_next(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_attempt_is_logged_with_its_cause_and_the_time_of_its_retry(caplog: pytest.LogCaptureFixture) -> None:
     Failing().fail(2)
     (line,) = lines(caplog)
     cause = "message 1-0 of orders, key ann: RuntimeError: gateway says no to 1-0"
@@ -90,7 +90,7 @@ def test_a_message_that_the_handler_rejects_is_a_warning(caplog: pytest.LogCaptu
     assert (level, text.partition(": message")[0]) == ("WARNING", "shop.total: dead letter (rejected)")
 
 
-def test_a_line_says_when_the_key_is_parked_or_blocked(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_when_the_key_is_parked_or_blocked(caplog: pytest.LogCaptureFixture) -> None:
     Failing(handler_of(refuse, then="park")).fail(3)
     blocked = Failing(handler_of(refuse, then="block"))
     blocked.fail(2)
@@ -130,7 +130,9 @@ def test_a_record_has_the_failure_in_fields(caplog: pytest.LogCaptureFixture) ->
     assert "gateway says no" in record.traceback  # type: ignore[attr-defined]
 
 
-def test_a_flood_is_ten_lines_and_then_one_a_minute_with_the_number_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_failures_are_logged_as_ten_lines_and_then_one_a_minute_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     failing = Failing()
     failing.fail(times=10_000)
     assert len(lines(caplog)) == PER_MINUTE
@@ -151,7 +153,7 @@ def test_a_flood_is_ten_lines_and_then_one_a_minute_with_the_number_left_out(cap
     assert len(lines(caplog)) == PER_MINUTE
 
 
-def test_what_was_left_out_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_omitted_failures_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     failing = Failing()
     failing.fail(times=PER_MINUTE + 7)
     failing.fail(3, times=PER_MINUTE + 5)
@@ -164,7 +166,7 @@ def test_what_was_left_out_is_logged_at_the_end(caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_a_flood_of_one_failure_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_failures_of_one_kind_hide_no_other_failure(caplog: pytest.LogCaptureFixture) -> None:
     failing = Failing()
     failing.fail(times=1_000)
     caplog.clear()
@@ -176,7 +178,7 @@ def test_a_flood_of_one_failure_hides_no_other(caplog: pytest.LogCaptureFixture)
     assert "dead letter" in texts[1]
 
 
-def test_a_flood_of_new_failures_is_bounded_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_many_new_kinds_of_failures_is_bounded_too(caplog: pytest.LogCaptureFixture) -> None:
     failing = Failing()
     for number in range(1_000):
         kind = type(f"Error{number}", (Exception,), {})
@@ -184,7 +186,9 @@ def test_a_flood_of_new_failures_is_bounded_too(caplog: pytest.LogCaptureFixture
     assert len(lines(caplog)) == PER_MINUTE + NEW_KINDS_PER_MINUTE
 
 
-def test_what_a_task_recorded_is_logged_by_the_driver_with_what_it_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_driver_logs_the_failures_that_a_task_recorded_and_the_number_it_omitted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     failing = Failing()
     recorder = FailureRecorder(failing.handler)
     assert recorder.pack() is None
@@ -215,7 +219,7 @@ def test_an_error_and_a_stream_of_any_characters_are_logged_on_either_engine(cap
     assert "message 1-0 of s\\xff, key \\xff: ValueError: \\xed\\xa0\\x80 \\xff \\x00; " in first[1]
 
 
-def test_no_line_of_a_failure_has_a_password_or_a_second_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logged_failure_has_no_password_and_no_second_line(caplog: pytest.LogCaptureFixture) -> None:
     error = ConnectionError(f"cannot open\nredis://me:{PASSWORD}@h:1/0 100% \x1b[31m")
     Failing().log.attempt_failed("or\nders", "1-0", b"\x1b\xff", 1, RetryLater(10, str(error), error))
     (record,) = caplog.records

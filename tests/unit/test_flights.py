@@ -77,7 +77,7 @@ def test_flights_due_at_the_same_time_keep_the_order_of_the_file(year: Flights) 
     assert at_six[:5] == ["DL461", "B6507", "EV5708", "B679", "AA301"]
 
 
-def test_missing_values_are_omitted_and_every_message_names_its_place() -> None:
+def test_missing_values_are_omitted_and_every_message_names_its_row() -> None:
     columns = ("year", "month", "day", "sched_dep_time", "dep_time", "tailnum")
     rows: list[tuple[str, ...]] = [
         ("2013", "1", "1", "600", "601", "N1"),
@@ -97,7 +97,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch: py
 # --- The example ---
 
 
-def test_the_example_says_of_every_flight_what_the_reference_says(year: Flights, expected: Expected) -> None:
+def test_the_example_computes_the_results_of_the_reference_for_every_flight(year: Flights, expected: Expected) -> None:
     """Of every twentieth aircraft, all year; of all of them with MILLSTREAM_SOAK=1."""
     chosen = {*sorted(expected.departures)[:: 1 if os.environ.get("MILLSTREAM_SOAK") else 20]}
     handler = load_app(f"{EXAMPLE}:app").handlers["departure"]
@@ -126,7 +126,7 @@ def written(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if value is not None}
 
 
-def test_the_year_has_flights_of_every_kind_that_the_example_tells_apart(expected: Expected) -> None:
+def test_the_year_has_flights_of_every_kind_that_the_example_distinguishes(expected: Expected) -> None:
     entries = [entry for career in expected.departures.values() for entry in career]
     assert len(entries) == 336_776 - 2_512
     assert sum(entry.dep_delay is None for entry in entries) == 8_255 - 2_512

@@ -85,7 +85,7 @@ def test_pending_entries_are_read_after_an_id_and_nothing_else(after: Any) -> No
         Consumer(client, group="g", name="c", streams=["s"]).read_pending(after=after)
 
 
-def test_a_count_that_would_take_everything_is_refused() -> None:
+def test_a_count_of_zero_is_refused() -> None:
     with Client(NOWHERE) as client:
         consumer = Consumer(client, group="g", name="c", streams=["s"])
         for read in (consumer.read_new, consumer.read_pending, lambda count: stream_details(client, "s", count=count)):
@@ -93,13 +93,13 @@ def test_a_count_that_would_take_everything_is_refused() -> None:
                 read(count=0)
 
 
-def test_what_was_read_again_says_how_often_it_was_delivered_where_that_was_asked_for() -> None:
+def test_recovered_entries_have_their_delivery_counts_where_those_were_requested() -> None:
     batch = Batch("s", [[b"1-0", []], [b"2-0", []]], recovered=True)
     batch.delivery_counts = {b"2-0": 3}
     assert [one.deliveries for one in batch] == [0, 3]
 
 
-def test_what_was_done_is_known_again_after_a_restart(tmp_path: Path) -> None:
+def test_processed_ids_are_known_again_after_a_restart(tmp_path: Path) -> None:
     done = ProcessedIds(tmp_path / "done")
     assert done.last_id("s") is None
     done.add("s", [b"1-0", b"3-0"])

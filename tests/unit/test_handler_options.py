@@ -50,7 +50,7 @@ reveal_type(right)
 
 
 @pytest.mark.parametrize(("made", "options"), [(Handler, HandlerOptions), (Stage, StageOptions)])
-def test_the_options_are_the_fields_of_what_is_made_of_them_with_the_same_types(made: type, options: type) -> None:
+def test_the_options_are_the_fields_of_the_handler_or_stage_with_the_same_types(made: type, options: type) -> None:
     fields = typing.get_type_hints(made)
     given = {one.name: fields[one.name] for one in dataclasses.fields(made) if one.name not in NEVER_GIVEN}
     assert typing.get_type_hints(options) == given

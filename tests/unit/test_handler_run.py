@@ -86,7 +86,7 @@ def test_a_model_is_encoded_as_a_producer_does() -> None:
         ({"customer": "ann", "amount": "14"}, "bad-output", "the state cannot be stored"),
     ],
 )
-def test_a_message_that_cannot_be_processed_shows_the_reason_of_its_dead_letter_and_changes_no_state(
+def test_a_message_that_becomes_a_dead_letter_shows_its_reason_and_changes_no_state(
     message: dict[str, str], reason: str, error: str
 ) -> None:
     found = run(app, total, message, state={"sum": 10})
@@ -121,7 +121,7 @@ def test_an_async_handler_runs_also_where_a_loop_is_running() -> None:
     assert asyncio.run(in_loop()).outputs == run(app, sizes, Order("ann", 1)).outputs == [{"size": "1"}]
 
 
-def test_bytes_survive_the_way_through_text() -> None:
+def test_an_output_of_any_bytes_is_read_back_unchanged() -> None:
     binary = App("binary")
 
     @binary.handler("orders", into="copies")
@@ -138,7 +138,7 @@ def test_bytes_survive_the_way_through_text() -> None:
         found.outputs_as(Order)
 
 
-def test_what_cannot_be_run_is_refused() -> None:
+def test_a_run_with_a_wrong_handler_state_or_message_is_refused() -> None:
     with pytest.raises(ConfigError, match="app 'shop' has no handler 'nothing'; it has total, parking"):
         run(app, "nothing", {"a": 1})
     with pytest.raises(ConfigError, match="takes no State"):

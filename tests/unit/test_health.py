@@ -64,11 +64,11 @@ def test_a_live_process_that_no_longer_reads_is_not_healthy_until_it_reads_again
     assert ask(server, "/healthz") == (200, [])
 
 
-def test_work_in_hand_of_which_nothing_ends_is_not_healthy_although_it_reads(
+def test_a_worker_is_not_healthy_while_none_of_its_runs_ends_although_it_reads(
     server: HealthServer, health: Health, clock: ManualClock
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=5_000)
-    clock.sleep_ms(500_000)  # an idle time before the work is not held against it
+    clock.sleep_ms(500_000)  # an idle time before the work does not count
     progress.on_run_started(2)
     clock.sleep_ms(35_000)
     progress.on_read()
@@ -140,7 +140,7 @@ def test_a_stopping_worker_is_not_ready_but_healthy_while_its_work_goes_on(
     assert ask(server, "/healthz")[0] == 503
 
 
-def test_the_page_says_where_each_handler_stands(server: HealthServer, health: Health, clock: ManualClock) -> None:
+def test_the_page_shows_the_progress_of_each_handler(server: HealthServer, health: Health, clock: ManualClock) -> None:
     progress = health.progress("shop.total", run_within_ms=1_000)
     progress.on_run_started(3)
     clock.sleep_ms(1_500)
@@ -172,14 +172,14 @@ def test_other_pages_and_methods_are_refused(server: HealthServer) -> None:
     assert httpx.post(f"{server.url}/healthz").status_code == 405
 
 
-def test_a_caller_that_says_nothing_holds_up_no_other(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_does_not_delay_other_clients(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.observability.health._CLIENT_TIMEOUT_S", 10 * FAIL_SAFE_S)
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))):
         assert httpx.get(f"{server.url}/healthz", timeout=FAIL_SAFE_S).status_code == 200
 
 
-def test_it_listens_on_loopback_alone_and_is_gone_when_closed(health: Health) -> None:
+def test_the_server_listens_on_loopback_alone_and_ends_when_closed(health: Health) -> None:
     before = threading.active_count()
     server = HealthServer(health)
     assert server.url.startswith("http://127.0.0.1:")
@@ -190,7 +190,7 @@ def test_it_listens_on_loopback_alone_and_is_gone_when_closed(health: Health) ->
     eventually(lambda: threading.active_count() <= before)
 
 
-def test_a_port_that_is_taken_is_one_clear_line(server: HealthServer, health: Health) -> None:
+def test_a_port_in_use_is_reported_in_one_clear_line(server: HealthServer, health: Health) -> None:
     taken = int(server.url.rpartition(":")[2])
     with pytest.raises(ServerError, match=f"127.0.0.1:{taken} .*choose another port"):
         HealthServer(health, port=taken)
@@ -201,9 +201,7 @@ def test_a_limit_that_makes_no_sense_is_refused() -> None:
         Health(read_within_ms=0)
 
 
-def test_a_read_that_failed_is_not_held_against_a_worker_that_has_nothing_to_read_any_more(
-    health: Health, clock: ManualClock
-) -> None:
+def test_a_failed_read_does_not_make_an_idle_worker_unhealthy(health: Health, clock: ManualClock) -> None:
     report = LoopMetrics("a.b", time_limit_ms=1_000, health=health)
     report.on_poll_wanted()
     report.on_redis_error(OutOfMemory("maxmemory is reached"))

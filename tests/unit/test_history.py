@@ -69,7 +69,7 @@ def test_an_entry_without_an_effect_is_lost_once_the_stream_is_drained() -> None
     assert check(log, drained=False).ok
 
 
-def test_an_entry_that_others_overtook_and_that_never_came_is_lost_not_out_of_order_as_well() -> None:
+def test_an_overtaken_entry_without_an_effect_is_lost_and_not_out_of_order_as_well() -> None:
     assert found(check([*enqueued(1, 2, 3), *committed(2, 3)])) == {"lost": [("5-1",)]}
 
 
@@ -79,7 +79,7 @@ def test_an_open_entry_that_others_overtook_is_out_of_order_while_the_stream_is_
     assert found(check([*log, event("dead", 3)], drained=False)) == {"out_of_order": [("5-1", "5-2")]}
 
 
-def test_a_stream_that_nobody_touched_is_lost() -> None:
+def test_the_entries_of_a_stream_without_any_effect_are_lost() -> None:
     report = check(enqueued(1))
     assert found(report) == {"lost": [("5-1",)]}
     assert found(check(enqueued(1), handlers={"s": []})) == {}
@@ -185,7 +185,7 @@ def test_runs_that_only_touch_or_belong_to_other_keys_do_not_overlap() -> None:
     assert check(log, drained=False).overlapping == []
 
 
-def test_what_a_killed_worker_began_overlaps_nothing_later() -> None:
+def test_a_run_of_a_killed_worker_overlaps_no_later_run() -> None:
     log = [*enqueued(1), *run(1, "a", 1, 1)[:1], *run(1, "b", 2, 3), *run(1, "a", 4, 5), *committed(1)]
     assert check(log).ok
     assert check(log).retries == 2
@@ -202,7 +202,7 @@ def test_a_token_that_was_only_granted_makes_older_commits_stale_too() -> None:
     assert found(check(log)) == {"stale": [("5-1",)]}
 
 
-def test_a_fenced_commit_with_an_old_token_is_as_it_should_be() -> None:
+def test_a_fenced_commit_with_an_old_token_is_no_finding() -> None:
     log = [*enqueued(1, 2), *committed(1, token=7), event("fenced", 2, token=6), *committed(2, token=7)]
     assert check(log).ok
 
@@ -370,7 +370,7 @@ def test_a_single_planted_fault_is_found_and_nothing_else(mutate: Mutation, seed
     }
 
 
-def test_a_long_history_of_one_key_is_judged_in_linear_time_in_order_or_not() -> None:
+def test_a_long_history_of_one_key_is_checked_in_linear_time_in_order_or_not() -> None:
     entries, effects = enqueued(*range(20_000)), committed(*range(20_000), token=1)
     assert check(entries + effects).ok
     assert len(check(entries + effects[::-1]).out_of_order) == 19_999
@@ -465,7 +465,7 @@ logged = st.builds(
 
 
 @given(events=st.lists(logged))
-def test_what_was_recorded_is_read_back_byte_for_byte(
+def test_recorded_events_are_read_back_byte_for_byte(
     events: list[Event], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
@@ -493,7 +493,7 @@ class Ticks:
         self.now_ms += duration_ms
 
 
-def test_a_recorder_stamps_what_has_no_time_yet(tmp_path: Path) -> None:
+def test_a_recorder_stamps_events_that_have_no_time_yet(tmp_path: Path) -> None:
     clock = Ticks()
     with Recorder(tmp_path / "log", sync=True, clock=clock) as recorder:
         clock.sleep_ms(12.5)

@@ -31,7 +31,7 @@ LAZY = ("millstream", "millstream.router", "millstream.spark.sink", "millstream.
         ),
     ],
 )
-def test_a_module_comes_without_what_only_others_need(module: str, without: tuple[str, ...]) -> None:
+def test_a_module_imports_nothing_that_only_other_modules_need(module: str, without: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*sorted({{*{(*HEAVY, *without)!r}}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
@@ -60,7 +60,7 @@ def test_a_module_of_a_package_that_was_imported_is_its_attribute() -> None:
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_every_name_of_a_package_is_there_when_it_is_asked_for_and_no_other(name: str) -> None:
+def test_a_package_has_each_name_that_it_exports_and_no_other(name: str) -> None:
     package = import_module(name)
     assert all(getattr(package, exported) is not None for exported in package.__all__)
     assert set(package.__all__) <= set(dir(package))

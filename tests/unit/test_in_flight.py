@@ -49,7 +49,7 @@ def delivery(stream: ReliableStream, number: int = 1) -> Delivery:
     return Delivery(stream, b"%d-0" % number, [b"n", b"1"])
 
 
-def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(
+def test_an_entry_delivered_again_is_not_removed_with_its_former_delivery(
     stream: ReliableStream, in_flight: InFlight
 ) -> None:
     first, again = delivery(stream), delivery(stream)
@@ -59,7 +59,9 @@ def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(
     assert (again in in_flight, first in in_flight, len(in_flight)) == (True, False, 1)
 
 
-def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: ReliableStream, in_flight: InFlight) -> None:
+def test_an_entry_of_a_key_queue_is_not_started_after_its_lease_expired(
+    stream: ReliableStream, in_flight: InFlight
+) -> None:
     lease = KeyLease(stream=stream, queue=b"kA", token=b"1 a w", state=b"", expires_ms=100.0)  # type: ignore[arg-type]
     lease.entries = [delivery(stream), delivery(stream, 2)]
     for one in lease.entries:
@@ -71,7 +73,7 @@ def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: Reliable
     assert (first.running, second.running, lease.expired) == (True, False, True)
 
 
-def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
+def test_a_removed_entry_is_not_started_and_a_started_entry_is_not_removed(
     stream: ReliableStream, in_flight: InFlight
 ) -> None:
     entries = [delivery(stream, number) for number in range(20_000)]
@@ -96,7 +98,7 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
     assert in_flight.buffer.empty()
 
 
-def test_whoever_reads_is_woken_once_there_is_room_worth_a_read(stream: ReliableStream) -> None:
+def test_the_reading_loop_is_notified_once_enough_slots_are_free(stream: ReliableStream) -> None:
     in_flight = InFlight(WorkerPolicy(prefetch=4), 2)
     entries = [delivery(stream, number) for number in range(4)]
     in_flight.add(entries, 0)
@@ -152,7 +154,7 @@ def running(runner: Runner, in_flight: InFlight) -> Iterator[None]:
 
 
 @ALL
-def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
+def test_an_attempt_that_has_ended_is_distinguished_from_one_that_hangs(
     stream: ReliableStream, in_flight: InFlight, function: Callable[..., Any]
 ) -> None:
     one = delivery(stream)
@@ -179,7 +181,7 @@ def nudged_while_it_runs(runner: Runner, in_flight: InFlight, entries: int) -> i
         return len(runner._threads)
 
 
-def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: ReliableStream, in_flight: InFlight) -> None:
+def test_messages_that_queue_behind_waiting_runs_get_more_threads(stream: ReliableStream, in_flight: InFlight) -> None:
     def waits(message: Message) -> None:
         time.sleep(0.02)
 
@@ -187,7 +189,9 @@ def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: Reliable
     assert nudged_while_it_runs(runner_of(waits, ThreadRunner, in_flight, 4), in_flight, 100) == 3
 
 
-def test_so_do_short_lists_that_wait(stream: ReliableStream, in_flight: InFlight) -> None:
+def test_lists_that_queue_behind_short_waiting_runs_get_more_threads(
+    stream: ReliableStream, in_flight: InFlight
+) -> None:
     def waits(messages: list[Message]) -> None:
         time.sleep(0.003)  # one ends between any two samples
 
@@ -208,16 +212,14 @@ BEFORE = LoadSample(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, s
         pytest.param(0, 0.0, 9.0, -60.0, True, id="a run that computes for long"),
     ],
 )
-def test_another_thread_is_made_where_it_is_of_use(
+def test_a_runner_adds_a_thread_only_where_one_is_of_use(
     ended: int, took_ms: float, cpu_ms: float, since_ms: float, asks: bool
 ) -> None:
     now = LoadSample(starved=0, finished=ended, took_ms=took_ms, at_ms=10.0, cpu_ms=cpu_ms, stalled_since_ms=since_ms)
     assert now.needs_thread(BEFORE) == asks
 
 
-def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_message(
-    stream: ReliableStream, in_flight: InFlight
-) -> None:
+def test_an_idle_runner_adds_no_thread_for_the_next_message(stream: ReliableStream, in_flight: InFlight) -> None:
     runner = runner_of(plain, ThreadRunner, in_flight, 4)
     assert isinstance(runner, ThreadRunner)
     in_flight.on_buffered = runner.notify
@@ -232,7 +234,7 @@ def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_messa
 
 
 @ALL
-def test_an_entry_that_was_lost_meanwhile_is_not_run_alone(
+def test_a_suspect_that_is_no_longer_in_flight_is_not_run(
     stream: ReliableStream, in_flight: InFlight, function: Callable[..., Any]
 ) -> None:
     runner = runner_of(function, RUNNERS[function], in_flight)
@@ -240,9 +242,7 @@ def test_an_entry_that_was_lost_meanwhile_is_not_run_alone(
         assert runner.run_isolated(delivery(stream)) is None
 
 
-def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
-    stream: ReliableStream, in_flight: InFlight
-) -> None:
+def test_an_isolated_run_waits_for_the_event_loop_and_ends_with_it(stream: ReliableStream, in_flight: InFlight) -> None:
     started = threading.Event()
 
     async def endless(message: Message) -> None:
@@ -293,14 +293,14 @@ class Unmarked(ReliableStream):
 
 
 @pytest.mark.parametrize(("attempts", "losses", "deaths"), [(1, 1, 2), (2, 1, 2), (3, 1, 2), (4, 2, 2), (10, 2, 8)])
-def test_a_message_is_never_given_up_for_the_death_of_one_process_alone(
+def test_a_message_never_becomes_a_dead_letter_for_the_crash_of_one_process_alone(
     attempts: int, losses: int, deaths: int
 ) -> None:
     retry = Retry(attempts=attempts)
     assert (isolated_after(retry), crashes_allowed(retry)) == (losses, deaths)
 
 
-def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(in_flight: InFlight) -> None:
+def test_a_suspect_and_the_other_handlers_of_its_process_wait_for_each_other(in_flight: InFlight) -> None:
     with Client("redis://127.0.0.1:1") as nowhere:
         here = Unmarked(nowhere, "in", app="app", handler="handle", consumer="w")
         there = Unmarked(nowhere, "in", app="app", handler="other", consumer="w")

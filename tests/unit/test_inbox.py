@@ -44,7 +44,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_parameters_are_written_as_the_driver_wants_them(style: str) -> None:
+def test_parameters_are_written_in_the_style_of_the_driver(style: str) -> None:
     spy = Spy()
     with Inbox("shop.total", paramstyle=style).once(spy, Message("orders", "5-1", ())):
         pass
@@ -61,7 +61,7 @@ def test_parameters_are_written_as_the_driver_wants_them(style: str) -> None:
     assert parameters[:3] == ("shop.total", "orders", "5-1")
 
 
-def test_a_key_is_held_before_its_message_is_noted_and_all_of_it_is_one_transaction() -> None:
+def test_the_fencing_token_is_written_before_the_message_in_one_transaction() -> None:
     spy = Spy()
     with Inbox("shop.total", paramstyle="qmark").once(spy, Message("orders", "5-1", (), key=b"k", fence=7)):
         spy.statements.append(("effects", None))
@@ -86,7 +86,7 @@ def test_a_table_in_a_schema_is_named_in_full_where_sql_wants_it() -> None:
     assert spy.statements[0][0].endswith("WHERE seen_fence.fence <= excluded.fence")
 
 
-def test_a_driver_that_counts_no_rows_is_refused_rather_than_believed() -> None:
+def test_a_driver_that_counts_no_rows_is_refused() -> None:
     spy = Spy(rowcount=-1)
     with (
         pytest.raises(ConfigError, match="rowcount"),
@@ -97,7 +97,7 @@ def test_a_driver_that_counts_no_rows_is_refused_rather_than_believed() -> None:
 
 
 @pytest.mark.parametrize("table", ["", "a b", "a;DROP TABLE x", "a.b.c", "1a", "a" * 60])
-def test_a_table_that_could_be_anything_else_is_refused(table: str) -> None:
+def test_a_table_name_that_is_not_valid_is_refused(table: str) -> None:
     with pytest.raises(ConfigError, match="is not a valid table"):
         Inbox("a.b", paramstyle="qmark", table=table)
 
@@ -126,6 +126,6 @@ def test_a_connection_that_commits_each_statement_by_itself_is_refused() -> None
     connection.close()
 
 
-def test_a_purge_of_nothing_at_a_time_is_refused() -> None:
+def test_a_purge_of_zero_rows_at_a_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 row"):
         Inbox("a.b", paramstyle="qmark").purge(Spy(), older_than_ms=0, batch=0)

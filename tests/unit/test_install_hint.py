@@ -25,7 +25,7 @@ def test_no_other_text_says_how_to_install() -> None:
     assert "millstream[" not in (ROOT / "src/millstream/admin/machine_checks.py").read_text()
 
 
-def test_no_page_installs_from_an_index_what_is_not_there() -> None:
+def test_no_page_installs_millstream_from_a_package_index() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     assert [path.name for path in pages if re.search(r"pip install ['\"]?millstream", path.read_text())] == []
 

@@ -89,7 +89,7 @@ def test_names_hold_no_word_of_an_earlier_vocabulary() -> None:
     assert list(retired_names(SRC)) == []
 
 
-def test_prose_names_the_component_rather_than_somebody() -> None:
+def test_prose_names_the_component_instead_of_a_pronoun() -> None:
     assert prose_pronouns(SRC) == 0
 
 
@@ -142,6 +142,6 @@ def test_words_within_a_word_are_not_found(tmp_path: Path) -> None:
     assert list(retired_names(tmp_path)) == []
 
 
-def test_a_module_that_is_gone_is_found() -> None:
+def test_a_module_that_does_not_exist_is_found() -> None:
     page = "`worker/gone.py`, `worker/loop.py`, `lua/commit/commit.lua`, `worker/` and [x](gone.md)\n| `keys/gone` |"
     assert [one.split()[0] for one in missing_modules(page, ROOT)] == ["worker/gone.py", "the", "gone.md"]

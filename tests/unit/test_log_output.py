@@ -71,21 +71,19 @@ def test_the_log_of_the_app_can_be_seen_and_lines_name_the_worker() -> None:
 
 
 @pytest.mark.parametrize(("app", "level"), [(BASIC, ("WARNING ", "INFO ")), (DICT, ("", ""))])
-def test_the_logging_that_an_app_configures_holds_and_silences_nothing_of_millstream(
-    app: str, level: tuple[str, str]
-) -> None:
+def test_the_logging_of_an_app_is_kept_and_hides_no_record_of_millstream(app: str, level: tuple[str, str]) -> None:
     warning, info = level
     assert without_time(logged(app)) == [
         "WARNING before", f"OWN {warning}{OF_MILLSTREAM}", f"OWN {info}of the app", f"OWN {info}of the root", "a message",
     ]  # fmt: skip
 
 
-def test_what_millstream_logs_while_the_app_is_loaded_has_no_password_either() -> None:
+def test_records_that_millstream_logs_while_the_app_is_loaded_have_no_password() -> None:
     app = f"{BASIC}; logging.getLogger('millstream.x').warning('at redis://:{PASSWORD}@h')"
     assert "OWN WARNING at redis://:***@h" in logged(app)
 
 
-def test_what_the_user_asks_for_comes_before_what_the_app_configures() -> None:
+def test_the_log_options_of_the_command_override_the_logging_of_the_app() -> None:
     lines = [json.loads(line) for line in logged(BASIC, level="warning", format="json")]
     assert [(line["level"], line["logger"], line["message"]) for line in lines] == [
         ("warning", "millstream.x", "before"),
@@ -109,7 +107,7 @@ def redacting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("redacting")
-def test_a_record_of_millstream_has_no_password_whatever_formats_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_of_millstream_has_no_password_with_any_formatter(caplog: pytest.LogCaptureFixture) -> None:
     inner = logging.getLogRecordFactory()
 
     def of_the_app(*args: Any, **options: Any) -> logging.LogRecord:

@@ -62,7 +62,7 @@ def test_a_row_counts_its_tests_by_area(clone: Path) -> None:
     assert "6 passed, 2 skipped" in (clone / "build/matrix/good.log").read_text()
 
 
-def test_a_row_that_fails_or_does_not_start_leaves_the_others_running_and_the_exit_code_tells_it(clone: Path) -> None:
+def test_a_row_that_fails_or_does_not_start_stops_no_other_row_and_sets_the_exit_code(clone: Path) -> None:
     (clone / "tests/faults/test_faults.py").write_text(CASES.format(fails=True))
     assert main([], rows=(BROKEN, BAD, GOOD), root=clone) == 1
     cells = ["3, 1 skipped", "", "", "", "2, **1 failed**, 1 skipped", "**failed**"]
@@ -81,7 +81,7 @@ def test_a_row_does_not_show_the_tests_of_an_earlier_run(clone: Path) -> None:
     assert table(clone)[0][6] == "**did not start**"
 
 
-def test_one_row_runs_alone_and_the_table_tells_what_pytest_was_told(clone: Path) -> None:
+def test_one_row_runs_alone_and_the_table_shows_the_options_of_pytest(clone: Path) -> None:
     assert main(["--only", "good", "-k", "holds or also"], rows=(BROKEN, GOOD), root=clone) == 0
     assert [row[:6] for row in table(clone)] == [["good `-k 'holds or also'`", "2", "", "", "", "2"]]
 

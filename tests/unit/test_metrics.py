@@ -1,4 +1,4 @@
-"""Metrics: one catalogue, cheap when nobody listens, right when Prometheus does, and described as they are."""
+"""Metrics: one catalogue, cheap without a recorder, right in Prometheus, and described as they are."""
 
 import re
 import threading
@@ -80,14 +80,14 @@ def test_every_metric_of_the_module_is_in_the_catalogue() -> None:
     assert [value for value in vars(metrics).values() if isinstance(value, Metric)] == CATALOGUE
 
 
-def test_every_metric_is_reported_by_somebody() -> None:
+def test_every_metric_is_reported_by_a_module() -> None:
     names = {id(value): name for name, value in vars(metrics).items() if isinstance(value, Metric)}
     text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "metrics.py")
     reported = set(re.findall(r"\.(?:count|set|observe|observe_all)\(\s*(?:m|metrics)\.([A-Z_]+)", text))
     assert set(names.values()) == reported
 
 
-def test_a_loop_that_has_done_nothing_yet_shows_each_of_its_counters_at_nought() -> None:
+def test_a_new_reading_loop_shows_each_of_its_counters_at_zero() -> None:
     """A counter that appears with its first event was never lower, so `increase` never sees that event."""
     recorder = Recorder()
     LoopMetrics("a.b", time_limit_ms=1_000, metrics=recorder)
@@ -115,7 +115,7 @@ def test_a_histogram_counts_a_value_in_its_bucket_and_all_above() -> None:
     assert recorder.value(metrics.COMMIT_SECONDS, handler="a.b") == 3
 
 
-def test_counters_add_up_and_gauges_move_each_label_for_itself() -> None:
+def test_counters_add_up_and_gauges_change_for_each_label_separately() -> None:
     recorder = Recorder()
     recorder.count(metrics.DEAD_LETTERED, handler="a.b", reason="failed")
     recorder.count(metrics.DEAD_LETTERED, 4, reason="failed", handler="a.b")
@@ -128,7 +128,7 @@ def test_counters_add_up_and_gauges_move_each_label_for_itself() -> None:
     assert recorder.value(metrics.PAUSED, handler="a.b") == 0
 
 
-def test_what_is_forgotten_is_not_exported_any_more() -> None:
+def test_a_removed_series_is_not_exported_any_more() -> None:
     recorder = Recorder()
     for stream in "ab":
         recorder.set(metrics.SPARK_STREAM_BEHIND, 3, query="q", stream=stream)
@@ -137,7 +137,7 @@ def test_what_is_forgotten_is_not_exported_any_more() -> None:
     assert [dict(labels)["stream"] for _, labels in exported(recorder)] == ["b"]
 
 
-def test_labels_that_hold_anything_are_exported_as_they_are() -> None:
+def test_labels_of_any_characters_are_exported_unchanged() -> None:
     recorder = Recorder()
     text = 'a"b\\c\nd é'
     recorder.count(metrics.READ, handler=text)
@@ -173,13 +173,13 @@ def test_threads_lose_no_count() -> None:
         lambda recorder: recorder.observe(metrics.READ, 1, handler="a.b"),
     ],
 )
-def test_a_wrong_label_or_kind_is_an_error_where_somebody_listens(mistake: Callable[[Metrics], None]) -> None:
+def test_a_wrong_label_or_kind_is_an_error_with_a_recorder(mistake: Callable[[Metrics], None]) -> None:
     mistake(NO_METRICS)
     with pytest.raises(ConfigError, match="millstream_"):
         mistake(Recorder())
 
 
-def test_it_costs_no_more_than_a_call_when_nobody_listens() -> None:
+def test_a_metric_costs_no_more_than_a_call_without_a_recorder() -> None:
     assert calls_of(lambda: NO_METRICS.count(metrics.READ, 10, handler="a.b")) == ["count"]
     assert calls_of(lambda: NO_METRICS.observe(metrics.HANDLER_SECONDS, 0.1, handler="a.b")) == ["observe"]
     assert calls_of(lambda: NO_METRICS.set(metrics.LAG, 3, handler="a.b")) == ["set"]

@@ -52,7 +52,7 @@ def start_everything(recorder: Recorder) -> None:
         Delegator(client, Registry(client, settings.keys), settings, metrics=recorder)
 
 
-def test_every_counter_and_histogram_of_the_document_is_there_before_anything_has_happened() -> None:
+def test_every_documented_counter_and_histogram_exists_before_its_first_event() -> None:
     recorder = Recorder()
     start_everything(recorder)
     shown = {sample.name: sample.value for family in recorder.collect() for sample in family.samples}
@@ -64,7 +64,7 @@ def test_every_counter_and_histogram_of_the_document_is_there_before_anything_ha
     assert [name for name in wanted if shown[name] != 0] == []
 
 
-def test_a_producer_that_gives_up_has_counted_that_error_from_0() -> None:
+def test_a_producer_exports_the_count_of_its_errors_from_the_start() -> None:
     recorder = Recorder()
     with Producer(NOWHERE, metrics=recorder):
         errors = {

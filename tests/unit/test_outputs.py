@@ -127,7 +127,7 @@ decode_everything = compile_decoder(Everything)
 
 
 @given(everything)
-def test_what_is_written_is_read_back_unchanged(value: object) -> None:
+def test_a_written_output_is_read_back_unchanged(value: object) -> None:
     found = decode_everything(encode_output(value))
     assert found == value
     assert repr(found) == repr(value)

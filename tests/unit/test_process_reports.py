@@ -79,7 +79,7 @@ def test_counters_are_there_at_0_before_any_process_has_reported(reports: Proces
     assert values(reports, READ) == values(reports, "millstream_handler_seconds_count") == {"w-0": 0, "w-1": 0}
 
 
-def test_no_counter_goes_back_when_a_process_dies_and_its_gauges_go_with_it(
+def test_the_death_of_a_process_keeps_its_counters_and_removes_its_gauges(
     reports: ProcessReports, clock: ManualClock
 ) -> None:
     first, second = Process(clock), Process(clock)
@@ -99,7 +99,7 @@ def test_no_counter_goes_back_when_a_process_dies_and_its_gauges_go_with_it(
     assert values(reports, m.IN_FLIGHT.name) == {"w-0": 2}
 
 
-def test_all_are_ready_when_each_has_read_and_a_process_that_is_restarted_is_named(
+def test_readiness_requires_a_read_of_each_process_and_names_a_restarted_one(
     reports: ProcessReports, clock: ManualClock, recorder: Recorder
 ) -> None:
     one, other = Process(clock), Process(clock)
@@ -121,7 +121,7 @@ def test_all_are_ready_when_each_has_read_and_a_process_that_is_restarted_is_nam
     assert reports.readiness_failures() == ["worker w-1: it is starting"]
 
 
-def test_a_process_that_is_not_healthy_or_reports_no_more_makes_all_unhealthy_unless_they_stop(
+def test_an_unhealthy_or_silent_process_makes_the_supervisor_unhealthy_unless_it_is_stopping(
     reports: ProcessReports, recorder: Recorder, clock: ManualClock
 ) -> None:
     process = Process(clock)
@@ -144,7 +144,7 @@ def test_a_process_that_is_not_healthy_or_reports_no_more_makes_all_unhealthy_un
     assert reports.readiness_failures()[-1] == "it is stopping"
 
 
-def test_the_pages_have_what_the_supervisor_and_the_processes_know_each_family_once(
+def test_the_pages_show_the_supervisor_and_its_processes_with_each_metric_family_once(
     reports: ProcessReports, clock: ManualClock, recorder: Recorder
 ) -> None:
     process = Process(clock)

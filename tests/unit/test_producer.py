@@ -22,7 +22,7 @@ def test_every_key_of_a_stream_is_in_its_hash_slot(stream: str) -> None:
         assert key.startswith("millstream:")
 
 
-def test_different_ids_have_different_keys_and_do_not_show_in_them() -> None:
+def test_different_dedupe_ids_have_different_keys_that_do_not_show_them() -> None:
     keys = StreamKeys("s")
     assert keys.dedupe(b"jo@example.org") != keys.dedupe(b"ja@example.org")
     assert "example" not in keys.dedupe(b"jo@example.org")
@@ -30,7 +30,7 @@ def test_different_ids_have_different_keys_and_do_not_show_in_them() -> None:
 
 
 @pytest.mark.parametrize("values", [{"delay_ms": -1}, {"delay_ms": 1e15}, {"delay_ms": float("nan")}, {"replicas": -1}])
-def test_terms_that_make_no_sense_are_refused(values: dict[str, float]) -> None:
+def test_publish_options_that_make_no_sense_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         PublishOptions(**values)  # type: ignore[arg-type]
 
@@ -46,12 +46,12 @@ def test_a_stream_whose_slot_no_other_key_can_share_is_refused() -> None:
         producer.publish("a}b", {"n": 1})
 
 
-def test_messages_and_their_ids_must_be_as_many() -> None:
+def test_dedupe_ids_must_be_as_many_as_the_messages() -> None:
     with Producer(NOWHERE) as producer, pytest.raises(ConfigError, match="2 messages have 1 dedupe_ids"):
         producer.publish_many("s", ({"n": n} for n in range(2)), dedupe_ids=["a"])
 
 
-def test_the_names_of_fields_cross_the_wire_once_per_run() -> None:
+def test_field_names_are_sent_once_per_run_of_messages() -> None:
     batch = Batch()
     for names, values in ((("a", "b"), ("1", "2")), (("a", "b"), ("3", "4")), (("c",), ("5",))):
         batch.add(names, values)
@@ -63,7 +63,7 @@ def test_the_names_of_fields_cross_the_wire_once_per_run() -> None:
     assert batch.entries == 3
 
 
-def test_a_full_stream_is_something_to_wait_for_and_a_missing_replica_is_not() -> None:
+def test_a_full_stream_is_an_unavailable_error_and_a_missing_replica_is_not() -> None:
     assert issubclass(StreamFull, Unavailable)
     assert issubclass(NotReplicated, RedisError)
     assert not issubclass(NotReplicated, Unavailable)

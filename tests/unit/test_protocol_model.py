@@ -20,7 +20,7 @@ OVERLAP = "two workers run one key"
     ],
     ids=lambda one: f"{one.messages}, {one.crashes} crashes, {one.expiries} expiries, {one.losses} lost replies",
 )
-def test_where_workers_abort_before_their_lease_ends_nothing_is_lost_doubled_inverted_or_run_at_once(
+def test_workers_that_abort_before_their_lease_ends_lose_double_invert_and_overlap_nothing(
     model: KeyQueueProtocol,
 ) -> None:
     found = explore(model)
@@ -36,7 +36,7 @@ def test_where_workers_abort_before_their_lease_ends_nothing_is_lost_doubled_inv
     ],
     ids=lambda one: one.messages,
 )
-def test_where_a_worker_may_sleep_two_may_run_a_key_and_still_nothing_is_lost_doubled_or_inverted(
+def test_workers_that_may_sleep_can_overlap_but_lose_double_and_invert_nothing(
     model: KeyQueueProtocol,
 ) -> None:
     found = explore(model)
@@ -96,7 +96,7 @@ def test_the_protocol_of_the_memo_is_broken(faults: dict[str, int], broken: str,
     assert found.traces.get(broken) == trace, str(found)
 
 
-def test_the_memo_leaks_a_ticket_without_any_fault_and_keeps_order_without_any() -> None:
+def test_the_memo_leaks_a_ticket_but_keeps_order_without_any_fault() -> None:
     found = explore(Memo(messages="AA"))
     assert found.traces.keys() == {"leak"}, str(found)
     assert found.traces["leak"][-2:] == ["c0: notifies the master of A1", "master: notes that c0 has A1"]

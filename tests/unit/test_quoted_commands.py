@@ -79,6 +79,6 @@ def test_every_quoted_command_exists_with_its_options(pattern: str) -> None:
         ("run: millstream done s", "no command 'done'"),
     ],
 )
-def test_a_quoted_command_that_is_none_is_found(text: str, message: str) -> None:
+def test_a_quoted_command_that_does_not_exist_is_found(text: str, message: str) -> None:
     (found,) = wrong_quotes(text)
     assert message in found

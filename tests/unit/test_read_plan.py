@@ -9,14 +9,14 @@ pytestmark = [pytest.mark.worker]
 NAMES = [f"s{number}" for number in range(10)]
 
 
-def test_the_room_is_shared_among_the_streams() -> None:
+def test_the_free_slots_are_shared_among_the_streams() -> None:
     assert ReadScheduler().next_plan(NAMES[:1], 1_000, 5_000) == ReadPlan(NAMES[:1], 1_000, may_wait=True)
     assert ReadScheduler().next_plan(NAMES, 105, 5_000) == ReadPlan(NAMES, 10, may_wait=True)
     assert ReadScheduler().next_plan(NAMES, 105, 3) == ReadPlan(NAMES, 3, may_wait=True)
 
 
 @pytest.mark.parametrize("room", [1, 3, 9])
-def test_with_less_room_than_streams_each_has_its_turn_and_all_are_waited_for_when_they_are_empty(room: int) -> None:
+def test_each_stream_is_read_even_with_fewer_free_slots_than_streams(room: int) -> None:
     scheduler = ReadScheduler()
     seen: list[str] = []
     while not (plan := scheduler.next_plan(NAMES, room, 100)).may_wait:

@@ -22,13 +22,13 @@ SOURCE = Path(millstream.__file__).parent
 
 
 @pytest.mark.parametrize("url", FORMS)
-def test_what_is_shown_of_a_url_has_no_password_in_it(url: str) -> None:
+def test_a_redacted_url_has_no_password(url: str) -> None:
     assert not contains_password(redact_url(url))
     assert redact_url(redact_url(url)) == redact_url(url)
 
 
 @given(before=st.text(max_size=4), after=st.text(max_size=4), user=st.sampled_from(["", "me"]))
-def test_whatever_else_is_in_a_password_it_is_not_shown(before: str, after: str, user: str) -> None:
+def test_a_password_of_any_characters_is_redacted(before: str, after: str, user: str) -> None:
     url = f"redis://{user}:{before}{PASSWORD}{after}@h:1/0"
     assert redact_url(url) == f"redis://{user}:{HIDDEN}@h:1/0"
     register_secrets(url)
@@ -58,7 +58,7 @@ def test_the_user_and_the_hosts_are_shown() -> None:
 
 
 @pytest.mark.parametrize("url", FORMS)
-def test_a_client_is_refused_or_made_without_a_word_of_the_password(url: str) -> None:
+def test_no_error_and_no_repr_of_a_client_shows_the_password(url: str) -> None:
     client = Client(url, timeout_ms=1_000)
     assert not contains_password(repr(client))
     with pytest.raises(MillstreamError) as caught:
@@ -68,7 +68,7 @@ def test_a_client_is_refused_or_made_without_a_word_of_the_password(url: str) ->
         assert caught.value.__cause__ is None  # what Python says of such a URL quotes the password
 
 
-def test_other_texts_lose_urls_options_and_what_is_known_to_be_secret() -> None:
+def test_passwords_in_urls_options_and_registered_secrets_are_redacted_in_other_texts() -> None:
     register_secrets(f"redis://:{PASSWORD}%2Fx@h")
     for text in (
         f"cannot open redis://other:{PASSWORD[::-1]}@h:1/0?db=1, nor http://a:{PASSWORD[::-1]}@h",
@@ -80,7 +80,7 @@ def test_other_texts_lose_urls_options_and_what_is_known_to_be_secret() -> None:
     assert redact_text("redis://h:1/0 and me@example.org") == "redis://h:1/0 and me@example.org"
 
 
-def test_a_log_record_of_anybody_has_neither_password_nor_token() -> None:
+def test_a_log_record_of_any_library_has_neither_password_nor_token() -> None:
     sent = f"c\no69\noption\nsurl\nsredis://:{PASSWORD}@h:1/0\ne\n"
     try:
         raise ValueError(f"no such host in redis://me:{PASSWORD}@h")
@@ -113,7 +113,7 @@ def test_a_dead_letter_keeps_no_password_of_a_url_that_an_error_quotes() -> None
 
 
 @pytest.mark.parametrize("part", ["a", "a:/", "?password", "&token=", "a://@"])
-def test_a_long_text_is_gone_through_in_one_go(part: str) -> None:
+def test_a_long_text_is_redacted_in_linear_time(part: str) -> None:
     """Were its length squared the time that it takes, no test would outlast that."""
     redact_text(part * (1_000_000 // len(part)))
 
@@ -131,7 +131,7 @@ def secrets_of(kind: ast.ClassDef, path: Path) -> list[ast.AnnAssign]:
     ]
 
 
-def test_no_settings_show_a_secret_that_they_hold() -> None:
+def test_the_repr_of_settings_shows_no_secret() -> None:
     """They stand in what is printed to find a mistake."""
     found = [
         (f"{path}:{line.lineno}", ast.unparse(line.value) if line.value else "")

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.worker]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_comes_while_the_event_is_locked_is_heard(number: signal.Signals) -> None:
+def test_a_signal_that_arrives_while_the_event_is_locked_is_received(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext(), orderly_stop() as stopping:
         with stopping._cond:  # type: ignore[attr-defined]  # as `wait` has it for moments
             os.kill(os.getpid(), number)
@@ -23,7 +23,7 @@ def test_a_signal_that_comes_while_the_event_is_locked_is_heard(number: signal.S
         assert stopping.wait(FAIL_SAFE_S)
 
 
-def test_the_second_signal_calls_for_more_and_what_was_there_before_comes_back() -> None:
+def test_the_second_signal_calls_its_function_and_the_former_handler_is_restored() -> None:
     calls: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
     with orderly_stop(at_second=lambda: calls.append(1)) as stopping:
@@ -35,7 +35,7 @@ def test_the_second_signal_calls_for_more_and_what_was_there_before_comes_back()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_event_is_set_a_moment_later() -> None:
+def test_an_event_is_set_a_moment_after_the_signal() -> None:
     event = threading.Event()
     set_from_signal(event)
     assert event.wait(FAIL_SAFE_S)

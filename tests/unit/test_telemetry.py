@@ -123,7 +123,7 @@ def test_a_field_that_is_no_trace_starts_a_new_one(spans: InMemorySpanExporter, 
 
 
 @pytest.mark.parametrize("messages", [1, 2])
-def test_messages_without_a_trace_are_no_part_of_what_the_engine_does(
+def test_messages_without_a_trace_do_not_join_the_trace_of_the_engine(
     spans: InMemorySpanExporter, messages: int
 ) -> None:
     given = [message()] * messages
@@ -134,7 +134,7 @@ def test_messages_without_a_trace_are_no_part_of_what_the_engine_does(
     assert run.context.trace_id != loop.context.trace_id
 
 
-def test_the_state_of_a_trace_travels_too(spans: InMemorySpanExporter) -> None:
+def test_the_state_of_a_trace_is_propagated_too(spans: InMemorySpanExporter) -> None:
     traced = tracing()
     pairs = (b"millstream.traceparent", TRACEPARENT, b"millstream.tracestate", b"vendor=1")
     with traced.process_span("shop.total", message(*pairs)):
@@ -156,7 +156,7 @@ def test_a_typed_model_does_not_see_the_trace() -> None:
     assert compile_decoder(Order)(pairs) == Order(amount=7)
 
 
-def test_a_trace_that_a_handler_copied_into_its_output_gives_way_to_its_own(spans: InMemorySpanExporter) -> None:
+def test_the_trace_of_an_output_replaces_one_that_the_handler_copied(spans: InMemorySpanExporter) -> None:
     traced = tracing()
     with traced.publish_span("orders", 1):
         fields = traced.trace_fields()
@@ -176,7 +176,7 @@ def use(traced: Tracing) -> object:
 MESSAGE = message(b"millstream.traceparent", TRACEPARENT)
 
 
-def test_without_an_sdk_nothing_is_traced_and_next_to_nothing_is_paid() -> None:
+def test_without_an_sdk_nothing_is_traced_at_hardly_any_cost() -> None:
     assert tracing() is NO_TRACING
     assert use(NO_TRACING) == ()
     with NO_TRACING.publish_span("orders", 1):

@@ -9,7 +9,7 @@ from millstream.worker.fetching.timers import DelayQueue
 pytestmark = [pytest.mark.worker]
 
 
-def test_what_is_due_comes_out_once_in_order_and_no_more_than_asked_for() -> None:
+def test_due_items_are_returned_once_in_order_up_to_the_requested_number() -> None:
     agenda = DelayQueue()
     for name, due_ms in (("late", 30.0), ("first", 10.0), ("second", 20.0)):
         agenda.put(name, due_ms)
@@ -21,7 +21,7 @@ def test_what_is_due_comes_out_once_in_order_and_no_more_than_asked_for() -> Non
     assert agenda.wait_ms(30) == inf
 
 
-def test_the_last_word_counts_whether_it_is_earlier_or_later() -> None:
+def test_the_last_due_time_of_an_item_counts_whether_earlier_or_later() -> None:
     agenda = DelayQueue()
     agenda.put("a", 10)
     agenda.put("a", 50)
@@ -31,7 +31,7 @@ def test_the_last_word_counts_whether_it_is_earlier_or_later() -> None:
     assert agenda.pop_due(99, 9) == []
 
 
-def test_what_is_put_again_and_again_takes_no_more_and_more_room() -> None:
+def test_an_item_that_is_put_again_and_again_does_not_grow_the_queue() -> None:
     agenda = DelayQueue()
     for round_number in range(5_000):
         agenda.put("same", 1e9)

@@ -1,4 +1,4 @@
-"""The totals that `millstream worker` tells, of processes that come and go."""
+"""The totals that `millstream worker` reports, of processes that come and go."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def figures(pid: int, **counts: int) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("second", [3, 10, 50])
-def test_what_a_dead_process_has_told_stays_in_the_totals_however_far_its_successor_is_at_its_first_line(
+def test_the_figures_of_a_dead_process_stay_in_the_totals_after_its_restart(
     second: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = _SupervisorOutput(as_json=False)
