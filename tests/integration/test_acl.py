@@ -109,7 +109,7 @@ def test_the_printed_rights_are_enough(role: RoleName, admin: Client, tmp_path: 
 @pytest.mark.parametrize(
     ("role", "right"), [(role, right) for role in RoleName for right in ROLES[role].optional.split()]
 )
-def test_without_what_is_merely_helpful_it_says_so_and_works(
+def test_a_role_without_an_optional_right_warns_and_works(
     role: RoleName, right: str, admin: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     perform(role, login(admin, printed(role), without=right), admin, tmp_path)
@@ -124,7 +124,7 @@ def test_without_what_is_merely_helpful_it_says_so_and_works(
         for right in sorted(ROLES[role].commands(looking=True) - set(ROLES[role].optional.split()))
     ],
 )
-def test_without_any_one_of_them_it_is_refused_and_told_which(
+def test_a_role_without_one_of_its_required_rights_is_refused_and_the_error_names_the_right(
     role: RoleName, right: str, admin: Client, tmp_path: Path
 ) -> None:
     url = login(admin, printed(role), without=right)
@@ -186,7 +186,7 @@ def test_a_master_and_its_consumers_run_under_their_rights(admin: Client) -> Non
     assert admin.execute("ACL", "LOG") == []
 
 
-def test_leases_end_at_the_services_that_were_named(admin: Client) -> None:
+def test_the_rights_end_at_the_services_that_were_named(admin: Client) -> None:
     with Client(login(admin, printed("leases", "--service", "calls"))) as client:
         for service in ("callers", f"{PREFIX}:shop.bill"):
             with pytest.raises(AccessDenied):
@@ -217,7 +217,7 @@ def test_the_rights_end_at_the_streams_and_the_app_that_were_named(admin: Client
         client.execute("XADD", KEYS.dead_letters, "*", "a", "b")
 
 
-def test_an_operator_of_some_streams_is_shown_those_alone(admin: Client) -> None:
+def test_an_operator_of_some_streams_sees_only_those_streams(admin: Client) -> None:
     for stream in ("orders", "payments"):
         add(admin, 3, stream)
         ReliableStream(admin, stream, app="shop", handler="bill", consumer="w", into="out").join()
@@ -228,7 +228,7 @@ def test_an_operator_of_some_streams_is_shown_those_alone(admin: Client) -> None
     assert call("dlq", "list", "--stream", "orders", url=url).code == 0
 
 
-def test_what_an_operator_has_no_right_to_see_is_left_out_and_that_is_said(admin: Client) -> None:
+def test_commands_leave_out_streams_that_an_operator_may_not_read_and_say_so(admin: Client) -> None:
     add(admin, 3, "tickets")
     ReliableStream(admin, "tickets", app="shop", handler="pay", consumer="w").join()
     admin.execute("HSET", HandlerKeys("shop", "pay", "tickets").meta, "committed_id", "0-0")
@@ -247,7 +247,7 @@ def test_what_an_operator_has_no_right_to_see_is_left_out_and_that_is_said(admin
     assert call("info", url=url).code == 3
 
 
-def test_the_line_can_be_run_again_and_keeps_the_password_but_no_other_right(admin: Client) -> None:
+def test_the_printed_acl_rule_can_be_run_again_and_keeps_the_password_but_no_other_right(admin: Client) -> None:
     line = printed("producer")
     url = login(admin, line)
     admin.execute("ACL", "SETUSER", "millstream-producer", "+@all", "~*", "&*")
@@ -266,7 +266,7 @@ def test_a_new_user_without_a_password_cannot_log_in(admin: Client) -> None:
             client.execute("PING")
 
 
-def test_one_user_may_be_several_roles(admin: Client, tmp_path: Path) -> None:
+def test_a_user_may_have_several_roles(admin: Client, tmp_path: Path) -> None:
     outcome = call("acl", "producer", "worker", "--user", "both", *NARROW, "--json").json()
     (found,) = outcome
     assert (found["user"], found["roles"]) == ("both", ["producer", "worker"])
@@ -292,7 +292,7 @@ def test_each_role_has_a_user_of_its_own_by_default() -> None:
     assert call("acl", "--app", "a.b").code == 2
 
 
-def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
+def test_the_roles_need_a_few_more_rights_on_a_cluster() -> None:
     with cluster() as deployed, Client(deployed.url) as client:
         for right in ("cluster|slots", "command"):  # `asking` is for slots that are on the move
             line = printed("producer", "--cluster", "--user", "lacks").replace(f" +{right}", "")

@@ -81,14 +81,14 @@ def publish(url: str, flights: Flights) -> None:
 # --- Publishing and reading back ---
 
 
-def test_flights_arrive_in_redis_as_they_were_given(client: Client, flights: Flights) -> None:
+def test_flights_arrive_in_redis_as_they_were_published(client: Client, flights: Flights) -> None:
     publish(client.url, flights)
     found = [fields for _, fields in client.execute("XRANGE", KEYS.stream, "-", "+")]
     wanted = [[part.encode() for pair in flight.items() for part in pair] for flight in flights]
     assert found == wanted
 
 
-def test_flights_that_are_held_back_wait_for_their_release(client: Client, flights: Flights) -> None:
+def test_delayed_flights_wait_until_they_are_released(client: Client, flights: Flights) -> None:
     publisher = FlightPublisher(client.url, flights, hold_at=1_234)
     publisher.start()
     try:
@@ -103,13 +103,15 @@ def test_flights_that_are_held_back_wait_for_their_release(client: Client, fligh
         publisher.stop()
 
 
-def test_a_publisher_that_fails_says_so_to_whoever_watches_it(client: Client, flights: Flights) -> None:
+def test_a_publisher_that_fails_reports_its_error_to_the_thread_that_waits_for_it(
+    client: Client, flights: Flights
+) -> None:
     client.execute("SET", KEYS.stream, "not a stream")
     with pytest.raises(WrongType):
         publish(client.url, flights)
 
 
-def test_what_a_faultless_run_leaves_in_redis_passes_the_audit(processed: Client, flights: Flights) -> None:
+def test_the_audit_passes_the_results_of_a_faultless_run(processed: Client, flights: Flights) -> None:
     verdict = audit(expected_results(flights), read_results(processed))
     assert verdict.examples == ()
     assert verdict.ok
@@ -118,7 +120,7 @@ def test_what_a_faultless_run_leaves_in_redis_passes_the_audit(processed: Client
     assert verdict.committed == FLIGHTS - verdict.dead_letters
 
 
-def test_the_audit_sees_an_entry_that_was_deleted_and_one_that_was_added(processed: Client, flights: Flights) -> None:
+def test_the_audit_finds_a_deleted_entry_and_an_added_one(processed: Client, flights: Flights) -> None:
     expected = expected_results(flights)
     row = next(career[0].row for career in expected.departures.values() if len(career) > 1)
     output = processed.execute("XRANGE", OUTPUT, "-", "+")
@@ -135,7 +137,7 @@ def test_the_audit_sees_an_entry_that_was_deleted_and_one_that_was_added(process
     assert audit(expected, read_results(processed)).wrong_values == 1
 
 
-def test_the_audit_sees_a_dead_letter_too_many_and_a_state_that_is_off(
+def test_the_audit_finds_an_unexpected_dead_letter_and_a_wrong_state(
     processed: Client, flights: Flights, handler: Handler
 ) -> None:
     entry_id, pairs = processed.execute("XRANGE", KEYS.stream, "-", "+", "COUNT", 1)[0]
@@ -148,7 +150,7 @@ def test_the_audit_sees_a_dead_letter_too_many_and_a_state_that_is_off(
     assert (verdict.duplicated, verdict.unexpected, verdict.wrong_states) == (1, 1, 1)
 
 
-def test_progress_is_what_redis_says(client: Client) -> None:
+def test_progress_is_read_from_redis(client: Client) -> None:
     assert not read_progress(client).caught_up
     client.execute("XADD", KEYS.stream, "7-0", "row", "0")
     client.execute("XADD", KEYS.stream, "8-0", "row", "1")
@@ -162,14 +164,14 @@ def test_progress_is_what_redis_says(client: Client) -> None:
 # --- What it must not touch ---
 
 
-def test_a_redis_that_holds_such_streams_already_is_refused(client: Client) -> None:
+def test_a_redis_that_has_streams_of_the_demo_already_is_refused(client: Client) -> None:
     require_unused(client)
     client.execute("XADD", "departures", "*", "somebody", "else's")
     with pytest.raises(ConfigError, match="departures"):
         require_unused(client)
 
 
-def test_what_the_demo_wrote_is_removed_from_a_redis_that_it_was_given(processed: Client) -> None:
+def test_the_demo_removes_its_keys_from_the_users_redis(processed: Client) -> None:
     processed.execute("SET", "somebody", "else's")
     clean(processed)
     require_unused(processed)
@@ -179,7 +181,7 @@ def test_what_the_demo_wrote_is_removed_from_a_redis_that_it_was_given(processed
     assert all(processed.execute("TTL", key) > 0 for key in left)
 
 
-def test_a_folder_that_is_not_the_demos_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_another_owner_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     precious = tmp_path / "thesis.txt"
     precious.write_text("years of work")
     with pytest.raises(ConfigError, match="--data-dir"), fresh_folder(tmp_path):
@@ -198,7 +200,7 @@ def test_the_demos_own_folder_is_emptied(tmp_path: Path) -> None:
         assert not (folder / "run.log").exists()
 
 
-def test_a_folder_in_which_a_demo_runs_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_in_which_a_demo_runs_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     with fresh_folder(tmp_path / "demo") as folder:
         (folder / "run.log").write_text("still written")
         with pytest.raises(ConfigError, match="another demo"), fresh_folder(folder):
@@ -206,7 +208,7 @@ def test_a_folder_in_which_a_demo_runs_is_refused_and_left_alone(tmp_path: Path)
         assert (folder / "run.log").read_text() == "still written"
 
 
-def test_a_number_of_flights_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_number_of_flights_is_refused() -> None:
     with pytest.raises(ConfigError, match="--flights"):
         DemoSettings(flights=0)
 
@@ -225,7 +227,7 @@ time.sleep(60)
 """
 
 
-def test_all_descendants_of_a_process_are_found_whatever_group_they_are_in() -> None:
+def test_all_descendants_of_a_process_are_found_in_any_process_group() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD])
     family: list[int] = []
     try:

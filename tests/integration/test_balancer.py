@@ -59,7 +59,7 @@ pytestmark = [pytest.mark.balancer]
 # --- Methods ---
 
 
-def test_what_is_done_is_forgotten_and_may_be_announced_anew(client: Client) -> None:
+def test_a_stream_that_is_done_is_removed_and_may_be_announced_again(client: Client) -> None:
     announced(client, "s1", "s2")
     with started(client.url, "a") as balancer:
         first = next_added(balancer, 2)
@@ -74,7 +74,7 @@ def test_what_is_done_is_forgotten_and_may_be_announced_anew(client: Client) -> 
         assert pending(client) == {}
 
 
-def test_only_the_owner_is_done_with_a_stream(client: Client) -> None:
+def test_only_the_owner_can_call_done_for_a_stream(client: Client) -> None:
     announced(client, "s1")
     with started(client.url, "a") as balancer:
         next_notice(balancer, StreamAdded)
@@ -88,7 +88,7 @@ def test_only_the_owner_is_done_with_a_stream(client: Client) -> None:
         assert owners(client) == {"s2": "b"}, "what was its own is done"
 
 
-def test_late_work_under_an_old_lease_does_not_end_the_new_one(client: Client) -> None:
+def test_a_late_done_under_an_old_lease_does_not_end_the_new_lease(client: Client) -> None:
     announced(client, "s1")
     with started(client.url, "a") as balancer:
         old = next_added(balancer, 1)["s1"].lease
@@ -102,7 +102,7 @@ def test_late_work_under_an_old_lease_does_not_end_the_new_one(client: Client) -
         assert owners(client) == {}
 
 
-def test_a_name_whose_holder_is_known_to_be_dead_is_taken_over_at_once(client: Client) -> None:
+def test_a_balancer_that_replaces_a_dead_consumer_of_its_name_starts_at_once(client: Client) -> None:
     announced(client, "s1")
     dead_one = peer(client, "a")
     (lease,) = dead_one.heartbeat(heartbeat_request()).added
@@ -111,7 +111,7 @@ def test_a_name_whose_holder_is_known_to_be_dead_is_taken_over_at_once(client: C
     assert dead_one.end_leases("done", [lease]) == {"s1"}
 
 
-def test_a_lease_that_redis_has_given_to_another_is_refused(client: Client) -> None:
+def test_a_lease_that_redis_has_given_to_another_consumer_is_refused(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
         next_notice(balancer, StreamAdded)
@@ -123,7 +123,7 @@ def test_a_lease_that_redis_has_given_to_another_is_refused(client: Client) -> N
         assert balancer.leases == []
 
 
-def test_a_released_stream_is_anybodys_at_once(client: Client) -> None:
+def test_a_released_stream_is_free_for_every_consumer_at_once(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a", "b") as (first, second):
         old = next_notice(first, StreamAdded).lease
@@ -138,7 +138,7 @@ def test_a_released_stream_is_anybodys_at_once(client: Client) -> None:
         assert new.lease.token > old.token
 
 
-def test_a_claim_takes_what_is_free_and_refuses_all_else(client: Client) -> None:
+def test_a_claim_leases_a_free_stream_and_refuses_any_other(client: Client) -> None:
     announced(client, "s1", "s2")
     given = heartbeat_of(client, "b").added
     with started(client.url, "a", moves=0.0001, most_streams=1) as balancer:
@@ -157,7 +157,7 @@ def test_a_claim_takes_what_is_free_and_refuses_all_else(client: Client) -> None
         assert unassigned(client) == []
 
 
-def test_a_claim_takes_what_the_dead_have_left_before_anybody_has_looked(client: Client) -> None:
+def test_a_claim_leases_a_stream_of_a_dead_consumer_before_any_heartbeat_has_evicted_it(client: Client) -> None:
     announced(client, "s")
     old = heartbeat_of(client, "b").added[0]
     heartbeat_of(client, "a")
@@ -167,7 +167,7 @@ def test_a_claim_takes_what_the_dead_have_left_before_anybody_has_looked(client:
     assert owners(client) == {"s": "a"}
 
 
-def test_of_many_who_claim_a_stream_one_gets_it(client: Client) -> None:
+def test_one_of_many_consumers_that_claim_a_stream_leases_it(client: Client) -> None:
     announced(client, "s")
     given = heartbeat_of(client, "b", limit=1).added
     consumers = names(4)
@@ -202,7 +202,7 @@ def test_a_closed_consumer_leaves_at_once_and_may_be_closed_again(client: Client
     assert sorted(unassigned(client)) == names(4)
 
 
-def test_to_close_without_streams_waits_for_no_round_and_is_seen_at_once(client: Client) -> None:
+def test_a_close_without_streams_waits_for_no_heartbeat_and_ends_the_reader_at_once(client: Client) -> None:
     with started(client.url, "a") as balancer:
         eventually(lambda: waits(client), "it to wait")
         assert balancer.close(FAIL_SAFE_S) == 0
@@ -220,7 +220,7 @@ def test_a_balancer_is_closed_by_its_own_reader(client: Client) -> None:
     assert [type(one) for one in received] == [StreamAdded, Terminated]
 
 
-def test_every_reader_hears_of_the_end(client: Client) -> None:
+def test_every_reader_receives_the_end(client: Client) -> None:
     with started(client.url, "a") as balancer:
         ended = []
         readers = [threading.Thread(target=lambda: ended.append(list(balancer)), daemon=True) for _ in range(3)]
@@ -233,7 +233,7 @@ def test_every_reader_hears_of_the_end(client: Client) -> None:
         assert sum(map(len, ended)) == 1
 
 
-def test_it_is_read_in_an_event_loop(client: Client) -> None:
+def test_a_balancer_is_read_in_an_event_loop(client: Client) -> None:
     announced(client, "s1")
 
     async def program(balancer: Balancer) -> list[Notice]:
@@ -252,7 +252,7 @@ def test_it_is_read_in_an_event_loop(client: Client) -> None:
     assert isinstance(received[-1], Terminated)
 
 
-def test_it_is_started_once_and_ends_even_if_it_never_was(millstream_url: str) -> None:
+def test_a_balancer_starts_once_and_closes_even_if_it_never_started(millstream_url: str) -> None:
     with started(millstream_url, "a") as balancer, pytest.raises(ConfigError, match="started already"):
         balancer.start()
     idle = Balancer(millstream_url, SERVICE, consumer="idle")
@@ -260,13 +260,13 @@ def test_it_is_started_once_and_ends_even_if_it_never_was(millstream_url: str) -
     assert [type(one) for one in idle] == [Terminated]
 
 
-def test_it_does_not_start_without_redis() -> None:
+def test_a_balancer_does_not_start_without_redis() -> None:
     balancer = Balancer("redis://127.0.0.1:1", SERVICE, policy=policy_of(lease_ms=300))
     with pytest.raises(Unavailable):
         balancer.start()
 
 
-def test_one_that_was_closed_says_so_when_it_is_to_begin_or_to_take_anything(client: Client) -> None:
+def test_a_closed_balancer_refuses_to_start_and_to_claim(client: Client) -> None:
     announced(client, "s")
     never = Balancer(client.url, SERVICE, consumer="never")
     never.close()
@@ -280,7 +280,7 @@ def test_one_that_was_closed_says_so_when_it_is_to_begin_or_to_take_anything(cli
     assert owners(client) == {}
 
 
-def test_one_that_is_closed_while_it_waits_for_its_name_does_not_start(client: Client) -> None:
+def test_a_balancer_that_is_closed_while_it_waits_for_its_name_does_not_start(client: Client) -> None:
     heartbeat_of(client, "a")
     waiting = Balancer(client.url, SERVICE, consumer="a", policy=policy_of())
     before = scripts_run(client)
@@ -297,7 +297,7 @@ def test_one_that_is_closed_while_it_waits_for_its_name_does_not_start(client: C
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 101, "a/b"])
-def test_a_consumer_has_a_name_that_keys_can_hold(name: str) -> None:
+def test_a_consumer_name_is_refused_unless_a_key_can_hold_it(name: str) -> None:
     if name:
         with pytest.raises(ConfigError, match="consumer name"):
             Balancer("redis://127.0.0.1:1", SERVICE, consumer=name)
@@ -305,7 +305,7 @@ def test_a_consumer_has_a_name_that_keys_can_hold(name: str) -> None:
         assert Balancer("redis://127.0.0.1:1", SERVICE, consumer=name).consumer
 
 
-def test_an_announcement_must_be_one(client: Client) -> None:
+def test_an_announcement_without_a_name_or_json_is_refused(client: Client) -> None:
     with pytest.raises(ConfigError, match="must have a name"):
         announce(client, SERVICE, "")
     with pytest.raises(ConfigError, match="is not JSON"):
@@ -325,7 +325,7 @@ def test_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> None:
         assert client.execute("XLEN", KEYS.input) == 1
 
 
-def test_what_happens_is_measured(client: Client) -> None:
+def test_claims_leases_and_recoveries_are_measured(client: Client) -> None:
     recorder = Recorder()
     announced(client, "s1", "s2")
     dying = heartbeat_of(client, "b").added
@@ -355,7 +355,7 @@ def test_what_happens_is_measured(client: Client) -> None:
     assert dead(client) == []
 
 
-def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(client: Client) -> None:
+def test_only_a_stream_whose_lease_expired_is_measured_as_recovered(client: Client) -> None:
     recorder = Recorder()
     announced(client, "s1", "s2")
     earlier = heartbeat_of(client, "a").added

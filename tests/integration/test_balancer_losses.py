@@ -44,7 +44,7 @@ __all__ = ["proxy"]  # a fixture
 # --- Lost memory ---
 
 
-def test_when_redis_has_lost_everything_the_owners_announce_their_streams_again(client: Client) -> None:
+def test_owners_announce_their_streams_again_when_redis_has_lost_everything(client: Client) -> None:
     announced(client, *names(4))
     with started(client.url, "a", "b", moves=1.0) as (first, second):
         old = next_added(first, 4)
@@ -71,7 +71,7 @@ def received_all(found: dict[str, Lease], *balancers: Balancer) -> bool:
     return sorted(found) == names(4)
 
 
-def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy: Proxy) -> None:
+def test_owners_repeat_an_announcement_during_which_the_connection_broke(client: Client, proxy: Proxy) -> None:
     announced(client, "s1", "s2")
     with started(proxy.url, "a") as balancer:
         next_added(balancer, 2)
@@ -83,7 +83,7 @@ def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy
         assert sum(proxy.cuts.values()) == 1
 
 
-def test_streams_outlive_a_redis_that_forgets_and_is_away_for_longer_than_the_lease(
+def test_streams_survive_a_redis_that_loses_its_data_and_is_away_for_longer_than_the_lease(
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
     server, clock = millstream_fresh_server, StoppedClock()
@@ -101,7 +101,7 @@ def test_streams_outlive_a_redis_that_forgets_and_is_away_for_longer_than_the_le
             assert new.token > old.token
 
 
-def test_who_has_which_announcement_is_shown_again_after_the_group_was_lost(client: Client) -> None:
+def test_announcements_are_pending_for_their_owners_again_after_the_group_was_lost(client: Client) -> None:
     announced(client, *names(3))
     leases = heartbeat_of(client, "a", limit=2).added
     peer(client, "a").end_leases("released", leases[:1])
@@ -120,7 +120,7 @@ def all_read(client: Client) -> bool:
 @pytest.mark.parametrize(
     "lost", ["the group", "the input stream", "an announcement", "all but the input stream", "the meta hash"]
 )
-def test_no_stream_is_lost_with(client: Client, lost: str) -> None:
+def test_no_stream_is_lost_when_a_part_of_the_service_is_lost(client: Client, lost: str) -> None:
     announced(client, *names(3))
     with started(client.url, "a", most_streams=2) as balancer:
         next_added(balancer, 2)
@@ -161,7 +161,7 @@ def all_done(client: Client, *balancers: Balancer) -> bool:
 # --- Names ---
 
 
-def test_of_two_processes_with_one_name_the_second_does_not_start(client: Client) -> None:
+def test_the_second_of_two_processes_with_one_name_does_not_start(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as first:
         lease = next_notice(first, StreamAdded).lease
@@ -176,7 +176,7 @@ def test_of_two_processes_with_one_name_the_second_does_not_start(client: Client
         assert client.execute("HGET", KEYS.owners, "s") == b"%d a" % lease.token
 
 
-def test_a_process_that_is_started_again_under_its_name_gets_in_when_the_lease_of_the_dead_one_ends(
+def test_a_process_that_restarts_under_its_name_joins_when_the_lease_of_the_dead_process_ends(
     client: Client,
 ) -> None:
     announced(client, "s")
@@ -190,7 +190,7 @@ def test_a_process_that_is_started_again_under_its_name_gets_in_when_the_lease_o
     assert peer(client, "a").end_leases("done", [old]) == {"s"}
 
 
-def test_a_process_whose_name_was_taken_over_learns_that_its_streams_are_gone_and_waits(client: Client) -> None:
+def test_a_process_whose_name_was_taken_over_reports_its_streams_as_disowned_and_waits(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s")
     with started(client.url, "a", options={"clock": clock}) as slept:
@@ -214,7 +214,7 @@ def test_a_process_whose_name_was_taken_over_learns_that_its_streams_are_gone_an
         assert next_notice(slept, StreamAdded).stream == "s"
 
 
-def test_who_leaves_late_does_not_take_its_successor_along(client: Client) -> None:
+def test_a_consumer_that_leaves_late_does_not_remove_its_successor(client: Client) -> None:
     announced(client, "s")
     heartbeat_of(client, "a")
     expire(client, "a")
@@ -227,7 +227,7 @@ def test_who_leaves_late_does_not_take_its_successor_along(client: Client) -> No
 # --- Deployments ---
 
 
-def test_it_works_in_another_database(millstream_fresh_server: EmbeddedServer) -> None:
+def test_a_balancer_works_in_another_database(millstream_fresh_server: EmbeddedServer) -> None:
     url = millstream_fresh_server.url.rpartition("/")[0] + "/5"
     with Client(url) as client:
         announced(client, "s")
@@ -238,7 +238,7 @@ def test_it_works_in_another_database(millstream_fresh_server: EmbeddedServer) -
         assert client.execute("DBSIZE") == 0
 
 
-def test_it_works_on_redis_cluster() -> None:
+def test_a_balancer_works_on_redis_cluster() -> None:
     with cluster() as deployment, Client(deployment.url) as client:
         for service in names(6):
             announce(client, service, "s", service)
@@ -254,7 +254,7 @@ def test_it_works_on_redis_cluster() -> None:
         assert sum(node.call("DBSIZE") > 0 for node in deployment.nodes) > 1
 
 
-def test_it_needs_no_right_to_configure_subscribe_or_look_at_other_keys() -> None:
+def test_a_balancer_needs_no_right_to_configure_subscribe_or_read_other_keys() -> None:
     rules = ["app >p ~flights-* ~millstream:* resetchannels +@all -@admin -@pubsub -config", "boss >p ~* &* +@all"]
     with acl_server(rules) as deployment, Client(deployment.urls["boss"]) as boss:
         boss.execute("CONFIG", "SET", "notify-keyspace-events", "")

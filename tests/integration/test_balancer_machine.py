@@ -314,7 +314,7 @@ class BalancerMachine(RuleBasedStateMachine):
         assert left <= {":meta", ":events", ":dead", ":moves"}
 
 
-def test_any_order_of_steps_leaves_each_stream_in_one_place_and_loses_none(
+def test_any_order_of_steps_keeps_one_owner_for_each_stream_and_loses_none(
     millstream_fresh_server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Client(millstream_fresh_server.url) as client:

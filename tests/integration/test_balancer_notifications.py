@@ -67,7 +67,7 @@ def test_an_announced_stream_is_added_with_its_information_token_and_announcemen
         assert is_silent(client, balancer)
 
 
-def test_a_new_announcement_is_heard_at_once(client: Client) -> None:
+def test_a_new_announcement_is_received_at_once(client: Client) -> None:
     with started(client.url, "a") as balancer:
         eventually(lambda: waits(client), "it to wait, for some hours if nothing comes")
         announced(client, "s")
@@ -92,7 +92,7 @@ def test_streams_of_a_consumer_that_dies_are_added_elsewhere_soon_after_its_leas
             assert added[lease.stream].lease.losses == 1
 
 
-def test_streams_of_the_dead_are_expired_for_a_program_that_claims_and_said_again_until_somebody_has_them(
+def test_a_program_that_claims_is_notified_of_expired_streams_until_each_has_an_owner(
     client: Client,
 ) -> None:
     clock = StoppedClock()
@@ -117,7 +117,7 @@ def test_streams_of_the_dead_are_expired_for_a_program_that_claims_and_said_agai
         assert balancer.lease("s") == lease
 
 
-def test_a_program_that_claims_still_has_its_share_of_new_streams(client: Client) -> None:
+def test_a_program_that_claims_still_gets_its_share_of_new_streams(client: Client) -> None:
     with started(client.url, "a", recover="claim") as balancer:
         announced(client, "s")
         assert next_notice(balancer, StreamAdded).stream == "s"
@@ -142,7 +142,7 @@ def test_a_stream_is_disowned_for_balance_and_moves_when_it_is_released(client: 
             assert is_silent(client, old)
 
 
-def test_a_stream_that_is_not_released_for_balance_is_taken_away_after_the_time_to_drain(client: Client) -> None:
+def test_a_stream_that_is_not_released_for_balance_is_revoked_after_the_time_to_drain(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s1", "s2")
     with started(client.url, "a", moves=1.0, drain_ms=300, options={"clock": clock}) as old:
@@ -181,7 +181,7 @@ def test_a_program_that_is_late_with_one_stream_loses_that_stream_only(client: C
         assert balancer.leases == [added["s2"].lease, added["s3"].lease, again]
 
 
-def test_a_stream_that_is_stuck_goes_to_others_if_they_have_room_for_it(client: Client) -> None:
+def test_a_stuck_stream_moves_to_other_consumers_that_have_room_for_it(client: Client) -> None:
     announced(client, *names(3))
     leases = heartbeat_of(client, "a").added
     heartbeat_of(client, "b", weight=2.0, moves=0)
@@ -193,7 +193,7 @@ def test_a_stream_that_is_stuck_goes_to_others_if_they_have_room_for_it(client: 
     assert heartbeat_of(client, "a", stuck=leases[:1]).owner_losses == 0, "it is not its own any more"
 
 
-def test_a_stuck_stream_that_nobody_else_takes_comes_back_under_a_new_token(client: Client) -> None:
+def test_a_stuck_stream_comes_back_under_a_new_token_if_no_other_consumer_leases_it(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
         old = next_notice(balancer, StreamAdded).lease
@@ -206,7 +206,7 @@ def test_a_stuck_stream_that_nobody_else_takes_comes_back_under_a_new_token(clie
         assert owners(client) == {"s": "a"}
 
 
-def test_a_process_that_slept_beyond_its_lease_is_told_that_its_streams_are_gone_before_it_has_any_again(
+def test_a_process_that_slept_past_its_lease_reports_its_streams_as_disowned_before_it_adds_any(
     client: Client,
 ) -> None:
     clock = StoppedClock()
@@ -229,7 +229,7 @@ def test_a_process_that_slept_beyond_its_lease_is_told_that_its_streams_are_gone
         assert {name: one.lease.losses for name, one in again.items()} == {"s1": 1, "s2": 1, "s3": 0}
 
 
-def test_a_consumer_that_others_took_for_dead_is_told_so(client: Client) -> None:
+def test_a_consumer_that_was_evicted_reports_its_streams_as_expired(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
         next_notice(balancer, StreamAdded)
@@ -239,7 +239,9 @@ def test_a_consumer_that_others_took_for_dead_is_told_so(client: Client) -> None
 
 
 @pytest.mark.parametrize("how", ["released", "done"])
-def test_a_stream_that_a_person_takes_away_is_said_to_be(client: Client, how: Literal["released", "done"]) -> None:
+def test_a_stream_that_an_operator_releases_is_reported_as_disowned(
+    client: Client, how: Literal["released", "done"]
+) -> None:
     announced(client, "s1", "s2")
     with started(client.url, "a") as balancer:
         added = next_added(balancer, 2)
@@ -251,7 +253,7 @@ def test_a_stream_that_a_person_takes_away_is_said_to_be(client: Client, how: Li
         assert is_silent(client, balancer)
 
 
-def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_again_later(
+def test_streams_are_disowned_when_the_lease_ends_without_redis_and_added_again_later(
     client: Client, millstream_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = StoppedClock()
@@ -291,7 +293,7 @@ def starts(balancer: Balancer) -> bool:
     return False
 
 
-def test_terminated_is_the_last_word(client: Client) -> None:
+def test_terminated_is_the_last_notification(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
         next_notice(balancer, StreamAdded)
@@ -302,7 +304,7 @@ def test_terminated_is_the_last_word(client: Client) -> None:
         assert unassigned(client) == ["s"]
 
 
-def test_what_cannot_be_mended_ends_the_balancer_and_says_why(client: Client) -> None:
+def test_an_error_that_no_retry_can_mend_ends_the_balancer_with_its_cause(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
         next_notice(balancer, StreamAdded)
@@ -314,7 +316,7 @@ def test_what_cannot_be_mended_ends_the_balancer_and_says_why(client: Client) ->
         client.execute("DEL", KEYS.alive)
 
 
-def test_a_weight_that_cannot_be_said_ends_the_balancer_with_its_error(client: Client) -> None:
+def test_a_weight_function_that_fails_ends_the_balancer_with_its_error(client: Client) -> None:
     weights = [1.0]
     with started(client.url, "a", weight=weights.pop) as balancer:
         trigger_heartbeats(client)

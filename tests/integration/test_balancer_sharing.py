@@ -60,7 +60,7 @@ def test_a_backlog_is_divided_evenly_from_the_start(client: Client) -> None:
     assert sorted(counts(client).values()) == [33, 33, 34]
 
 
-def test_shares_follow_weights_and_limits_and_the_rest_is_taken_by_those_without(client: Client) -> None:
+def test_shares_follow_weights_and_limits_and_consumers_without_a_limit_get_the_rest(client: Client) -> None:
     announced(client, *names(100))
     options = {"a": {"weight": 3.0}, "b": {"weight": 1.0}, "c": {"weight": 6.0, "limit": 10}}
     for _ in range(8):
@@ -70,7 +70,7 @@ def test_shares_follow_weights_and_limits_and_the_rest_is_taken_by_those_without
     assert counts(client) == {"a": 68, "b": 22, "c": 10} or counts(client) == {"a": 67, "b": 23, "c": 10}
 
 
-def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_behind(client: Client) -> None:
+def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_free(client: Client) -> None:
     """The consumer whose share is exactly its limit comes first for what cannot be divided."""
     announced(client, *names(7))
     options = {"a": {"weight": 2.0, "limit": 2}, "b": {"weight": 2.5}, "c": {"weight": 2.5}}
@@ -85,7 +85,7 @@ def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_behind(client: Cli
     assert sum(counts(client).values()) == 7
 
 
-def test_with_limits_that_do_not_suffice_the_rest_waits_for_others(client: Client) -> None:
+def test_streams_above_the_limits_of_all_consumers_wait_for_others(client: Client) -> None:
     announced(client, *names(10))
     rebalance(client, "a", "b", limit=3)
     assert counts(client) == {"a": 3, "b": 3}
@@ -116,7 +116,7 @@ def test_shares_add_up_to_all_streams_within_the_limits(
         assert sum(shares) == min(total, room)
 
 
-def test_a_stream_that_cannot_be_divided_stays_where_it_is(client: Client) -> None:
+def test_a_stream_that_cannot_be_divided_evenly_stays_with_its_owner(client: Client) -> None:
     announced(client, *names(3))
     heartbeat_of(client, "b", limit=2)
     heartbeat_of(client, "a")
@@ -126,7 +126,7 @@ def test_a_stream_that_cannot_be_divided_stays_where_it_is(client: Client) -> No
     assert owners(client) == before
 
 
-def test_a_weight_is_asked_for_in_every_round(client: Client) -> None:
+def test_every_heartbeat_asks_for_the_weight(client: Client) -> None:
     weights = {"a": 1.0}
     announced(client, *names(10))
     with started(client.url, "a", weight=lambda: weights["a"], moves=1.0, drain_ms=LONG_MS) as balancer:
@@ -197,7 +197,7 @@ def test_ten_streams_may_move_in_any_case(client: Client) -> None:
     assert heartbeat_of(client, "a", moves=0.05).excess == 10
 
 
-def test_one_stream_at_least_moves_and_nothing_does_while_others_are_free(client: Client) -> None:
+def test_at_least_one_stream_moves_and_none_while_others_are_free(client: Client) -> None:
     announced(client, *names(4))
     leases = heartbeat_of(client, "a").added
     heartbeat_of(client, "b", most_new=0)
@@ -207,7 +207,7 @@ def test_one_stream_at_least_moves_and_nothing_does_while_others_are_free(client
     assert heartbeat_of(client, "a", moves=0.05).excess == 1
 
 
-def test_what_the_program_has_not_heard_of_moves_without_its_notice(client: Client) -> None:
+def test_streams_that_the_program_was_not_notified_of_move_without_its_notice(client: Client) -> None:
     announced(client, *names(6))
     with started(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
         eventually(lambda: len(old.leases) == 6, "its streams")
@@ -223,7 +223,7 @@ def test_what_the_program_has_not_heard_of_moves_without_its_notice(client: Clie
             assert is_silent(client, old)
 
 
-def test_among_those_it_works_on_the_ones_with_a_time_limit_move_last(client: Client) -> None:
+def test_streams_with_a_time_limit_move_last(client: Client) -> None:
     announced(client, *names(4))
     with started(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
         next_added(old, 4)
@@ -234,7 +234,7 @@ def test_among_those_it_works_on_the_ones_with_a_time_limit_move_last(client: Cl
         assert {next_notice(old, StreamDisowned).stream for _ in range(2)} == {"s0000", "s0003"}
 
 
-def test_a_program_that_claims_gives_nothing_back_for_balance(client: Client) -> None:
+def test_a_program_that_claims_releases_nothing_for_balance(client: Client) -> None:
     announced(client, *names(4))
     with started(client.url, "a", recover="claim", moves=1.0) as old:
         next_added(old, 4)
@@ -250,7 +250,7 @@ def has(client: Client, consumer: str, count: int) -> bool:
     return counts(client)[consumer] == count
 
 
-def test_a_program_that_does_not_listen_gets_no_more_than_it_lets_wait(client: Client) -> None:
+def test_a_program_that_reads_no_notifications_gets_no_more_streams_than_may_wait(client: Client) -> None:
     announced(client, *names(5))
     with started(client.url, "a", most_waiting=2) as balancer:
         heartbeats_later(client, balancer)
@@ -261,7 +261,7 @@ def test_a_program_that_does_not_listen_gets_no_more_than_it_lets_wait(client: C
             eventually(partial(has, client, "a", have), "one more")
 
 
-def test_a_program_that_does_not_listen_leaves_streams_to_one_that_does(client: Client) -> None:
+def test_a_program_that_reads_no_notifications_leaves_streams_to_one_that_does(client: Client) -> None:
     with started(client.url, "deaf", "b", most_waiting=1, moves=1.0) as (deaf, other):
         announced(client, *names(6))
         seen = set()
@@ -273,7 +273,7 @@ def test_a_program_that_does_not_listen_leaves_streams_to_one_that_does(client: 
         assert len(deaf.leases) == 1
 
 
-def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
+def test_no_more_free_streams_are_notified_than_may_wait(client: Client) -> None:
     recorder = Recorder()
     announced(client, *names(5))
     leases = heartbeat_of(client, "b").added
@@ -292,7 +292,7 @@ def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
 # --- What is given up ---
 
 
-def test_a_stream_that_kills_its_owners_is_given_up_as_a_dead_letter(client: Client) -> None:
+def test_a_stream_that_kills_its_owners_becomes_a_dead_letter(client: Client) -> None:
     announcement, other = announced(client, "poison", "good")
     for n, name in enumerate("abc"):
         given = {lease.stream: lease.losses for lease in heartbeat_of(client, name, most_losses=3).added}
@@ -314,7 +314,7 @@ def test_a_stream_that_kills_its_owners_is_given_up_as_a_dead_letter(client: Cli
     assert heartbeat_of(client, "d", most_losses=3).added[0].losses == 0
 
 
-def test_an_orderly_release_wipes_out_the_losses(client: Client) -> None:
+def test_an_orderly_release_resets_the_owner_losses(client: Client) -> None:
     announced(client, "s")
     for name in "abc":
         heartbeat_of(client, name, most_losses=2)
@@ -326,7 +326,7 @@ def test_an_orderly_release_wipes_out_the_losses(client: Client) -> None:
     assert dead(client) == []
 
 
-def test_to_overrun_the_time_to_give_back_neither_adds_to_the_losses_nor_wipes_them_out(client: Client) -> None:
+def test_a_release_after_the_time_to_drain_neither_adds_to_the_owner_losses_nor_resets_them(client: Client) -> None:
     announced(client, "s")
     heartbeat_of(client, "dies")
     expire(client, "dies")
@@ -339,7 +339,7 @@ def test_to_overrun_the_time_to_give_back_neither_adds_to_the_losses_nor_wipes_t
 
 
 @pytest.mark.parametrize(("how", "losses"), [("released", 0), ("lapsed", 1), ("expired", 2)])
-def test_who_leaves_after_the_end_of_its_leases_gives_nothing_back_in_order(
+def test_a_leave_after_the_end_of_the_leases_is_no_orderly_release(
     client: Client, how: Literal["released", "lapsed", "expired"], losses: int
 ) -> None:
     announced(client, "s")
@@ -350,7 +350,7 @@ def test_who_leaves_after_the_end_of_its_leases_gives_nothing_back_in_order(
     assert heartbeat_of(client, "b").added[0].losses == losses
 
 
-def test_to_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> None:
+def test_a_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> None:
     clock = StoppedClock()
     announced(client, "s")
     with started(client.url, "a", options={"clock": clock}) as balancer:
@@ -360,7 +360,7 @@ def test_to_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) ->
     assert heartbeat_of(client, "b").added[0].losses == 1
 
 
-def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
+def test_a_stream_that_is_stuck_too_often_becomes_a_dead_letter(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a", most_losses=2) as balancer:
         for losses in (0, 1):
@@ -387,7 +387,7 @@ def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
         ("[" * 5_000, "not a JSON object"),
     ],
 )
-def test_what_is_no_announcement_is_a_dead_letter(client: Client, text: str | bytes, reason: str) -> None:
+def test_an_entry_that_is_no_announcement_becomes_a_dead_letter(client: Client, text: str | bytes, reason: str) -> None:
     bad = add_raw(client, text)
     announced(client, "good")
     assert [lease.stream for lease in heartbeat_of(client, "a").added] == ["good"]
@@ -397,7 +397,7 @@ def test_what_is_no_announcement_is_a_dead_letter(client: Client, text: str | by
     assert client.execute("XLEN", KEYS.input) == 1
 
 
-def test_an_announcement_without_the_field_or_with_thousands_of_others_is_a_dead_letter(client: Client) -> None:
+def test_an_announcement_without_its_field_or_with_thousands_of_others_becomes_a_dead_letter(client: Client) -> None:
     add_raw(client, '{"DataStreamName": "s"}', field="other")
     client.execute("XADD", KEYS.input, "*", *(part for n in range(10_000) for part in (f"f{n}", n)))
     announced(client, "good")
@@ -408,7 +408,7 @@ def test_an_announcement_without_the_field_or_with_thousands_of_others_is_a_dead
 
 
 @pytest.mark.parametrize("text", ["no JSON", '{"DataStreamName": "s0000"}', None])
-def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end(
+def test_any_number_of_announcements_without_a_free_stream_is_read_in_bounded_calls(
     client: Client, text: str | None
 ) -> None:
     """Malformed, or doubled, or of streams that are given up: Redis serves nobody else while a call lasts."""
@@ -441,7 +441,7 @@ def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end
 @pytest.mark.parametrize(
     "key", ["dead", "events", "losses", "unassigned", "streams", "owners", "released", "errors", "consumers"]
 )
-def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Client, key: str) -> None:
+def test_the_error_names_a_key_of_the_wrong_type_before_any_stream_is_leased(client: Client, key: str) -> None:
     announced(client, "fallen")
     heartbeat_of(client, "dies")
     expire(client, "dies")
@@ -464,13 +464,13 @@ def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Clien
 
 
 @pytest.mark.parametrize("info", ["[" * 990 + "]" * 990, "1e999", "0x10", '"\\ud800"'])
-def test_information_that_cannot_be_read_costs_the_information_only(client: Client, info: str) -> None:
+def test_an_announcement_whose_information_cannot_be_read_is_added_without_it(client: Client, info: str) -> None:
     add_raw(client, f'{{"DataStreamName": "s", "Info": {info}}}')
     found = heartbeat_of(client, "a")
     assert [lease.stream for lease in found.added] == ["s"] or (info == '"\\ud800"' and len(dead(client)) == 1)
 
 
-def test_a_name_that_is_no_utf8_goes_through(client: Client) -> None:
+def test_a_stream_name_that_is_no_utf8_is_added_unchanged(client: Client) -> None:
     odd = b"s\xff\xfe".decode("utf-8", "surrogateescape")
     announced(client, odd, "with space and ünïcode")
     with started(client.url, "a") as balancer:
@@ -480,7 +480,7 @@ def test_a_name_that_is_no_utf8_goes_through(client: Client) -> None:
         assert next_notice(balancer, StreamAdded).stream == "with space and ünïcode"
 
 
-def test_services_know_nothing_of_each_other(client: Client) -> None:
+def test_services_are_independent_of_each_other(client: Client) -> None:
     other = ServiceKeys("other")
     announced(client, "s")
     heartbeat_of(client, "a")

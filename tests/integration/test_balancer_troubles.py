@@ -45,9 +45,7 @@ __all__ = ["proxy"]  # a fixture
 
 
 @pytest.mark.parametrize("side", ["before", "after"])
-def test_streams_that_were_given_in_a_lost_reply_are_added_all_the_same(
-    client: Client, proxy: Proxy, side: str
-) -> None:
+def test_streams_that_were_leased_in_a_lost_reply_are_added(client: Client, proxy: Proxy, side: str) -> None:
     with started(proxy.url, "a") as balancer:
         (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=HEARTBEAT.sha, times=2)
         announced(client, "s1", "s2")
@@ -58,7 +56,7 @@ def test_streams_that_were_given_in_a_lost_reply_are_added_all_the_same(
         assert owners(client) == {"s1": "a", "s2": "a"}
 
 
-def test_a_start_whose_reply_was_lost_may_be_repeated_and_misses_nothing(client: Client, proxy: Proxy) -> None:
+def test_a_start_whose_reply_was_lost_may_be_repeated_and_misses_no_stream(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
     proxy.cut_after("EVALSHA", containing=HEARTBEAT.sha)
     balancer = Balancer(proxy.url, SERVICE, consumer="a", policy=policy_of())
@@ -70,7 +68,7 @@ def test_a_start_whose_reply_was_lost_may_be_repeated_and_misses_nothing(client:
 
 
 @pytest.mark.parametrize("side", ["before", "after"])
-def test_a_claim_whose_reply_was_lost_is_repeated_or_told(client: Client, proxy: Proxy, side: str) -> None:
+def test_a_claim_whose_reply_was_lost_is_repeated_or_notified(client: Client, proxy: Proxy, side: str) -> None:
     announced(client, "s1", "s2")
     given = heartbeat_of(client, "b").added
     with started(proxy.url, "a", recover="claim") as balancer:
@@ -104,7 +102,7 @@ def test_a_done_whose_reply_was_lost_may_be_repeated(client: Client, proxy: Prox
         assert is_silent(client, balancer)
 
 
-def test_a_release_whose_reply_was_lost_is_found_out(client: Client, proxy: Proxy) -> None:
+def test_a_release_whose_reply_was_lost_is_found_at_the_next_heartbeat(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
     with started(proxy.url, "a", most_streams=1) as balancer:
         old = next_notice(balancer, StreamAdded).lease
@@ -137,7 +135,7 @@ def test_a_release_whose_reply_was_lost_may_be_repeated(client: Client, proxy: P
     assert peer(client, "a").end_leases("released", leases) == expected, "but not for ever"
 
 
-def test_streams_that_could_not_be_given_back_for_balance_are_not_forgotten(client: Client, proxy: Proxy) -> None:
+def test_streams_whose_release_for_balance_failed_are_released_later(client: Client, proxy: Proxy) -> None:
     announced(client, *names(6))
     with started(proxy.url, "a", moves=1.0, drain_ms=LONG_MS) as balancer:
         eventually(lambda: len(balancer.leases) == 6, "its streams")
@@ -150,7 +148,7 @@ def test_streams_that_could_not_be_given_back_for_balance_are_not_forgotten(clie
             assert added.keys() | next_added(other, 3).keys() == set(names(6))
 
 
-def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> None:
+def test_a_close_whose_reply_was_lost_has_released_the_streams(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
     with started(proxy.url, "a") as balancer:
         next_notice(balancer, StreamAdded)
@@ -160,7 +158,7 @@ def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> 
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_to_close_takes_no_longer_than_it_is_given_and_what_is_left_is_said(
+def test_a_close_keeps_to_its_timeout_and_warns_of_the_streams_that_it_did_not_release(
     client: Client, proxy: Proxy, caplog: pytest.LogCaptureFixture, busy: bool
 ) -> None:
     announced(client, "s1", "s2")
@@ -198,7 +196,7 @@ def suppressed(call: Callable[..., object], *args: object) -> None:
         call(*args)
 
 
-def test_a_late_stream_whose_end_was_lost_in_a_reply_is_known_under_its_new_token(client: Client, proxy: Proxy) -> None:
+def test_a_late_stream_whose_end_was_lost_in_a_reply_is_added_under_its_new_token(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
     with started(proxy.url, "a") as balancer:
         old = next_notice(balancer, StreamAdded).lease
@@ -213,7 +211,7 @@ def test_a_late_stream_whose_end_was_lost_in_a_reply_is_known_under_its_new_toke
         assert client.execute("HGET", KEYS.owners, "s") == b"%d a" % new.token
 
 
-def test_a_consumer_that_is_late_with_a_stream_and_lost_is_told_once(client: Client) -> None:
+def test_a_consumer_is_notified_once_of_a_stream_that_is_late_and_lost(client: Client) -> None:
     announced(client, "s1", "s2")
     with started(client.url, "a") as balancer:
         next_added(balancer, 2)
@@ -226,7 +224,7 @@ def test_a_consumer_that_is_late_with_a_stream_and_lost_is_told_once(client: Cli
         assert next_added(balancer, 2).keys() == {"s1", "s2"}
 
 
-def test_a_redis_that_is_away_for_all_costs_nobody_a_stream(client: Client) -> None:
+def test_a_redis_that_is_away_for_all_consumers_costs_none_a_stream(client: Client) -> None:
     announced(client, *names(4))
     held = heartbeat_of(client, "a").added
     heartbeat_of(client, "b")
@@ -242,7 +240,7 @@ def test_a_redis_that_is_away_for_all_costs_nobody_a_stream(client: Client) -> N
     assert heartbeat_of(client, "b").owner_losses == len(held), "but if b was heard of meanwhile, a is dead"
 
 
-def test_who_was_away_itself_claims_nothing_of_those_who_were_away_with_it(client: Client) -> None:
+def test_a_consumer_that_was_away_cannot_claim_from_consumers_that_were_away_with_it(client: Client) -> None:
     announced(client, "s")
     heartbeat_of(client, "a")
     heartbeat_of(client, "b")
@@ -255,7 +253,7 @@ def test_who_was_away_itself_claims_nothing_of_those_who_were_away_with_it(clien
     assert peer(client, "b").claim("s").losses == 1
 
 
-def test_a_server_clock_that_went_back_keeps_no_dead_alive(client: Client) -> None:
+def test_a_server_clock_that_went_back_keeps_no_dead_consumer_alive(client: Client) -> None:
     announced(client, "s")
     heartbeat_of(client, "a", lease_ms=300)
     expire(client, "a", ago_ms=-86_400_000)
@@ -273,7 +271,7 @@ def test_tokens_grow_even_if_the_server_clock_went_back(client: Client) -> None:
     assert heartbeat_of(client, "a").added[0].token == ahead + 1
 
 
-def test_only_the_one_survivor_is_enough_to_find_the_dead_with_the_shortest_lease(client: Client) -> None:
+def test_one_survivor_is_enough_to_find_the_dead_consumer_with_the_shortest_lease(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
         next_notice(balancer, StreamAdded)

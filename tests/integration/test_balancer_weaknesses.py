@@ -45,7 +45,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.balancer]
 
 
-def test_01_to_close_hands_unfinished_streams_on_instead_of_deleting_them(client: Client) -> None:
+def test_01_a_close_releases_unfinished_streams_instead_of_deleting_them(client: Client) -> None:
     announced(client, *names(5))
     with started(client.url, "a") as leaving:
         next_added(leaving, 5)
@@ -56,7 +56,7 @@ def test_01_to_close_hands_unfinished_streams_on_instead_of_deleting_them(client
         assert sorted(next_added(other, 4)) == names(4, first=1)
 
 
-def test_02_no_stream_is_orphaned_by_a_notification_that_nobody_hears(client: Client) -> None:
+def test_02_a_lost_notification_orphans_no_stream(client: Client) -> None:
     assert client.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""
     announced(client, *names(3))
     leases = heartbeat_of(client, "b", lease_ms=3 * LEASE_MS).added
@@ -68,7 +68,7 @@ def test_02_no_stream_is_orphaned_by_a_notification_that_nobody_hears(client: Cl
         assert [added[lease.stream].lease.losses for lease in leases] == [len(late), 1, 1]
 
 
-def test_03_recovery_of_any_number_of_streams_comes_to_an_end_and_takes_each_once(client: Client) -> None:
+def test_03_recovery_of_any_number_of_streams_ends_and_leases_each_stream_once(client: Client) -> None:
     count = 11_000
     client.pipeline(
         [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, json.dumps({"DataStreamName": name})) for name in names(count)]
@@ -90,7 +90,7 @@ def test_03_recovery_of_any_number_of_streams_comes_to_an_end_and_takes_each_onc
     assert heartbeat_of(client, "a").added == []
 
 
-def test_04_a_newcomer_takes_nothing_of_the_healthy_however_long_they_have_had_it(client: Client) -> None:
+def test_04_a_new_consumer_leases_no_stream_of_a_healthy_owner_whatever_its_idle_time(client: Client) -> None:
     announced(client, *names(4))
     old = heartbeat_of(client, "a").added
     ids = [lease.announced for lease in old]
@@ -102,7 +102,7 @@ def test_04_a_newcomer_takes_nothing_of_the_healthy_however_long_they_have_had_i
     assert peer(client, "a").end_leases("done", old) == set()
 
 
-def test_05_a_bad_announcement_stops_nobody_and_is_met_once(client: Client) -> None:
+def test_05_a_bad_announcement_stops_no_consumer_and_is_read_once(client: Client) -> None:
     bad = add_raw(client, "{")
     announced(client, "good")
     with started(client.url, "a") as balancer:
@@ -115,7 +115,7 @@ def test_05_a_bad_announcement_stops_nobody_and_is_met_once(client: Client) -> N
     assert heartbeat_of(client, "b").total == 2
 
 
-def test_06_a_backlog_is_not_the_first_consumers_alone(client: Client) -> None:
+def test_06_a_backlog_is_shared_from_the_first_heartbeat_on(client: Client) -> None:
     client.pipeline(
         [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, json.dumps({"DataStreamName": name})) for name in names(3_000)]
     )
@@ -125,13 +125,13 @@ def test_06_a_backlog_is_not_the_first_consumers_alone(client: Client) -> None:
     assert counts(client) == {"a": 1_500, "b": 1_500}
 
 
-def test_07_what_was_announced_before_the_first_consumer_is_not_skipped(client: Client) -> None:
+def test_07_a_stream_that_was_announced_before_the_first_consumer_is_not_skipped(client: Client) -> None:
     announced(client, *names(3))
     with started(client.url, "a") as balancer:
         assert sorted(next_added(balancer, 3)) == names(3)
 
 
-def test_08_a_zombie_is_told_by_its_token_and_its_name_is_not_shared(client: Client) -> None:
+def test_08_a_zombie_is_recognised_by_its_token_and_its_name_is_not_shared(client: Client) -> None:
     announced(client, "s")
     zombie = heartbeat_of(client, "a").added[0]
     with pytest.raises(NameHeld):
@@ -174,7 +174,7 @@ def test_10_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> No
     assert len(pending(client)) == 1
 
 
-def test_11_a_death_costs_the_others_no_request_for_each_stream_and_other_services_none(client: Client) -> None:
+def test_11_a_dead_consumer_costs_the_others_no_request_for_each_stream(client: Client) -> None:
     announced(client, *names(300))
     heartbeat_of(client, "dying")
     with started(client.url, "a", "b", "c", "d", most_waiting=1_000) as balancers:
@@ -186,7 +186,7 @@ def test_11_a_death_costs_the_others_no_request_for_each_stream_and_other_servic
         assert scripts_run(client) - before < 150
 
 
-def test_12_it_needs_no_configuration_no_events_and_no_certain_database() -> None:
+def test_12_a_balancer_needs_no_configuration_no_keyspace_events_and_no_certain_database() -> None:
     rules = [
         "app >p ~flights-* ~millstream:* resetchannels +@all -config -psubscribe -subscribe",
         "boss >p ~* &* +@all",
@@ -202,7 +202,7 @@ def test_12_it_needs_no_configuration_no_events_and_no_certain_database() -> Non
             assert boss.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b"xE"
 
 
-def test_13_a_failed_renewal_costs_nothing_and_a_thousand_streams_no_more_than_one(
+def test_13_a_failed_renewal_loses_no_lease_and_a_thousand_streams_are_renewed_in_one_call(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
     client.pipeline(
@@ -219,7 +219,7 @@ def test_13_a_failed_renewal_costs_nothing_and_a_thousand_streams_no_more_than_o
         assert {lease.token for lease in balancer.leases} == leases
 
 
-def test_14_to_be_done_is_one_step_that_may_be_repeated_when_it_failed(
+def test_14_done_is_one_step_that_may_be_repeated_when_it_failed(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
     announced(client, "s1", "s2")
@@ -235,7 +235,7 @@ def test_14_to_be_done_is_one_step_that_may_be_repeated_when_it_failed(
         assert (len(owners(client)), len(pending(client)), client.execute("XLEN", KEYS.input)) == (1, 1, 1)
 
 
-def test_15_the_dead_are_removed_from_the_group(client: Client) -> None:
+def test_15_dead_consumers_are_removed_from_the_group(client: Client) -> None:
     announced(client, *names(3))
     for name in ("a", "b", "c"):
         heartbeat_of(client, name)
@@ -248,7 +248,7 @@ def test_15_the_dead_are_removed_from_the_group(client: Client) -> None:
     assert client.execute("HLEN", KEYS.consumers) == client.execute("ZCARD", KEYS.alive) == 0
 
 
-def test_16_no_figure_is_kept_for_each_stream_and_claims_are_measured_too(client: Client) -> None:
+def test_16_no_metric_is_kept_for_each_stream_and_claims_are_measured_too(client: Client) -> None:
     recorder = Recorder()
     announced(client, *names(20))
     given = heartbeat_of(client, "b").added

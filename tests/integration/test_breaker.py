@@ -90,7 +90,7 @@ def test_a_broken_deployment_pauses_its_handler_and_the_fixed_one_processes_the_
     assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
 
 
-def test_it_opens_for_all_processes_and_again_if_nothing_was_fixed(client: Client) -> None:
+def test_the_breaker_opens_for_all_processes_and_again_if_nothing_was_fixed(client: Client) -> None:
     fill(client, BACKLOG)
     broken = make(fails, retry=Retry(attempts=1))
     with working(client, broken, "w1") as one, working(client, broken, "w2") as two:
@@ -112,7 +112,7 @@ def test_it_opens_for_all_processes_and_again_if_nothing_was_fixed(client: Clien
     assert client.execute("XLEN", "in") == BACKLOG
 
 
-def test_it_opens_when_nearly_all_of_the_last_messages_fail_though_many_were_good(client: Client) -> None:
+def test_the_breaker_opens_when_nearly_all_of_the_last_messages_fail_though_many_were_good(client: Client) -> None:
     def fails_later(message: Message) -> dict[str, Any]:
         if int(message.fields["n"]) >= 300 and int(message.fields["n"]) % 20:
             raise ValueError(message.text("n"))
@@ -127,7 +127,7 @@ def test_it_opens_when_nearly_all_of_the_last_messages_fail_though_many_were_goo
 
 
 @pytest.mark.parametrize("kind", ["rejects", "turned off", "different places", "half of them"])
-def test_it_stays_closed(client: Client, kind: str) -> None:
+def test_the_breaker_stays_closed(client: Client, kind: str) -> None:
     def handle(message: Message) -> dict[str, Any]:
         n = int(message.fields["n"])
         if kind == "rejects":
@@ -145,7 +145,9 @@ def test_it_stays_closed(client: Client, kind: str) -> None:
     assert stored(client) is None
 
 
-def test_it_stays_open_until_redis_has_stored_the_pause(client: Client, millstream_server: EmbeddedServer) -> None:
+def test_the_breaker_stays_open_until_redis_has_stored_the_pause(
+    client: Client, millstream_server: EmbeddedServer
+) -> None:
     fill(client, BACKLOG)
     with Proxy(millstream_server.port) as proxy:
         proxy.cut_before("HSET", containing="breaker", times=8)  # each call is tried twice
@@ -173,7 +175,7 @@ def test_an_error_that_is_not_valid_text_can_be_stored_with_the_pause(client: Cl
     assert len(pause.error) < 400
 
 
-def test_with_a_retry_time_it_probes_by_itself(client: Client) -> None:
+def test_a_breaker_with_a_retry_time_probes_by_itself(client: Client) -> None:
     repaired: list[bool] = []
 
     def needs_repair(message: Message) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def test_with_a_retry_time_it_probes_by_itself(client: Client) -> None:
     assert stored(client) is None
 
 
-def test_info_and_keys_show_why_and_resume_clears_it(client: Client) -> None:
+def test_info_and_keys_show_the_cause_of_a_pause_and_resume_clears_it(client: Client) -> None:
     fill(client, 50)
     with working(client, make(double, key="custommer")):
         eventually(lambda: stored(client) is not None, "the pause")

@@ -57,7 +57,7 @@ def test_an_error_reply_of_a_script_has_a_code_and_a_detail_of_its_own(client: C
     assert (caught.value.code, "STALE" in caught.value.detail) == ("", True), "words of the user are no code"
 
 
-def test_errors_are_told_in_our_own_words(client: Client) -> None:
+def test_errors_of_the_library_are_translated_into_our_own(client: Client) -> None:
     client.execute("SET", "text", "1")
     with pytest.raises(WrongType, match="XADD text: the key holds another type"):
         client.execute("XADD", "text", "*", "a", "1")
@@ -73,7 +73,7 @@ def test_errors_are_told_in_our_own_words(client: Client) -> None:
         client.execute("CONFIG", "SET", "maxmemory", "0")
 
 
-def test_the_key_that_holds_the_wrong_type_is_named_wherever_it_is(client: Client) -> None:
+def test_the_error_names_the_key_that_holds_the_wrong_type(client: Client) -> None:
     client.execute("SET", "text", "1")
     client.execute("XGROUP", "CREATE", "a", "g", "$", "MKSTREAM")
     script = Script("groups/ack_owned")
@@ -115,7 +115,7 @@ def clerk(client: Client) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("right", ["hset", "xack", "hincrby", "xpending"])
-def test_a_right_that_is_taken_away_is_named_with_its_command_and_how_to_get_it(
+def test_the_error_of_a_revoked_right_names_the_command_and_how_to_get_the_right(
     client: Client, clerk: Client, right: str
 ) -> None:
     client.execute("XADD", "orders", "*", "n", 1)
@@ -130,7 +130,7 @@ def test_a_right_that_is_taken_away_is_named_with_its_command_and_how_to_get_it(
     assert not caught.value.concerns_key
 
 
-def test_keys_that_a_user_may_not_touch_are_named(client: Client, clerk: Client) -> None:
+def test_the_error_names_the_keys_that_a_user_may_not_access(client: Client, clerk: Client) -> None:
     client.execute("ACL", "SETUSER", "clerk", "resetkeys", "~millstream:*")
     for command, words in (
         (
@@ -145,7 +145,7 @@ def test_keys_that_a_user_may_not_touch_are_named(client: Client, clerk: Client)
         assert caught.value.concerns_key
 
 
-def test_a_replica_says_that_it_is_one() -> None:
+def test_the_error_of_a_replica_names_it_as_a_replica() -> None:
     with EmbeddedServer() as primary, EmbeddedServer(extra={"replicaof": f"127.0.0.1 {primary.port}"}) as server:
         with Client(server.url) as client, pytest.raises(Unavailable, match="is a replica, which accepts no writes"):
             client.execute("XADD", "s", "*", "a", "1")
@@ -155,7 +155,7 @@ def test_a_replica_says_that_it_is_one() -> None:
 
 @pytest.mark.usefixtures("tls")
 @pytest.mark.parametrize("user", ["", "clerk:pw@"])
-def test_over_tls_a_connection_is_made_with_and_without_a_user(user: str) -> None:
+def test_a_connection_over_tls_is_made_with_and_without_a_user(user: str) -> None:
     """Servers send session tickets unasked, which must not be taken for the answer to something."""
     with tls_server() as deployed, Client(deployed.url) as admin:
         admin.execute("ACL", "SETUSER", "clerk", "on", ">pw", "~*", "+ping")
@@ -185,7 +185,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("texts", REFUSALS.values(), ids=REFUSALS)
-def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(texts: tuple[str, str]) -> None:
+def test_a_refusal_in_a_script_is_recognised_in_the_words_of_every_server(texts: tuple[str, str]) -> None:
     script = Script("producer/redrive")
     line = 1 + next(at for at, one in enumerate(script.text.splitlines()) if "'XADD'" in one)
     for of_key, text in enumerate(texts):
@@ -201,14 +201,14 @@ def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(texts:
 @pytest.mark.parametrize(
     "command", [("XINFO", "STREAM", "none"), ("XINFO", "GROUPS", "none"), ("XGROUP", "CREATE", "none", "g", "0")]
 )
-def test_a_key_that_has_to_exist_is_missed_in_the_words_of_every_server(
+def test_a_missing_key_that_has_to_exist_is_recognised_in_the_words_of_every_server(
     client: Client, command: tuple[str, ...]
 ) -> None:
     with pytest.raises(KeyMissing, match=r"none: .*key"):
         client.execute(*command)
 
 
-def test_a_pipeline_returns_errors_in_their_places_and_runs_the_rest(client: Client) -> None:
+def test_a_pipeline_returns_errors_at_their_positions_and_runs_the_rest(client: Client) -> None:
     client.execute("SET", "text", "1")
     replies = client.pipeline([("XADD", "s", "1-1", "a", "1"), ("XADD", "text", "*", "a", "1"), ("XLEN", "s")])
     assert replies[0] == b"1-1"
@@ -217,12 +217,12 @@ def test_a_pipeline_returns_errors_in_their_places_and_runs_the_rest(client: Cli
     assert client.pipeline([]) == []
 
 
-def test_names_that_are_no_text_are_sent_as_they_were_received(client: Client) -> None:
+def test_names_that_are_not_text_are_sent_as_they_were_received(client: Client) -> None:
     client.execute("SET", "a\udcff", "1")
     assert client.pipeline([("GET", b"a\xff"), ("GET", "a\udcff")]) == [b"1", b"1"]
 
 
-def test_after_a_broken_connection_the_next_command_opens_a_new_one(
+def test_the_next_command_after_a_broken_connection_opens_a_new_one(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
     number = client.execute("CLIENT", "ID")
@@ -233,7 +233,7 @@ def test_after_a_broken_connection_the_next_command_opens_a_new_one(
     assert client.execute("PING") == b"PONG"
 
 
-def test_a_refused_connection_is_unavailable_and_passwords_never_show() -> None:
+def test_a_refused_connection_is_unavailable_and_its_error_shows_no_password() -> None:
     with Client("redis://user:secret@127.0.0.1:1/0") as client, pytest.raises(Unavailable) as caught:
         client.execute("PING")
     assert "secret" not in str(caught.value)
@@ -245,12 +245,12 @@ def test_a_refused_connection_is_unavailable_and_passwords_never_show() -> None:
     "url",
     ["http://host", "host:6379", "redis+sentinel://host:1", "redis+other://host:1", "redis://host:port/0", ""],
 )
-def test_a_bad_url_says_what_a_good_one_looks_like(url: str) -> None:
+def test_the_error_of_a_bad_url_shows_a_good_one(url: str) -> None:
     with Client(url) as client, pytest.raises(ConfigError):
         client.execute("PING")
 
 
-def test_patience_waits_with_back_off_says_so_and_ends_when_redis_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_patience_waits_with_back_off_logs_it_and_ends_when_redis_answers(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     client = Client("redis://127.0.0.1:1/0", clock=clock)
 
@@ -267,7 +267,7 @@ def test_patience_waits_with_back_off_says_so_and_ends_when_redis_answers(caplog
     assert lines[-1].startswith("the test resumes: Redis is available again after 1")
 
 
-def test_patience_has_a_limit_if_given_one_and_none_for_other_errors() -> None:
+def test_patience_is_limited_if_a_limit_is_set_and_applies_to_no_other_errors() -> None:
     clock = ManualClock()
     client = Client("redis://127.0.0.1:1/0", clock=clock)
     calls = []
@@ -294,7 +294,7 @@ def test_an_unanswered_command_runs_and_the_one_after_it_is_answered(client: Cli
     assert client.execute("PING") == b"PONG"
 
 
-def test_streams_are_found_by_pattern_and_nothing_else_is(client: Client) -> None:
+def test_a_pattern_finds_streams_and_no_other_keys(client: Client) -> None:
     client.pipeline([("XADD", f"orders:{n}", "*", "a", 1) for n in range(2500)])
     client.execute("SET", "orders:text", "1")
     client.execute("XADD", "other", "*", "a", 1)
@@ -303,7 +303,7 @@ def test_streams_are_found_by_pattern_and_nothing_else_is(client: Client) -> Non
     assert found == sorted(set(found))
 
 
-def test_a_pattern_of_all_streams_leaves_dead_letters_out_unless_it_asks_for_them(client: Client) -> None:
+def test_a_pattern_of_all_streams_leaves_dead_letter_queues_out_unless_it_names_them(client: Client) -> None:
     for name in ("orders", "millstream:{orders}:orders:app.handler:dead"):
         client.execute("XADD", name, "*", "a", 1)
     assert client.scan_streams("*") == ["orders"]
@@ -333,7 +333,7 @@ def test_threads_share_a_client_without_mixing_up_replies(client: Client) -> Non
     assert wrong == []
 
 
-def test_the_error_of_a_script_names_it_and_the_line_but_neither_its_hash_nor_its_text(client: Client) -> None:
+def test_the_error_of_a_script_names_the_script_and_the_line_but_neither_its_hash_nor_its_text(client: Client) -> None:
     script = Script("commit/forget_progress")
     for _ in range(2):  # sent as text, then called by its hash
         with pytest.raises(

@@ -38,14 +38,14 @@ pytestmark = [pytest.mark.cli]
 UNREACHABLE = "redis://127.0.0.1:1/0"
 
 
-def test_help_lists_every_family_with_what_its_own_help_begins_with() -> None:
+def test_help_lists_every_command_with_the_first_sentence_of_its_own_help() -> None:
     listed = call("--help").out
     for name, (_, _, summary) in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(summary)}$", listed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_family_has_help(name: str) -> None:
+def test_every_command_has_help(name: str) -> None:
     module, _, attribute = COMMANDS[name][0].partition(":")
     command = getattr(import_module(module), attribute)
     assert isinstance(command, typer.Typer) or command.__doc__
@@ -70,7 +70,7 @@ def test_usages_name_arguments_in_upper_case_and_optional_ones_in_brackets() -> 
     } <= {*shown}  # fmt: skip
 
 
-def test_light_commands_import_neither_spark_nor_what_only_others_need() -> None:
+def test_light_commands_import_neither_spark_nor_modules_of_other_commands() -> None:
     script = (
         "import json, sys\n"
         "from millstream.cli.main import main\n"
@@ -115,7 +115,7 @@ def test_the_version_is_printed() -> None:
         ("state", "show", "a.h", "--stream", "s", "k"),
     ],
 )
-def test_without_a_server_every_command_ends_with_code_3_and_one_line(args: tuple[str, ...]) -> None:
+def test_every_command_without_a_server_ends_with_code_3_and_one_line(args: tuple[str, ...]) -> None:
     refused = call(*args, url=UNREACHABLE)
     assert refused.code == 3
     assert refused.out == ""
@@ -132,13 +132,13 @@ NO_URLS = [
 
 
 @pytest.mark.parametrize("url", NO_URLS)
-def test_a_url_that_is_none_ends_with_code_2_and_one_line(url: str) -> None:
+def test_an_invalid_url_ends_with_code_2_and_one_line(url: str) -> None:
     refused = call("info", url=url)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert refused.err.startswith("error: ")
 
 
-def test_a_server_of_another_kind_than_the_url_says_is_named(millstream_server: EmbeddedServer) -> None:
+def test_the_error_names_a_server_of_another_kind_than_in_the_url(millstream_server: EmbeddedServer) -> None:
     place = f"127.0.0.1:{millstream_server.port}"
     for url, message in (
         (f"redis+cluster://{place}", "is a single server, not a Redis Cluster; connect with redis://"),
@@ -156,7 +156,7 @@ def test_a_cluster_that_is_away_is_unavailable() -> None:
     assert "cannot be reached" in refused.err
 
 
-def test_a_server_that_is_no_redis_is_told_from_one_that_is_away() -> None:
+def test_the_error_distinguishes_a_server_that_is_no_redis_from_one_that_is_away() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -217,7 +217,7 @@ def test_wrong_usage_ends_with_code_2_and_one_line_as_other_errors_do(words: tup
     assert refused.err.startswith(f"error: {message}")
 
 
-def test_a_family_without_a_verb_shows_its_help() -> None:
+def test_a_command_without_a_verb_shows_its_help() -> None:
     shown = call("key")
     assert shown.code == 2
     assert "park" in shown.out + shown.err
@@ -232,7 +232,7 @@ def test_a_family_without_a_verb_shows_its_help() -> None:
         ("redis+sentinel://127.0.0.1:1/name", "no Sentinel that answers knows a primary 'name' that is up"),
     ],
 )
-def test_why_redis_cannot_be_reached_is_said_once(url: str, message: str) -> None:
+def test_the_cause_of_an_unreachable_redis_is_printed_once(url: str, message: str) -> None:
     refused = call("info", url=url)
     assert refused.code == 3
     assert refused.err == (
@@ -276,7 +276,7 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
     assert "\\x1b[31mred[bold]" in plain.out
 
 
-def test_texts_of_a_table_move_below_its_rows_where_a_terminal_is_too_narrow(client: Client) -> None:
+def test_long_texts_of_a_table_move_below_its_rows_in_a_narrow_terminal(client: Client) -> None:
     keys = HandlerKeys("shop", "charge", "payments")
     why = "failed: RuntimeError: gateway says no: connection to payments.example.org timed out after 30 seconds"
     client.execute("XADD", keys.stream, "1-0", "a", "b")
@@ -320,7 +320,7 @@ def test_any_bytes_are_shown_as_one_harmless_line_and_read_back(data: bytes) -> 
 
 
 @given(st.text())
-def test_no_control_character_gets_through_but_the_end_of_a_line(text: str) -> None:
+def test_no_control_character_is_printed_but_the_end_of_a_line(text: str) -> None:
     assert all(line.isprintable() for line in escape_lines(text).split("\n"))
 
 
@@ -330,14 +330,14 @@ def test_a_backslash_that_escapes_nothing_is_refused() -> None:
             unescape(text)
 
 
-def test_fields_that_a_mapping_cannot_hold_come_as_pairs_too() -> None:
+def test_fields_that_a_mapping_cannot_hold_are_printed_as_pairs_too() -> None:
     assert json_fields([b"a", b"1", b"b", b"\xff"]) == {"fields": {"a": "1", "b": {"hex": "ff"}}}
     repeated = json_fields([b"a", b"1", b"a", b"2"])
     assert repeated == {"fields": {"a": "2"}, "pairs": [("a", "1"), ("a", "2")]}
     assert json_fields([b"\xff", b"1"]) == {"fields": {"\\xff": "1"}, "pairs": [({"hex": "ff"}, "1")]}
 
 
-def test_times_are_read_as_ids_words_or_moments() -> None:
+def test_times_are_read_as_ids_words_or_dates() -> None:
     assert parse_start("latest") is None
     assert parse_start("earliest") == EntryId(0, 0)
     assert parse_start("1700000000000-7") == EntryId(1700000000000, 7)
@@ -350,7 +350,7 @@ def test_times_are_read_as_ids_words_or_moments() -> None:
         parse_start("soon")
 
 
-def test_figures_are_written_for_people() -> None:
+def test_figures_are_printed_in_readable_units() -> None:
     assert [format_age(ms) for ms in (None, 0, 90_000, 150_000, 7.3e6, 3e8)] == [
         "-",
         "0.0 s",
@@ -364,7 +364,7 @@ def test_figures_are_written_for_people() -> None:
     assert [truncate("abcdef", 6), truncate("abcdefg", 6)] == ["abcdef", "abc..."]
 
 
-def test_millstream_dev_runs_a_server_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_millstream_dev_runs_a_server_until_a_signal_stops_it(tmp_path: Path) -> None:
     program = find_server_program()
     for number in (signal.SIGTERM, signal.SIGINT):
         with running("dev", "--data-dir", str(tmp_path / "data"), "--port", "0", "--json") as process:
@@ -379,7 +379,7 @@ def test_millstream_dev_runs_a_server_until_it_is_told_to_stop(tmp_path: Path) -
         assert not lives(started["pid"])
 
 
-def test_millstream_dev_says_so_when_its_port_is_taken_and_when_its_server_dies(
+def test_millstream_dev_reports_that_its_port_is_in_use_and_that_its_server_died(
     millstream_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     refused = run("dev", "--data-dir", str(tmp_path), "--port", str(millstream_server.port))

@@ -50,7 +50,7 @@ def dump(client: Client) -> dict[bytes, Any]:
     return {name: client.execute("DUMP", name) for name in client.execute("KEYS", "*")}
 
 
-def test_it_tells_what_would_become_of_each_message_and_changes_nothing(client: Client, app: str) -> None:
+def test_check_reports_the_outcome_of_each_message_and_changes_nothing(client: Client, app: str) -> None:
     fill(client, 50)
     client.execute("HSET", HandlerKeys("app", "handle", "in").state, "0", b"\x81\xa5count\x07")
     before = dump(client)
@@ -76,7 +76,9 @@ def test_it_tells_what_would_become_of_each_message_and_changes_nothing(client: 
     assert "not checked: what the handlers do outside Redis" in output.err
 
 
-def test_it_starts_after_what_is_committed_and_takes_the_newest_if_nothing_is_left(client: Client, app: str) -> None:
+def test_check_starts_after_the_committed_offset_and_uses_the_newest_entries_if_none_are_left(
+    client: Client, app: str
+) -> None:
     fill(client, 30)
     with working(client, make(lambda message: None, key="n", into=None)) as loop:
         eventually(lambda: loop.loop_metrics.committed == 30)
@@ -90,7 +92,7 @@ def test_it_starts_after_what_is_committed_and_takes_the_newest_if_nothing_is_le
     assert (three["of"], three["ok"]) == ("newest", 3)
 
 
-def test_it_asks_first_as_the_handlers_run(client: Client, app: str) -> None:
+def test_check_asks_for_consent_first_as_it_runs_the_handlers(client: Client, app: str) -> None:
     refused = call("check", app, "--url", client.url)
     assert (refused.code, refused.out) == (2, "")
     assert "--yes" in refused.err

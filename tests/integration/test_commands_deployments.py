@@ -63,7 +63,7 @@ def test_every_command_works_on_every_deployment(request: pytest.FixtureRequest,
         assert call("state", "reset", "app.handler", "--stream", STREAMS[0], "k", "--yes", url=url).code == 0
 
 
-def test_a_command_that_a_user_may_not_run_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_command_that_a_user_may_not_run(tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
     path.write_text("n\n1\n")
     with acl_server(["reader >secret ~orders* +@read +@connection"]) as server:

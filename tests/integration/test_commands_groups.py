@@ -69,7 +69,7 @@ def test_groups_of_a_stream_are_listed(client: Client, group: Group) -> None:
     assert heading.split()[:4] == ["stream", "group", "consumers", "pending"]
 
 
-def test_groups_are_listed_by_pattern_and_say_which_are_handlers(client: Client, group: Group) -> None:
+def test_groups_are_listed_by_pattern_with_the_handlers_among_them(client: Client, group: Group) -> None:
     ReliableStream(client, "s", app="shop", handler="bill", consumer="w").join()
     Group(client, "other", "h").create(mkstream=True)
     found = call("group", "list", "--pattern", "*", "--json", url=client.url).json_lines()
@@ -81,14 +81,14 @@ def test_groups_are_listed_by_pattern_and_say_which_are_handlers(client: Client,
     assert call("group", "list", "--pattern", "none*", url=client.url).err == "there are no groups\n"
 
 
-def test_what_is_listed_must_be_named_in_one_way(client: Client, group: Group) -> None:
+def test_groups_to_list_are_named_by_stream_or_by_pattern_but_not_both(client: Client, group: Group) -> None:
     assert call("group", "list", url=client.url).code == 2
     assert call("group", "list", "s", "--pattern", "*", url=client.url).code == 2
     assert call("group", "list", "absent", url=client.url).code == 1
     assert "Commands" in call("group").out + call("group").err
 
 
-def test_consumers_are_listed_with_what_they_hold(client: Client, group: Group) -> None:
+def test_consumers_are_listed_with_their_pending_entries(client: Client, group: Group) -> None:
     found = call("group", "consumers", "s", "g", "--json", url=client.url).json_lines()
     assert [(one["name"], one["pending"]) for one in found] == [("a", 4), ("b", 2)]
     assert call("group", "consumers", "s", "g", url=client.url).out.splitlines()[1].split()[:2] == ["a", "4"]
@@ -99,7 +99,7 @@ def test_consumers_are_listed_with_what_they_hold(client: Client, group: Group) 
 
 
 @pytest.mark.parametrize(("at", "given"), [("earliest", 10), ("latest", 0), ("7-0", 3)])
-def test_a_group_is_created_where_it_is_told_and_once(client: Client, at: str, given: int) -> None:
+def test_a_group_is_created_once_at_the_given_id(client: Client, at: str, given: int) -> None:
     add(client, 10)
     assert call("group", "create", "s", "g", "--after", at, "--json", url=client.url).json()["created"]
     assert not call("group", "create", "s", "g", "--json", url=client.url).json()["created"]
@@ -107,13 +107,13 @@ def test_a_group_is_created_where_it_is_told_and_once(client: Client, at: str, g
     assert len(holders(client)) == given
 
 
-def test_a_group_is_created_with_its_stream_only_if_told(client: Client) -> None:
+def test_a_group_is_created_with_its_stream_only_with_the_option_for_it(client: Client) -> None:
     assert call("group", "create", "absent", "g", url=client.url).code == 1
     assert call("group", "create", "absent", "g", "--mkstream", url=client.url).code == 0
     assert client.execute("EXISTS", "absent") == 1
 
 
-def test_a_group_moves_and_says_from_where_but_not_in_a_dry_run(client: Client, group: Group) -> None:
+def test_a_group_moves_and_reports_its_former_id_but_does_not_move_in_a_dry_run(client: Client, group: Group) -> None:
     words = ("group", "set-id", "s", "g", "--after", "2-0", "--json")
     assert call(*words, "--dry-run", url=client.url).json()["now"] == "6-0"
     refusal = call(*words, url=client.url)
@@ -124,7 +124,7 @@ def test_a_group_moves_and_says_from_where_but_not_in_a_dry_run(client: Client, 
     assert call("group", "set-id", "s", "g", "--after", "soon", url=client.url).code == 2
 
 
-def test_a_group_is_destroyed_after_a_question_that_tells_what_is_pending(client: Client, group: Group) -> None:
+def test_a_group_is_destroyed_after_a_question_that_counts_its_pending_entries(client: Client, group: Group) -> None:
     refusal = call("group", "delete", "s", "g", url=client.url)
     assert (refusal.code, "6 pending entries" in refusal.err) == (2, True)
     assert "would be" in call("group", "delete", "s", "g", "--dry-run", url=client.url).out
@@ -136,7 +136,7 @@ def test_a_group_is_destroyed_after_a_question_that_tells_what_is_pending(client
     assert call("group", "delete", "s", "g", "--yes", url=client.url).code == 1
 
 
-def test_a_consumer_is_deleted_only_with_an_heir_of_what_it_holds(client: Client, group: Group) -> None:
+def test_a_consumer_with_pending_entries_is_deleted_only_with_an_heir(client: Client, group: Group) -> None:
     words = ("group", "delete-consumer", "s", "g", "a", "--yes")
     refusal = call(*words, url=client.url)
     assert (refusal.code, "name the consumer that gets them" in refusal.err) == (2, True)
@@ -150,7 +150,7 @@ def test_a_consumer_is_deleted_only_with_an_heir_of_what_it_holds(client: Client
     assert call(*words, url=client.url).code == 1
 
 
-def test_silent_consumers_that_hold_nothing_are_cleaned_up(client: Client, group: Group) -> None:
+def test_idle_consumers_without_pending_entries_are_removed(client: Client, group: Group) -> None:
     group.create_consumer("c")
     group.create_consumer("d")
     words = ("group", "clean", "s", "--idle", "0s", "--json")
@@ -164,7 +164,7 @@ def test_silent_consumers_that_hold_nothing_are_cleaned_up(client: Client, group
 # --- pending ---
 
 
-def test_pending_entries_are_shown_in_sum_and_one_by_one(client: Client, group: Group) -> None:
+def test_pending_entries_are_summed_up_and_listed(client: Client, group: Group) -> None:
     assert call("group", "pending", "s", "g", "--count", "--json", url=client.url).json() == {
         "stream": "s", "group": "g", "count": 6, "lowest": "1-0", "highest": "6-0", "by_consumer": {"a": 4, "b": 2},
     }  # fmt: skip
@@ -200,7 +200,7 @@ def test_pending_entries_are_picked_by_consumer_idle_time_range_and_count(client
 # --- claim ---
 
 
-def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_is_named(client: Client) -> None:
+def test_all_idle_entries_are_claimed_and_the_deleted_ones_are_named(client: Client) -> None:
     add(client, 1_600)
     Group(client, "s", "g").create()
     read_new(client, "a", 1_500)
@@ -219,7 +219,7 @@ def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_
     assert call(*words, url=client.url).json()["claimed"] == []
 
 
-def test_entries_are_claimed_by_id_and_each_that_is_not_is_told_apart(client: Client, group: Group) -> None:
+def test_entries_are_claimed_by_id_and_the_others_are_reported_by_cause(client: Client, group: Group) -> None:
     idle(client, 90_000, "1-0", "2-0")
     client.execute("XDEL", "s", "2-0")
     words = ("group", "claim", "s", "g", "b", "1-0", "2-0", "3-0", "9-0", "--min-idle", "1m", "--json")
@@ -235,7 +235,7 @@ def test_entries_are_claimed_by_id_and_each_that_is_not_is_told_apart(client: Cl
     assert (spoken.out, spoken.err) == ("1 entry claimed for b\n", "9-0 is not pending\n")
 
 
-def test_a_claim_for_nobody_or_of_nothing_is_refused(client: Client, group: Group) -> None:
+def test_a_claim_without_a_consumer_or_without_ids_is_refused(client: Client, group: Group) -> None:
     refusal = call("group", "claim", "s", "g", "c", "1-0", url=client.url)
     assert (refusal.code, "--create" in refusal.err) == (1, True)
     assert call("group", "claim", "s", "g", "b", url=client.url).code == 2
@@ -297,7 +297,7 @@ def wait_for_outputs(client: Client, count: int) -> None:
 @pytest.mark.parametrize(
     "words", [("create",), ("set-id", "--after", "earliest", "--yes"), ("set-id", "--after", "latest")]
 )
-def test_the_place_of_a_handler_is_not_changed_by_its_group_and_it_is_said_how(
+def test_a_handlers_group_cannot_be_moved_and_the_error_names_the_option_that_can(
     client: Client, words: tuple[str, ...]
 ) -> None:
     add(client, 5)
@@ -309,7 +309,7 @@ def test_the_place_of_a_handler_is_not_changed_by_its_group_and_it_is_said_how(
     assert call("group", "list", "s", "--json", url=client.url).json()["last_delivered"] == "0-0"
 
 
-def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(client: Client) -> None:
+def test_destroying_the_group_of_a_running_handler_loses_and_doubles_nothing(client: Client) -> None:
     add(client, 400)
     with billing(client, 50, 200) as bill:
         for number in (50, 200):
@@ -321,7 +321,7 @@ def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(cli
     assert outputs(client) == [n for n in range(1, 401) if n != 13]
 
 
-def test_a_handlers_group_without_a_ledger_is_not_destroyed_as_it_would_begin_anew(client: Client) -> None:
+def test_a_handlers_group_without_a_committed_offset_is_not_destroyed_as_it_would_start_again(client: Client) -> None:
     add(client, 5)
     Group(client, "s", KEYS.group).create("3-0")
     refusal = call("group", "delete", "s", KEYS.group, "--yes", url=client.url)
@@ -329,7 +329,7 @@ def test_a_handlers_group_without_a_ledger_is_not_destroyed_as_it_would_begin_an
     assert Group(client, "s", KEYS.group).info() is not None
 
 
-def test_entries_that_are_taken_from_a_worker_by_hand_are_committed_once(client: Client) -> None:
+def test_entries_that_an_operator_claims_from_a_worker_are_committed_once(client: Client) -> None:
     add(client, 200)
     with billing(client, 20, claim_ms=300) as bill:
         with bill.stopped_at(20):
@@ -354,7 +354,7 @@ def test_entries_that_are_taken_from_a_worker_by_hand_are_committed_once(client:
     assert set(bill.seen) == set(range(1, 201))
 
 
-def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
+def test_info_shows_the_entries_that_workers_have_in_flight(client: Client) -> None:
     now_ms = server_time_ms(client)
     stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
     stream.join()
@@ -377,7 +377,7 @@ def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
     assert (handler.pending, handler.lag, handler.oldest_pending_age_ms) == (0, 2, None)
 
 
-def test_info_tells_when_a_handler_has_moved_to_spark(client: Client) -> None:
+def test_info_shows_that_a_handler_has_moved_to_spark(client: Client) -> None:
     add(client, 5)
     stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
     stream.join()

@@ -48,7 +48,7 @@ def handler(found: Inspection) -> HandlerReport:
     return report
 
 
-def test_nothing_is_found_in_an_empty_redis(client: Client) -> None:
+def test_info_of_an_empty_redis_shows_nothing(client: Client) -> None:
     assert inspect(client) == Inspection(streams=(), handlers=())
     assert call("info", url=client.url).err == "there are no streams\n"
     assert call("info", "--json", url=client.url).json() == {
@@ -93,7 +93,7 @@ def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> No
         ("2-0", (1, 2, 3), 7, 4),
     ],
 )
-def test_the_lag_is_exact_whatever_was_deleted(
+def test_the_lag_is_exact_after_any_deletion(
     client: Client, position: str, deleted: Sequence[int], lag: int, first_waiting: int | None
 ) -> None:
     fill(client, "flights", 10)
@@ -107,7 +107,7 @@ def test_the_lag_is_exact_whatever_was_deleted(
         assert before_ms <= first_waiting + (report.oldest_age_ms or 0) <= after_ms
 
 
-def test_a_lag_that_redis_does_not_know_is_counted_and_what_nobody_knows_is_said_so(client: Client) -> None:
+def test_a_lag_that_redis_does_not_know_is_counted_and_an_unknown_one_is_shown_as_unknown(client: Client) -> None:
     fill(client, "flights", 12_345)
     client.execute("HSET", KEYS.meta, "epoch", "7")
     assert handler(inspect(client)).lag is None
@@ -118,7 +118,7 @@ def test_a_lag_that_redis_does_not_know_is_counted_and_what_nobody_knows_is_said
     assert handler(inspect(client)).lag == 12_000
 
 
-def test_counting_stops_when_its_time_is_over_and_says_so(client: Client) -> None:
+def test_counting_stops_when_its_time_is_over_and_reports_a_lower_bound(client: Client) -> None:
     fill(client, "flights", 30_000, size=100)
     committed_id(client, "1-0")
     report = handler(inspect(client, budget_ms=0))
@@ -134,7 +134,7 @@ def test_huge_entries_are_counted_a_few_at_a_time(client: Client) -> None:
     assert handler(inspect(client, budget_ms=ENDLESS_MS)).lag == 199
 
 
-def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> None:
+def test_handlers_are_shown_with_their_counters_and_dead_letters(client: Client) -> None:
     fill(client, "flights", 5)
     store = CommitStore(client, app="airline", handler="departure", into="departures")
     unit = Effects(
@@ -166,7 +166,7 @@ def reader(found: Inspection, name: str) -> ReaderReport:
     return report
 
 
-def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
+def test_the_streams_of_a_handler_are_summed_up(client: Client) -> None:
     for stream, count, done in (("a", 5, 5), ("b", 5, 2), ("c", 5, 0)):
         fill(client, stream, count)
         keys = HandlerKeys("shop", "bill", stream)
@@ -195,7 +195,7 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     assert row["largest_lags"] == [{"stream": "c", "lag": 5}, {"stream": "b", "lag": 3}]
 
 
-def test_stages_and_groups_are_shown_with_what_they_have_not_done(client: Client) -> None:
+def test_stages_and_groups_are_shown_with_their_lag_and_pending_entries(client: Client) -> None:
     for stream in ("a", "b"):
         fill(client, stream, 10)
         client.execute("XGROUP", "CREATE", stream, stage_group("shop", "minutes"), "4-0", "ENTRIESREAD", 4)
@@ -213,7 +213,7 @@ def test_stages_and_groups_are_shown_with_what_they_have_not_done(client: Client
     assert inspect(client, "other").streams == ()
 
 
-def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> None:
+def test_a_query_that_shares_a_group_is_one_consumer_of_the_group(client: Client) -> None:
     fill(client, "a", 10)
     client.execute("XGROUP", "CREATE", "a", "billing", "0")
     options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
@@ -229,7 +229,7 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
     assert "spark, readAs=group" in call("info", "--wide", url=client.url).out
 
 
-def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
+def test_the_handlers_of_a_run_on_spark_are_shown_as_alive(client: Client) -> None:
     fill(client, "flights", 3)
     committed_id(client, "1-0")
     assert (reader(inspect(client), "airline.departure").alive, handler(inspect(client)).consumers) == (0, 0)
@@ -245,7 +245,7 @@ def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
     assert 0 < client.execute("PTTL", worker_name_key("airline", "spark:departure")) <= 30_000
 
 
-def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_reports_give_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(client, "flights", 10)
     committed_id(client, "4-0")
     client.execute("HSET", KEYS.meta, "committed", 4)
@@ -307,7 +307,7 @@ def test_the_state_of_a_key_is_shown_whole(client: Client) -> None:
     assert "has no state for N2" in missing.err
 
 
-def test_keys_of_any_bytes_are_listed_and_taken_back_as_they_are_listed(client: Client) -> None:
+def test_keys_of_any_bytes_are_listed_and_accepted_as_they_are_listed(client: Client) -> None:
     key = b"\xff\x1b[31m\\ \n"
     client.execute("HSET", KEYS.state, key, msgspec.msgpack.encode({"n": 1}))
     keep(client, N1={"n": 2})
@@ -332,7 +332,7 @@ def test_listing_is_bounded_and_can_be_narrowed(client: Client) -> None:
     assert sorted(line["key"] for line in some.json_lines()) == sorted(["N123", *(f"N123{n}" for n in range(10))])
 
 
-def test_a_damaged_state_is_said_so_and_can_be_reset(client: Client) -> None:
+def test_a_damaged_state_is_reported_and_can_be_reset(client: Client) -> None:
     client.execute("HSET", KEYS.state, "N1", b"\xc1")
     shown = call("state", "show", *STATE, "N1", url=client.url)
     assert shown.code == 1
@@ -347,7 +347,7 @@ def test_a_damaged_state_is_said_so_and_can_be_reset(client: Client) -> None:
     assert call("state", "reset", *STATE, "N1", "N2", "--yes", url=client.url).out == "1 key reset, 1 had no state\n"
 
 
-def test_a_reset_warns_of_live_runs_and_needs_a_yes(client: Client) -> None:
+def test_a_reset_warns_of_live_runs_and_needs_yes(client: Client) -> None:
     keep(client, N1={"n": 1})
     unasked = call("state", "reset", *STATE, "N1", url=client.url)
     assert unasked.code == 2

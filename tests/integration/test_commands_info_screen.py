@@ -64,7 +64,7 @@ def test_no_table_is_wider_than_a_terminal_of_80_columns_and_names_keep_both_end
     assert LONG.stream in piped
 
 
-def test_what_is_wrong_comes_first_and_is_coloured_in_a_terminal_only(client: Client) -> None:
+def test_problems_come_first_and_are_coloured_in_a_terminal_only(client: Client) -> None:
     handler(client, HandlerKeys("shop", "a_sound", "s"), done=5, is_alive=True)
     handler(client, HandlerKeys("shop", "b_slow", "s2"), done=1, backing_off=3, is_alive=True)
     handler(client, HandlerKeys("shop", "c_paused", "s3"), done=5, is_paused=True)
@@ -103,12 +103,12 @@ def statuses(client: Client) -> dict[str, str]:
         ({"done": 3, "is_paused": True, "is_alive": True}, "paused"),
     ],
 )
-def test_a_status_says_what_is_known_of_a_reader(client: Client, given: dict[str, Any], status: str) -> None:
+def test_the_status_of_a_reader_follows_from_its_figures(client: Client, given: dict[str, Any], status: str) -> None:
     handler(client, HandlerKeys("shop", "h", "s"), **given)
     assert statuses(client) == {"shop.h": status}
 
 
-def test_a_redis_that_refuses_writes_for_want_of_memory_is_told(client: Client) -> None:
+def test_info_reports_a_redis_that_refuses_writes_for_lack_of_memory(client: Client) -> None:
     client.execute("XADD", "s", "*", "n", 1)
     assert call("info", "--json", url=client.url).json()["problems"] == []
     client.execute("CONFIG", "SET", "maxmemory", "1mb")
@@ -156,7 +156,7 @@ class Script(ManualClock):
         thing()
 
 
-def test_watch_prints_an_object_for_each_interval_with_the_rates_since_the_one_before(
+def test_watch_prints_an_object_for_each_interval_with_the_rates_since_the_last_one(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = HandlerKeys("shop", "h", "s")
@@ -189,7 +189,7 @@ def test_a_reader_that_completes_nothing_for_long_makes_no_progress(
     assert {one["status"] for report in reports for one in report["readers"] if "nothing" in one["name"]} == {"running"}
 
 
-def test_watch_outlives_a_time_without_redis(
+def test_watch_survives_a_time_without_redis(
     millstream_fresh_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = millstream_fresh_server
@@ -209,7 +209,7 @@ def test_watch_outlives_a_time_without_redis(
     ("words", "every_s"),
     [(("--watch",), 2.0), (("--watch", "shop"), 2.0), (("--watch", "7s", "shop"), 7.0), (("shop", "--watch=1m"), 60.0)],
 )
-def test_watch_may_be_given_without_a_time(
+def test_watch_needs_no_interval(
     client: Client, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], every_s: float
 ) -> None:
     script = Script()
@@ -221,7 +221,7 @@ def test_watch_may_be_given_without_a_time(
     assert call("info", "--watch=0s", url=client.url).code == 2
 
 
-def test_in_a_terminal_each_look_replaces_the_one_before_and_is_cut_to_its_height(client: Client) -> None:
+def test_watch_redraws_the_screen_of_a_terminal_and_cuts_the_report_to_its_height(client: Client) -> None:
     for number in range(30):
         client.execute("XADD", f"s{number:02}", "1-0", "a", "b")
     clear, home, end = "\x1b[2J", "\x1b[H", "\x1b[J"
@@ -235,7 +235,7 @@ def test_in_a_terminal_each_look_replaces_the_one_before_and_is_cut_to_its_heigh
     assert "every 100ms; Ctrl-C ends it" in first[0]
 
 
-def test_in_a_pipe_looks_follow_each_other(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_prints_one_report_after_another_into_a_pipe(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.cli.info.time", Script(lambda: None))
     client.execute("XADD", "s", "1-0", "a", "b")
     shown = call("info", "--watch", url=client.url)

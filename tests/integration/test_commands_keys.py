@@ -37,7 +37,7 @@ def listed(client: Client, *words: str) -> list[Any]:
     return call("key", "list", *words, "--json", url=client.url).json_lines()
 
 
-def test_the_list_says_of_each_key_what_it_waits_for(client: Client, stream: KeyedStream) -> None:
+def test_the_list_shows_for_each_key_why_it_waits(client: Client, stream: KeyedStream) -> None:
     rows = {row["key"]: row for row in listed(client, "shop.pay")}
     assert list(rows) == ["c", "a", "b", "d"]
     assert {row["state"] for row in rows.values()} == {"leased", "backing off", "parked", "ready"}
@@ -47,7 +47,7 @@ def test_the_list_says_of_each_key_what_it_waits_for(client: Client, stream: Key
     assert stream.check_invariants() == []
 
 
-def test_the_last_error_of_a_key_that_waits_is_listed_and_shown_with_its_traceback(
+def test_the_last_error_of_a_waiting_key_is_listed_and_shown_with_its_traceback(
     client: Client, stream: KeyedStream
 ) -> None:
     error = LastError(error="RuntimeError: no gateway", traceback="Traceback\n  in pay\nRuntimeError: no gateway\n")
@@ -68,7 +68,7 @@ def test_the_last_error_of_a_key_that_waits_is_listed_and_shown_with_its_traceba
     assert letter["error"] == "skipped by an operator; last error: RuntimeError: no gateway"
 
 
-def test_a_key_that_backs_off_is_listed_with_the_attempts_that_it_has(client: Client, stream: KeyedStream) -> None:
+def test_a_key_that_backs_off_is_listed_with_its_attempts(client: Client, stream: KeyedStream) -> None:
     (lease,) = stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
     error = LastError(error="RuntimeError: no gateway", attempts=5)
     stream.release_leases([LeaseRelease(lease, "backoff", 60_000, 2, error.pack())])
@@ -78,7 +78,7 @@ def test_a_key_that_backs_off_is_listed_with_the_attempts_that_it_has(client: Cl
     assert row["why"].endswith(", of 5 attempts")
 
 
-def test_without_a_handler_the_stuck_keys_of_all_handlers_are_listed(client: Client, stream: KeyedStream) -> None:
+def test_stuck_keys_of_all_handlers_are_listed_if_no_handler_is_given(client: Client, stream: KeyedStream) -> None:
     other = KeyedStream(
         client, "refunds", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="bank", handler="back",
         consumer="w-0",
@@ -108,7 +108,7 @@ def test_keys_are_counted_by_handler_stream_and_state(client: Client, stream: Ke
     assert output == "shop.pay on orders: 2 keys with 5 messages: 1 backing off, 1 parked\n"
 
 
-def test_it_is_said_when_so_much_waits_that_other_keys_will_not_go_on(client: Client, stream: KeyedStream) -> None:
+def test_the_list_warns_when_waiting_messages_nearly_fill_the_look_ahead(client: Client, stream: KeyedStream) -> None:
     assert "--look-ahead" not in call("key", "list", "shop.pay", url=client.url).err
     client.execute("XADD", "orders", "*", "key", "d", "n", 9)
     stream.enqueue_new(count=100, most_pending=14)
@@ -117,7 +117,7 @@ def test_it_is_said_when_so_much_waits_that_other_keys_will_not_go_on(client: Cl
     assert "give the workers a greater --look-ahead" in output
 
 
-def test_one_key_and_one_state_are_shown_on_request(client: Client, stream: KeyedStream) -> None:
+def test_one_key_and_one_state_can_be_shown_alone(client: Client, stream: KeyedStream) -> None:
     assert asked(client, "key", "show", "shop.pay", "b")["state"] == "backing off"
     shown = call("key", "show", "shop.pay", "b", url=client.url).out
     assert "attempt 2 of its first entry" in shown
@@ -150,7 +150,7 @@ def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, 
     assert stream.check_invariants() == []
 
 
-def test_all_parked_keys_of_a_handler_are_unparked_at_once_after_a_look(client: Client, stream: KeyedStream) -> None:
+def test_all_parked_keys_of_a_handler_are_unparked_at_once_after_a_dry_run(client: Client, stream: KeyedStream) -> None:
     call("key", "park", "shop.pay", "d", url=client.url)
     assert asked(client, "key", "unpark", "shop.pay", "--all", "--dry-run")["unparked"] == 2
     assert len(listed(client, "shop.pay", "--state", "parked")) == 2
@@ -183,7 +183,7 @@ def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, st
         (("key", "list", "nothing"), "no handler of an app 'nothing' has run"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(
+def test_a_command_that_cannot_be_done_fails_with_one_line(
     client: Client, stream: KeyedStream, words: tuple[str, ...], message: str
 ) -> None:
     ended = call(*words, url=client.url)
@@ -193,13 +193,13 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert stream.check_invariants() == []
 
 
-def test_info_shows_such_a_handler_as_run_by_workers(client: Client, stream: KeyedStream) -> None:
+def test_info_shows_a_handler_with_a_key_as_run_by_workers(client: Client, stream: KeyedStream) -> None:
     (found,) = call("info", "--json", url=client.url).json()["handlers"]
     assert (found["engine"], found["consumers"], found["pending"], found["lag"]) == ("workers", 1, 11, 11)
     assert stream.check_invariants() == []
 
 
-def test_the_list_leaves_out_streams_that_are_gone_or_refused(client: Client, stream: KeyedStream) -> None:
+def test_the_list_leaves_out_streams_that_are_gone_or_not_readable(client: Client, stream: KeyedStream) -> None:
     for name in ("gone", "secret"):
         other = KeyedStream(
             client, name, queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",

@@ -41,7 +41,7 @@ def entries(client: Client, stream: str = "s") -> list[list[bytes]]:
 # --- Files ---
 
 
-def test_a_csv_file_is_published_as_it_stands(client: Client, tmp_path: Path) -> None:
+def test_a_csv_file_is_published_unchanged(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "flights.csv"
     path.write_bytes(
         b'\xef\xbb\xbfid,name,note\r\n1,NA,"a ""quoted"", text"\r\n2,,"two\nlines"\r\n\r\n3,\xff\xfe,\xc3\xa9\r\n'
@@ -56,7 +56,7 @@ def test_a_csv_file_is_published_as_it_stands(client: Client, tmp_path: Path) ->
     assert done.out.startswith(f"3 entries ({path.stat().st_size} bytes) published to s in ")
 
 
-def test_only_the_values_that_are_named_are_left_out(client: Client, tmp_path: Path) -> None:
+def test_only_the_named_null_values_are_left_out(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "some.CSV"
     path.write_text("a,b,c\n,NA,-\nx,y,é\n")
     call("publish", "s", str(path), url=client.url)
@@ -81,7 +81,7 @@ def test_json_lines_keep_numbers_and_nested_values_as_they_are_written(client: C
     assert figures["rate"] > 0
 
 
-def test_standard_input_is_published_as_it_comes(client: Client) -> None:
+def test_standard_input_is_published_as_it_arrives(client: Client) -> None:
     with running("publish", "s", "--format", "csv", "--json", url=client.url, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.write(b"a,b\n1,2\n3,")
@@ -107,7 +107,7 @@ def test_standard_input_is_published_as_it_comes(client: Client) -> None:
         ("x.ndjson", '{"a":"\\ud800"}\n', "line 1: ", 0),
     ],
 )
-def test_a_malformed_line_is_named_and_those_before_it_are_published(
+def test_the_error_names_a_malformed_line_and_the_lines_before_it_are_published(
     client: Client, tmp_path: Path, name: str, text: str, complaint: str, before: int
 ) -> None:
     path = tmp_path / name
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_is_wrong_usage(client: Client, tmp_path: Pat
     assert call("publish", "s", "data.parquet", url=client.url).code == 2
 
 
-def test_the_stream_is_trimmed_and_the_rate_is_kept(client: Client, tmp_path: Path) -> None:
+def test_publish_trims_the_stream_and_keeps_the_rate(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
     path.write_text("a\n" + "1\n" * 3000)
     call("publish", "s", str(path), "--maxlen", "1000", url=client.url)
@@ -138,7 +138,7 @@ def test_the_stream_is_trimmed_and_the_rate_is_kept(client: Client, tmp_path: Pa
     assert done.json()["seconds"] >= 0.5
 
 
-def test_at_a_rate_entries_go_out_evenly_and_not_in_bursts(client: Client) -> None:
+def test_entries_are_published_evenly_at_a_rate_and_not_in_bursts(client: Client) -> None:
     class Sleeps(ManualClock):
         """A clock that notes for how long somebody sleeps by it."""
 
@@ -190,7 +190,7 @@ def test_rows_arrive_byte_for_byte_in_order(client: Client, rows: list[dict[str,
     assert entries(client) == [[part for pair in row.items() for part in map(_as_bytes, pair)] for row in rows]
 
 
-def test_none_is_left_out_and_numbers_are_written_as_text(client: Client) -> None:
+def test_null_fields_are_left_out_and_numbers_are_written_as_text(client: Client) -> None:
     with Publisher(client, "s") as publisher:
         publisher.send([{"a": 1, "b": None, "c": 2.5, "d": b"\xff", "e": True}, {"a": "", "z": "é"}])
         assert publisher.entries == 2
@@ -201,7 +201,7 @@ def test_none_is_left_out_and_numbers_are_written_as_text(client: Client) -> Non
 
 
 @pytest.mark.parametrize("row", [{}, {"a": None}, {"a": object()}, {"a": float("nan")}, {"a": "\ud800"}])
-def test_a_row_that_cannot_be_an_entry_is_refused_and_those_before_it_are_published(
+def test_a_row_that_cannot_be_an_entry_is_refused_and_the_rows_before_it_are_published(
     client: Client, row: dict[str, Value]
 ) -> None:
     with Publisher(client, "s") as publisher, pytest.raises(OutputError):
@@ -209,7 +209,7 @@ def test_a_row_that_cannot_be_an_entry_is_refused_and_those_before_it_are_publis
     assert client.execute("XLEN", "s") == (0 if row == {"a": "\ud800"} else 1)
 
 
-def test_a_key_of_another_type_is_refused_whole(client: Client, tmp_path: Path) -> None:
+def test_a_batch_for_a_key_of_another_type_is_refused_as_a_whole(client: Client, tmp_path: Path) -> None:
     client.execute("SET", "s", "text")
     with Publisher(client, "s") as publisher, pytest.raises(WrongType):
         publisher.send([{"a": "1"}])
@@ -222,7 +222,7 @@ def test_a_key_of_another_type_is_refused_whole(client: Client, tmp_path: Path) 
     assert client.execute("GET", "s") == b"text"
 
 
-def test_after_a_failure_no_batch_overtakes_the_one_that_failed(client: Client) -> None:
+def test_no_batch_overtakes_a_batch_that_failed(client: Client) -> None:
     client.execute("SET", "s", "text")
     with Publisher(client, "s") as publisher:
         publisher.add(("n",), ("1",))
@@ -235,7 +235,7 @@ def test_after_a_failure_no_batch_overtakes_the_one_that_failed(client: Client) 
     assert not client.execute("EXISTS", "s")
 
 
-def test_nothing_but_the_stream_and_a_number_that_expires_is_left_behind(client: Client) -> None:
+def test_publish_leaves_only_the_stream_and_a_sequence_number_that_expires(client: Client) -> None:
     with Publisher(client, "s") as publisher:
         publisher.send([{"a": "1"}] * 3)
     left = [key for key in client.execute("KEYS", "*") if key != b"s"]
@@ -247,7 +247,7 @@ def test_nothing_but_the_stream_and_a_number_that_expires_is_left_behind(client:
 # --- Trouble ---
 
 
-def test_a_full_redis_is_said_so_and_nothing_is_written_in_part(
+def test_a_full_redis_is_reported_and_no_batch_is_written_in_part(
     millstream_fresh_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "some.csv"
@@ -269,7 +269,7 @@ def test_a_full_redis_is_said_so_and_nothing_is_written_in_part(
 
 
 @pytest.mark.faults
-def test_a_connection_that_breaks_again_and_again_neither_loses_nor_doubles_an_entry(
+def test_a_connection_that_breaks_repeatedly_neither_loses_nor_doubles_an_entry(
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
     count = 0
@@ -308,7 +308,7 @@ def test_connections_that_redis_closes_neither_lose_nor_double_an_entry(
 
 
 @pytest.mark.faults
-def test_a_redis_that_is_killed_and_comes_back_is_waited_for(millstream_fresh_server: EmbeddedServer) -> None:
+def test_publish_waits_for_a_redis_that_is_killed_and_comes_back(millstream_fresh_server: EmbeddedServer) -> None:
     class Waiting:
         """A clock that tells that somebody waits by it."""
 
@@ -344,7 +344,7 @@ def test_a_redis_that_is_killed_and_comes_back_is_waited_for(millstream_fresh_se
         assert [int(pairs[1]) for pairs in entries(client)] == list(range(count))
 
 
-def test_patience_ends(millstream_fresh_server: EmbeddedServer) -> None:
+def test_a_publisher_gives_up_when_its_patience_is_over(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client, Publisher(client, "s", patience_ms=300) as publisher:
         publisher.send([{"a": "1"}])
         millstream_fresh_server.kill()
@@ -355,7 +355,7 @@ def test_patience_ends(millstream_fresh_server: EmbeddedServer) -> None:
         assert publisher.entries == 1
 
 
-def test_ctrl_c_ends_it_at_once_even_while_redis_is_away(
+def test_ctrl_c_ends_publish_at_once_even_while_redis_is_away(
     millstream_fresh_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "some.csv"
@@ -374,7 +374,7 @@ def test_ctrl_c_ends_it_at_once_even_while_redis_is_away(
     assert "Traceback" not in outcome.err
 
 
-def test_the_bar_shows_the_rate_and_does_not_touch_stdout(client: Client, tmp_path: Path) -> None:
+def test_the_progress_bar_shows_the_rate_and_does_not_write_to_stdout(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
     path.write_text("a,b\n" + "1,2\n" * 50_000)
     command = f"script -qec '{_command(client.url, path)}' /dev/null"

@@ -19,7 +19,7 @@ KEYS = ServiceKeys("calls")
 STEADY = BalancerPolicy(lease_ms=300_000)
 
 
-def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
+def test_streams_are_announced_listed_released_and_removed(client: Client) -> None:
     url = ("--url", client.url)
     for name, info in (("call:1", '{"tariff": 1}'), ("call:2", "null")):
         assert call("lease", "add", "calls", name, "--info", info, *url).code == 0
@@ -60,7 +60,7 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
     assert client.execute("HKEYS", KEYS.streams) == [b"call:1"]
 
 
-def test_what_is_not_known_is_named(client: Client) -> None:
+def test_the_error_names_an_unknown_service_or_stream(client: Client) -> None:
     url = ("--url", client.url)
     unknown = call("lease", "list", "cals", *url)
     assert (unknown.code, "unknown service 'cals'" in unknown.err) == (1, True)
@@ -74,7 +74,7 @@ def test_what_is_not_known_is_named(client: Client) -> None:
     assert (unasked.code, "add --yes" in unasked.err) == (2, True)
 
 
-def test_what_is_half_done_is_not_called_wrong_usage(client: Client) -> None:
+def test_a_partly_failed_release_is_not_reported_as_wrong_usage(client: Client) -> None:
     url = ("--url", client.url)
     call("lease", "add", "calls", "call:1", *url)
     with Balancer(client.url, "calls", consumer="me", policy=STEADY) as balancer:
@@ -84,7 +84,7 @@ def test_what_is_half_done_is_not_called_wrong_usage(client: Client) -> None:
         assert call("lease", "release", "calls", "nope", "--yes", *url).code == 1
 
 
-def test_many_streams_are_announced_at_once_or_none(client: Client) -> None:
+def test_many_streams_are_announced_together_or_none(client: Client) -> None:
     url = ("--url", client.url)
     first = call("lease", "add", "calls", "call:1", "call:2", *url)
     assert first.out == "call:1 is announced to calls\ncall:2 is announced to calls\n"
@@ -100,7 +100,7 @@ def _has_outputs(client: Client, count: int) -> bool:
     return bool(client.execute("XLEN", "out") == count)
 
 
-def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
+def test_a_stream_announced_to_a_handler_goes_to_the_service_of_the_handler(client: Client) -> None:
     url = ("--url", client.url)
     for options, listens in (({"announced": "plant"}, "plant"), ({"pattern": "none:*"}, "millstream:app.handle")):
         handler = make(lambda message: {"n": message.text("n")}, order="stream", **options)
@@ -118,7 +118,7 @@ def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
             assert "1 stream" in call("lease", "list", "app.handle", *url).out
 
 
-def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client) -> None:
+def test_dead_letters_are_counted_with_the_command_that_shows_them(client: Client) -> None:
     url = ("--url", client.url)
     client.execute("XADD", KEYS.input, "*", "no", "announcement")
     with Balancer(client.url, "calls", consumer="me", policy=STEADY):
@@ -131,7 +131,7 @@ def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client)
     assert "it has no field lbs-input" in shown.out
 
 
-def test_a_log_line_is_one_line_whatever_a_stream_is_called() -> None:
+def test_a_log_record_is_one_line_whatever_the_name_of_a_stream() -> None:
     code = (
         "import logging, millstream.cli.main as c; c._options(); logging.getLogger('x').warning('%s', 'a\\nb\\x1b[31m')"
     )

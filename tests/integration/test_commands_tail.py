@@ -33,7 +33,7 @@ def lines(process: subprocess.Popen[bytes], count: int) -> list[dict[str, object
     return [json.loads(process.stdout.readline()) for _ in range(count)]
 
 
-def test_all_of_a_stream_is_shown_in_order_and_then_it_ends(client: Client) -> None:
+def test_tail_shows_a_whole_stream_in_order_and_ends(client: Client) -> None:
     fill(client, "s", 1_700)
     assert numbers("s", url=client.url) == list(range(1, 1_701))
 
@@ -42,12 +42,12 @@ def test_all_of_a_stream_is_shown_in_order_and_then_it_ends(client: Client) -> N
     ("where", "first"),
     [("earliest", 1), ("3-1", 3), ("3-0", 3), ("3-2", 4), ("4", 4), ("0", 1), ("1970-01-01T00:00:00.005", 5)],
 )
-def test_it_begins_where_it_is_told_to(client: Client, where: str, first: int) -> None:
+def test_tail_begins_at_the_given_place(client: Client, where: str, first: int) -> None:
     fill(client, "s", 6)
     assert numbers("s", "--from", where, url=client.url) == list(range(first, 7))
 
 
-def test_it_ends_after_so_many_entries(client: Client) -> None:
+def test_tail_ends_after_the_limit_of_entries(client: Client) -> None:
     fill(client, "s", 600)
     assert numbers("s", "--limit", "2", url=client.url) == [1, 2]
     assert numbers("s", "--limit", "501", url=client.url) == list(range(1, 502))
@@ -55,7 +55,7 @@ def test_it_ends_after_so_many_entries(client: Client) -> None:
     assert followed.out.count("\n") == 600
 
 
-def test_several_streams_and_one_that_is_not_there(client: Client) -> None:
+def test_tail_shows_several_streams_beside_a_missing_one(client: Client) -> None:
     fill(client, "a", 2)
     fill(client, "b", 3)
     shown = call("tail", "a", "b", "none", "a", "--no-follow", "--json", url=client.url)
@@ -65,7 +65,7 @@ def test_several_streams_and_one_that_is_not_there(client: Client) -> None:
     ]
 
 
-def test_what_is_not_there_is_said(client: Client) -> None:
+def test_tail_reports_missing_streams_and_patterns(client: Client) -> None:
     fill(client, "a", 1)
     shown = call("tail", "a", "none", "x:*", "--no-follow", url=client.url)
     assert shown.code == 0
@@ -77,7 +77,7 @@ def test_what_is_not_there_is_said(client: Client) -> None:
 
 
 @pytest.mark.parametrize("streams", [["a", "b"], ["a", "none"], ["a", "b*"], ["[ab]"]])
-def test_what_is_added_after_it_has_said_that_it_follows_is_shown(client: Client, streams: list[str]) -> None:
+def test_tail_shows_entries_that_are_added_after_it_reports_that_it_follows(client: Client, streams: list[str]) -> None:
     fill(client, "a", 3)
     fill(client, "b", 3)
     with running("tail", *streams, "--json", url=client.url) as process:
@@ -87,7 +87,7 @@ def test_what_is_added_after_it_has_said_that_it_follows_is_shown(client: Client
         assert [entry["fields"] for entry in lines(process, 1)] == [{"n": "4"}]
 
 
-def test_an_empty_end_is_an_end(client: Client) -> None:
+def test_tail_ends_where_the_last_entries_were_deleted(client: Client) -> None:
     fill(client, "s", 3)
     client.execute("XDEL", "s", "3-1", "2-1")
     assert numbers("s", url=client.url) == [1]
@@ -95,7 +95,7 @@ def test_an_empty_end_is_an_end(client: Client) -> None:
     assert numbers("s", url=client.url) == []
 
 
-def test_it_is_said_where_no_stream_can_be(client: Client) -> None:
+def test_tail_reports_a_key_that_cannot_be_a_stream(client: Client) -> None:
     client.execute("SET", "text", "x")
     shown = call("tail", "text", "--no-follow", url=client.url)
     assert shown.code == 1
@@ -103,7 +103,7 @@ def test_it_is_said_where_no_stream_can_be(client: Client) -> None:
     assert call("tail", "s", "--from", "yesterday", url=client.url).code == 2
 
 
-def test_what_could_harm_a_terminal_is_escaped(client: Client) -> None:
+def test_tail_escapes_bytes_that_could_harm_a_terminal(client: Client) -> None:
     nasty = b"\x1b]0;owned\x07\x9b31m\r\n\xff\xe2\x80\xae"
     client.execute("XADD", "s", "5-0", nasty, nasty)
     shown = call("tail", "s", "--no-follow", url=client.url)
@@ -112,7 +112,7 @@ def test_what_could_harm_a_terminal_is_escaped(client: Client) -> None:
     assert call("tail", "s", "--no-follow", "--json", url=client.url).out.isascii()
 
 
-def test_json_is_exact_for_any_fields(client: Client) -> None:
+def test_tail_prints_exact_json_for_any_fields(client: Client) -> None:
     client.execute("XADD", "s", "5-0", "a", b"\xff\x00", "a", "é", b"\xfe", "x")
     (entry,) = call("tail", "s", "--no-follow", "--json", url=client.url).json_lines()
     assert entry == {
@@ -124,14 +124,14 @@ def test_json_is_exact_for_any_fields(client: Client) -> None:
     }
 
 
-def test_a_long_value_is_cut_for_people_and_whole_in_json(client: Client) -> None:
+def test_tail_truncates_a_long_value_in_a_table_and_not_in_json(client: Client) -> None:
     client.execute("XADD", "s", "18446744073709551615-0", "a", "x" * 100_000)
     assert len(call("tail", "s", "--no-follow", url=client.url).out) < 400
     (entry,) = call("tail", "s", "--no-follow", "--json", url=client.url).json_lines()
     assert (entry["fields"], entry["time"]) == ({"a": "x" * 100_000}, None)
 
 
-def test_following_shows_only_what_comes_and_all_of_it(client: Client) -> None:
+def test_tail_follows_from_the_end_and_shows_every_new_entry(client: Client) -> None:
     fill(client, "a", 5)
     with running("tail", "a", "b", "--json", url=client.url) as process:
         _until_it_waits(client)
@@ -142,7 +142,7 @@ def test_following_shows_only_what_comes_and_all_of_it(client: Client) -> None:
         assert fields == [{"n": str(number)} for number in range(700)]
 
 
-def test_following_goes_on_after_redis_was_away(millstream_fresh_server: EmbeddedServer) -> None:
+def test_tail_follows_again_after_redis_was_away(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client:
         fill(client, "s", 3)
         with running("tail", "s", "--from", "2", "--json", url=client.url) as process:
@@ -155,7 +155,7 @@ def test_following_goes_on_after_redis_was_away(millstream_fresh_server: Embedde
             assert [entry["id"] for entry in lines(process, 1)] == ["4-1"]
 
 
-def test_the_streams_of_a_pattern_are_followed_and_those_made_later_and_ctrl_c_ends_it(client: Client) -> None:
+def test_tail_follows_the_streams_of_a_pattern_and_those_created_later_until_ctrl_c(client: Client) -> None:
     fill(client, "a:1", 3)
     fill(client, "b:1", 3)
     with running("tail", "a:*", "--json", url=client.url) as process:
@@ -172,7 +172,7 @@ def test_the_streams_of_a_pattern_are_followed_and_those_made_later_and_ctrl_c_e
     assert outcome == Outcome(code=130, out="", err=output)
 
 
-def test_a_thousand_streams_of_a_pattern_are_shown_from_after_an_id(client: Client) -> None:
+def test_tail_shows_a_thousand_streams_of_a_pattern_from_after_an_id(client: Client) -> None:
     streams = [f"s:{number}" for number in range(1_000)]
     client.pipeline([("XADD", stream, entry, "n", 1) for stream in streams for entry in ("1-1", "2-1", "3-1")])
     shown = call("tail", "s:*", "--after", "1-1", "--limit", "2000", "--json", url=client.url).json_lines()
@@ -182,7 +182,7 @@ def test_a_thousand_streams_of_a_pattern_are_shown_from_after_an_id(client: Clie
     assert numbers("s:1*", "other", "--after", "2-1", url=client.url) == [3] + [1] * 111
 
 
-def test_who_begins_at_a_time_that_a_stream_does_not_reach_is_shown_what_comes(client: Client) -> None:
+def test_tail_from_a_time_that_a_stream_does_not_reach_shows_the_entries_after_it(client: Client) -> None:
     fill(client, "old", 3)
     with running("tail", "old", "none", "--from", "1h", "--json", url=client.url) as process:
         _until_it_waits(client)
@@ -192,7 +192,7 @@ def test_who_begins_at_a_time_that_a_stream_does_not_reach_is_shown_what_comes(c
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_what_cannot_be_shown_any_more_is_told_at_its_place(client: Client, form: tuple[str, ...]) -> None:
+def test_tail_reports_a_gap_at_its_position(client: Client, form: tuple[str, ...]) -> None:
     fill(client, "s", 5)
     with running("tail", "s*", "--from", "5", *form, url=client.url) as process:
         assert process.stdout is not None
@@ -210,7 +210,7 @@ def test_what_cannot_be_shown_any_more_is_told_at_its_place(client: Client, form
         assert "s: the stream was deleted and created again, after 5-1\n" in err
 
 
-def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: Client) -> None:
+def test_tail_skips_a_stream_of_a_pattern_that_becomes_another_type(client: Client) -> None:
     fill(client, "s:1", 1)
     fill(client, "s:2", 1)
     with running("tail", "s:*", "--json", url=client.url) as process:
@@ -226,7 +226,7 @@ def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: C
         assert lines(process, 1)[0]["stream"] == "s:1"
 
 
-def test_a_stream_of_a_pattern_that_may_not_be_read_is_named_and_not_counted(client: Client) -> None:
+def test_tail_names_a_stream_of_a_pattern_that_may_not_be_read_and_does_not_count_it(client: Client) -> None:
     for name in ("s:1", "s:2", "s:3"):
         fill(client, name, 1)
     client.execute("ACL", "SETUSER", "some", "reset", "on", ">secret", "+@all", "~s:1", "~s:2")

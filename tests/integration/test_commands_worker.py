@@ -93,7 +93,7 @@ def end(worker: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> Outcom
     return ended(worker)
 
 
-def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Client, app: str) -> None:
+def test_processes_share_the_work_report_their_figures_and_end_in_order(client: Client, app: str) -> None:
     fill(client, 200, "x", "meet")  # a process goes on once another has begun as well
     options = ("--processes", "2", "--threads", "1", "--prefetch", "10", "--json")
     with running("worker", app, *options, url=client.url) as worker:
@@ -111,7 +111,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     assert call("info", "shop", "--json", url=client.url).json()["restarts"] == [], "an orderly stop is no restart"
 
 
-def test_a_process_that_dies_is_started_again_under_its_name_and_goes_on(client: Client, app: str) -> None:
+def test_a_process_that_dies_is_restarted_under_its_name_and_continues(client: Client, app: str) -> None:
     fill(client, 20)
     client.execute("XADD", "orders", "*", "n", 20, "x", "die")
     with running("worker", app, "--name", "till", url=client.url) as worker:
@@ -126,7 +126,7 @@ def test_a_process_that_dies_is_started_again_under_its_name_and_goes_on(client:
     assert sorted(int(entry[b"n"]) for entry in done(client)) == list(range(21))
 
 
-def test_the_processes_end_with_their_supervisor_even_if_it_is_killed(client: Client, app: str) -> None:
+def test_the_processes_end_with_their_supervisor_even_if_the_supervisor_is_killed(client: Client, app: str) -> None:
     fill(client, 1)
     with running("worker", app, url=client.url):
         eventually(lambda: len(done(client)) == 1, "the message to be done")
@@ -149,7 +149,7 @@ def test_the_url_of_redis_is_not_among_the_arguments_of_a_process(client: Client
     assert not any(client.url in argument for argument in arguments)
 
 
-def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_name(
+def test_a_process_whose_supervisor_was_killed_ends_before_its_name_is_free(
     client: Client, app: str, waits: Path
 ) -> None:
     fill(client, 1)
@@ -168,7 +168,7 @@ def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_
     eventually(has_ended, "the process to end, whatever it does")
 
 
-def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str) -> None:
+def test_a_worker_ends_when_the_reader_of_its_figures_has_closed_the_pipe(client: Client, app: str) -> None:
     fill(client, 1)
     with running("worker", app, "--json", url=client.url) as worker:
         assert worker.stdout is not None
@@ -180,7 +180,7 @@ def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str
     assert "restarting" not in log
 
 
-def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str, waits: Path) -> None:
+def test_ctrl_c_stops_a_worker_and_a_second_signal_does_not_wait(client: Client, app: str, waits: Path) -> None:
     fill(client, 2, "wait", ENDLESS_S)
     with running("worker", app, "--threads", "1", "--stop-timeout", ENDLESS_S, url=client.url) as worker:
         eventually(
@@ -205,7 +205,7 @@ def _released(client: Client) -> int:
     return len(client.execute("XPENDING", "orders", "millstream:shop.handle", *arguments))
 
 
-def test_one_port_serves_the_health_and_the_metrics_of_all_processes_also_when_one_of_them_dies(
+def test_one_port_serves_health_and_metrics_of_all_processes_even_when_one_of_them_dies(
     client: Client, app: str
 ) -> None:
     fill(client, 5)
@@ -241,7 +241,7 @@ def test_one_port_serves_the_health_and_the_metrics_of_all_processes_also_when_o
         assert end(worker).code == 0
 
 
-def test_two_supervisors_of_one_host_take_different_names(client: Client, app: str) -> None:
+def test_two_supervisors_on_one_host_use_different_names(client: Client, app: str) -> None:
     keys = HandlerKeys("shop", "handle", "orders")
     with running("worker", app, url=client.url) as one, running("worker", app, url=client.url) as other:
         eventually(lambda: len(names_in_use(client)) == 2, "both to have names")
@@ -250,7 +250,7 @@ def test_two_supervisors_of_one_host_take_different_names(client: Client, app: s
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
 
 
-def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -> None:
+def test_a_given_name_that_another_supervisor_has_is_refused(client: Client) -> None:
     kept, other = (
         StaticMembership(client, "shop", "till"),
         StaticMembership(client, "shop", "till", clock=ManualClock()),
@@ -263,7 +263,7 @@ def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
 
 
-def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_back(client: Client) -> None:
+def test_a_name_lease_is_no_longer_than_usual_after_the_clock_of_redis_went_back(client: Client) -> None:
     gone, other = (
         StaticMembership(client, "shop", "till"),
         StaticMembership(client, "shop", "till", clock=ManualClock()),
@@ -275,7 +275,7 @@ def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_b
     assert 0 < client.execute("PTTL", worker_name_key("shop", name)) <= NAME_LEASE_MS
 
 
-def test_a_redis_that_evicts_keys_is_warned_of_once(millstream_fresh_server: EmbeddedServer, app: str) -> None:
+def test_a_worker_warns_once_of_a_redis_that_evicts_keys(millstream_fresh_server: EmbeddedServer, app: str) -> None:
     with Client(millstream_fresh_server.url) as client:
         client.execute("CONFIG", "SET", "maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")
         fill(client, 1)
@@ -313,14 +313,14 @@ def test_the_processes_find_the_modules_that_their_supervisor_finds(
         (("--url", "redis://127.0.0.1:1/abc"), "database"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(app: str, arguments: tuple[str, ...], words: str) -> None:
+def test_a_worker_that_cannot_start_fails_with_one_line(app: str, arguments: tuple[str, ...], words: str) -> None:
     refused = call("worker", app, *arguments)
     assert refused.code == 2
     assert words in refused.err
     assert len(refused.err.splitlines()) == 1
 
 
-def test_the_limits_of_a_worker_can_be_given(client: Client, tmp_path: Path) -> None:
+def test_the_limits_of_a_worker_can_be_set(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "limits_app.py"
     path.write_text(
         "from millstream import App, Message\napp = App('limits')\n"

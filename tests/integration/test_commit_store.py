@@ -45,7 +45,7 @@ def outputs(client: Client) -> list[list[bytes]]:
     return [fields for _, fields in client.execute("XRANGE", "out", "-", "+")]
 
 
-def test_a_commit_writes_mark_state_outputs_and_dead_letters_in_one_step(client: Client) -> None:
+def test_a_commit_writes_key_offset_state_outputs_and_dead_letters_in_one_step(client: Client) -> None:
     store = make_store(client)
     whole = unit("5-0", "6-0", state=b"\x81", outputs=[("a", "1"), ("b", "2")], dead_letters=[("id", "6-0")])
     assert store.commit({STREAM: [whole]}) == []
@@ -63,7 +63,7 @@ def test_repeating_a_commit_whose_reply_was_lost_is_refused_and_writes_nothing(c
     assert outputs(client) == [[b"a", b"1"]]
 
 
-def test_of_two_executions_that_loaded_the_same_mark_only_one_commits(client: Client) -> None:
+def test_one_of_two_executions_that_loaded_the_same_key_offset_commits(client: Client) -> None:
     store = make_store(client)
     ours, twins = unit("5-0", outputs=[("by", "us")]), unit("5-0", outputs=[("by", "twin")])
     assert store.commit({STREAM: [ours]}) == []
@@ -71,7 +71,7 @@ def test_of_two_executions_that_loaded_the_same_mark_only_one_commits(client: Cl
     assert outputs(client) == [[b"by", b"us"]]
 
 
-def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gone(client: Client) -> None:
+def test_an_entry_at_or_below_the_committed_offset_is_refused_even_without_its_key_offset(client: Client) -> None:
     store = make_store(client)
     late = unit("5-9", outputs=[("a", "1")])
     assert store.commit({STREAM: [unit("5-9")]}) == []
@@ -96,7 +96,7 @@ def test_ids_are_ordered_as_numbers_not_as_text(client: Client, committed_id: st
     assert store.committed_ids([STREAM]) == {STREAM: EntryId.parse(later)}
 
 
-def test_an_older_run_is_refused_by_commit_advance_and_begin_and_told_so(client: Client) -> None:
+def test_an_older_run_is_refused_by_commit_advance_and_begin_with_a_clear_error(client: Client) -> None:
     old, new = make_store(client, token=100), make_store(client, token=200)
     old.begin_run([STREAM])
     new.begin_run([STREAM])
@@ -119,7 +119,7 @@ def test_a_new_token_is_greater_than_the_epoch_of_a_run_whose_clock_ran_ahead(cl
     assert make_store(client).new_token([STREAM, "other"]) == ahead + 1
 
 
-def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: Client) -> None:
+def test_repeating_an_advance_does_not_drop_the_key_offsets_of_the_next_batch(client: Client) -> None:
     store = make_store(client)
     store.advance_committed({STREAM: EntryId(5, 0)})
     store.commit({STREAM: [unit("6-0")]})
@@ -127,7 +127,7 @@ def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: 
     assert store.load({STREAM: ([KEY_PREFIX + b"k"], [])}) == {STREAM: {KEY_PREFIX + b"k": b"6-0"}}
 
 
-def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_frontier_passes_them(
+def test_key_offsets_above_a_smaller_batch_are_kept_until_the_committed_offset_passes_them(
     client: Client,
 ) -> None:
     store = make_store(client)
@@ -141,7 +141,7 @@ def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_fr
     assert outputs(client) == []
 
 
-def test_a_refused_unit_does_not_hold_up_the_others_of_its_call(client: Client) -> None:
+def test_a_refused_unit_does_not_delay_the_others_of_its_call(client: Client) -> None:
     store = make_store(client)
     store.commit({STREAM: [unit("5-0", key=b"a")]})
     refused, accepted = (
@@ -161,7 +161,7 @@ def test_an_output_stream_of_the_wrong_type_fails_the_whole_step_before_anything
     assert client.execute("EXISTS", KEYS.meta, KEYS.offsets, KEYS.state) == 0
 
 
-def test_at_maxmemory_a_commit_is_refused_whole_and_succeeds_once_there_is_room(client: Client) -> None:
+def test_a_commit_at_maxmemory_is_refused_whole_and_succeeds_once_there_is_room(client: Client) -> None:
     store = make_store(client)
     big = unit("5-0", state=b"\x81", outputs=[("a", "x" * 1000)])
     client.execute("CONFIG", "SET", "maxmemory", "1")
@@ -190,7 +190,7 @@ def test_state_that_is_emptied_is_removed_and_outputs_are_trimmed_to_their_lengt
     assert 100 <= client.execute("XLEN", "out") < 400
 
 
-def test_forgetting_keeps_the_epoch_so_that_a_run_still_alive_is_refused(client: Client) -> None:
+def test_dropping_the_progress_keeps_the_epoch_so_that_a_run_still_alive_is_refused(client: Client) -> None:
     old = make_store(client, token=100)
     old.begin_run([STREAM])
     old.commit({STREAM: [unit("5-0", state=b"\x81")]})
@@ -317,7 +317,9 @@ def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Clien
     assert store.begin_run([STREAM])[STREAM].suspects == 0, "it has survived each time"
 
 
-def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_committed(millstream_url: str) -> None:
+def test_a_commit_between_the_reads_of_a_load_is_detected_so_that_no_stale_state_is_committed(
+    millstream_url: str,
+) -> None:
     class Interleaved(Client):
         """Lets the twin commit after the first command of each pipeline, as another connection may."""
 
@@ -364,7 +366,7 @@ def test_a_run_without_the_rights_to_commit_is_refused_when_it_begins(
     make_store(limited("")).begin_run([STREAM])
 
 
-def test_a_write_that_redis_refuses_leaves_no_mark_so_that_the_retry_commits(
+def test_a_write_that_redis_refuses_stores_no_key_offset_so_that_the_retry_commits(
     client: Client, limited: Callable[[str], Client]
 ) -> None:
     mine = make_store(limited("-xadd"))
@@ -378,7 +380,7 @@ def test_a_write_that_redis_refuses_leaves_no_mark_so_that_the_retry_commits(
     assert outputs(client) == [[b"a", b"1"]]
 
 
-def test_units_committed_before_a_refused_write_keep_their_marks_past_a_smaller_batch(client: Client) -> None:
+def test_units_committed_before_a_refused_write_keep_their_key_offsets_past_a_smaller_batch(client: Client) -> None:
     """Their marks lie under `top` although the call as a whole failed."""
     client.execute("XADD", "out", f"{2**64 - 1}-{2**64 - 2}", "a", "0")
     store = make_store(client)

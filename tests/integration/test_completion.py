@@ -51,14 +51,14 @@ def test_commands_verbs_options_and_values_are_completed(line: str, offered: lis
 @pytest.mark.parametrize(
     ("line", "more"), [("millstream k", {"redis"}), ("millstream key l", set()), ("millstream run --o", set())]
 )
-def test_completion_imports_nothing_that_takes_long(line: str, more: set[str]) -> None:
+def test_completion_imports_no_slow_modules(line: str, more: set[str]) -> None:
     prelude = "import sys, atexit; atexit.register(lambda: print(*filter(sys.modules.get, sys.modules), sep=chr(10)));"
     imported = set(completed(line, program=f"{prelude} {PROGRAM}"))
     assert "millstream.cli.main" in imported
     assert imported & (HEAVY | more) == set()
 
 
-def test_help_texts_are_shown_by_shells_that_can() -> None:
+def test_help_texts_are_shown_by_shells_that_support_them() -> None:
     (line,) = completed(
         "millstream ke",
         shell="fish",
@@ -67,7 +67,7 @@ def test_help_texts_are_shown_by_shells_that_can() -> None:
     assert line.startswith("key\tList the keys that wait")
 
 
-def test_a_shell_completes_with_what_install_completion_has_installed(tmp_path: Path) -> None:
+def test_a_shell_completes_with_the_script_that_install_completion_has_installed(tmp_path: Path) -> None:
     require(shutil.which("bash"), "bash is not on PATH: apt-get install bash")
     program = tmp_path / "bin" / "millstream"
     program.parent.mkdir()

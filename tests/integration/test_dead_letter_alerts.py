@@ -95,14 +95,14 @@ def python(script: str, *args: object) -> str:
 # --- What an alert contains ---
 
 
-def test_a_webhook_is_told_as_json() -> None:
+def test_a_webhook_receives_an_alert_as_json() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url) as alert_sender:
         alert_sender.send(LETTER)
         eventually(lambda: hook.received, "ring")
     assert hook.received == [{"events": 1, "summaries": [LETTER]}]
 
 
-def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: Path) -> None:
+def test_a_command_receives_an_alert_on_its_standard_input_and_no_shell_runs(tmp_path: Path) -> None:
     output = tmp_path / "alert $(touch shell).json"
     with DeadLetterAlerts(
         command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", output)
@@ -113,7 +113,7 @@ def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: 
     assert not (tmp_path / "shell").exists()
 
 
-def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
+def test_alerts_within_the_interval_are_summed_up_by_their_subject() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=3_600) as alert_sender:
         alert_sender.send(LETTER)
         eventually(lambda: hook.received, "first ring")
@@ -126,7 +126,7 @@ def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
     ]
 
 
-def test_it_rings_no_more_often_than_it_is_told() -> None:
+def test_alerts_are_sent_no_more_often_than_the_interval_allows() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0.3) as alert_sender:
         for rings in (1, 2, 3):
             alert_sender.send(LETTER)
@@ -134,7 +134,7 @@ def test_it_rings_no_more_often_than_it_is_told() -> None:
     assert min(later - earlier for earlier, later in pairwise(hook.at)) >= 0.29
 
 
-def test_what_is_not_told_yet_is_bounded() -> None:
+def test_the_number_of_unsent_summaries_is_bounded() -> None:
     with webhook() as hook:
         with DeadLetterAlerts(hook.url, min_interval_s=3_600) as alert_sender:
             alert_sender.send(LETTER)
@@ -146,7 +146,7 @@ def test_what_is_not_told_yet_is_bounded() -> None:
     assert (last["events"], len(last["summaries"]), last["omitted"]) == (1_000, 100, 900)
 
 
-def test_summaries_of_any_kind_are_told() -> None:
+def test_summaries_of_any_type_are_sent() -> None:
     odd = {"flag": True, "path": Path("x"), "nested": {"a": [1]}, "none": None}
     with webhook() as hook, DeadLetterAlerts(hook.url) as alert_sender:
         alert_sender.send(odd)
@@ -154,7 +154,7 @@ def test_summaries_of_any_kind_are_told() -> None:
     assert hook.received[0]["summaries"] == [{**odd, "path": "x"}]
 
 
-def test_closing_tells_the_rest_at_once() -> None:
+def test_closing_sends_the_remaining_alerts_at_once() -> None:
     with webhook() as hook:
         alert_sender = DeadLetterAlerts(hook.url, min_interval_s=3_600)
         alert_sender.send(LETTER)
@@ -167,7 +167,7 @@ def test_closing_tells_the_rest_at_once() -> None:
         assert len(hook.received) == 2
 
 
-def test_a_bell_without_means_is_silent() -> None:
+def test_an_alert_sender_without_a_webhook_or_command_sends_nothing() -> None:
     with DeadLetterAlerts() as alert_sender:
         alert_sender.send(LETTER)
     with DeadLetterAlerts("", "") as alert_sender:
@@ -178,7 +178,7 @@ def test_a_bell_without_means_is_silent() -> None:
 
 
 @pytest.mark.usefixtures("quick_tries")
-def test_a_webhook_that_fails_is_told_again_up_to_three_times(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_webhook_that_fails_is_called_up_to_three_times(caplog: pytest.LogCaptureFixture) -> None:
     with webhook(500, 429) as hook:
         with DeadLetterAlerts(hook.url) as alert_sender:
             alert_sender.send(LETTER)
@@ -191,7 +191,7 @@ def test_a_webhook_that_fails_is_told_again_up_to_three_times(caplog: pytest.Log
 
 @pytest.mark.usefixtures("quick_tries")
 @pytest.mark.parametrize(("statuses", "tries"), [((500,) * 9, 3), ((404,) * 9, 1), ((302,) * 9, 1)])
-def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
+def test_a_webhook_that_keeps_failing_is_warned_of_without_its_path(
     statuses: tuple[int, ...], tries: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -204,7 +204,7 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
     assert "secret" not in caplog.text
 
 
-def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_webhook_is_warned_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock(1e6)
     with webhook(*(404,) * 9) as hook, DeadLetterAlerts(hook.url, min_interval_s=0, clock=clock) as alert_sender:
         for tries, complaints in ((1, 1), (2, 1), (3, 1)):
@@ -216,7 +216,7 @@ def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None
         eventually(lambda: len(caplog.records) == 2, "complaint")
 
 
-def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_sending_an_alert_never_waits_for_the_webhook(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         alert_sender = DeadLetterAlerts(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=10 * FAIL_SAFE_S)
         for _ in range(10_000):
@@ -228,7 +228,7 @@ def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.usefixtures("quick_tries")
-def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_webhook_is_warned_of_and_the_next_alert_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with DeadLetterAlerts(f"http://127.0.0.1:{port}/", min_interval_s=0) as alert_sender:
@@ -253,7 +253,7 @@ def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog:
         (python("import time; time.sleep(600)"), 0.5, "was killed: it took longer than 0.5 s"),
     ],
 )
-def test_a_command_that_fails_is_complained_about(
+def test_a_command_that_fails_is_warned_of(
     command: str, timeout_s: float, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DeadLetterAlerts(command=command, timeout_s=timeout_s) as alert_sender:
@@ -262,13 +262,13 @@ def test_a_command_that_fails_is_complained_about(
     assert complaint in caplog.text
 
 
-def test_a_command_that_ends_unheard_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_command_that_ends_without_reading_its_input_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     with DeadLetterAlerts(command="true") as alert_sender:
         alert_sender.send({"text": "x" * 1_000_000})
     assert not caplog.records
 
 
-def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Path) -> None:
+def test_closing_ends_a_command_that_hangs_with_its_child_processes(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     script = (
         "import os, subprocess, sys, time\n"
@@ -294,7 +294,7 @@ def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Pat
         (None, " ", "is empty"),
     ],
 )
-def test_what_cannot_be_a_bell_is_refused_at_once(url: str | None, command: str | None, complaint: str) -> None:
+def test_an_invalid_webhook_or_command_is_refused_at_once(url: str | None, command: str | None, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         DeadLetterAlerts(url, command)
 

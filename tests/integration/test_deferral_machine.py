@@ -150,7 +150,7 @@ class Machine(TaskFixture):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_spark_workers_and_people_do_each_message_takes_effect_once_in_order(
+def test_any_order_of_spark_workers_and_operators_applies_each_message_once_and_in_order(
     client: Client, seed: int
 ) -> None:
     chance = random.Random(seed)

@@ -60,7 +60,7 @@ def come_closer(client: Client, stream: str, by_ms: int) -> None:
     client.pipeline([("ZINCRBY", due, -by_ms, one) for one in client.execute("ZRANGE", due, 0, -1)])
 
 
-def test_a_message_comes_when_it_is_due_and_not_before(
+def test_a_message_is_added_when_it_is_due_and_not_before(
     client: Client, producer: Producer, delayed: DelayedMessages
 ) -> None:
     producer.publish("s", {"n": 1}, delay_ms=600_000)
@@ -80,7 +80,7 @@ def test_a_message_comes_when_it_is_due_and_not_before(
     assert client.execute("EXISTS", names.due, names.delayed) == 0
 
 
-def test_messages_come_in_due_order_and_those_due_together_in_order_of_arrival(
+def test_messages_are_moved_in_due_order_and_those_due_together_in_order_of_arrival(
     client: Client, producer: Producer, delayed: DelayedMessages
 ) -> None:
     producer.publish("s", {"n": 3}, delay_ms=2_400_000)
@@ -94,7 +94,7 @@ def test_messages_come_in_due_order_and_those_due_together_in_order_of_arrival(
     assert numbers(client) == list(range(1, 1_600))
 
 
-def test_a_message_does_not_take_the_id_of_another_that_waits(client: Client, producer: Producer) -> None:
+def test_a_delayed_message_does_not_reuse_the_id_of_another_that_waits(client: Client, producer: Producer) -> None:
     names = StreamKeys("s")
     # Ids are times of arrival. Here 100 ms of them are taken, as they are after the server's clock was set back.
     begin = int(time.time() * 1_000_000) + 300_000
@@ -129,14 +129,14 @@ def test_messages_arrive_byte_for_byte(client: Client, message: dict[bytes, byte
     assert [found for _, found in client.execute("XRANGE", "s", "-", "+")] == [pairs]
 
 
-def test_an_entry_of_the_most_fields_is_moved(client: Client, producer: Producer, delayed: DelayedMessages) -> None:
+def test_an_entry_with_the_most_fields_is_moved(client: Client, producer: Producer, delayed: DelayedMessages) -> None:
     producer.publish("s", {f"n{i}": i for i in range(MAX_FIELDS)}, delay_ms=1)
     assert move_all(delayed, "s") == 1
     [(_, pairs)] = client.execute("XRANGE", "s", "-", "+")
     assert len(pairs) == 2 * MAX_FIELDS
 
 
-def test_a_call_moves_so_much_and_says_that_there_is_more(
+def test_one_call_moves_a_limited_number_of_messages_and_reports_that_more_are_due(
     client: Client, producer: Producer, delayed: DelayedMessages
 ) -> None:
     producer.publish_many("s", [{"n": n} for n in range(700)], delay_ms=1)
@@ -149,7 +149,9 @@ def test_a_call_moves_so_much_and_says_that_there_is_more(
     assert numbers(client) == list(range(700))
 
 
-def test_people_can_look_at_them_and_cancel_them(client: Client, producer: Producer, delayed: DelayedMessages) -> None:
+def test_an_operator_can_list_delayed_messages_and_cancel_them(
+    client: Client, producer: Producer, delayed: DelayedMessages
+) -> None:
     before_ms = time.time() * 1000
     ids = [producer.publish("s", {"n": n}, delay_ms=60_000 * (n + 1)) for n in range(4)]
     after_ms = time.time() * 1000
@@ -166,7 +168,7 @@ def test_people_can_look_at_them_and_cancel_them(client: Client, producer: Produ
     assert delayed.find("none") == []
 
 
-def test_a_repeat_under_the_callers_id_waits_once_and_stays_known_after_it_is_moved(
+def test_a_repeat_under_the_callers_id_waits_once_and_is_recognised_after_the_move(
     client: Client, producer: Producer, delayed: DelayedMessages
 ) -> None:
     first = producer.publish("s", {"n": 1}, dedupe_id="a", delay_ms=20)
@@ -176,7 +178,9 @@ def test_a_repeat_under_the_callers_id_waits_once_and_stays_known_after_it_is_mo
     assert numbers(client) == [1]
 
 
-def test_delayed_messages_take_room_in_a_limited_stream(client: Client, delayed: DelayedMessages) -> None:
+def test_delayed_messages_count_against_the_length_of_a_limited_stream(
+    client: Client, delayed: DelayedMessages
+) -> None:
     with Producer(client, max_length=2, patience_ms=0) as producer:
         producer.publish("s", {"n": 1})
         producer.publish("s", {"n": 2}, delay_ms=1)
@@ -242,7 +246,7 @@ def test_a_redis_without_memory_moves_nothing_until_there_is_room(millstream_fre
         assert move_all(delayed, "s") == 10
 
 
-def test_a_payload_that_somebody_deleted_does_not_hold_up_the_others(
+def test_a_deleted_payload_does_not_delay_the_other_messages(
     client: Client, producer: Producer, delayed: DelayedMessages
 ) -> None:
     gone, _ = producer.publish_many("s", [{"n": 1}, {"n": 2}], delay_ms=1)
@@ -252,7 +256,7 @@ def test_a_payload_that_somebody_deleted_does_not_hold_up_the_others(
     assert numbers(client) == [2]
 
 
-def test_on_a_cluster_streams_of_all_nodes_are_moved_in_one_call() -> None:
+def test_one_call_moves_the_messages_of_streams_on_all_nodes_of_a_cluster() -> None:
     with cluster() as deployment, Client(deployment.url) as client, Producer(client) as producer:
         streams = [f"orders-{n}" for n in range(12)]
         for stream in streams:
@@ -267,7 +271,7 @@ def test_on_a_cluster_streams_of_all_nodes_are_moved_in_one_call() -> None:
 # --- The command line ---
 
 
-def test_who_is_told_what_waits_asks_nothing_else_and_hears_of_all_through_lost_connections(
+def test_key_tracking_replaces_polling_for_delayed_messages_even_over_lost_connections(
     client: Client, producer: Producer
 ) -> None:
     delayed = TrackedDelayedMessages(client, SYSTEM_CLOCK)
@@ -294,7 +298,7 @@ def test_who_is_told_what_waits_asks_nothing_else_and_hears_of_all_through_lost_
     assert (numbers(client, "s:7"), numbers(client, "s:8")) == ([1], [2])
 
 
-def test_what_waits_is_found_even_if_nobody_is_told(
+def test_delayed_messages_are_found_even_if_key_tracking_reports_nothing(
     client: Client, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms = [0.0]
@@ -313,7 +317,7 @@ def test_what_waits_is_found_even_if_nobody_is_told(
     assert numbers(client, "s:7") == [1]
 
 
-def test_a_file_is_published_for_later(client: Client, delayed: DelayedMessages, tmp_path: Path) -> None:
+def test_a_file_is_published_with_a_delay(client: Client, delayed: DelayedMessages, tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
     path.write_text("n\n" + "".join(f"{n}\n" for n in range(1_200)))
     done = call("publish", "s", str(path), "--in", "1s", url=client.url)
@@ -329,7 +333,7 @@ def test_a_file_is_published_for_later(client: Client, delayed: DelayedMessages,
 @pytest.mark.parametrize(
     ("options", "complaint"), [(("--in", "soon"), "30s, 5m"), (("--in", "5m", "--maxlen", "9"), "leave out maxlen")]
 )
-def test_a_delay_that_makes_no_sense_is_wrong_usage(
+def test_an_invalid_delay_is_wrong_usage(
     client: Client, tmp_path: Path, options: tuple[str, ...], complaint: str
 ) -> None:
     path = tmp_path / "some.csv"
@@ -340,7 +344,7 @@ def test_a_delay_that_makes_no_sense_is_wrong_usage(
     assert not client.execute("DBSIZE")
 
 
-def test_the_command_lists_what_waits_in_due_order_and_cancels_it(client: Client, producer: Producer) -> None:
+def test_the_command_lists_delayed_messages_in_due_order_and_cancels_them(client: Client, producer: Producer) -> None:
     late = producer.publish("s", {"n": "2", "raw": b"\xff"}, delay_ms=7_200_000)
     soon = producer.publish("s", {"n": "1"}, delay_ms=3_600_000)
     listed = call("delayed", "list", "s", "--json", url=client.url).json_lines()

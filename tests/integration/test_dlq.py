@@ -83,7 +83,7 @@ def redriven(client: Client, stream: str = "flights") -> list[int]:
 # --- Finding ---
 
 
-def test_letters_are_listed_and_narrowed_down(client: Client) -> None:
+def test_dead_letters_are_listed_and_filtered(client: Client) -> None:
     other = HandlerKeys("airline", "arrival", "flights")
     elsewhere = HandlerKeys("shop", "order", "{shop}:orders")
     ids = write_dead_letter(
@@ -113,7 +113,7 @@ def test_letters_are_listed_and_narrowed_down(client: Client) -> None:
     assert listed("--limit", "2") == [ids[3], ids[0]]
 
 
-def test_in_a_pipe_the_list_is_whole(client: Client) -> None:
+def test_the_list_is_not_cut_in_a_pipe(client: Client) -> None:
     key, error = "k" * 200, "ValueError: " + "x" * 200
     write_dead_letter(client, replace(letter("1-0", key=key.encode()), error=error))
     shown = call("dlq", "list", url=client.url).out
@@ -121,7 +121,7 @@ def test_in_a_pipe_the_list_is_whole(client: Client) -> None:
     assert error in shown
 
 
-def test_the_list_has_a_line_for_each_letter(client: Client) -> None:
+def test_the_list_has_a_row_for_each_dead_letter(client: Client) -> None:
     write_dead_letter(client, *(letter(f"{number}-0") for number in range(1, 124)))
     shown = call("dlq", "list", url=client.url)
     lines = shown.out.splitlines()
@@ -148,7 +148,7 @@ def test_the_list_has_a_line_for_each_letter(client: Client) -> None:
         )
 
 
-def test_letters_are_counted_by_reason(client: Client) -> None:
+def test_dead_letters_are_counted_by_reason(client: Client) -> None:
     write_dead_letter(client, letter(), letter(), letter(reason="crashed"))
     counted = call("dlq", "list", "--count", "--json", url=client.url).json_lines()
     place = {"handler": "airline.departure", "stream": "flights"}
@@ -169,7 +169,7 @@ def test_letters_are_counted_by_reason(client: Client) -> None:
         (*letter().items(), b"reason", b"boredom"),
     ],
 )
-def test_what_is_no_dead_letter_is_shown_as_such_and_never_sent_back(
+def test_an_entry_that_is_no_dead_letter_is_shown_as_unreadable_and_never_redriven(
     client: Client, foreign: Sequence[bytes | str | int]
 ) -> None:
     foreign_id = client.execute("XADD", KEYS.dead_letters, "*", *foreign).decode()
@@ -189,7 +189,7 @@ def test_what_is_no_dead_letter_is_shown_as_such_and_never_sent_back(
     assert call("dlq", "purge", "--reason", "unreadable", "--yes", "--json", url=client.url).json()["purged"] == 1
 
 
-def test_streams_of_others_that_are_named_alike_are_left_alone(client: Client) -> None:
+def test_streams_of_other_programs_with_similar_names_stay_as_they_are(client: Client) -> None:
     client.execute("XADD", "millstream:x:dead", "*", "a", "b")
     client.execute("HSET", "millstream:{s}:s:a.h:dead", "not", "a stream")
     assert call("dlq", "list", "--json", url=client.url).out == ""
@@ -207,7 +207,7 @@ def test_streams_of_others_that_are_named_alike_are_left_alone(client: Client) -
     fields=st.lists(st.tuples(st.binary(min_size=1), st.binary()), min_size=1, max_size=6),
     key=st.none() | st.binary(min_size=1),
 )
-def test_any_fields_come_back_from_the_dead_byte_for_byte(
+def test_any_fields_are_redriven_byte_for_byte(
     client: Client, fields: list[tuple[bytes, bytes]], key: bytes | None
 ) -> None:
     client.execute("FLUSHALL")
@@ -240,7 +240,7 @@ def _from_json(shown: dict[str, object]) -> list[bytes]:
     return [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part.encode() for part in parts]
 
 
-def test_a_letter_is_shown_whole_and_harmless(client: Client) -> None:
+def test_a_dead_letter_is_shown_whole_and_escaped(client: Client) -> None:
     (letter_id,) = write_dead_letter(client, letter("9-3", pairs=[b"note", b"\x1b[31m\xff", b"n", b"1"], key=b"\x07"))
     shown = call("dlq", "show", letter_id, url=client.url).out
     for expected in (
@@ -264,9 +264,7 @@ def test_a_letter_is_shown_whole_and_harmless(client: Client) -> None:
 
 
 @pytest.mark.parametrize("words", [("list",), ("list", "--count"), ("purge", "--yes"), ("redrive", "--yes")])
-def test_a_reason_that_there_is_not_is_refused_with_those_that_there_are(
-    client: Client, words: tuple[str, ...]
-) -> None:
+def test_an_unknown_reason_is_refused_with_the_list_of_reasons(client: Client, words: tuple[str, ...]) -> None:
     write_dead_letter(client, letter("1-0"))
     refused = call("dlq", *words, "--reason", "nonsense", url=client.url)
     assert (refused.code, refused.out) == (2, "")
@@ -275,7 +273,7 @@ def test_a_reason_that_there_is_not_is_refused_with_those_that_there_are(
     assert call("dlq", *words, "--reason", "unreadable", url=client.url).code == 0
 
 
-def test_a_megabyte_comes_back_whole(client: Client) -> None:
+def test_a_megabyte_is_redriven_whole(client: Client) -> None:
     value = os.urandom(1_000_000)
     write_dead_letter(
         client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number, b"v", value]) for number in range(1, 61))
@@ -287,7 +285,7 @@ def test_a_megabyte_comes_back_whole(client: Client) -> None:
 # --- Redrive ---
 
 
-def test_letters_come_back_in_their_original_order_whenever_they_died(client: Client) -> None:
+def test_dead_letters_are_redriven_in_their_original_order(client: Client) -> None:
     order = list(range(1, 301))
     random.Random(3).shuffle(order)
     write_dead_letter(client, *(letter(f"{number}-{number % 3}", pairs=[b"n", b"%d" % number]) for number in order))
@@ -305,7 +303,7 @@ def test_ids_order_as_numbers_not_as_text(client: Client) -> None:
     assert redriven(client) == [1, 9, 10, 100]
 
 
-def test_only_what_is_chosen_is_sent_back(client: Client) -> None:
+def test_only_the_selected_dead_letters_are_redriven(client: Client) -> None:
     ids = write_dead_letter(
         client,
         letter("1-0", pairs=[b"n", b"1"]),
@@ -324,7 +322,7 @@ def test_only_what_is_chosen_is_sent_back(client: Client) -> None:
     assert client.execute("XLEN", KEYS.dead_letters) == 0
 
 
-def test_redrive_and_purge_want_to_know_what_and_whether(client: Client) -> None:
+def test_redrive_and_purge_need_a_selection_and_consent(client: Client) -> None:
     (letter_id,) = write_dead_letter(client, letter())
     for command in ("redrive", "purge"):
         assert "or --all" in call("dlq", command, "--yes", url=client.url).err
@@ -342,7 +340,7 @@ def test_redrive_and_purge_want_to_know_what_and_whether(client: Client) -> None
     assert client.execute("EXISTS", "flights") == 0
 
 
-def test_an_id_that_two_handlers_have_given_must_be_narrowed_down(client: Client) -> None:
+def test_an_id_that_two_handlers_use_needs_a_handler_or_stream(client: Client) -> None:
     other = HandlerKeys("airline", "arrival", "flights")
     for keys in (KEYS, other):
         client.execute("XADD", keys.dead_letters, "7-7", *letter(keys=keys).items())
@@ -355,7 +353,7 @@ def test_an_id_that_two_handlers_have_given_must_be_narrowed_down(client: Client
     assert client.execute("XLEN", KEYS.dead_letters) == 1
 
 
-def test_letters_of_many_handlers_and_streams_each_go_home(client: Client) -> None:
+def test_dead_letters_of_many_handlers_and_streams_are_redriven_to_their_own_streams(client: Client) -> None:
     for number in range(1, 31):
         keys = HandlerKeys("a", f"h{number % 2}", f"{{tag}}s{number % 3}")
         write_dead_letter(client, letter(f"{number}-0", pairs=[b"n", b"%d" % number], keys=keys))
@@ -366,7 +364,7 @@ def test_letters_of_many_handlers_and_streams_each_go_home(client: Client) -> No
         assert all(pairs[1] == f"a.h{int(pairs[3]) % 2}".encode() for pairs in found)
 
 
-def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> None:
+def test_a_message_that_dies_during_a_redrive_is_not_redriven_by_it(client: Client) -> None:
     write_dead_letter(client, *(letter(f"{number}-0") for number in range(1, 101)))
     box = DeadLetterQueue(client)
     outcomes = 0
@@ -378,7 +376,7 @@ def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> No
 
 
 @pytest.mark.parametrize("right", ["xdel", "xadd"])
-def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_letter(client: Client, right: str) -> None:
+def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_dead_letter(client: Client, right: str) -> None:
     write_dead_letter(client, letter("1-0"))
     client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all", f"-{right}")
     with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited:
@@ -388,14 +386,14 @@ def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_letter(clien
     assert (client.execute("XLEN", KEYS.dead_letters), entries(client)) == (1, [])
 
 
-def test_an_error_that_quotes_what_is_no_text_is_kept_readable(client: Client) -> None:
+def test_an_error_that_quotes_bytes_is_stored_as_readable_text(client: Client) -> None:
     write_dead_letter(client, replace(letter("1-0"), error="cannot read '\udc80'", traceback="\ud800"))
     (filed,) = DeadLetterQueue(client).find(DeadLetterFilter())
     assert filed.letter is not None
     assert (filed.letter.error, filed.letter.traceback) == (r"cannot read '\udc80'", r"\ud800")
 
 
-def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Client) -> None:
+def test_an_entry_with_too_many_fields_stays_and_the_error_names_a_remedy(client: Client) -> None:
     names = [b"n%d" % number for number in range(4_000)]
     wide_id, _ = write_dead_letter(
         client, letter("1-0", pairs=[part for name in names for part in (name, b"")]), letter("2-0")
@@ -407,7 +405,7 @@ def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Cli
     assert len(call("dlq", "show", wide_id, "--json", url=client.url).json()["fields"]) == 4_000
 
 
-def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> None:
+def test_a_stream_that_became_another_type_loses_no_dead_letter(client: Client) -> None:
     write_dead_letter(client, letter(), letter())
     client.execute("SET", "flights", "text")
     box = DeadLetterQueue(client)
@@ -418,7 +416,7 @@ def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> 
     assert client.execute("XLEN", KEYS.dead_letters) == 2
 
 
-def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: EmbeddedServer) -> None:
+def test_a_full_redis_loses_no_dead_letter_and_is_reported(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client:
         write_dead_letter(client, letter(), letter())
         client.execute("CONFIG", "SET", "maxmemory", "1")
@@ -432,7 +430,7 @@ def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: Em
         assert call("dlq", "purge", "--all", "--yes", "--json", url=client.url).json()["purged"] == 2
 
 
-def test_two_redrives_at_once_send_each_letter_back_once(client: Client) -> None:
+def test_two_redrives_at_once_redrive_each_dead_letter_once(client: Client) -> None:
     write_dead_letter(client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number]) for number in range(1, 2_001)))
     outcomes: list[str | None] = []
 
@@ -452,7 +450,7 @@ def test_two_redrives_at_once_send_each_letter_back_once(client: Client) -> None
 
 
 @pytest.mark.faults
-def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_letter(client: Client) -> None:
+def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_dead_letter(client: Client) -> None:
     """SIGKILL in mid-redrive, again and again, each time after another number of moved letters."""
     total = KILLS * 400
     pairs = ([b"n", b"%d" % number] for number in range(1, total + 1))
@@ -482,7 +480,7 @@ def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_lette
 # --- Purge ---
 
 
-def test_purge_deletes_what_is_chosen_and_nothing_else(client: Client) -> None:
+def test_purge_deletes_the_selected_dead_letters_and_no_others(client: Client) -> None:
     other = HandlerKeys("airline", "arrival", "flights")
     ids = write_dead_letter(client, letter(), letter(reason="crashed"), letter(key=b"x"), letter(keys=other))
     assert call("dlq", "purge", "--reason", "crashed", "--yes", url=client.url).out == "1 dead letter purged\n"
@@ -496,12 +494,12 @@ def test_purge_deletes_what_is_chosen_and_nothing_else(client: Client) -> None:
     assert call("dlq", "purge", "--all", "--yes", url=client.url).out == "2 dead letters purged\n"
 
 
-def test_many_letters_are_purged_in_pieces(client: Client) -> None:
+def test_many_dead_letters_are_purged_in_several_calls(client: Client) -> None:
     write_dead_letter(client, *(letter(f"{number}-0") for number in range(1, 1_235)))
     assert call("dlq", "purge", "--all", "--yes", "--json", url=client.url).json()["purged"] == 1_234
 
 
-def test_ids_are_checked_before_anything_is_done(client: Client) -> None:
+def test_ids_are_checked_before_any_dead_letter_is_redriven(client: Client) -> None:
     box = DeadLetterQueue(client)
     write_dead_letter(client, letter())
     with pytest.raises(ConfigError, match="is not an entry id"):

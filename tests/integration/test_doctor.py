@@ -115,7 +115,7 @@ SETTINGS: list[tuple[str, str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("check", "severity", "settings"), SETTINGS)
-def test_a_setting_that_harms_is_found_and_the_printed_command_mends_it(
+def test_a_harmful_setting_is_found_and_the_printed_command_mends_it(
     admin: Client, check: str, severity: str, settings: tuple[str, ...]
 ) -> None:
     fill(admin, 3)
@@ -140,7 +140,7 @@ def test_an_entry_that_the_output_buffer_cannot_hold_is_a_problem(admin: Client)
     assert "not checked" in found(diagnosis, "data")[0].what, "Redis ends the connection that reads the entry"
 
 
-def test_versions_and_valkey_are_told_apart() -> None:
+def test_old_new_and_valkey_versions_are_distinguished() -> None:
     def version(**info: str) -> Finding:
         (one,) = check_version(Server(cli="redis-cli", name="", info=info, settings=dict))
         return one
@@ -179,13 +179,13 @@ def test_a_cluster_is_ok_as_a_cluster_and_a_problem_as_one_server(request: pytes
         assert only(client, "cluster").severity == "problem"
 
 
-def test_a_redis_that_is_away_is_a_problem_and_the_machine_is_checked_all_the_same() -> None:
+def test_a_redis_that_is_away_is_a_problem_and_the_machine_is_still_checked() -> None:
     outcome = call("doctor", "--json", url="redis://127.0.0.1:1")
     checks = {one["check"]: one["severity"] for one in outcome.json()["findings"]}
     assert (outcome.code, checks["reachable"], checks["python"]) == (1, "problem", "ok")
 
 
-def test_a_user_of_one_role_is_told_what_it_may_not_check_and_the_rest_goes_on(admin: Client) -> None:
+def test_a_user_of_one_role_is_warned_of_the_checks_that_it_may_not_run(admin: Client) -> None:
     fill(admin, 3)
     ReliableStream(admin, "in", app="app", handler="handle", consumer="w").join()
     admin.execute("XADD", KEYS.dead_letters, "*", "a", "b")
@@ -223,7 +223,7 @@ def test_the_default_user_has_the_rights_of_all_roles(admin: Client) -> None:
         (("maxmemory", "100mb", "maxmemory-policy", "allkeys-lru"), "evicts keys at maxmemory (maxmemory-policy"),
     ],
 )
-def test_at_its_start_a_process_warns_once_of_what_loses_data(
+def test_a_process_warns_once_at_its_start_of_settings_that_lose_data(
     admin: Client, settings: tuple[str, ...], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -241,7 +241,7 @@ def test_at_its_start_a_process_warns_once_of_what_loses_data(
 # --- The machine ---
 
 
-def test_a_java_or_a_pyspark_that_does_not_fit_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unsuitable_java_or_pyspark_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def spark() -> Finding:
         (one,) = machine_checks.check_spark()
         return one
@@ -278,7 +278,7 @@ def test_a_healthy_handler_has_no_finding(client: Client, at_once: dict[str, Any
     assert [one for name in names for one in found(diagnosis, name)] == []
 
 
-def test_what_dead_workers_hold_is_a_problem_and_their_empty_names_a_warning(
+def test_pending_entries_of_dead_workers_are_a_problem_and_empty_consumers_a_warning(
     client: Client, at_once: dict[str, Any]
 ) -> None:
     fill(client, 3)
@@ -300,7 +300,7 @@ def test_what_dead_workers_hold_is_a_problem_and_their_empty_names_a_warning(
     assert found(diagnose(client, old_ms=3_600_000), "dead-consumers") == []
 
 
-def test_a_backlog_without_a_live_worker_is_a_problem_as_soon_as_a_restart_would_be_over(client: Client) -> None:
+def test_a_backlog_without_a_live_worker_is_a_problem_after_the_time_of_a_restart(client: Client) -> None:
     ReliableStream(client, "in", app="app", handler="handle", consumer="gone").join()
     now_ms = server_time_ms(client)
     client.execute("XADD", "in", f"{now_ms - 31_000}-0", "n", 1)
@@ -310,7 +310,7 @@ def test_a_backlog_without_a_live_worker_is_a_problem_as_soon_as_a_restart_would
     assert found(diagnose(client), "waiting") == []
 
 
-def test_processes_that_end_again_and_again_are_a_problem_for_ten_minutes(client: Client) -> None:
+def test_processes_that_end_repeatedly_are_a_problem_for_ten_minutes(client: Client) -> None:
     ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
     for number in range(3):
         restart = Restart(worker="w", incarnation=f"w-{number}", cause="was ended by SIGSEGV")
@@ -329,7 +329,7 @@ def test_processes_that_end_again_and_again_are_a_problem_for_ten_minutes(client
     assert ": 2 restarts" in only(client, "restarts").what
 
 
-def test_dead_letters_parked_keys_and_pauses_are_told_with_their_commands(client: Client) -> None:
+def test_dead_letters_parked_keys_and_pauses_are_found_with_their_commands(client: Client) -> None:
     def refuse(message: Message) -> None:
         raise Reject("no")
 
@@ -371,7 +371,7 @@ def test_a_blocked_key_is_found_and_listed_as_such(client: Client) -> None:
         assert found(diagnose(client, app="another"), "blocked") == []
 
 
-def test_a_stream_that_only_grows_is_found_until_it_is_trimmed(client: Client) -> None:
+def test_a_stream_that_is_never_trimmed_is_found(client: Client) -> None:
     ids = client.pipeline([("XADD", "in", "*", "n", n) for n in range(12_000)])
     for group in ("a", "b"):
         Group(client, "in", group).create(ids[-1], entries_read=12_000)
@@ -385,7 +385,7 @@ def test_a_stream_that_only_grows_is_found_until_it_is_trimmed(client: Client) -
     assert found(diagnose(client), "growth") == []
 
 
-def test_leftovers_are_handlers_that_the_file_lacks_and_those_whose_streams_are_gone(
+def test_leftovers_are_handlers_that_the_app_lacks_and_those_whose_streams_are_gone(
     client: Client, tmp_path: Path
 ) -> None:
     fill(client, 1)
@@ -400,14 +400,14 @@ def test_leftovers_are_handlers_that_the_file_lacks_and_those_whose_streams_are_
     assert "its streams are gone: in" in only(client, "leftovers").what
 
 
-def test_keys_that_hold_something_else_are_a_problem(client: Client) -> None:
+def test_keys_of_the_wrong_type_are_a_problem(client: Client) -> None:
     fill(client, 1)
     Group(client, "in", KEYS.group).create()
     client.execute("SET", KEYS.meta, "x")
     assert only(client, "unreadable").severity == "problem"
 
 
-def test_of_many_streams_it_looks_at_a_sample_and_says_so(client: Client) -> None:
+def test_doctor_checks_a_sample_of_many_streams_and_reports_it(client: Client) -> None:
     client.pipeline([("XADD", f"s:{n}", "1-0", "n", n) for n in range(2_500)])
     diagnosis = diagnose(client, max_streams=100)
     assert (diagnosis.streams, diagnosis.is_sample) == (100, True)

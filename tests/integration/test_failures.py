@@ -80,7 +80,7 @@ def test_a_worker_logs_a_message_that_lacks_its_key_and_one_that_does_not_fit(
     assert "has no field 'custommer'" in text
 
 
-def test_a_worker_stores_why_a_key_waits_and_forgets_it_with_the_message(client: Client) -> None:
+def test_a_worker_stores_why_a_key_waits_and_drops_it_with_the_message(client: Client) -> None:
     gate: list[int] = []
 
     def handle(message: Message) -> None:
@@ -115,7 +115,7 @@ def test_a_key_that_a_worker_has_parked_keeps_the_error_until_an_operator_acts(
     assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
-def test_a_message_that_is_skipped_takes_the_last_error_into_its_dead_letter(client: Client) -> None:
+def test_the_dead_letter_of_a_skipped_message_has_its_last_error(client: Client) -> None:
     worker = routed(client, "AB")
     error = LastError(error="RuntimeError: no gateway", traceback="Traceback ...\n  in pay\n").pack()
     lease = lease_one(worker)
@@ -129,7 +129,7 @@ def test_a_message_that_is_skipped_takes_the_last_error_into_its_dead_letter(cli
     assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
-def test_what_is_stored_of_an_error_is_bounded_and_where_many_keys_wait_no_traceback_is(client: Client) -> None:
+def test_a_stored_error_is_bounded_and_has_no_traceback_where_many_keys_wait(client: Client) -> None:
     error = LastError(error="x\n\t" * 10_000, traceback="y\n" * 10_000, attempts=10**9 - 1, blocks=True)
     assert len(error.pack()) <= 300 + 30 + 1 + 4_096
     worker = routed(client, "A")

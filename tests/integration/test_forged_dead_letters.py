@@ -46,7 +46,7 @@ def letter(number: int, **fields: bytes | str) -> list[bytes | str | int]:
 # --- The one way out ---
 
 
-def test_whatever_is_printed_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_printed_text_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     print_line(EVIL)
     print_message(EVIL)
     print_table((EVIL, ">n"), [(EVIL, EVIL)])
@@ -77,7 +77,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED)
-def test_a_forged_letter_is_shown_as_unreadable_and_stops_no_other(
+def test_a_forged_dead_letter_is_shown_as_unreadable_and_stops_no_other(
     client: Client, fields: dict[str, bytes | str]
 ) -> None:
     client.execute("XADD", KEYS.dead_letters, "1-1", *letter(1))
@@ -97,7 +97,7 @@ def test_a_forged_letter_is_shown_as_unreadable_and_stops_no_other(
     assert client.execute("XLEN", KEYS.dead_letters) == 1
 
 
-def test_a_box_with_a_forged_name_is_shown_escaped_and_stops_no_other(client: Client) -> None:
+def test_a_dead_letter_queue_with_a_forged_name_is_shown_escaped_and_stops_no_other(client: Client) -> None:
     name = EVIL.replace(":", "")  # as in no name of a handler
     forged = HandlerKeys(name, name, f"{{t}}{EVIL}")
     client.execute("XADD", forged.dead_letters, "1-1", "a", "b")
@@ -107,7 +107,7 @@ def test_a_box_with_a_forged_name_is_shown_escaped_and_stops_no_other(client: Cl
     assert harmless(call("dlq", "redrive", "--all", "--yes", url=client.url)).out == "1 dead letter redriven\n"
 
 
-def test_letters_of_a_stream_that_cannot_be_added_to_stop_no_others(client: Client) -> None:
+def test_dead_letters_of_a_stream_that_cannot_be_written_stop_no_others(client: Client) -> None:
     other = HandlerKeys("shop", "bill", "payments")
     client.execute("XADD", KEYS.dead_letters, "1-1", *letter(1))
     client.execute("XADD", other.dead_letters, "2-1", *letter(2, stream="payments"))
@@ -140,7 +140,7 @@ def join(client: Client, stream: str = KEYS.stream) -> HandlerKeys:
         *(("owner", EVIL), ("paused", EVIL), ("keyed", EVIL)),
     ],
 )
-def test_a_forged_ledger_is_unreadable_and_the_other_handlers_are_shown(
+def test_forged_progress_is_unreadable_and_the_other_handlers_are_shown(
     client: Client, fields: tuple[str, str]
 ) -> None:
     forged, sound = join(client), join(client, "payments")
@@ -164,7 +164,7 @@ def test_a_forged_ledger_is_unreadable_and_the_other_handlers_are_shown(
 
 
 @pytest.mark.parametrize("name", ["meta", "dead_letters", "parked"])
-def test_a_key_of_a_handler_that_holds_something_else_stops_no_other_handler(client: Client, name: str) -> None:
+def test_a_handlers_key_of_another_type_stops_no_other_handler(client: Client, name: str) -> None:
     forged, sound = join(client), join(client, "payments")
     client.execute("DEL", getattr(forged, name))
     client.execute("SET", getattr(forged, name), EVIL)
@@ -220,7 +220,7 @@ def test_the_reason_for_which_a_key_is_parked_is_shown_escaped(client: Client) -
         (b"d", ("SET", KEYS.queue(b"kd"), EVIL)),
     ],
 )
-def test_a_forged_line_is_unreadable_and_the_others_are_shown(
+def test_a_forged_key_queue_is_unreadable_and_the_others_are_shown(
     client: Client, key: bytes, command: Sequence[str]
 ) -> None:
     client.execute(*command)
@@ -232,7 +232,7 @@ def test_a_forged_line_is_unreadable_and_the_others_are_shown(
 
 
 @pytest.mark.usefixtures("stream")
-def test_lines_in_a_key_of_another_type_are_named_and_those_on_other_streams_are_shown(client: Client) -> None:
+def test_key_queues_of_another_type_are_named_and_those_on_other_streams_are_shown(client: Client) -> None:
     join(client, "payments")
     client.execute("DEL", KEYS.owners)
     client.execute("SET", KEYS.owners, EVIL)

@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_it_no_key_and_no_group_of_the_handler_is_left(client: Client, kind: str) -> None:
+def test_forget_leaves_no_key_and_no_group_of_the_handler(client: Client, kind: str) -> None:
     streams, options = KINDS[kind]
     with PartitionedProducer(client, "orders", key="n", partitions=2) as producer:
         for n in range(6):
@@ -104,7 +104,7 @@ def test_after_it_no_key_and_no_group_of_the_handler_is_left(client: Client, kin
     assert call("forget", "app.handle", "--yes", url=client.url).code == 1, "there is nothing left"
 
 
-def test_queues_of_keys_and_marks_of_spark_are_removed_and_dead_letters_stay_unless_they_are_asked_for(
+def test_forget_removes_key_queues_and_progress_and_keeps_dead_letters_unless_asked(
     client: Client,
 ) -> None:
     remains_of_a_worker(client)
@@ -122,7 +122,7 @@ def test_queues_of_keys_and_marks_of_spark_are_removed_and_dead_letters_stay_unl
     assert everything(client) == set()
 
 
-def test_it_refuses_while_a_worker_or_a_run_is_alive_and_removes_nothing(client: Client) -> None:
+def test_forget_refuses_and_removes_nothing_while_a_worker_or_a_run_is_alive(client: Client) -> None:
     fill(client, 1)
     with working(client, make(refuse_some), "w1"):
         eventually(lambda: client.execute("HGET", KEYS.meta, "committed") == b"1")
@@ -135,7 +135,7 @@ def test_it_refuses_while_a_worker_or_a_run_is_alive_and_removes_nothing(client:
     assert client.execute("EXISTS", KEYS.meta) == 1
 
 
-def test_a_worker_that_starts_between_question_and_answer_keeps_its_keys(client: Client) -> None:
+def test_a_run_that_starts_after_the_question_keeps_its_keys(client: Client) -> None:
     remains_of_a_worker(client)
     one = Forgetting(client, "app", "handle", dead_letters=False)
     assert [found.label for found in one.find()] == ["app.handle"]
@@ -161,7 +161,7 @@ def leave_delayed(client: Client, stream: str) -> None:
     client.execute("ZADD", StreamKeys(stream).due, 1, "1")
 
 
-def test_other_handlers_keep_all_they_have_whatever_their_streams_are_called(client: Client) -> None:
+def test_forget_keeps_all_keys_of_other_handlers_whatever_the_names_of_their_streams(client: Client) -> None:
     for keys in OTHERS:
         remains_of_a_worker(client, keys)
         client.execute("RPUSH", keys.queue(b"k:app.handle:x"), "1-0")
@@ -178,7 +178,7 @@ def test_other_handlers_keep_all_they_have_whatever_their_streams_are_called(cli
     assert all(Group(client, keys.stream, keys.group).info() for keys in OTHERS)
 
 
-def test_a_whole_app_is_forgotten_with_its_stages_and_processes(client: Client) -> None:
+def test_forget_removes_a_whole_app_with_its_stages_and_processes(client: Client) -> None:
     for name in ("one", "two"):
         remains_of_a_worker(client, HandlerKeys("shop", name, "in"))
     Group(client, "in", stage_group("shop", "minutes")).create()
@@ -189,7 +189,7 @@ def test_a_whole_app_is_forgotten_with_its_stages_and_processes(client: Client) 
     assert client.execute("XINFO", "GROUPS", "in") == []
 
 
-def test_what_an_interruption_leaves_the_next_call_removes(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forget_removes_the_rest_after_an_interruption(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     remains_of_a_worker(client)
     for n in range(50):
         client.execute("RPUSH", KEYS.queue(b"k%d" % n), "1-0")
@@ -206,7 +206,7 @@ def test_what_an_interruption_leaves_the_next_call_removes(client: Client, monke
     assert Group(client, "in", KEYS.group).info() is None
 
 
-def test_on_a_cluster_all_nodes_forget(request: pytest.FixtureRequest) -> None:
+def test_forget_removes_the_keys_on_all_nodes_of_a_cluster(request: pytest.FixtureRequest) -> None:
     with Client(lent_cluster(request).url) as client:
         streams = [f"s:{n}" for n in range(8)]
         for stream in streams:
@@ -216,6 +216,6 @@ def test_on_a_cluster_all_nodes_forget(request: pytest.FixtureRequest) -> None:
         assert everything(client) == {stream.encode() for stream in streams}
 
 
-def test_groups_of_masters_are_not_forgotten(client: Client) -> None:
+def test_forget_keeps_the_groups_of_masters(client: Client) -> None:
     outcome = call("forget", "master.bill", "--yes", url=client.url)
     assert (outcome.code, "belong to other programs" in outcome.err) == (2, True)

@@ -122,7 +122,7 @@ def holders(client: Client, stream: str = "s") -> dict[str, int]:
     return dict(Group(client, stream, GROUP).pending.summary().by_consumer)
 
 
-def test_a_batch_is_held_by_its_portions_and_acknowledged_when_the_next_is_planned(
+def test_a_batch_is_pending_in_its_portions_and_acknowledged_when_the_next_is_planned(
     client: Client, query: Callable[..., Query]
 ) -> None:
     add(client, range(2_500))
@@ -142,7 +142,9 @@ def test_a_batch_is_held_by_its_portions_and_acknowledged_when_the_next_is_plann
     assert client.execute("KEYS", "millstream:*:batch:*") == [b"millstream:{s}:s:batch:workers:spark:record"]
 
 
-def test_ordinary_workers_of_the_group_get_what_the_query_does_not(client: Client, query: Callable[..., Query]) -> None:
+def test_workers_of_the_group_read_the_entries_that_the_query_does_not_read(
+    client: Client, query: Callable[..., Query]
+) -> None:
     add(client, range(3_000))
     one = query(maxOffsetsPerTrigger="700")
     Group(client, "s", GROUP).create(BEGINNING)
@@ -176,7 +178,7 @@ def test_a_driver_that_dies_between_plan_and_commit_is_followed_by_one_that_read
     assert one.batch() == list(range(800, 1_000))
 
 
-def test_what_was_taken_without_an_answer_is_in_the_next_batch(
+def test_entries_that_a_lost_reply_delivered_are_in_the_next_batch(
     client: Client, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
     add(client, range(50))
@@ -201,7 +203,7 @@ def test_a_batch_of_a_hundred_thousand_is_planned_read_and_acknowledged(
     assert holders(client) == {}
 
 
-def test_consumers_with_names_that_end_in_numbers_are_others(client: Client, query: Callable[..., Query]) -> None:
+def test_consumers_with_names_that_end_in_numbers_are_distinct(client: Client, query: Callable[..., Query]) -> None:
     add(client, range(100))
     Group(client, "s", GROUP).create(BEGINNING)
     work(client, "spark-0", 30)
@@ -212,7 +214,7 @@ def test_consumers_with_names_that_end_in_numbers_are_others(client: Client, que
     assert holders(client) == {"spark-0": 30, "spark:0": 20, "spark-1:0": 10}
 
 
-def test_entries_of_a_dead_consumer_are_claimed_and_those_of_a_living_one_are_not(
+def test_entries_of_a_dead_consumer_are_claimed_and_those_of_a_live_one_are_not(
     client: Client, query: Callable[..., Query]
 ) -> None:
     ids = add(client, range(100))
@@ -228,7 +230,7 @@ def test_entries_of_a_dead_consumer_are_claimed_and_those_of_a_living_one_are_no
     assert holders(client) == {"dead": 20, "alive": 50}
 
 
-def test_a_task_reads_a_portion_with_entries_of_others_in_between_and_one_that_is_read_before(
+def test_a_task_reads_a_portion_with_entries_of_other_consumers_in_between(
     client: Client, query: Callable[..., Query]
 ) -> None:
     for stream, mine in (("a", slice(0, 10, 2)), ("b", slice(0, 5))):
@@ -242,7 +244,7 @@ def test_a_task_reads_a_portion_with_entries_of_others_in_between_and_one_that_i
     assert sorted(one.batch()) == sorted([*range(0, 10, 2), *range(5)])
 
 
-def test_a_stream_that_is_deleted_while_it_is_searched_for_what_others_hold_stops_nothing(
+def test_a_stream_that_is_deleted_while_its_idle_entries_are_claimed_stops_no_batch(
     client: Client, query: Callable[..., Query]
 ) -> None:
     for stream in "ab":
@@ -257,7 +259,7 @@ def test_a_stream_that_is_deleted_while_it_is_searched_for_what_others_hold_stop
     assert one.batch() == []
 
 
-def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
+def test_claims_on_the_other_streams_are_renewed_when_the_group_of_one_is_gone(
     client: Client, query: Callable[..., Query]
 ) -> None:
     for stream in "abc":
@@ -273,7 +275,7 @@ def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
     assert is_kept(client, "c")
 
 
-def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
+def test_claims_of_a_long_batch_are_renewed_except_for_entries_that_others_have_claimed(
     client: Client, query: Callable[..., Query], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert claim_renewal._RENEWALS_PER_IDLE_TIME >= 2, "one look that comes late costs nothing"
@@ -308,7 +310,7 @@ def lost_connection(step: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def test_a_zombie_driver_takes_and_acknowledges_nothing(
+def test_a_zombie_driver_reads_and_acknowledges_nothing(
     client: Client, query: Callable[..., Query], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(client, range(100))
@@ -329,7 +331,7 @@ def test_a_zombie_driver_takes_and_acknowledges_nothing(
     assert one.rows(end) == list(range(30, 60))
 
 
-def test_a_batch_that_was_found_does_not_grow_by_what_is_still_on_its_way(
+def test_a_recovered_batch_does_not_grow_by_a_call_that_arrives_late(
     client: Client, query: Callable[..., Query], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(client, range(1_010))
@@ -366,7 +368,7 @@ def test_a_batch_that_was_found_does_not_grow_by_what_is_still_on_its_way(
     assert one.batch() == list(range(510, 1_010))
 
 
-def test_another_checkpoint_takes_what_the_one_before_has_not_committed(
+def test_another_checkpoint_claims_the_uncommitted_entries_of_the_one_before(
     client: Client, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
     add(client, range(100))
@@ -384,7 +386,7 @@ def test_another_checkpoint_takes_what_the_one_before_has_not_committed(
 
 
 @pytest.mark.parametrize("fail", [True, False])
-def test_pending_entries_that_are_trimmed_are_lost_loudly(
+def test_trimmed_pending_entries_are_an_error_or_a_warning(
     fail: bool, client: Client, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = add(client, range(100))
@@ -417,7 +419,7 @@ def test_pending_entries_that_are_trimmed_are_lost_loudly(
     assert holders(client) == {}
 
 
-def test_a_group_that_is_destroyed_is_a_loss_and_is_made_anew_if_losses_are_allowed(
+def test_a_destroyed_group_is_a_loss_and_is_created_again_if_losses_are_allowed(
     client: Client, query: Callable[..., Query]
 ) -> None:
     add(client, range(10))
@@ -437,7 +439,7 @@ def test_a_group_that_is_destroyed_is_a_loss_and_is_made_anew_if_losses_are_allo
     assert end.counts == {"s": 0}
 
 
-def test_a_group_is_made_where_the_query_is_to_begin_and_left_where_it_stands(
+def test_a_group_is_created_at_the_start_of_the_query_and_an_existing_one_is_kept(
     client: Client, query: Callable[..., Query]
 ) -> None:
     add(client, range(10))
@@ -449,7 +451,7 @@ def test_a_group_is_made_where_the_query_is_to_begin_and_left_where_it_stands(
     assert one.batch() == [20, 21]
 
 
-def test_streams_share_a_batch_by_what_waits_in_them(client: Client, query: Callable[..., Query]) -> None:
+def test_streams_share_a_batch_by_their_backlog(client: Client, query: Callable[..., Query]) -> None:
     for stream, count in (("big", 800), ("small", 90), ("tiny", 10)):
         add(client, range(count), stream)
     one = query(subscribe="big,small,tiny", maxOffsetsPerTrigger="100")
@@ -462,9 +464,7 @@ def test_streams_share_a_batch_by_what_waits_in_them(client: Client, query: Call
     assert total == 900
 
 
-def test_available_now_takes_no_new_entries_once_the_group_is_where_the_stream_was(
-    client: Client, query: Callable[..., Query]
-) -> None:
+def test_available_now_reads_no_entries_past_its_target(client: Client, query: Callable[..., Query]) -> None:
     add(client, range(10))
     one = query(maxOffsetsPerTrigger="10")
     target = one.reader.latest_ids()
@@ -474,7 +474,7 @@ def test_available_now_takes_no_new_entries_once_the_group_is_where_the_stream_w
     assert one.reader.plan_next(end, target=target, may_delay=False).end == end
 
 
-def test_a_run_survives_redis_that_restarts_in_mid_batch(millstream_fresh_server: EmbeddedServer) -> None:
+def test_a_query_survives_a_redis_that_restarts_within_a_batch(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client:
         add(client, range(500))
         one = Query(millstream_fresh_server.url)
@@ -486,7 +486,7 @@ def test_a_run_survives_redis_that_restarts_in_mid_batch(millstream_fresh_server
         one.close()
 
 
-def test_streams_of_a_cluster_are_taken_from_together(request: pytest.FixtureRequest) -> None:
+def test_streams_on_all_nodes_of_a_cluster_share_a_batch(request: pytest.FixtureRequest) -> None:
     deployed = lent_cluster(request)
     with Client(deployed.url) as client:
         for stream in "abcdef":

@@ -71,19 +71,21 @@ def ids(*numbers: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("at", "expected"), [(BEGINNING, ids(1, 2, 3)), (END, []), ("2", ids(3)), (EntryId(1, 0), ids(2, 3))]
 )
-def test_a_group_begins_after_the_id_it_is_created_at(client: Client, at: str | EntryId, expected: list[bytes]) -> None:
+def test_a_group_begins_after_the_id_at_which_it_is_created(
+    client: Client, at: str | EntryId, expected: list[bytes]
+) -> None:
     add(client, "s", range(1, 4))
     assert Group(client, "s", "g").create(at)
     assert read_new(client) == expected
 
 
-def test_creating_a_group_again_changes_nothing_and_says_so(client: Client, group: Group) -> None:
+def test_creating_a_group_again_changes_nothing_and_reports_it(client: Client, group: Group) -> None:
     read_new(client, count=3)
     assert group.create(END) is False
     assert read_new(client, count=1) == ids(4)
 
 
-def test_a_group_needs_a_stream_unless_it_may_make_one(client: Client) -> None:
+def test_a_group_needs_a_stream_unless_it_may_create_one(client: Client) -> None:
     group = Group(client, "s", "g")
     with pytest.raises(GroupMissing, match="no stream 's'"):
         group.create()
@@ -91,18 +93,18 @@ def test_a_group_needs_a_stream_unless_it_may_make_one(client: Client) -> None:
     assert read_new(client) == []
 
 
-def test_an_id_that_is_none_is_refused(client: Client, group: Group) -> None:
+def test_an_invalid_id_is_refused(client: Client, group: Group) -> None:
     with pytest.raises(CommandFailed, match="Invalid stream ID"):
         Group(client, "s", "h").create("nonsense")
 
 
-def test_a_key_of_another_type_is_named(client: Client) -> None:
+def test_the_error_names_a_key_of_another_type(client: Client) -> None:
     client.execute("SET", "s", "text")
     with pytest.raises(WrongType, match="s is not a stream"):
         Group(client, "s", "g").create()
 
 
-def test_a_group_moved_back_delivers_again_and_one_moved_on_passes_over(client: Client, group: Group) -> None:
+def test_a_group_moved_back_delivers_again_and_one_moved_forward_skips(client: Client, group: Group) -> None:
     assert len(read_new(client)) == 9
     group.set_id("7-0", entries_read=7)
     assert groups_of(client, "s")[0].entries_read == 7
@@ -126,7 +128,7 @@ def test_a_destroyed_group_is_gone_with_its_pending_entries(client: Client, grou
             gone()
 
 
-def test_a_consumer_that_waits_hears_that_its_group_is_destroyed(client: Client, group: Group) -> None:
+def test_a_waiting_consumer_gets_an_error_when_its_group_is_destroyed(client: Client, group: Group) -> None:
     read_new(client)
     with Client(client.url, timeout_ms=LONGER_THAN_A_TEST_MS) as waiting, ThreadPoolExecutor() as pool:
         reading = pool.submit(consumer(waiting).read_new, block_ms=LONGER_THAN_A_TEST_MS - 1)
@@ -136,13 +138,13 @@ def test_a_consumer_that_waits_hears_that_its_group_is_destroyed(client: Client,
             reading.result(FAIL_SAFE_S)
 
 
-def test_to_a_group_that_is_gone_there_is_nothing_to_acknowledge(client: Client, group: Group) -> None:
+def test_a_destroyed_group_acknowledges_nothing(client: Client, group: Group) -> None:
     read_new(client)
     assert group.destroy()
     assert (group.ack(ids(1)), consumer(client).ack("s", ids(1))) == (0, 0)
 
 
-def test_what_redis_knows_of_a_stream(client: Client, group: Group) -> None:
+def test_the_information_about_a_stream_is_complete(client: Client, group: Group) -> None:
     client.execute("XDEL", "s", "1-0", "4-0")
     info = stream_info(client, "s")
     assert (info.length, info.entries_added, info.groups) == (7, 9, 1)
@@ -176,7 +178,7 @@ def test_a_stream_is_shown_with_its_groups_consumers_and_pending_entries_at_one_
     assert first.seen_ms >= before_ms
 
 
-def test_a_stream_that_there_is_not_and_a_key_that_is_none_are_told_apart(client: Client) -> None:
+def test_a_missing_stream_and_a_key_of_another_type_are_distinguished(client: Client) -> None:
     client.execute("SET", "text", "1")
     for read in (stream_info, stream_details):
         with pytest.raises(GroupMissing, match="no stream 'none'"):
@@ -185,7 +187,7 @@ def test_a_stream_that_there_is_not_and_a_key_that_is_none_are_told_apart(client
             read(client, "text")
 
 
-def test_what_redis_knows_of_the_groups_of_a_stream(client: Client, group: Group) -> None:
+def test_the_information_about_the_groups_of_a_stream_is_complete(client: Client, group: Group) -> None:
     Group(client, "s", "G").create("5-0")
     read_new(client, count=4)
     group.ack(ids(1))
@@ -204,7 +206,7 @@ def test_every_entry_goes_to_one_consumer_in_order(client: Client, group: Group)
     assert [one for batch in delivered for one in batch] == ids(*range(1, 10))
 
 
-def test_several_streams_are_read_at_once_each_batch_by_its_name(client: Client, group: Group) -> None:
+def test_several_streams_are_read_in_one_call_each_with_its_own_batch(client: Client, group: Group) -> None:
     add(client, "t", range(1, 3))
     Group(client, "t", "g").create()
     batches = consumer(client, "c", "s", "t").read_new(count=2)
@@ -236,13 +238,13 @@ def test_a_long_poll_returns_with_the_first_entry_and_empty_when_its_time_is_ove
     assert batch.ids == ids(10)
 
 
-def test_with_noack_nothing_becomes_pending(client: Client, group: Group) -> None:
+def test_reading_with_noack_makes_nothing_pending(client: Client, group: Group) -> None:
     (batch,) = consumer(client).read_new(noack=True)
     assert len(batch) == 9
     assert group.pending.summary() == PendingSummary(0, None, None, {})
 
 
-def test_a_restarted_consumer_reads_again_from_any_id_what_it_holds_and_only_that(client: Client, group: Group) -> None:
+def test_a_restarted_consumer_reads_its_own_pending_entries_from_any_id(client: Client, group: Group) -> None:
     read_new(client, "c", count=4)
     read_new(client, "other", count=2)
     group.ack(ids(3))
@@ -264,7 +266,7 @@ def test_reading_again_counts_a_delivery_and_resets_the_idle_time(client: Client
     assert entry.idle_ms <= since(client, before_ms)
 
 
-def test_entries_trimmed_while_pending_are_told_apart_when_read_again(client: Client, group: Group) -> None:
+def test_entries_trimmed_while_pending_are_distinguished_when_read_again(client: Client, group: Group) -> None:
     read_new(client)
     client.execute("XDEL", "s", "2-0")
     client.execute("XTRIM", "s", "MINID", "2-0")
@@ -286,7 +288,7 @@ def test_many_entries_are_acknowledged_at_once_and_only_once(client: Client, gro
 # Looking at what is pending
 
 
-def test_the_pending_list_in_figures(client: Client, group: Group) -> None:
+def test_the_pending_entries_list_is_summed_up_by_consumer(client: Client, group: Group) -> None:
     read_new(client, "a", count=3)
     read_new(client, "b", count=1)
     summary = group.pending.summary()
@@ -294,7 +296,7 @@ def test_the_pending_list_in_figures(client: Client, group: Group) -> None:
     assert summary.by_consumer == {"a": 3, "b": 1}
 
 
-def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, group: Group) -> None:
+def test_pending_entries_are_filtered_by_range_count_consumer_and_idle_time(client: Client, group: Group) -> None:
     pending = group.pending
     before_ms = server_time_ms(client)
     pending.claim_ids(read_new(client, "a", count=3), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
@@ -309,7 +311,7 @@ def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, g
     assert 90_000 <= first.idle_ms <= 90_000 + since(client, before_ms)
 
 
-def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, group: Group) -> None:
+def test_a_pending_entries_list_of_any_length_is_read_page_by_page(client: Client, group: Group) -> None:
     read_new(client, "a", count=4)
     read_new(client, "b", count=5)
     assert [one.id for one in group.pending.iter_entries(page=2)] == ids(*range(1, 10))
@@ -319,7 +321,7 @@ def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, gro
 # Claiming
 
 
-def test_of_two_that_claim_the_same_entry_one_gets_it(client: Client, group: Group) -> None:
+def test_one_of_two_consumers_that_claim_the_same_entry_gets_it(client: Client, group: Group) -> None:
     delivered = read_new(client, "dead", count=2)
     group.pending.claim_ids(delivered, consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
     before_ms = server_time_ms(client)
@@ -332,13 +334,13 @@ def test_of_two_that_claim_the_same_entry_one_gets_it(client: Client, group: Gro
     assert group.pending.claim([], consumer="a", min_idle_ms=0).ids == []
 
 
-def test_the_former_holder_does_not_see_a_claimed_entry_again(client: Client, group: Group) -> None:
+def test_the_former_owner_does_not_read_a_claimed_entry_again(client: Client, group: Group) -> None:
     read_new(client, "dead", count=1)
     group.pending.claim(ids(1), consumer="a", min_idle_ms=0)
     assert consumer(client, "dead").read_pending()[0].ids == []
 
 
-def test_a_claim_by_id_alone_counts_no_delivery(client: Client, group: Group) -> None:
+def test_a_claim_of_ids_alone_counts_no_delivery(client: Client, group: Group) -> None:
     read_new(client, "dead", count=1)
     assert group.pending.claim_ids(ids(1), consumer="a", min_idle_ms=0) == ids(1)
     assert group.pending.entries()[0].deliveries == 1
@@ -357,7 +359,7 @@ def test_a_claim_sets_idle_time_and_delivery_count_when_asked(client: Client, gr
     assert 200_000 <= second.idle_ms <= 200_000 + passed_ms
 
 
-def test_a_claim_moves_the_group_on_when_asked_and_never_back(client: Client, group: Group) -> None:
+def test_a_claim_moves_the_group_forward_when_asked_and_never_back(client: Client, group: Group) -> None:
     read_new(client, count=1)
     for last_id in ("4-0", EntryId(3, 0)):
         group.pending.claim_ids(ids(1), consumer="d", min_idle_ms=0, options=ClaimOptions(last_id=last_id))
@@ -365,7 +367,7 @@ def test_a_claim_moves_the_group_on_when_asked_and_never_back(client: Client, gr
     assert read_new(client, count=1) == ids(5)
 
 
-def test_how_often_entries_were_delivered_is_known_of_those_that_are_pending(client: Client, group: Group) -> None:
+def test_delivery_counts_are_known_for_pending_entries_only(client: Client, group: Group) -> None:
     read_new(client, count=3)
     consumer(client).read_pending(after="1")
     group.ack(ids(3))
@@ -373,14 +375,14 @@ def test_how_often_entries_were_delivered_is_known_of_those_that_are_pending(cli
     assert group.pending.delivery_counts([]) == {}
 
 
-def test_only_force_claims_what_nobody_holds(client: Client, group: Group) -> None:
+def test_only_a_forced_claim_gets_an_entry_that_is_not_pending(client: Client, group: Group) -> None:
     group.set_id("9-0")
     assert group.pending.claim(ids(4), consumer="a", min_idle_ms=0).ids == []
     assert group.pending.claim(ids(4), consumer="a", min_idle_ms=0, options=ClaimOptions(force=True)).ids == ids(4)
     assert group.pending.summary().by_consumer == {"a": 1}
 
 
-def test_claiming_by_idle_time_walks_to_the_end_and_names_what_was_trimmed(client: Client, group: Group) -> None:
+def test_claiming_idle_entries_reads_the_whole_list_and_names_the_trimmed_ones(client: Client, group: Group) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 3001)])
     delivered = read_new(client, "dead", count=3000)
     client.execute("XDEL", "s", *delivered[::100])
@@ -392,14 +394,14 @@ def test_claiming_by_idle_time_walks_to_the_end_and_names_what_was_trimmed(clien
     assert list(group.pending.auto_claim("b", min_idle_ms=HOUR_MS)) == []
 
 
-def test_claiming_by_idle_time_passes_over_a_long_run_of_busy_entries(client: Client, group: Group) -> None:
+def test_claiming_idle_entries_passes_a_long_run_of_busy_ones(client: Client, group: Group) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1001)])
     delivered = read_new(client, "busy", count=1000)
     group.pending.claim_ids(delivered[-1:], consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
     assert [batch.ids for batch in group.pending.auto_claim("a", min_idle_ms=HOUR_MS, count=1)] == [delivered[-1:]]
 
 
-def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, group: Group) -> None:
+def test_claiming_idle_ids_alone_counts_no_delivery(client: Client, group: Group) -> None:
     read_new(client, "dead")
     client.execute("XDEL", "s", "2-0")
     pages = list(group.pending.auto_claim_ids("a", min_idle_ms=0, count=4))
@@ -411,7 +413,7 @@ def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, g
 # Consumers
 
 
-def test_consumers_are_listed_with_what_they_hold_and_how_long_they_are_silent(client: Client, group: Group) -> None:
+def test_consumers_are_listed_with_their_pending_entries_and_idle_time(client: Client, group: Group) -> None:
     assert group.create_consumer("z")
     assert not group.create_consumer("z")
     before_ms = server_time_ms(client)
@@ -422,7 +424,9 @@ def test_consumers_are_listed_with_what_they_hold_and_how_long_they_are_silent(c
     assert first.idle_ms <= since(client, before_ms)
 
 
-def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(client: Client, group: Group) -> None:
+def test_deleting_a_consumer_reassigns_its_pending_entries_with_idle_times_and_counts(
+    client: Client, group: Group
+) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1203)])
     delivered = read_new(client, "leaver", count=1202)  # more than one step hands on
     client.execute("XDEL", "s", "7-0", "1100-0")
@@ -440,7 +444,7 @@ def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(cl
     assert group.pending.entries("1-0", "1-0")[0].deliveries == 1
 
 
-def test_a_consumer_that_holds_entries_is_not_deleted_without_an_heir(client: Client, group: Group) -> None:
+def test_a_consumer_with_pending_entries_is_not_deleted_without_an_heir(client: Client, group: Group) -> None:
     read_new(client, "leaver", count=3)
     with pytest.raises(ConfigError, match=r"holds 3 pending entries.*name the consumer that gets them"):
         group.delete_consumer("leaver")
@@ -454,7 +458,7 @@ def test_a_consumer_that_holds_entries_is_not_deleted_without_an_heir(client: Cl
     assert not group.delete_consumer("leaver").existed
 
 
-def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Client, group: Group) -> None:
+def test_entries_that_a_consumer_reads_while_it_is_deleted_are_not_dropped(client: Client, group: Group) -> None:
     group.create_consumer("heir")
     stop = threading.Event()
 
@@ -479,7 +483,7 @@ def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Clien
     assert pending.by_consumer["heir"] > 0
 
 
-def test_only_consumers_that_are_silent_and_hold_nothing_are_cleaned_up(client: Client, group: Group) -> None:
+def test_only_idle_consumers_without_pending_entries_are_removed(client: Client, group: Group) -> None:
     read_new(client, "holds", count=1)
     group.create_consumer("silent")
     assert group.delete_idle_consumers(min_idle_ms=HOUR_MS) == [], "it was heard of within the hour"
@@ -487,14 +491,14 @@ def test_only_consumers_that_are_silent_and_hold_nothing_are_cleaned_up(client: 
     assert [one.name for one in group.consumers()] == ["holds"]
 
 
-def test_only_consumers_that_are_named_are_cleaned_up_where_any_are(client: Client, group: Group) -> None:
+def test_only_named_consumers_are_removed_where_names_are_given(client: Client, group: Group) -> None:
     for name in ("one", "other"):
         group.create_consumer(name)
     assert group.delete_idle_consumers(0, only={"one"}) == ["one"]
     assert [one.name for one in group.consumers()] == ["other"]
 
 
-def test_a_consumer_leaves_the_groups_in_which_it_holds_nothing(client: Client, group: Group) -> None:
+def test_a_consumer_leaves_the_groups_in_which_it_has_no_pending_entries(client: Client, group: Group) -> None:
     add(client, "t", range(1, 3))
     other = Group(client, "t", "g")
     other.create()
@@ -505,7 +509,7 @@ def test_a_consumer_leaves_the_groups_in_which_it_holds_nothing(client: Client, 
     assert group.pending.summary().count == 9
 
 
-def test_a_consumer_that_wakes_up_between_the_look_and_the_clean_up_stays(
+def test_a_consumer_that_becomes_active_between_the_check_and_the_removal_stays(
     client: Client, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group.create_consumer("c")
@@ -537,7 +541,7 @@ def test_consumers_leave_and_entries_are_acknowledged_when_redis_is_out_of_memor
 # Deployments
 
 
-def test_names_that_are_not_utf_8_come_back_as_they_were(client: Client) -> None:
+def test_names_that_are_not_utf_8_are_returned_unchanged(client: Client) -> None:
     name = b"\xff\x00".decode("utf-8", "surrogateescape")
     group = Group(client, name, name)
     group.create(mkstream=True)

@@ -94,7 +94,7 @@ def wait_blocked(client: Client) -> None:
     eventually(lambda: b"blocked_clients:1" in client.execute("INFO", "clients"), "a blocked reader")
 
 
-def test_a_reader_begins_with_what_it_held_then_takes_new_entries(client: Client) -> None:
+def test_a_reader_begins_with_its_pending_entries_and_then_reads_new_ones(client: Client) -> None:
     add(client, 1, 2, 3)
     Group(client, "s", "g").create()
     Consumer(client, group="g", name="c", streams=["s"]).read_new(count=2)
@@ -106,7 +106,7 @@ def test_a_reader_begins_with_what_it_held_then_takes_new_entries(client: Client
     ]
 
 
-def test_a_long_own_pending_list_is_read_page_by_page_on_every_stream(client: Client) -> None:
+def test_a_readers_long_pending_entries_list_is_read_page_by_page_on_every_stream(client: Client) -> None:
     add(client, *range(1, 8))
     add(client, 1, 2, stream="t")
     for stream in ("s", "t"):
@@ -157,7 +157,7 @@ def flush(client: Client) -> None:
 
 
 @pytest.mark.parametrize("fault", [destroy, delete, rename, replace, expire, flush])
-def test_a_group_lost_under_a_waiting_reader_is_made_again_and_nothing_published_later_is_missed(
+def test_a_group_lost_under_a_waiting_reader_is_created_again_and_no_later_entry_is_missed(
     client: Client, fault: Callable[[Client], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
@@ -176,7 +176,7 @@ def test_a_group_lost_under_a_waiting_reader_is_made_again_and_nothing_published
     assert "group g of s was lost; recreated after 0" in caplog.text
 
 
-def test_a_stream_emptied_under_a_waiting_reader_disturbs_nobody(client: Client) -> None:
+def test_a_stream_emptied_under_a_waiting_reader_does_not_disturb_it(client: Client) -> None:
     add(client, 5)
     with Running(client, policy=ReadPolicy(block_ms=1_500)) as running:
         running.wait_for(5)
@@ -188,7 +188,7 @@ def test_a_stream_emptied_under_a_waiting_reader_disturbs_nobody(client: Client)
     assert running.seen == [("s", b"5-0"), ("s", b"7-0")]
 
 
-def test_the_other_streams_of_a_read_go_on_when_one_is_deleted(client: Client) -> None:
+def test_a_reader_continues_with_the_other_streams_when_one_is_deleted(client: Client) -> None:
     add(client, 5)
     add(client, 5, stream="t")
     with Running(client, "s", "t", policy=ReadPolicy(block_ms=1_500)) as running:
@@ -218,7 +218,7 @@ def test_healing_at_the_beginning_repeats_and_healing_at_the_last_entry_does_not
         assert running.seen == [("s", b"%d-0" % n) for n in expected]
 
 
-def test_healing_at_the_last_entry_takes_all_of_a_stream_that_began_anew(client: Client) -> None:
+def test_healing_at_the_last_entry_reads_all_of_a_stream_that_was_recreated(client: Client) -> None:
     add(client, 5, 6)
     with Running(client, policy=ReadPolicy(block_ms=1_500, heal="last")) as running:
         running.wait_for(5, 6)
@@ -231,7 +231,7 @@ def test_healing_at_the_last_entry_takes_all_of_a_stream_that_began_anew(client:
     assert [event.at for event in running.events if isinstance(event, GroupRecreated)] == ["0"]
 
 
-def test_a_reader_from_the_end_that_never_got_anything_heals_where_it_began(client: Client) -> None:
+def test_a_reader_from_the_end_that_never_read_an_entry_heals_where_it_began(client: Client) -> None:
     add(client, 5)
     with Running(client, policy=ReadPolicy(block_ms=1_500, start=END, heal="last")) as running:
         wait_blocked(client)
@@ -241,7 +241,7 @@ def test_a_reader_from_the_end_that_never_got_anything_heals_where_it_began(clie
     assert running.seen == [("s", b"6-0")]
 
 
-def test_a_caller_who_knows_what_is_committed_says_where_to_go_on(client: Client) -> None:
+def test_a_heal_function_chooses_the_id_at_which_the_group_is_created_again(client: Client) -> None:
     add(client, 5, 6, 7)
     with Running(client, policy=ReadPolicy(block_ms=1_500, heal=lambda stream: f"6-{len(stream) - 1}")) as running:
         running.wait_for(5, 6, 7)
@@ -252,7 +252,7 @@ def test_a_caller_who_knows_what_is_committed_says_where_to_go_on(client: Client
     assert running.seen == [("s", b"%d-0" % n) for n in (5, 6, 7, 7, 8)]
 
 
-def test_a_key_that_became_something_else_stops_the_reader_with_its_name(client: Client) -> None:
+def test_a_key_that_became_another_type_stops_the_reader_with_its_name(client: Client) -> None:
     with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK) as reader:
         assert reader.read() == []
         client.execute("SET", "s", "text")
@@ -271,7 +271,7 @@ class CountingClock(SystemClock):
         super().sleep_ms(duration_ms / 20)
 
 
-def test_a_group_destroyed_again_and_again_makes_no_hot_loop(client: Client) -> None:
+def test_a_group_that_is_destroyed_repeatedly_makes_no_hot_loop(client: Client) -> None:
     clock = CountingClock()
     with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK, clock=clock) as reader:
         reader.read()
@@ -285,7 +285,7 @@ def test_a_group_destroyed_again_and_again_makes_no_hot_loop(client: Client) -> 
         assert len(clock.waits) == 7
 
 
-def test_while_redis_is_away_the_reader_neither_spins_nor_floods_the_log_and_then_goes_on(
+def test_a_reader_neither_spins_nor_floods_the_log_while_redis_is_away_and_then_continues(
     millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
@@ -346,7 +346,7 @@ def test_an_acknowledgement_whose_reply_was_lost_is_repeated(client: Client, pro
     assert Group(client, "s", "g").pending.summary().count == 0
 
 
-def test_what_is_still_in_hand_is_not_given_out_again_after_a_lost_connection(client: Client, proxy: Proxy) -> None:
+def test_entries_in_flight_are_not_returned_again_after_a_lost_connection(client: Client, proxy: Proxy) -> None:
     add(client, 1, 2)
     in_flight: set[bytes] = set()
     with (
@@ -373,7 +373,7 @@ def test_what_is_still_in_hand_is_not_given_out_again_after_a_lost_connection(cl
 # Taking over, and what is lost
 
 
-def test_entries_of_a_dead_consumer_are_claimed_while_new_ones_go_on(client: Client) -> None:
+def test_entries_of_a_dead_consumer_are_claimed_while_new_ones_are_read(client: Client) -> None:
     add(client, *range(1, 31))
     Group(client, "s", "g").create()
     (delivered,) = Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=25)
@@ -386,7 +386,7 @@ def test_entries_of_a_dead_consumer_are_claimed_while_new_ones_go_on(client: Cli
     assert Group(client, "s", "g").pending.summary().by_consumer == {"dead": 5}  # not idle for so long yet
 
 
-def test_a_failed_entry_that_was_left_pending_comes_again(client: Client) -> None:
+def test_a_failed_entry_that_was_left_pending_is_returned_again(client: Client) -> None:
     add(client, 1)
     with Running(client, policy=ReadPolicy(block_ms=20, claim_after_ms=100), acks=False) as running:
         eventually(lambda: len(running.seen) >= 3, "the entry to come three times")
@@ -411,7 +411,7 @@ def test_entries_trimmed_while_pending_are_reported(
     assert "2 pending entries of s were trimmed or deleted" in caplog.text
 
 
-def test_with_noack_a_reader_leaves_nothing_pending(client: Client) -> None:
+def test_a_reader_with_noack_leaves_nothing_pending(client: Client) -> None:
     add(client, 1, 2)
     with Running(client, policy=ReadPolicy(block_ms=50, noack=True), acks=False) as running:
         running.wait_for(1, 2)
@@ -419,7 +419,7 @@ def test_with_noack_a_reader_leaves_nothing_pending(client: Client) -> None:
         assert Group(client, "s", "g").pending.summary().count == 0
 
 
-def test_what_is_done_is_acknowledged_again_and_not_given_out(client: Client, tmp_path: Path) -> None:
+def test_processed_entries_are_acknowledged_again_and_not_returned(client: Client, tmp_path: Path) -> None:
     add(client, 1, 2, 3)
     events: list[Event] = []
 
@@ -442,7 +442,7 @@ def test_what_is_done_is_acknowledged_again_and_not_given_out(client: Client, tm
 # How often, and a way out
 
 
-def test_every_entry_says_how_often_it_was_delivered(client: Client) -> None:
+def test_every_entry_has_its_delivery_count(client: Client) -> None:
     def counts(reader: Reader) -> list[tuple[bytes, int]]:
         return [(one.id, one.deliveries) for batch in reader.read() for one in batch]
 
@@ -461,7 +461,7 @@ def test_every_entry_says_how_often_it_was_delivered(client: Client) -> None:
         assert counts(reader) == [(b"2-0", 9), (b"3-0", 2), (b"1-0", 2), (b"2-0", 2)]
 
 
-def test_what_fails_again_and_again_can_be_put_aside_by_its_delivery_count(client: Client) -> None:
+def test_an_entry_that_keeps_failing_can_be_moved_away_by_its_delivery_count(client: Client) -> None:
     """As docs/consumer-groups.md has it."""
     add(client, *range(1, 6))
     done: list[bytes] = []
@@ -499,7 +499,7 @@ def test_what_fails_again_and_again_can_be_put_aside_by_its_delivery_count(clien
     assert Group(client, "s", "g").pending.summary().count == 0
 
 
-def test_what_ends_its_process_is_found_by_its_count_where_entries_are_read_one_by_one(client: Client) -> None:
+def test_an_entry_that_ends_its_process_is_found_by_its_delivery_count_when_read_one_by_one(client: Client) -> None:
     add(client, 1, 2, 3)
     for deliveries in range(1, 4):  # each ends in the midst of the first entry
         policy = ReadPolicy(count=1, block_ms=50)

@@ -73,23 +73,23 @@ def begin(running: subprocess.Popen[bytes]) -> None:
     running.stdin.flush()
 
 
-def test_a_process_that_computes_and_lets_no_other_of_its_threads_run_is_frozen(watchdog: Watchdog) -> None:
+def test_a_process_that_computes_and_blocks_its_other_threads_is_frozen(watchdog: Watchdog) -> None:
     with process(watchdog, COMPUTE) as running:
         begin(running)
         eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
 
 
-def test_a_process_that_is_frozen_from_its_first_moment_on_is_frozen(watchdog: Watchdog) -> None:
+def test_a_process_that_is_frozen_from_its_start_on_is_found(watchdog: Watchdog) -> None:
     with process_at_once(watchdog, COMPUTE) as running:
         eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
 
 
-def test_a_process_that_is_frozen_from_its_first_moment_on_ends_though_nothing_watches_it(watchdog: Watchdog) -> None:
+def test_an_unwatched_process_that_is_frozen_from_its_start_on_ends(watchdog: Watchdog) -> None:
     with process_at_once(watchdog, COMPUTE, cpu_limit_ms=300) as running:
         assert running.wait(FAIL_SAFE_S) == -signal.SIGPROF
 
 
-def test_a_process_that_sleeps_and_lets_no_other_of_its_threads_run_is_frozen() -> None:
+def test_a_process_that_sleeps_and_blocks_its_other_threads_is_frozen() -> None:
     watchdog, ticks = (
         Watchdog(100 * LIMIT_MS),
         itertools.count(),
@@ -105,7 +105,7 @@ def test_a_process_that_sleeps_and_lets_no_other_of_its_threads_run_is_frozen() 
 
 
 @pytest.mark.parametrize("deed", [SHARE, IDLE])
-def test_a_process_that_computes_in_python_or_has_nothing_to_do_is_not_frozen(watchdog: Watchdog, deed: str) -> None:
+def test_a_process_that_computes_in_python_or_is_idle_is_not_frozen(watchdog: Watchdog, deed: str) -> None:
     with process(watchdog, deed) as running:
         begin(running)
         for _ in range(3 * LIMIT_MS // 20):
@@ -114,7 +114,7 @@ def test_a_process_that_computes_in_python_or_has_nothing_to_do_is_not_frozen(wa
 
 
 @pytest.mark.parametrize("deed", [COMPUTE, IDLE])
-def test_a_process_that_is_stopped_is_not_frozen_however_long(watchdog: Watchdog, deed: str) -> None:
+def test_a_stopped_process_is_not_frozen_after_any_time(watchdog: Watchdog, deed: str) -> None:
     with process(watchdog, deed) as running:
         begin(running)
         stopped = psutil.Process(running.pid)
@@ -125,7 +125,7 @@ def test_a_process_that_is_stopped_is_not_frozen_however_long(watchdog: Watchdog
         assert not any(watchdog.is_frozen(running.pid, now_ms) for now_ms in ticks)
 
 
-def test_for_how_long_a_process_was_stopped_does_not_count_when_it_goes_on(watchdog: Watchdog) -> None:
+def test_the_time_for_which_a_process_was_stopped_does_not_count_when_it_continues(watchdog: Watchdog) -> None:
     with process(watchdog, COMPUTE) as running:
         begin(running)
         computing = psutil.Process(running.pid)
@@ -139,14 +139,14 @@ def test_for_how_long_a_process_was_stopped_does_not_count_when_it_goes_on(watch
         assert not watchdog.is_frozen(running.pid, ticks[-1])
 
 
-def test_a_watchdog_that_stood_still_itself_blames_no_process_for_that(watchdog: Watchdog) -> None:
+def test_a_watchdog_that_stood_still_does_not_report_a_process_as_frozen(watchdog: Watchdog) -> None:
     with process(watchdog, BLOCK) as running:
         begin(running)
         eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
         assert not watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms() + NEVER_MS)
 
 
-def test_a_process_that_nothing_watches_ends_when_it_has_computed_for_too_long_without_a_heartbeat(
+def test_an_unwatched_process_ends_when_it_computes_for_too_long_without_a_heartbeat(
     watchdog: Watchdog,
 ) -> None:
     with process(watchdog, COMPUTE, cpu_limit_ms=300) as running:
@@ -154,7 +154,7 @@ def test_a_process_that_nothing_watches_ends_when_it_has_computed_for_too_long_w
         assert running.wait(FAIL_SAFE_S) == -signal.SIGPROF
 
 
-def test_a_process_may_compute_without_end_as_long_as_its_heart_beats(watchdog: Watchdog) -> None:
+def test_a_process_may_compute_without_end_as_long_as_it_sends_heartbeats(watchdog: Watchdog) -> None:
     with process(watchdog, SHARE, cpu_limit_ms=500) as running:
         begin(running)
         computing = psutil.Process(running.pid)

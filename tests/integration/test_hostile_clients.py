@@ -59,7 +59,7 @@ def test_a_connection_without_a_request_is_closed(hasty: Service) -> None:
     assert page_of(hasty) == 200
 
 
-def test_after_an_answer_the_next_request_has_to_come_as_soon(hasty: Service) -> None:
+def test_a_connection_without_a_next_request_is_closed(hasty: Service) -> None:
     with BareConnection(hasty.url) as silent, BareConnection(hasty.url) as half, BareConnection(hasty.url) as dripping:
         for connection in (silent, half, dripping):
             assert connection.ask(hasty.page_request) == 200
@@ -79,7 +79,7 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(hasty:
 
 
 @pytest.mark.parametrize("first", ["nothing", "half a head", "half a body", "an answer and half a head"])
-def test_strangers_cannot_keep_others_out(patient: Service, first: str) -> None:
+def test_idle_connections_cannot_exclude_other_clients(patient: Service, first: str) -> None:
     said = {"nothing": (), "half a body": (patient.post_head(100), b"{")}.get(first, (b"GET / HT",))
     connections = patient.kind.connections
     with open_connections(patient, connections + 20, *said, asks=first == "an answer and half a head") as opened:
@@ -91,7 +91,9 @@ def test_strangers_cannot_keep_others_out(patient: Service, first: str) -> None:
     assert len(patient.logged()) <= 1
 
 
-def test_who_follows_a_stream_stays_however_many_strangers_come(gateway: Service, client: Client) -> None:
+def test_a_client_that_follows_a_stream_stays_connected_beside_any_number_of_idle_connections(
+    gateway: Service, client: Client
+) -> None:
     upgrade = b"GET /ws/s HTTP/1.1\r\n" + HANDSHAKE + b"\r\n"
     with Events(gateway.url, "/streams/s", {}) as events, BareConnection(gateway.url) as socket:
         events.wait()
@@ -104,7 +106,9 @@ def test_who_follows_a_stream_stays_however_many_strangers_come(gateway: Service
             assert socket.is_open()
 
 
-def test_a_slow_follower_is_neither_late_nor_in_the_way(client: Client, millstream_url: str, tmp_path: Path) -> None:
+def test_a_slow_follower_is_neither_closed_as_late_nor_counted_as_idle(
+    client: Client, millstream_url: str, tmp_path: Path
+) -> None:
     options = ("--request-timeout", "0.2", "--stall", "3600")
     with ExitStack() as stack:
         service = stack.enter_context(Service("serve", millstream_url, tmp_path / "log", *options))
@@ -139,20 +143,20 @@ def test_every_handshake_of_a_websocket_is_answered(gateway: Service, path: byte
         connection.wait_closed()
 
 
-def test_a_head_that_is_too_long_is_refused(hasty: Service) -> None:
+def test_a_request_head_that_is_too_long_is_refused(hasty: Service) -> None:
     with BareConnection(hasty.url) as connection:
         assert connection.ask(hasty.page_request[:-2] + b"X: " + 17_000 * b"0" + b"\r\n\r\n") == 431
         connection.wait_closed()
 
 
-def test_a_request_whose_length_can_be_understood_in_two_ways_is_refused(hasty: Service) -> None:
+def test_a_request_with_an_ambiguous_length_is_refused(hasty: Service) -> None:
     head = hasty.post_head(4)[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
     with BareConnection(hasty.url) as connection:
         assert connection.ask(head + b"0\r\n\r\n" + hasty.page_request) == 400
         connection.wait_closed()
 
 
-def test_strangers_write_nothing_into_the_log(hasty: Service) -> None:
+def test_malformed_requests_write_nothing_into_the_log(hasty: Service) -> None:
     before = hasty.logged()
     for nonsense in (b"\x16\x03\x01\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"):
         with BareConnection(hasty.url) as connection:
@@ -167,7 +171,7 @@ def test_strangers_write_nothing_into_the_log(hasty: Service) -> None:
     assert hasty.logged() == before
 
 
-def test_a_text_that_is_not_utf8_ends_a_websocket_without_a_word_in_the_log(gateway: Service) -> None:
+def test_a_text_that_is_not_utf8_ends_a_websocket_and_logs_nothing(gateway: Service) -> None:
     with BareConnection(gateway.url) as connection:
         assert connection.ask(b"GET /ws/s HTTP/1.1\r\n" + HANDSHAKE + b"\r\n") == 101
         connection.send(b"\x81\x82\x00\x00\x00\x00\xff\xfe")
@@ -178,7 +182,7 @@ def test_a_text_that_is_not_utf8_ends_a_websocket_without_a_word_in_the_log(gate
 # --- Stops ---
 
 
-def test_a_stop_waits_for_no_stranger(patient: Service) -> None:
+def test_a_stop_waits_for_no_unfinished_request(patient: Service) -> None:
     long_handshake = b"GET /ws/o HTTP/1.1\r\n" + HANDSHAKE + b"X: " + 8_200 * b"0" + b"\r\n\r\n"
     said: tuple[tuple[bytes, ...], ...] = (
         (), (b"GET / HT",), (patient.page_request, b"GET / HT"), (patient.post_head(100), b"{"), (long_handshake,),

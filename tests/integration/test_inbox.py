@@ -81,7 +81,9 @@ def test_a_repeated_message_is_skipped(database: Database, inbox: Inbox, connect
     assert effects(database) == ["5-1"]
 
 
-def test_messages_are_told_apart_by_stream_id_and_consumer(database: Database, inbox: Inbox, connection: Any) -> None:
+def test_messages_are_distinguished_by_stream_id_and_consumer(
+    database: Database, inbox: Inbox, connection: Any
+) -> None:
     other = Inbox("shop.other", paramstyle=database.paramstyle)
     assert run(inbox, connection, message("5-1"))
     assert run(inbox, connection, message("5-10"))
@@ -90,7 +92,7 @@ def test_messages_are_told_apart_by_stream_id_and_consumer(database: Database, i
     assert not run(inbox, connection, message("5-1"))
 
 
-def test_a_handler_that_raises_leaves_nothing_and_its_message_is_fresh_again(
+def test_a_handler_that_raises_leaves_no_effects_and_its_message_is_fresh_again(
     database: Database, inbox: Inbox, connection: Any
 ) -> None:
     def failing() -> None:
@@ -117,12 +119,12 @@ def test_an_older_owner_of_a_key_is_refused_and_writes_nothing(
     assert effects(database) == ["5-1", "6-2", "7-1", "8-1"]
 
 
-def test_a_key_is_one_of_its_stream_alone(inbox: Inbox, connection: Any) -> None:
+def test_a_fencing_token_belongs_to_a_key_of_one_stream(inbox: Inbox, connection: Any) -> None:
     assert run(inbox, connection, message("5-1", key=b"k", fence=9))
     assert run(inbox, connection, message("5-1", stream="returns", key=b"k", fence=1))
 
 
-def test_names_and_keys_of_any_bytes_are_kept_apart(inbox: Inbox, connection: Any) -> None:
+def test_names_and_keys_of_any_bytes_are_distinguished(inbox: Inbox, connection: Any) -> None:
     streams = ["a", "a\x00", "a\udcff", "a%00", "ä", "a b", "{a}:b"]
     assert all(run(inbox, connection, message("5-1", stream=stream, key=b"\x00\xff")) for stream in streams)
     assert not any(run(inbox, connection, message("5-1", stream=stream, key=b"\x00\xff")) for stream in streams)
@@ -130,7 +132,7 @@ def test_names_and_keys_of_any_bytes_are_kept_apart(inbox: Inbox, connection: An
 
 
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
-def test_a_twin_waits_for_the_one_that_has_the_message_and_does_it_only_if_that_one_did_not(
+def test_a_twin_waits_for_the_first_transaction_and_runs_only_if_that_rolls_back(
     database: Database, inbox: Inbox, connection: Any, ending: str
 ) -> None:
     assert inbox.fresh(connection, message("5-1", key=b"k", fence=1))
@@ -151,7 +153,7 @@ def test_a_twin_waits_for_the_one_that_has_the_message_and_does_it_only_if_that_
     assert effects(database) == ["5-1"]
 
 
-def test_many_threads_at_once_do_each_message_once(database: Database, inbox: Inbox) -> None:
+def test_many_threads_process_each_message_once(database: Database, inbox: Inbox) -> None:
     fresh: list[str] = []
 
     def work() -> None:
@@ -169,7 +171,7 @@ def test_many_threads_at_once_do_each_message_once(database: Database, inbox: In
     assert sorted(fresh) == effects(database) == sorted(f"{number}-0" for number in range(40))
 
 
-def test_a_batch_of_messages_can_be_one_transaction_of_the_callers_own(
+def test_a_batch_of_messages_can_be_one_transaction_of_the_caller(
     database: Database, inbox: Inbox, connection: Any
 ) -> None:
     batch = [message(f"{number}-0", key=b"k", fence=1) for number in range(3)]
@@ -182,7 +184,7 @@ def test_a_batch_of_messages_can_be_one_transaction_of_the_callers_own(
     connection.rollback()
 
 
-def test_only_old_notes_are_purged_in_small_transactions(database: Database, inbox: Inbox, connection: Any) -> None:
+def test_only_old_rows_are_purged_in_small_transactions(database: Database, inbox: Inbox, connection: Any) -> None:
     other = Inbox("shop.other", paramstyle=database.paramstyle)
     for number in range(7):
         run(inbox, connection, message(f"{number}-0", key=b"%d" % number, fence=1))
@@ -198,7 +200,7 @@ def test_only_old_notes_are_purged_in_small_transactions(database: Database, inb
     assert run(inbox, connection, message("1-0"))
 
 
-def test_its_tables_can_be_created_again(inbox: Inbox, connection: Any) -> None:
+def test_the_tables_of_the_inbox_can_be_created_again(inbox: Inbox, connection: Any) -> None:
     run(inbox, connection, message("5-1"))
     inbox.create_tables(connection)
     assert not run(inbox, connection, message("5-1"))

@@ -14,9 +14,7 @@ pytestmark = [pytest.mark.router]
 KEYS = [f"k{n}" for n in range(5)]
 
 
-def test_flushall_right_behind_the_last_answer_is_not_forgotten(
-    millstream_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flushall_right_after_the_last_reply_is_tracked(millstream_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = _TrackedConnection._received
     name = real.__name__
 

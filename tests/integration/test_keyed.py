@@ -40,13 +40,13 @@ pytestmark = [pytest.mark.keys]
 # --- Routing ---
 
 
-def test_entries_go_to_the_line_of_their_key_in_stream_order_and_without_a_key_to_their_own(client: Client) -> None:
+def test_entries_are_enqueued_by_key_in_stream_order_and_without_a_key_in_a_queue_of_their_own(client: Client) -> None:
     worker = routed(client, "ABA-A-")
     assert queued_ids(client, "kA", "kB", "i4-0", "i6-0") == [[1, 3, 5], [2], [4], [6]]
     assert (pending_by_consumer(client), worker.check_invariants()) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
 
 
-def test_a_router_that_is_behind_routes_nothing_twice_and_goes_on_where_the_other_stopped(client: Client) -> None:
+def test_a_router_that_is_behind_enqueues_nothing_twice_and_continues_where_the_other_stopped(client: Client) -> None:
     publish(client, "ABABAB")
     ahead, behind = keyed(client, "w1"), keyed(client, "w2")
     assert behind.enqueue_new(count=1, most_pending=MANY) == 1
@@ -56,7 +56,7 @@ def test_a_router_that_is_behind_routes_nothing_twice_and_goes_on_where_the_othe
     assert (queued_ids(client, "kA", "kB"), behind.check_invariants()) == ([[1, 3, 5], [2, 4, 6]], [])
 
 
-def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) -> None:
+def test_routers_that_race_enqueue_all_once_and_in_stream_order(client: Client) -> None:
     keys = "".join("ABCDEFG"[n * n % 7] for n in range(1_500))
     publish(client, keys)
 
@@ -75,7 +75,7 @@ def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) ->
     assert (found, keyed(client).check_invariants()) == (expected(keys), [])
 
 
-def test_what_is_routed_together_in_portions_is_routed_once_in_stream_order_and_within_the_look_ahead(
+def test_a_large_enqueue_in_portions_is_done_once_in_stream_order_and_within_the_look_ahead(
     client: Client,
 ) -> None:
     keys = "".join("ABCDEFG"[n * n % 7] for n in range(3_500))
@@ -91,7 +91,7 @@ def test_what_is_routed_together_in_portions_is_routed_once_in_stream_order_and_
     assert (found, worker.check_invariants()) == (expected(keys), [])
 
 
-def test_of_large_entries_few_are_read_at_once(client: Client) -> None:
+def test_few_large_entries_are_read_at_once(client: Client) -> None:
     client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 300_000) for n in range(1, 201)])
     worker = keyed(client)
     for _ in range(2):  # also when nothing is known of them yet
@@ -106,7 +106,7 @@ def test_of_large_entries_few_are_read_at_once(client: Client) -> None:
         client.run(other.enqueue_call(entries, most_pending=MANY))
 
 
-def test_an_entry_that_is_larger_than_all_that_is_read_at_once_is_read_alone(client: Client) -> None:
+def test_an_entry_that_is_larger_than_the_read_limit_is_read_alone(client: Client) -> None:
     publish(client, "AB")
     client.execute("XADD", "in", "3-0", "k", "C", "payload", b"x" * (READ_BYTES + 1))
     publish(client, "AB", first=4)
@@ -115,7 +115,7 @@ def test_an_entry_that_is_larger_than_all_that_is_read_at_once_is_read_alone(cli
     assert worker.check_invariants() == []
 
 
-def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_waits_with_nobody(client: Client) -> None:
+def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_stays_queued(client: Client) -> None:
     for n in range(1, 9):
         client.execute("XADD", "in", f"{n}-0", "k", "AB"[n % 2], "payload", b"x" * (1_000 if n < 5 else 100_000))
     worker = keyed(client)
@@ -133,7 +133,7 @@ def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_waits_with
     assert worker.check_invariants() == []
 
 
-def test_a_read_that_is_too_much_for_the_server_is_tried_again_with_less(
+def test_a_read_that_is_too_large_for_the_server_is_repeated_with_less(
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
     with Client(millstream_fresh_server.url) as client:
@@ -153,7 +153,7 @@ def test_a_read_that_is_too_much_for_the_server_is_tried_again_with_less(
         assert worker.check_invariants() == []
 
 
-def test_behind_the_greatest_id_there_is_nothing_to_read(client: Client) -> None:
+def test_the_router_reads_nothing_after_the_greatest_id(client: Client) -> None:
     publish(client, "AB")
     greatest = f"{2**64 - 1}-{2**64 - 1}"
     client.execute("XADD", "in", greatest, "k", "A")
@@ -165,7 +165,7 @@ def test_behind_the_greatest_id_there_is_nothing_to_read(client: Client) -> None
     assert worker.check_invariants() == []
 
 
-def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:
+def test_key_queues_have_no_more_entries_than_the_look_ahead(client: Client) -> None:
     publish(client, "A" * 30)
     worker = keyed(client)
     assert worker.enqueue_new(count=100, most_pending=10) == 10
@@ -176,7 +176,7 @@ def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:
     assert len(queued_ids(client, "kA")[0]) == 10
 
 
-def test_a_router_that_knows_of_too_much_room_is_held_to_the_look_ahead(client: Client) -> None:
+def test_the_script_bounds_a_router_that_assumes_too_much_room_to_the_look_ahead(client: Client) -> None:
     publish(client, "AAAA")
     worker = keyed(client)
     items = [part for n in range(1, 5) for part in (f"{n}-0", "kA")]
@@ -184,7 +184,7 @@ def test_a_router_that_knows_of_too_much_room_is_held_to_the_look_ahead(client: 
     assert (passed, pending, last, queued_ids(client, "kA")) == (3, 3, b"3-0", [[1, 2, 3]])
 
 
-def test_an_entry_that_is_for_another_handler_is_passed(client: Client) -> None:
+def test_an_entry_for_another_handler_is_not_enqueued(client: Client) -> None:
     publish(client, "AAA")
     worker = keyed(client)
     worker._queue_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
@@ -195,7 +195,7 @@ def test_an_entry_that_is_for_another_handler_is_passed(client: Client) -> None:
 # --- Leasing ---
 
 
-def test_lines_take_turns_however_long_they_are(client: Client) -> None:
+def test_key_queues_are_leased_in_rotation_whatever_their_length(client: Client) -> None:
     worker = routed(client, "A" * 20 + "BBCC")
     order = []
     for _ in range(7):
@@ -208,7 +208,7 @@ def test_lines_take_turns_however_long_they_are(client: Client) -> None:
     ]  # fmt: skip
 
 
-def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_bit_by_bit(client: Client) -> None:
+def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_in_parts(client: Client) -> None:
     worker = routed(client, "AAAAAB")
     lease = lease_one(worker, run=4)
     assert (ids(lease), lease.key) == ([1, 2, 3, 4], b"A")
@@ -221,7 +221,7 @@ def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_bit_b
     assert outputs(client) == expected("AAAAAB")
 
 
-def test_a_line_is_leased_to_one_worker_at_a_time(client: Client) -> None:
+def test_a_key_queue_is_leased_to_one_worker_at_a_time(client: Client) -> None:
     first, second = routed(client, "ABCABC"), keyed(client, "w2")
     mine, theirs = lease_keys(first, queues=2).leases, lease_keys(second).leases
     assert [one.queue for one in mine + theirs] == [b"kA", b"kB", b"kC"]
@@ -230,7 +230,7 @@ def test_a_line_is_leased_to_one_worker_at_a_time(client: Client) -> None:
     assert [one.queue for one in lease_keys(second).leases] == [b"kA"]
 
 
-def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(client: Client) -> None:
+def test_workers_that_race_lease_each_key_queue_one_at_a_time_and_commit_in_order(client: Client) -> None:
     keys = "".join("ABCDE"[n * n % 5] for n in range(400))
     publish(client, keys)
     inside: set[bytes] = set()
@@ -257,7 +257,7 @@ def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(clie
     assert (outputs(client), overlaps, keyed(client).check_invariants()) == (expected(keys), [], [])
 
 
-def test_the_most_entries_and_lines_of_one_call_are_kept_to(client: Client) -> None:
+def test_one_call_leases_no_more_entries_and_key_queues_than_asked(client: Client) -> None:
     worker = routed(client, "AAABBBCCC")
     found = lease_keys(worker, queues=2, entries=4, run=3).leases
     assert [ids(one) for one in found] == [[1, 2, 3], [4]]
@@ -274,7 +274,7 @@ def test_a_lease_brings_the_state_that_was_committed_last(client: Client) -> Non
     assert lease_one(worker).state == b"\x01"
 
 
-def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_for_long(client: Client) -> None:
+def test_waiting_workers_are_notified_of_ready_keys_and_notifications_are_bounded(client: Client) -> None:
     worker = routed(client, "AB")
     assert client.execute("LLEN", KEYS.notify) == 2
     client.execute("DEL", KEYS.notify)
@@ -336,7 +336,7 @@ def test_a_refused_commit_is_counted(client: Client) -> None:
     assert client.execute("HGET", KEYS.meta, "refused") == b"1"
 
 
-def test_a_lease_that_ran_out_goes_on_as_long_as_nobody_has_taken_the_line(client: Client) -> None:
+def test_an_expired_lease_stays_valid_until_another_worker_leases_the_key(client: Client) -> None:
     worker = routed(client, "AA")
     lease = lease_one(worker)
     expire(client)
@@ -346,7 +346,7 @@ def test_a_lease_that_ran_out_goes_on_as_long_as_nobody_has_taken_the_line(clien
 
 
 @pytest.mark.parametrize("chosen", [[1], [1, 2], [0, 2], [0, 1, 3], [2, 1], [0, 0]])
-def test_only_the_first_entries_of_a_line_can_be_committed(client: Client, chosen: list[int]) -> None:
+def test_only_the_first_entries_of_a_key_queue_can_be_committed(client: Client, chosen: list[int]) -> None:
     worker = routed(client, "AAAAA")
     lease = lease_one(worker, run=4)
     entries = list(lease.queued)
@@ -356,7 +356,7 @@ def test_only_the_first_entries_of_a_line_can_be_committed(client: Client, chose
     assert commit(lease, 4)
 
 
-def test_no_entry_of_another_line_is_committed_under_a_lease(client: Client) -> None:
+def test_no_entry_of_another_key_queue_is_committed_under_a_lease(client: Client) -> None:
     worker = routed(client, "AB")
     a, b = lease_keys(worker).leases
     assert worker.commit([worker.key_effects_of(a, list(b.queued))]) != []
@@ -364,7 +364,7 @@ def test_no_entry_of_another_line_is_committed_under_a_lease(client: Client) -> 
     assert worker.check_invariants() == []
 
 
-def test_without_a_lease_nothing_of_a_line_is_committed(client: Client) -> None:
+def test_no_entry_of_a_key_queue_is_committed_without_a_lease(client: Client) -> None:
     worker = routed(client, "AB")
     lease, _ = lease_keys(worker).leases
     with pytest.raises(CommandFailed, match="UNLEASED"):
@@ -380,7 +380,7 @@ def commit_store_of(worker: KeyedStream) -> CommitStore:
     return store.with_token(worker.token)
 
 
-def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_nothing(client: Client) -> None:
+def test_a_commit_repeated_under_its_number_gets_the_same_reply_and_doubles_nothing(client: Client) -> None:
     worker = routed(client, "AAB")
     a, b = lease_keys(worker).leases
     store, units = commit_store_of(worker), [unit_of(a, 2), unit_of(b)]
@@ -393,7 +393,7 @@ def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_not
     assert 0 < client.execute("TTL", f"{KEYS.base}:w1:last") <= 3_600
 
 
-def test_a_number_stands_for_a_call_of_one_worker_only(client: Client) -> None:
+def test_a_call_number_belongs_to_one_worker(client: Client) -> None:
     first, second = routed(client, "AB"), keyed(client, "w2")
     (a,), (b,) = lease_keys(first, queues=1).leases, lease_keys(second).leases
     assert commit_store_of(first).commit({"in": [unit_of(a)]}, call_number="1") == []
@@ -401,7 +401,7 @@ def test_a_number_stands_for_a_call_of_one_worker_only(client: Client) -> None:
     assert outputs(client) == {"kA": [1], "kB": [2]}
 
 
-def test_a_turn_may_end_with_its_commit(client: Client) -> None:
+def test_a_commit_can_release_its_lease(client: Client) -> None:
     worker = routed(client, "AAAB")
     a, _ = lease_keys(worker, queues=2, run=2).leases
     unit = unit_of(a)
@@ -411,7 +411,7 @@ def test_a_turn_may_end_with_its_commit(client: Client) -> None:
     assert ids(lease_one(keyed(client, "w2"))) == [2, 3]
 
 
-def test_under_a_lease_whose_turn_ended_nothing_more_is_committed_not_even_in_the_same_call(client: Client) -> None:
+def test_nothing_is_committed_under_a_released_lease_not_even_in_the_same_call(client: Client) -> None:
     worker = routed(client, "AAB")
     a, b = lease_keys(worker, run=2).leases
     first, second, other = unit_of(a), unit_of(a, 2), unit_of(b)
@@ -422,7 +422,7 @@ def test_under_a_lease_whose_turn_ended_nothing_more_is_committed_not_even_in_th
     assert ids(lease_one(worker)) == [2]
 
 
-def test_a_turn_that_ends_with_its_commit_leaves_a_line_parked_that_was_parked_meanwhile(client: Client) -> None:
+def test_a_commit_that_releases_its_lease_keeps_a_key_parked_that_was_parked_meanwhile(client: Client) -> None:
     worker = routed(client, "AAB")
     a, b = lease_keys(worker, run=1).leases
     park(client, KEYS, b"kA", "by hand")
@@ -435,7 +435,7 @@ def test_a_turn_that_ends_with_its_commit_leaves_a_line_parked_that_was_parked_m
     assert ids(lease_one(worker)) == [2]
 
 
-def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_it(client: Client) -> None:
+def test_an_entry_without_a_key_has_no_state_even_if_a_key_has_its_name(client: Client) -> None:
     worker = routed(client, "-A")
     client.execute("HSET", KEYS.state, "1-0", "of a key", "A", "of A")
     alone, of_key = lease_keys(worker).leases
@@ -446,7 +446,7 @@ def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_i
 # --- Failing ---
 
 
-def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
+def test_keys_that_fail_are_leased_after_the_other_keys(client: Client) -> None:
     worker = routed(client, "ABCDEF")
     failing = lease_keys(worker, queues=3).leases
     assert [one.queue for one in failing] == [b"kA", b"kB", b"kC"]
@@ -471,7 +471,7 @@ def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(cl
     assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
 
 
-def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_had_not(client: Client) -> None:
+def test_leases_and_back_offs_end_in_time_after_the_clock_of_redis_went_back(client: Client) -> None:
     worker = routed(client, "AB")
     worker.release_leases([LeaseRelease(lease_one(worker), "backoff", HOUR_MS, 1)])
     lease_keys(worker)
@@ -488,7 +488,7 @@ def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_ha
     assert lease_keys(worker).leases == []
 
 
-def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> None:
+def test_a_key_that_is_returned_untouched_is_leased_before_the_others(client: Client) -> None:
     worker = routed(client, "ABC")
     a = lease_one(worker)
     worker.release_leases([LeaseRelease(a, "return")])
@@ -496,7 +496,7 @@ def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> No
     assert [(one.queue, one.queued[0].attempt) for one in leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
 
 
-def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(client: Client) -> None:
+def test_an_entry_that_a_worker_died_of_is_counted_and_leased_alone(client: Client) -> None:
     worker, second = routed(client, "AAAA"), keyed(client, "w2")
     lease = lease_one(worker)
     assert commit(lease)
@@ -513,7 +513,7 @@ def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(clien
     assert (ids(lease_one(worker)), client.execute("EXISTS", KEYS.crashes)) == ([3, 4], 0)
 
 
-def test_an_entry_that_a_worker_died_of_comes_alone_also_where_others_are_before_it(client: Client) -> None:
+def test_an_entry_that_a_worker_died_of_is_leased_alone_even_behind_others(client: Client) -> None:
     worker = routed(client, "AAAAA")
     client.execute("HSET", KEYS.crashes, "3-0l", 1)
     for expected_ids in ([1, 2], [3], [4, 5]):
@@ -523,7 +523,7 @@ def test_an_entry_that_a_worker_died_of_comes_alone_also_where_others_are_before
         worker.release_leases([LeaseRelease(lease, "requeue")])
 
 
-def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(client: Client) -> None:
+def test_one_call_clears_about_a_thousand_trimmed_entries_of_key_queues(client: Client) -> None:
     worker = routed(client, "AB" * 1_500 + "C")
     while worker.enqueue_new(count=8_000, most_pending=MANY):
         pass
@@ -536,7 +536,7 @@ def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(cl
     assert worker.check_invariants() == []
 
 
-def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_attempt_ends(client: Client) -> None:
+def test_an_isolated_entry_is_leased_alone_until_an_attempt_ends(client: Client) -> None:
     worker = routed(client, "AA")
     lease = lease_one(worker)
     worker.begin_isolation(lease.queued[0], "a w1")
@@ -547,7 +547,7 @@ def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_
     assert client.execute("HGETALL", KEYS.crashes) == [b"1-0l", b"1", b"1-0f", b"1"]
 
 
-def test_the_mark_of_a_process_that_died_stays_when_its_line_is_given_back_unbegun(client: Client) -> None:
+def test_the_isolation_of_a_dead_process_is_kept_when_its_key_is_returned_untouched(client: Client) -> None:
     worker = routed(client, "AA")
     worker.begin_isolation(lease_one(worker).queued[0], "dead-0 w1")
     expire(client)
@@ -557,7 +557,7 @@ def test_the_mark_of_a_process_that_died_stays_when_its_line_is_given_back_unbeg
     assert other.isolation_state(lease_one(other).queued[0]) == (0, "dead-0 w1")
 
 
-def test_an_entry_that_a_task_on_spark_has_died_of_is_given_out_by_itself(client: Client) -> None:
+def test_an_entry_that_a_spark_task_died_of_is_leased_alone(client: Client) -> None:
     publish(client, "AA")
     spark(client).count_crash("in", "1-0")
     worker = keyed(client)
@@ -565,7 +565,7 @@ def test_an_entry_that_a_task_on_spark_has_died_of_is_given_out_by_itself(client
     assert ids(lease_one(worker)) == [1]
 
 
-def test_a_worker_that_begins_anew_ends_the_leases_of_its_last_life_at_once(client: Client) -> None:
+def test_a_restarted_worker_ends_the_leases_of_its_former_incarnation_at_once(client: Client) -> None:
     routed(client, "AABBC")
     old = keyed(client, "w1")
     mine = lease_keys(old, queues=2).leases
@@ -579,7 +579,7 @@ def test_a_worker_that_begins_anew_ends_the_leases_of_its_last_life_at_once(clie
     assert old.commit([unit_of(mine[0])]) != []
 
 
-def test_a_lease_whose_reply_was_lost_ends_without_a_strike_and_those_heard_of_stay(client: Client) -> None:
+def test_a_lease_whose_reply_was_lost_ends_without_a_crash_count_and_known_leases_stay(client: Client) -> None:
     worker = routed(client, "AABB")
     known = lease_one(worker)
     lease_keys(worker)  # the reply to this is lost
@@ -588,7 +588,7 @@ def test_a_lease_whose_reply_was_lost_ends_without_a_strike_and_those_heard_of_s
     assert [(ids(one), one.queued[0].deliveries) for one in lease_keys(worker).leases] == [([3, 4], 1)]
 
 
-def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -> None:
+def test_tokens_grow_even_if_a_failover_has_set_the_newest_token_back(client: Client) -> None:
     worker = routed(client, "A" * 10)
     fences = []
     for fence in (None, 5, None, 10**15, 2**52):

@@ -59,7 +59,7 @@ def some_of_two_queues(client: Client) -> tuple[KeyedStream, KeyLease]:
     return worker, lease
 
 
-def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stopped(client: Client) -> None:
+def test_spark_continues_where_keyed_workers_stopped_and_they_where_spark_stopped(client: Client) -> None:
     _, lease = some_of_two_queues(client)
     position = spark(client).begin_run(["in"])["in"]
     assert (position.committed_id, position.takeover_offset) == (EntryId(1, 0), EntryId(5, 0))
@@ -85,7 +85,7 @@ def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stoppe
     ],
     ids=["route", "take", "extend", "commit", "release", "recover"],
 )
-def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
+def test_every_step_of_a_worker_is_refused_after_spark_has_taken_over(
     client: Client, late: Callable[[KeyedStream, KeyLease], object]
 ) -> None:
     worker, lease = some_of_two_queues(client)
@@ -98,7 +98,7 @@ def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
     assert (client.execute("XPENDING", "in", KEYS.group)[0], outputs(client)) == (0, {"kA": [1]})
 
 
-def test_a_worker_that_slept_while_spark_was_here_commits_nothing_it_had_before(client: Client) -> None:
+def test_a_worker_that_slept_during_a_spark_run_commits_none_of_its_former_entries(client: Client) -> None:
     worker, lease = some_of_two_queues(client)
     run_on_spark(client, 3)
     keyed(client, "w2")
@@ -107,7 +107,7 @@ def test_a_worker_that_slept_while_spark_was_here_commits_nothing_it_had_before(
     assert outputs(client) == expected("ABABABAB")
 
 
-def test_a_worker_that_had_routed_further_than_spark_came_routes_that_again(client: Client) -> None:
+def test_a_worker_that_had_enqueued_further_than_spark_committed_enqueues_that_again(client: Client) -> None:
     publish(client, "ABAB")
     worker = keyed(client)
     assert worker.enqueue_new(count=10, most_pending=MANY) == 4
@@ -117,7 +117,7 @@ def test_a_worker_that_had_routed_further_than_spark_came_routes_that_again(clie
     assert outputs(client) == expected("ABAB")
 
 
-def test_a_redis_that_went_back_is_routed_again_without_a_new_entry(client: Client) -> None:
+def test_a_redis_that_was_restored_is_enqueued_again_without_a_new_entry(client: Client) -> None:
     publish(client, "ABAB")
     worker = keyed(client)
     dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
@@ -130,7 +130,7 @@ def test_a_redis_that_went_back_is_routed_again_without_a_new_entry(client: Clie
 
 @pytest.mark.parametrize("advance", [True, False], ids=["whole batches", "half batches"])
 @pytest.mark.parametrize("step", [1, 3, 7])
-def test_back_and_forth_between_spark_and_workers_nothing_is_lost_doubled_or_out_of_order(
+def test_switching_between_spark_and_workers_loses_doubles_and_reorders_nothing(
     client: Client, step: int, advance: bool
 ) -> None:
     keys = "".join("ABCD-"[n * n % 5] for n in range(80))
@@ -147,7 +147,7 @@ def test_back_and_forth_between_spark_and_workers_nothing_is_lost_doubled_or_out
     assert client.execute("EXISTS", KEYS.incomplete, KEYS.offsets) == 0
 
 
-def test_marks_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client: Client) -> None:
+def test_key_offsets_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client: Client) -> None:
     publish(client, "ABAB")
     run_on_spark(client, 3, advance=False)
     worker = keyed(client)
@@ -159,7 +159,7 @@ def test_marks_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client
     assert outputs(client) == expected("ABAB")
 
 
-def test_a_handler_that_gets_a_key_passes_what_it_has_committed_without(client: Client) -> None:
+def test_a_handler_that_gets_a_key_skips_the_messages_that_it_committed_without_one(client: Client) -> None:
     publish(client, "AAAA")
     store = spark(client)
     store.begin_run(["in"])
@@ -168,7 +168,7 @@ def test_a_handler_that_gets_a_key_passes_what_it_has_committed_without(client: 
     assert queued_ids(client, "kA") == [[1, 3]]
 
 
-def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client) -> None:
+def test_keyed_workers_take_over_from_unkeyed_workers_and_back(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
     found = first.fetch(count=8)
@@ -190,7 +190,7 @@ def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client)
         commit(leases[0])
 
 
-def test_what_was_done_beyond_where_workers_of_keys_have_come_is_not_done_again(client: Client) -> None:
+def test_entries_committed_above_the_progress_of_keyed_workers_are_not_committed_again(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
     found = first.fetch(count=10)
@@ -208,7 +208,7 @@ def test_what_was_done_beyond_where_workers_of_keys_have_come_is_not_done_again(
     assert numbers(client) == list(range(1, 13))
 
 
-def test_once_all_up_to_the_floor_is_done_spark_begins_behind_it(client: Client) -> None:
+def test_spark_begins_at_the_takeover_offset_when_all_below_it_is_committed(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
     found = first.fetch(count=10)
@@ -220,7 +220,7 @@ def test_once_all_up_to_the_floor_is_done_spark_begins_behind_it(client: Client)
     assert (position.committed_id, position.takeover_offset) == (EntryId(10, 0), None)
 
 
-def test_what_spark_has_done_of_what_was_open_is_not_open_to_workers(client: Client) -> None:
+def test_incomplete_entries_that_spark_has_committed_are_not_incomplete_for_workers(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
     found = first.fetch(count=10)
@@ -232,7 +232,7 @@ def test_what_spark_has_done_of_what_was_open_is_not_open_to_workers(client: Cli
     assert numbers(client) == list(range(1, 13))
 
 
-def test_spark_does_nothing_again_where_somebody_has_set_the_group_of_workers_back(client: Client) -> None:
+def test_spark_commits_nothing_again_after_the_group_of_workers_was_set_back(client: Client) -> None:
     publish(client, "-" * 6)
     first = unkeyed(client)
     finish(first, first.fetch(count=4))
@@ -242,7 +242,7 @@ def test_spark_does_nothing_again_where_somebody_has_set_the_group_of_workers_ba
     assert numbers(client) == list(range(1, 7))
 
 
-def test_of_much_that_is_still_to_be_routed_nothing_is_lost(client: Client) -> None:
+def test_no_incomplete_entry_is_lost_however_many_are_still_to_be_enqueued(client: Client) -> None:
     publish(client, "-" * 600)  # a hash of more than 512 has no order
     unkeyed(client).fetch(count=600)
     keyed(client)
@@ -250,7 +250,7 @@ def test_of_much_that_is_still_to_be_routed_nothing_is_lost(client: Client) -> N
     assert numbers(client) == list(range(1, 601))
 
 
-def test_a_lost_group_of_workers_with_much_to_come_leaves_room_to_route_it(client: Client) -> None:
+def test_a_lost_group_with_many_incomplete_entries_leaves_room_to_enqueue_them(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
     first.fetch(count=10)
@@ -262,7 +262,7 @@ def test_a_lost_group_of_workers_with_much_to_come_leaves_room_to_route_it(clien
     assert numbers(client) == list(range(1, 13))
 
 
-def test_a_checkpoint_of_workers_of_keys_forgets_nothing_that_is_to_come(client: Client) -> None:
+def test_a_checkpoint_of_keyed_workers_drops_no_entry_that_is_still_to_be_enqueued(client: Client) -> None:
     publish(client, "-" * 6)
     first = unkeyed(client)
     first.fetch(count=5)
@@ -280,7 +280,7 @@ def test_spark_takes_over_from_workers_whose_group_is_lost(client: Client) -> No
 
 
 @pytest.mark.parametrize("successor", [run_on_spark, unkeyed])
-def test_parked_lines_must_be_settled_before_others_take_over(
+def test_parked_keys_must_be_settled_before_another_engine_takes_over(
     client: Client, successor: Callable[[Client], object]
 ) -> None:
     worker, lease = some_of_two_queues(client)
@@ -294,7 +294,7 @@ def test_parked_lines_must_be_settled_before_others_take_over(
     successor(client)
 
 
-def test_a_line_that_is_parked_ahead_of_its_entries_hinders_nobody(client: Client) -> None:
+def test_a_key_that_is_parked_without_entries_does_not_prevent_a_takeover(client: Client) -> None:
     worker, _ = some_of_two_queues(client)
     park(client, KEYS, b"kZ", "just in case")
     run_on_spark(client)
@@ -302,7 +302,7 @@ def test_a_line_that_is_parked_ahead_of_its_entries_hinders_nobody(client: Clien
     assert outputs(client) == expected("ABABABAB")
 
 
-def test_a_new_handler_begins_with_the_earliest_or_the_latest_entry_or_where_its_group_was_made(client: Client) -> None:
+def test_a_new_handler_begins_at_the_earliest_or_latest_entry_or_where_its_group_was_created(client: Client) -> None:
     publish(client, "AAAA")
     client.execute("XGROUP", "CREATE", "in", KEYS.group, "2-0")
     worker = keyed(client)

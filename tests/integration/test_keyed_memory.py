@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.keys]
 BEGAN_MS = 1_700_000_000_000  # ids are as long as those of today
 
 
-def test_any_tool_sees_who_holds_what(client: Client) -> None:
+def test_any_redis_tool_shows_the_owner_of_each_pending_entry(client: Client) -> None:
     lease_keys(routed(client, "AAB-"), queues=1, run=1)
     lease_keys(keyed(client, "w2"), queues=1)
     assert pending_by_consumer(client) == {"w1": [1], "waiting": [2, 4], "w2": [3]}
@@ -39,7 +39,7 @@ def test_any_tool_sees_who_holds_what(client: Client) -> None:
     assert {one[b"name"]: one[b"pending"] for one in consumers} == {b"w1": 1, b"w2": 1, b"waiting": 2}
 
 
-def test_an_idle_handler_keeps_nothing_however_many_keys_it_has_seen(client: Client) -> None:
+def test_an_idle_handler_stores_nothing_for_the_keys_of_the_past(client: Client) -> None:
     worker = routed(client, "A")
     drain(worker)
     client.execute("DEL", "out", KEYS.notify)
@@ -86,7 +86,7 @@ def test_a_waiting_message_costs_little_memory(
     assert (in_queue < 25, cost < bound) == (True, True)
 
 
-def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Client) -> None:
+def test_leases_are_renewed_and_released_at_maxmemory_and_effects_wait(client: Client) -> None:
     worker = routed(client, "AAB")
     a, b = lease_keys(worker).leases
     client.execute("CONFIG", "SET", "maxmemory", "1")
@@ -102,7 +102,7 @@ def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Cl
     assert (worker.check_invariants(), queued_ids(client, "kA", "kB")) == ([], [[2], [3]])
 
 
-def test_the_check_of_the_lines_finds_what_is_wrong_with_them(client: Client) -> None:
+def test_the_check_of_the_key_queues_finds_every_violation(client: Client) -> None:
     worker = routed(client, "AABB")
     lease_keys(worker, queues=1)
     breaks: list[tuple[object, ...]] = [

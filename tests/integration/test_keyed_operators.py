@@ -25,7 +25,7 @@ from tests.support.keyed_fixtures import (
 pytestmark = [pytest.mark.keys]
 
 
-def test_a_parked_line_waits_for_a_person_and_keeps_its_order(client: Client) -> None:
+def test_a_parked_key_waits_for_an_operator_and_keeps_its_order(client: Client) -> None:
     worker = routed(client, "AAB")
     a = lease_one(worker)
     worker.release_leases([LeaseRelease(a, "park", "bad address", 4)])
@@ -39,7 +39,7 @@ def test_a_parked_line_waits_for_a_person_and_keeps_its_order(client: Client) ->
 
 
 @pytest.mark.parametrize("how", ["ready", "leased", "backing off"])
-def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> None:
+def test_a_key_can_be_parked_in_any_state(client: Client, how: str) -> None:
     worker = routed(client, "AA")
     leases = [] if how == "ready" else lease_keys(worker).leases
     if how == "backing off":
@@ -56,7 +56,7 @@ def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> Non
     assert ids(lease_one(worker))[-1] == 2
 
 
-def test_a_line_that_is_parked_and_unparked_while_it_is_worked_on_stays_where_it_is(client: Client) -> None:
+def test_a_key_that_is_parked_and_unparked_while_it_is_leased_stays_leased(client: Client) -> None:
     worker = routed(client, "AA")
     lease = lease_one(worker)
     assert park(client, KEYS, b"kA", "x")
@@ -82,7 +82,7 @@ def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_a
     assert skip(client, KEYS, b"kB", error="nothing") is None
 
 
-def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
+def test_skipping_leaves_a_key_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
     worker = routed(client, "AAABB")
     a, b = lease_keys(worker).leases
     worker.release_leases([LeaseRelease(a, "park", "why", 3), LeaseRelease(b, "backoff", HOUR_MS, 2)])
@@ -95,20 +95,20 @@ def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(clie
     assert (queued_ids(client, "kA"), worker.check_invariants()) == ([[]], [])
 
 
-def test_a_line_that_is_ready_stays_ready_once_when_its_first_entry_is_skipped(client: Client) -> None:
+def test_a_ready_key_stays_ready_once_when_its_first_entry_is_skipped(client: Client) -> None:
     worker = routed(client, "AAB")
     assert skip(client, KEYS, b"kA", error="x") == "1-0"
     assert (worker.check_invariants(), [ids(one) for one in lease_keys(worker).leases]) == ([], [[2], [3]])
 
 
-def test_only_the_entry_that_was_meant_is_skipped(client: Client) -> None:
+def test_only_the_given_entry_is_skipped(client: Client) -> None:
     worker = routed(client, "AA")
     names = (KEYS.meta, KEYS.offsets, KEYS.state, KEYS.crashes, KEYS.dead_letters, KEYS.incomplete, "in")
     assert client.script(PARK_UNPARK_SKIP, names, (KEYS.group, b"kA", "skip", "2-0", "f", "v")) == 0
     assert (worker.check_invariants(), client.execute("EXISTS", KEYS.dead_letters)) == ([], 0)
 
 
-def test_nothing_is_skipped_where_its_dead_letter_cannot_be_kept(client: Client) -> None:
+def test_no_entry_is_skipped_if_its_dead_letter_cannot_be_stored(client: Client) -> None:
     worker = routed(client, "AA")
     client.execute("SET", KEYS.dead_letters, "not a stream")
     with pytest.raises(WrongType):
@@ -117,14 +117,14 @@ def test_nothing_is_skipped_where_its_dead_letter_cannot_be_kept(client: Client)
     client.execute("DEL", KEYS.dead_letters)
 
 
-def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: Client) -> None:
+def test_keys_cannot_be_parked_or_unparked_without_keyed_workers(client: Client) -> None:
     with pytest.raises(ConfigError, match="has not begun on in as a handler with a key"):
         park(client, KEYS, b"kA", "x")
     with pytest.raises(ConfigError, match="has not begun on in as a handler with a key"):
         unpark(client, KEYS, b"kA")
 
 
-def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
+def test_the_list_shows_for_each_key_queue_why_it_waits(client: Client) -> None:
     worker = routed(client, "AAABBCCDDE")
     leases = {one.queue: one for one in lease_keys(worker, queues=4).leases}
     worker.release_leases(

@@ -75,7 +75,7 @@ def interfere(client: Client, deed: str) -> None:
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once(client: Client, deed: str) -> None:
+def test_workers_commit_all_that_is_left_in_order_and_once_after_any_interference(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first, second = keyed(client, "w1"), keyed(client, "w2")
     assert first.enqueue_new(count=100, most_pending=LOOK_AHEAD) == LOOK_AHEAD
@@ -95,7 +95,7 @@ def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_whatever_outsiders_do_spark_takes_over_all_that_is_not_committed(client: Client, deed: str) -> None:
+def test_spark_takes_over_all_uncommitted_entries_after_any_interference(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first = keyed(client, "w1")
     first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
@@ -110,9 +110,7 @@ def test_whatever_outsiders_do_spark_takes_over_all_that_is_not_committed(client
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_committed(
-    client: Client, deed: str
-) -> None:
+def test_unkeyed_workers_take_over_all_uncommitted_entries_after_any_interference(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first = keyed(client, "w1")
     first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
@@ -158,7 +156,7 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
 @pytest.mark.parametrize(
     "deed", ["nothing", "the waiting consumer is deleted", "the group is made anew at the end", "all entries are read"]
 )
-def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(client: Client, deed: str) -> None:
+def test_workers_do_not_trim_queued_entries_after_any_interference(client: Client, deed: str) -> None:
     publish(client, "B" * 250 + "A" * 500 + "B" * 250)
     worker = keyed(client)
     worker.enqueue_new(count=1_000, most_pending=1_000)
@@ -181,7 +179,7 @@ def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(cli
     assert client.execute("XLEN", "in") < 200
 
 
-def test_lines_are_not_looked_at_so_often_that_redis_would_do_little_else(client: Client) -> None:
+def test_the_lowest_queued_id_is_searched_for_only_after_a_pause(client: Client) -> None:
     publish(client, "-" * 500)
     worker = keyed(client)
     while worker.enqueue_new(count=1_000, most_pending=1_000):
@@ -198,7 +196,7 @@ def test_lines_are_not_looked_at_so_often_that_redis_would_do_little_else(client
     assert worker._run_script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0", "the clock went back"
 
 
-def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:
+def test_a_parked_key_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:
     publish(client, "AAAB" + "C" * 20)
     worker = keyed(client)
     worker.enqueue_new(count=4, most_pending=5)
@@ -210,7 +208,7 @@ def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(c
     assert (client.execute("XPENDING", "in", GROUP)[0], worker.check_invariants()) == (3, [])
 
 
-def test_entries_that_were_deleted_while_they_waited_are_named(
+def test_entries_that_were_deleted_while_they_waited_are_named_in_the_log(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(client, "AAB")
@@ -222,7 +220,7 @@ def test_entries_that_were_deleted_while_they_waited_are_named(
     assert worker.check_invariants() == []
 
 
-def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
+def test_the_failures_of_a_deleted_entry_are_removed_with_it(client: Client) -> None:
     publish(client, "AAB")
     worker = keyed(client)
     worker.enqueue_new(count=10, most_pending=100)
@@ -233,7 +231,7 @@ def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
     assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
 
 
-def test_what_others_have_read_ahead_of_the_routing_is_brought_into_its_line_once(client: Client) -> None:
+def test_entries_that_another_consumer_read_ahead_of_the_router_are_enqueued_once(client: Client) -> None:
     publish(client, LETTERS)
     worker = keyed(client)
     worker.enqueue_new(count=3, most_pending=100)
@@ -244,7 +242,7 @@ def test_what_others_have_read_ahead_of_the_routing_is_brought_into_its_line_onc
     assert (outputs(client), worker.check_invariants()) == (expected(LETTERS), [])
 
 
-def test_what_was_pending_in_a_group_before_millstream_had_it_is_brought_into_its_line_in_order(client: Client) -> None:
+def test_entries_that_were_pending_before_the_handler_joined_are_enqueued_in_order(client: Client) -> None:
     publish(client, "ABAB")
     client.execute("XGROUP", "CREATE", "in", GROUP, "0")
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "COUNT", 3, "STREAMS", "in", ">")

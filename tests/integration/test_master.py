@@ -41,7 +41,9 @@ def master(running: Master, client: Client) -> Master:
     return running
 
 
-def test_a_literal_consumer_gets_each_ticket_in_order_one_message_at_a_time(master: Master, client: Client) -> None:
+def test_a_consumer_without_a_client_library_gets_each_ticket_in_order_one_message_at_a_time(
+    master: Master, client: Client
+) -> None:
     ids = publish(client, "A", "B", "A", "A", "B")
     with MemoConsumer(client, "c1", max_tickets=5).register(master) as consumer:
         got: list[tuple[str, str]] = []
@@ -58,7 +60,7 @@ def test_a_literal_consumer_gets_each_ticket_in_order_one_message_at_a_time(mast
     assert is_clean(client)
 
 
-def test_an_acknowledgement_says_what_is_given_next_and_may_be_repeated(master: Master, client: Client) -> None:
+def test_an_acknowledgement_returns_the_next_message_and_may_be_repeated(master: Master, client: Client) -> None:
     first, second = publish(client, "A", "A")
     with MemoConsumer(client, "c1").register(master) as consumer:
         assert consumer.next()[0] == first
@@ -82,7 +84,7 @@ def test_several_messages_are_acknowledged_with_one_call(master: Master, client:
         assert again == {"known": True, "next": [], "refused": []}
 
 
-def test_a_message_without_a_ticket_waits_for_nobody(master: Master, client: Client) -> None:
+def test_a_message_without_a_ticket_waits_for_no_other(master: Master, client: Client) -> None:
     publish(client, "A")
     plain = client.execute("XADD", STREAM, "*", "text", "hello").decode()
     with MemoConsumer(client, "c1", max_tickets=2).register(master) as consumer:
@@ -91,7 +93,7 @@ def test_a_message_without_a_ticket_waits_for_nobody(master: Master, client: Cli
         assert shown == {"A", None}
 
 
-def test_a_consumer_that_skips_a_message_gets_nothing_newer_of_that_ticket(master: Master, client: Client) -> None:
+def test_a_consumer_that_skips_a_message_gets_no_newer_one_of_that_ticket(master: Master, client: Client) -> None:
     skipped, other, newer = publish(client, "A", "B", "A")
     with MemoConsumer(client, "c1", max_tickets=2).register(master) as consumer:
         eventually(lambda: len(consumer.read()) == 2, "both tickets")
@@ -102,7 +104,7 @@ def test_a_consumer_that_skips_a_message_gets_nothing_newer_of_that_ticket(maste
         assert consumer.next()[0] == newer
 
 
-def test_an_acknowledgement_out_of_turn_does_not_pass_over_what_comes_before(master: Master, client: Client) -> None:
+def test_an_acknowledgement_out_of_order_does_not_skip_an_earlier_message(master: Master, client: Client) -> None:
     first, second = publish(client, "A", "A")
     with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
@@ -112,7 +114,7 @@ def test_an_acknowledgement_out_of_turn_does_not_pass_over_what_comes_before(mas
         eventually(lambda: list(holders(client)) == [first, second], "both are pending")
 
 
-def test_an_xack_without_the_call_counts_as_acknowledged(master: Master, client: Client) -> None:
+def test_an_xack_without_the_call_counts_as_an_acknowledgement(master: Master, client: Client) -> None:
     first, second = publish(client, "A", "A")
     with MemoConsumer(client, "c1").register(master) as consumer:
         assert consumer.next()[0] == first
@@ -130,7 +132,7 @@ def test_the_call_without_an_xack_acknowledges_in_redis_too(master: Master, clie
     assert is_clean(client)
 
 
-def test_what_others_take_from_the_group_goes_into_its_line_all_the_same(master: Master, client: Client) -> None:
+def test_messages_that_an_outsider_reads_from_the_group_are_enqueued_again(master: Master, client: Client) -> None:
     with MemoConsumer(client, "c1").register(master) as consumer:
         (running,) = publish(client, "A")
         consumer.next()
@@ -149,7 +151,7 @@ def test_what_others_take_from_the_group_goes_into_its_line_all_the_same(master:
     assert is_clean(client)
 
 
-def test_what_somebody_claims_from_a_consumer_goes_back_to_it(master: Master, client: Client) -> None:
+def test_a_message_that_an_outsider_claims_goes_back_to_its_consumer(master: Master, client: Client) -> None:
     (only,) = publish(client, "A")
     with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
@@ -158,7 +160,9 @@ def test_what_somebody_claims_from_a_consumer_goes_back_to_it(master: Master, cl
         eventually(lambda: holders(client) == {only: "c1"}, "it is back")
 
 
-def test_a_failed_message_is_tried_again_before_newer_ones_and_dies_in_the_end(master: Master, client: Client) -> None:
+def test_a_failed_message_is_retried_before_newer_ones_and_becomes_a_dead_letter_in_the_end(
+    master: Master, client: Client
+) -> None:
     bad, good = publish(client, "A", "A")
     with MemoConsumer(client, "c1").register(master) as consumer:
         outcomes = []
@@ -173,7 +177,7 @@ def test_a_failed_message_is_tried_again_before_newer_ones_and_dies_in_the_end(m
     assert "no such customer" in str(letters)
 
 
-def test_a_message_that_can_never_succeed_dies_at_once(master: Master, client: Client) -> None:
+def test_a_failure_without_retry_becomes_a_dead_letter_at_once(master: Master, client: Client) -> None:
     (bad,) = publish(client, "A")
     with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
@@ -182,7 +186,9 @@ def test_a_message_that_can_never_succeed_dies_at_once(master: Master, client: C
     assert is_clean(client)
 
 
-def test_a_released_message_goes_to_another_at_once_and_counts_no_attempt(master: Master, client: Client) -> None:
+def test_a_released_message_goes_to_another_consumer_at_once_and_counts_no_attempt(
+    master: Master, client: Client
+) -> None:
     (only,) = publish(client, "A")
     with MemoConsumer(client, "c1").register(master) as leaving, MemoConsumer(client, "c2") as other:
         leaving.next()
@@ -193,7 +199,7 @@ def test_a_released_message_goes_to_another_at_once_and_counts_no_attempt(master
         assert client.execute("HLEN", KEYS.crashes) == 0
 
 
-def test_no_consumer_gets_more_than_it_asked_for(master: Master, client: Client) -> None:
+def test_no_consumer_gets_more_messages_than_it_asked_for(master: Master, client: Client) -> None:
     publish(client, *(f"T{n}" for n in range(20)))
     with (
         MemoConsumer(client, "c1", max_tickets=3).register(master) as three,
@@ -203,7 +209,7 @@ def test_no_consumer_gets_more_than_it_asked_for(master: Master, client: Client)
         assert sum(name == "waiting" for name in holders(client).values()) == 16
 
 
-def test_the_session_can_be_read_back_page_by_page(master: Master, client: Client) -> None:
+def test_the_tickets_can_be_listed_page_by_page(master: Master, client: Client) -> None:
     ids = publish(client, "A", "B", "C", "A")
     assert park(client, KEYS, b"kD", "no message of it has come yet")
     with MemoConsumer(client, "c1", max_tickets=2).register(master) as consumer:
@@ -222,7 +228,7 @@ def test_the_session_can_be_read_back_page_by_page(master: Master, client: Clien
         assert (sorted(found["ticket_ids"]), sorted(found["message_ids"])) == (["A", "B"], ids[:2])
 
 
-def test_a_paused_group_gives_out_nothing_until_it_is_resumed(master: Master, client: Client) -> None:
+def test_a_paused_group_assigns_nothing_until_it_is_resumed(master: Master, client: Client) -> None:
     with MemoConsumer(client, "c1").register(master) as consumer:
         client.execute("HSET", KEYS.meta, "paused", 1)
         paused = f'millstream_paused{{handler="master.{GROUP}"}} 1'
@@ -235,7 +241,7 @@ def test_a_paused_group_gives_out_nothing_until_it_is_resumed(master: Master, cl
         consumer.next()
 
 
-def test_figures_tell_what_was_done(master: Master, client: Client) -> None:
+def test_the_metrics_count_committed_messages(master: Master, client: Client) -> None:
     (only,) = publish(client, "A")
     with MemoConsumer(client, "c1").register(master) as consumer:
         consumer.next()
@@ -282,7 +288,7 @@ def test_requests_are_bounded_and_errors_are_one_line_of_json(master: Master) ->
         assert "\n" not in answer.json()["error"]
 
 
-def test_who_sends_no_token_or_no_content_type_is_told_what_to_send(master: Master) -> None:
+def test_a_request_without_a_token_or_a_content_type_is_refused_with_the_missing_header(master: Master) -> None:
     body = b'{"consumer": "c"}'
     for path in ("consumers/register", "messages/acknowledge"):
         url = f"{master.url}/api/{path}"
@@ -303,7 +309,7 @@ def test_the_openapi_document_names_every_call_and_its_token(master: Master) -> 
     assert document["paths"]["/api/messages/acknowledge"]["post"]["security"] == [{"acknowledge": []}]
 
 
-def test_what_the_openapi_document_says_of_values_and_errors_is_so(master: Master) -> None:
+def test_the_api_behaves_as_the_openapi_document_specifies(master: Master) -> None:
     document = master.http.get("/openapi.json").json()
     name = document["components"]["schemas"]["HeartbeatRequest"]["properties"]["consumer"]
     for text in ("a", "A-z_0.9:@x", "x" * 100, "", "x" * 101, "a b", "ä", "a/b"):
@@ -334,7 +340,9 @@ def test_a_second_consumer_of_a_name_is_refused_while_the_first_lives(master: Ma
         assert first.read()[0][0] == message_id
 
 
-def test_the_same_consumer_again_is_a_restart_unless_it_says_that_it_is_not(master: Master, client: Client) -> None:
+def test_a_registration_of_the_same_consumer_is_a_restart_unless_its_instance_is_another(
+    master: Master, client: Client
+) -> None:
     publish(client, "A")
     with MemoConsumer(client, "c1", instance="x").register(master) as consumer:
         consumer.next()

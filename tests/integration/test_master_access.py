@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.master]
 NAMES = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP)
 
 
-def test_a_master_does_not_start_without_a_token_unless_it_is_told_to(millstream_url: str, tmp_path: Path) -> None:
+def test_a_master_does_not_start_without_a_token_unless_an_option_allows_it(
+    millstream_url: str, tmp_path: Path
+) -> None:
     refused = call("master", *NAMES, url=millstream_url)
     assert (refused.code, "--token" in refused.err) == (2, True)
     (tmp_path / "tokens").write_text("0123456789abcdef sing\n")
@@ -33,7 +35,7 @@ def test_a_master_does_not_start_without_a_token_unless_it_is_told_to(millstream
         assert httpx.get(f"{open_master.url}/api/tickets", timeout=FAIL_SAFE_S, trust_env=False).status_code == 200
 
 
-def test_what_is_wrong_with_a_master_is_said_in_one_line(millstream_url: str, tmp_path: Path) -> None:
+def test_a_master_with_wrong_settings_fails_with_one_line(millstream_url: str, tmp_path: Path) -> None:
     file = tmp_path / "master.toml"
     file.write_text('[master]\nticket_streem = "x"\n')
     for options in ((), ("--config", str(file)), (*NAMES[:3], "a b", "--insecure-no-token")):
@@ -42,7 +44,7 @@ def test_what_is_wrong_with_a_master_is_said_in_one_line(millstream_url: str, tm
         assert len(refused.err.splitlines()) == 1, refused.err
 
 
-def test_a_master_whose_rounds_cannot_go_on_ends_as_failed(millstream_url: str, client: Client) -> None:
+def test_a_master_that_cannot_continue_its_rounds_ends_with_an_error(millstream_url: str, client: Client) -> None:
     with Master(millstream_url) as master:
         client.execute("SET", KEYS.meta, "of another type")
         assert master.process.wait(FAIL_SAFE_S) == 1
@@ -69,7 +71,7 @@ def test_settings_come_from_the_environment(millstream_url: str) -> None:
         assert master.http.get("/api/health").json() == {"status": "ok", "master": "m7", "reasons": []}
 
 
-def test_a_token_opens_what_its_scopes_name_and_nothing_else(millstream_url: str, tmp_path: Path) -> None:
+def test_a_token_allows_the_calls_of_its_scopes_and_no_others(millstream_url: str, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(
         "# who is who\nconsumers-0123456789 register acknowledge\nlookers-0123456789 read # on\nacks-only-0123456789 acknowledge\n"
@@ -129,7 +131,7 @@ def problem(client: Client, allowed: AllowList, url: str, within_s: float = FAIL
     return asyncio.run(ask())
 
 
-def test_no_redirect_is_followed_and_no_name_is_trusted(client: Client) -> None:
+def test_no_redirect_is_followed_and_every_address_of_a_name_is_checked(client: Client) -> None:
     with HealthPage() as page, HealthPage() as secret:
         assert problem(client, AllowList(LOOPBACK), page.url) is None
         named = page.url.replace("127.0.0.1", "localhost")
@@ -143,20 +145,20 @@ def test_no_redirect_is_followed_and_no_name_is_trusted(client: Client) -> None:
         assert problem(client, AllowList(LOOPBACK), page.url) == "status 500"
 
 
-def test_a_health_url_that_never_answers_takes_no_longer_than_it_may(client: Client) -> None:
+def test_a_health_url_that_never_answers_is_given_up_after_its_time_limit(client: Client) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         assert problem(client, AllowList(LOOPBACK), url, within_s=0.1) == "no answer in time"
 
 
-def test_the_name_of_the_masters_is_no_apps(tmp_path: Path) -> None:
+def test_no_app_may_have_the_name_of_the_masters(tmp_path: Path) -> None:
     from millstream import App
 
     with pytest.raises(MillstreamError, match="master"):
         App("master")
 
 
-def test_ids_that_redis_cannot_have_and_json_without_a_bottom_are_refused_in_one_line(millstream_url: str) -> None:
+def test_impossible_ids_and_deeply_nested_json_are_refused_with_one_line(millstream_url: str) -> None:
     with Master(millstream_url) as master:
         for message_id in ("99999999999999999999999999-1", "1-18446744073709551616", "9" * 45):
             for call_name in ("acknowledge", "fail", "release"):
@@ -167,7 +169,7 @@ def test_ids_that_redis_cannot_have_and_json_without_a_bottom_are_refused_in_one
         assert (answer.status_code, len(answer.json()["error"].splitlines())) == (422, 1)
 
 
-def test_without_a_token_a_master_answers_to_names_that_only_its_own_people_give(millstream_url: str) -> None:
+def test_a_master_without_a_token_answers_to_local_and_allowed_host_names_only(millstream_url: str) -> None:
     def status(master: Master, host: str, **headers: str) -> int:
         return master.http.get("/api/tickets", headers={"Host": host, **headers}).status_code
 

@@ -55,7 +55,7 @@ def acknowledge(client: Client, delegator: Delegator, name: str, message_id: str
     return bool(found.newly_acked), [one.decode() for one in found.next_ids]
 
 
-def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_committed(
+def test_a_consumer_does_not_get_the_next_message_while_the_one_before_is_being_committed(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
@@ -81,7 +81,7 @@ def leases_have_ended(client: Client) -> None:
     )
 
 
-def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_looked(
+def test_an_acknowledged_message_is_not_assigned_again_after_its_lease_has_expired(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
@@ -93,7 +93,7 @@ def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_loo
     assert delegator.assign("c2", registry.get("c2"), count=1) == [second.encode()]
 
 
-def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_master_looked(
+def test_a_consumer_that_is_still_alive_keeps_its_message_after_its_lease_has_expired(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
@@ -106,7 +106,7 @@ def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_mast
     assert acknowledge(client, delegator, "c1", only) == (True, [])
 
 
-def test_two_masters_give_no_consumer_more_than_it_asked_for(
+def test_two_masters_assign_no_consumer_more_than_it_asked_for(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     publish(client, *(f"T{n}" for n in range(30)))
@@ -116,7 +116,7 @@ def test_two_masters_give_no_consumer_more_than_it_asked_for(
     assert not delegator.assign("c1", registry.get("c1"), count=8)
 
 
-def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
+def test_a_lease_of_a_former_incarnation_ends_and_cannot_be_acknowledged(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
@@ -132,7 +132,7 @@ def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
     assert join(delegator, registry, "c2") == [only]
 
 
-def test_what_was_trimmed_while_it_was_in_hand_can_still_be_acknowledged(
+def test_a_message_that_was_trimmed_while_in_flight_can_still_be_acknowledged(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
@@ -160,7 +160,7 @@ def test_no_change_of_a_registration_undoes_another(client: Client, registry: Re
 # --- What is acknowledged ---
 
 
-def test_who_lost_a_message_is_told_who_has_done_it_and_who_did_may_say_so_again(
+def test_a_late_acknowledgement_is_refused_with_the_new_owner_and_the_owner_may_repeat_its_own(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
@@ -178,7 +178,7 @@ def test_who_lost_a_message_is_told_who_has_done_it_and_who_did_may_say_so_again
         assert refused.value.status == 409
 
 
-def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(
+def test_a_message_that_a_consumer_ended_by_xack_counts_as_done_by_that_consumer(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     (only,) = publish(client, "A")
@@ -190,7 +190,7 @@ def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(
         acknowledge(client, delegator, "c2", only)
 
 
-def test_a_message_that_never_was_cannot_be_acknowledged(
+def test_a_missing_or_unassigned_message_cannot_be_acknowledged(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     join(delegator, registry, "c1")
@@ -211,7 +211,7 @@ def test_a_dead_letter_cannot_be_acknowledged(client: Client, registry: Registry
         acknowledge(client, delegator, "c1", only)
 
 
-def test_who_has_done_a_message_is_known_of_the_last_twenty_thousand_at_least(
+def test_the_consumers_of_at_least_the_last_twenty_thousand_done_messages_are_known(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     ids = publish(client, "A", "A", "A", "A")
@@ -229,7 +229,7 @@ def test_who_has_done_a_message_is_known_of_the_last_twenty_thousand_at_least(
         acknowledge(client, delegator, "c1", ids[0])
 
 
-def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
+def test_acknowledgements_that_are_combined_are_answered_separately(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     a1, b1, a2, b2 = publish(client, "A", "B", "A", "B")
@@ -249,7 +249,7 @@ def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
     assert holders(client).keys() == {a2, b2}
 
 
-def test_what_another_master_has_given_out_is_acknowledged_too(
+def test_a_message_that_another_master_has_assigned_can_be_acknowledged(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
@@ -262,7 +262,7 @@ def test_what_another_master_has_given_out_is_acknowledged_too(
 # --- Pages ---
 
 
-def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_for_once(
+def test_every_ticket_is_on_a_page_and_the_tickets_are_searched_for_once(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     tickets = 12_000
@@ -280,7 +280,7 @@ def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_fo
     assert scripts_run(client) - scripts_before <= 2, "once by its hash, and once more where the server lacked it"
 
 
-def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
+def test_a_listing_continues_after_messages_that_are_done_meanwhile(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     ids = publish(client, *"ABCDE")
@@ -297,7 +297,7 @@ def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
     assert [one.ticket_id for one in late.tickets(first.cursor, 2).tickets] == ["D", "E"]
 
 
-def test_a_page_that_finds_all_done_that_it_looks_at_says_where_to_go_on(
+def test_a_page_without_open_tickets_returns_a_cursor_to_continue(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     publish(client, *(f"T{number:04}" for number in range(1_200)))

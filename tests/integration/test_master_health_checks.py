@@ -49,7 +49,7 @@ async def running(pinger: HealthChecker) -> AsyncIterator[None]:
             await task
 
 
-def test_the_cookies_of_one_consumer_are_sent_to_no_other_and_not_to_itself(registry: Registry) -> None:
+def test_cookies_of_a_consumer_are_sent_to_no_consumer(registry: Registry) -> None:
     async def ping(giver: HealthPage, other: HealthPage) -> None:
         async with pinging(registry):
             await eventually_async(lambda: giver.calls > 2, "pings of who gives cookies")
@@ -64,7 +64,7 @@ def test_the_cookies_of_one_consumer_are_sent_to_no_other_and_not_to_itself(regi
         assert (giver.cookies, other.cookies) == ([], [])
 
 
-def test_consumers_that_never_answer_keep_none_from_being_pinged(registry: Registry) -> None:
+def test_consumers_that_never_answer_do_not_prevent_pings_of_others(registry: Registry) -> None:
     many = 320
 
     async def ping(good: HealthPage, hole: SilentPage) -> int:
@@ -80,7 +80,7 @@ def test_consumers_that_never_answer_keep_none_from_being_pinged(registry: Regis
         assert held_up_by < many, "it was pinged again before the others had all had their turn"
 
 
-def test_a_master_that_had_no_processor_finds_nobody_dead(registry: Registry) -> None:
+def test_a_master_that_stood_still_finds_no_consumer_dead(registry: Registry) -> None:
     async def stand_still(page: HealthPage) -> list[str]:
         async with pinging(registry, ping_ms=1_500, failures=1) as deaths:
             for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_master_that_had_no_processor_finds_nobody_dead(registry: Registry) ->
         assert found.state == "alive"
 
 
-def test_no_silence_counts_while_redis_is_away(millstream_fresh_server: EmbeddedServer) -> None:
+def test_failures_do_not_count_while_redis_is_away(millstream_fresh_server: EmbeddedServer) -> None:
     async def wait(registry: Registry) -> None:
         settings = MasterSettings(ticket_stream=STREAM, group=GROUP, ping_ms=200, ping_failures=100_000)
         pinger = HealthChecker(registry, settings, AllowList(LOOPBACK), on_death=lambda: None)
@@ -115,7 +115,7 @@ def test_no_silence_counts_while_redis_is_away(millstream_fresh_server: Embedded
 
 
 @pytest.mark.parametrize("url", [None, "silent"])
-def test_a_consumer_that_is_not_heard_of_is_found_dead(registry: Registry, url: str | None) -> None:
+def test_a_consumer_that_does_not_answer_is_found_dead(registry: Registry, url: str | None) -> None:
     async def wait(is_dead: Callable[[], bool]) -> list[str]:
         async with pinging(registry, failures=2) as deaths:
             await eventually_async(is_dead, "its death")

@@ -76,7 +76,7 @@ def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
     assert max(trips) <= READ_BYTES, "also in the first read, when no size is known yet"
 
 
-def test_after_a_redis_has_lost_all_what_is_new_is_routed_without_a_sweep(client: Client) -> None:
+def test_new_entries_are_enqueued_without_a_sweep_after_redis_has_lost_everything(client: Client) -> None:
     fill(client, 3)
     routing = Routing(client, 3)
     assert routing.woken_by(9) == set(routing.names)
@@ -85,7 +85,7 @@ def test_after_a_redis_has_lost_all_what_is_new_is_routed_without_a_sweep(client
     assert all(one.pending_count == 1 for one in routing.router.streams.values())
 
 
-def test_what_was_routed_by_a_call_whose_answer_was_lost_is_told_without_a_sweep(
+def test_entries_that_a_call_with_a_lost_reply_enqueued_are_found_without_a_sweep(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(client, 3)
@@ -103,7 +103,7 @@ def test_what_was_routed_by_a_call_whose_answer_was_lost_is_told_without_a_sweep
     assert routing.woken_by(9) == set(routing.names)
 
 
-def test_streams_that_cannot_be_routed_for_now_keep_no_others_waiting(
+def test_streams_that_cannot_be_enqueued_for_now_do_not_delay_others(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(client, 150)
@@ -117,7 +117,7 @@ def test_streams_that_cannot_be_routed_for_now_keep_no_others_waiting(
     assert routing.woken_by(9) == set(routing.names[100:])
 
 
-def test_a_redis_that_can_track_few_keys_is_not_asked_all_the_time(
+def test_a_redis_that_can_track_few_keys_is_not_polled_all_the_time(
     millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Client(millstream_fresh_server.url) as client:

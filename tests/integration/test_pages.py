@@ -22,7 +22,7 @@ PAGES = ("README.md", "docs/start/workers.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_consoles_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> None:
+def test_the_console_examples_of_a_page_print_the_output_that_it_shows(page: str, tmp_path: Path) -> None:
     with reserved_port() as port:
         run_consoles(page, tmp_path, port)
 
@@ -77,7 +77,7 @@ def test_the_cookbooks_handlers_each_get_the_message(cookbook: dict[str, Path]) 
     assert run(app, "audit", order).outputs == [{"order": "1-1", "fields": "customer,amount"}]
 
 
-def test_a_line_that_is_not_printed_or_not_often_enough_is_missed() -> None:
+def test_a_printed_line_that_is_missing_or_too_rare_is_found() -> None:
     printed = ["noise", "2026-01-01T00:00:00.000Z  totals  1700000000000-0  sum=1.0", "dead  1.9 s"]
     shown = "2026-11-23T09:31:08.370Z  totals  1795426268370-12   sum="
     assert not_printed(["dead    0.3 s", f"{shown}1.0"], printed) == []

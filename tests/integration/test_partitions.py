@@ -60,7 +60,7 @@ def test_each_key_has_its_partition_and_each_partition_its_slot(client: Client, 
         assert {layout.partition_of(pairs[1]) for _, pairs in client.execute("XRANGE", stream, "-", "+")} <= {place}
 
 
-def test_who_comes_first_says_how_many_partitions_there_are(client: Client) -> None:
+def test_the_first_producer_sets_the_number_of_partitions(client: Client) -> None:
     assert Partitions(client, BASE).create(3).count == 3
     assert Partitions(client, BASE).create(5).count == 3
     with (
@@ -83,7 +83,7 @@ def test_a_key_may_be_a_function(client: Client) -> None:
     assert [one.stream for one in where] == [layout.stream(layout.partition_of(str(n % 5).encode())) for n in range(50)]
 
 
-def test_a_producer_that_slept_over_a_growth_goes_on_in_the_new_partitions(
+def test_a_producer_that_slept_during_a_growth_continues_in_the_new_partitions(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     sleeper, other = Publisher(client), Publisher(client)
@@ -99,7 +99,7 @@ def test_a_producer_that_slept_over_a_growth_goes_on_in_the_new_partitions(
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
-def test_what_was_published_under_an_id_of_its_own_is_known_after_a_growth(client: Client) -> None:
+def test_a_message_published_under_its_own_id_is_recognised_after_a_growth(client: Client) -> None:
     rows, ids = [{"k": one, "n": 1} for one in LETTERS], list(LETTERS)
     with PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
         first = producer.publish_many(rows, dedupe_ids=ids)
@@ -135,20 +135,20 @@ def test_coroutines_publish_in_the_order_of_their_calls(client: Client) -> None:
     assert [int(pairs[3]) for _, pairs in client.execute("XRANGE", stream, "-", "+")] == list(range(41))
 
 
-def test_what_no_replica_has_confirmed_is_said_of_all_that_is_published(client: Client) -> None:
+def test_not_replicated_names_all_published_ids(client: Client) -> None:
     with PartitionedProducer(client, BASE, key="k", partitions=2) as producer, pytest.raises(NotReplicated) as caught:
         producer.publish_many([{"k": "A"}, {"k": "A"}], replicas=1, timeout_ms=1)
     assert len(caught.value.ids) == 2
 
 
-def test_a_producer_that_knows_nothing_of_partitions_is_refused(client: Client, sent: dict[str, list[int]]) -> None:
+def test_a_producer_without_partitions_is_refused_by_a_partition(client: Client, sent: dict[str, list[int]]) -> None:
     Publisher(client).publish(sent, "A")
     layout = Partitions(client, BASE).require()
     with Producer(client) as producer, pytest.raises(ConfigError, match="PartitionedProducer"):
         producer.publish(layout.stream(layout.partition_of(b"A")), {"k": "A"})
 
 
-def test_what_was_redriven_is_not_sent_on_to_a_partition_that_a_newer_generation_has_sealed(client: Client) -> None:
+def test_a_redriven_entry_is_not_forwarded_to_a_partition_that_a_newer_generation_has_closed(client: Client) -> None:
     client.execute("HSET", "partition", "generation", 3)
     names, entry = ("stream", "partition", "sent"), (60_000, "k", "a")
     with pytest.raises(CommandFailed, match="CLOSED 3"):
@@ -164,7 +164,7 @@ def test_what_was_redriven_is_not_sent_on_to_a_partition_that_a_newer_generation
 
 @pytest.mark.parametrize("steps", range(6))
 @pytest.mark.parametrize("resumed_by", ["the same again", "a producer"])
-def test_a_growth_that_was_killed_between_any_two_steps_is_ended_by_whoever_meets_it(
+def test_a_growth_that_was_killed_between_any_two_steps_is_completed_by_the_next_process(
     client: Client, sent: dict[str, list[int]], steps: int, resumed_by: str
 ) -> None:
     publisher, worker = Publisher(client), Worker(client)
@@ -186,7 +186,7 @@ def test_a_growth_that_was_killed_between_any_two_steps_is_ended_by_whoever_meet
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
-def test_two_growths_at_once_come_one_after_the_other(client: Client, sent: dict[str, list[int]]) -> None:
+def test_two_growths_at_once_run_one_after_the_other(client: Client, sent: dict[str, list[int]]) -> None:
     Publisher(client).publish(sent, LETTERS)
     assert growth_killed_after(client, 1, 5)
     assert Partitions(client, BASE).grow(7).counts == (2, 5, 7)
@@ -194,7 +194,7 @@ def test_two_growths_at_once_come_one_after_the_other(client: Client, sent: dict
         Partitions(client, BASE).grow(3)
 
 
-def test_a_seal_that_comes_late_changes_nothing(client: Client, sent: dict[str, list[int]]) -> None:
+def test_a_late_close_changes_nothing(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, sleeper = Publisher(client), Publisher(client)
     publisher.publish(sent, LETTERS)
     stale = PartitionMap(base=BASE, counts=(2,), growing_to=5)
@@ -255,7 +255,7 @@ def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
     assert worker.moves.undrained() == []
 
 
-def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_together(
+def test_a_key_waits_in_its_new_partition_even_if_many_streams_are_enqueued_together(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     _, worker, key, old, new = grown(client, sent)
@@ -272,9 +272,7 @@ def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_tog
     assert worker.lease_keys(new) == []
 
 
-def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting(
-    client: Client, sent: dict[str, list[int]]
-) -> None:
+def test_new_keys_do_not_wait_and_a_stuck_key_delays_only_itself(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, worker, key, old, new = grown(client, sent)
     layout = worker.moves.partition_map
     worker.route(old)
@@ -296,7 +294,7 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
-def test_who_parks_a_key_that_moves_has_to_unpark_it_too(client: Client, sent: dict[str, list[int]]) -> None:
+def test_a_key_that_was_parked_while_it_migrates_has_to_be_unparked(client: Client, sent: dict[str, list[int]]) -> None:
     _, worker, key, _, new = grown(client, sent)
     keys, queue = keys_of(worker.moves.partition_map, new), b"k" + key.encode()
     worker.route(new)
@@ -327,7 +325,7 @@ def test_a_key_that_is_parked_without_messages_in_its_old_partition_waits_in_the
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
-def test_the_last_entries_before_a_seal_may_be_deleted(client: Client, sent: dict[str, list[int]]) -> None:
+def test_the_last_entries_before_a_close_may_be_deleted(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, worker = Publisher(client), Worker(client)
     key = moved_key(Partitions(client, BASE).require(), 4)
     publisher.publish(sent, key)
@@ -340,7 +338,7 @@ def test_the_last_entries_before_a_seal_may_be_deleted(client: Client, sent: dic
     assert outcome(client) == {key: [2]}
 
 
-def test_states_of_keys_that_nobody_publishes_to_move_too(client: Client, sent: dict[str, list[int]]) -> None:
+def test_states_of_keys_without_new_messages_migrate_too(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, worker = Publisher(client), Worker(client)
     publisher.publish(sent, LETTERS)
     worker.work()
@@ -357,7 +355,7 @@ def test_states_of_keys_that_nobody_publishes_to_move_too(client: Client, sent: 
     assert found == {(layout.partition_of(key.encode()), key.encode()): b"1" for key in LETTERS}
 
 
-def test_a_state_is_put_down_once_however_late_another_comes_with_it(
+def test_a_state_is_imported_once_even_if_a_late_worker_imports_it_again(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     _, worker, key, old, new = grown(client, sent)
@@ -385,7 +383,7 @@ def test_a_state_is_put_down_once_however_late_another_comes_with_it(
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
-def test_lease_tokens_go_on_growing_where_a_key_comes_to(client: Client, sent: dict[str, list[int]]) -> None:
+def test_lease_tokens_keep_growing_in_the_new_partition_of_a_key(client: Client, sent: dict[str, list[int]]) -> None:
     _, worker, _, old, _ = grown(client, sent)
     ahead = 2**52  # the clock of another server
     client.execute("HSET", keys_of(worker.moves.partition_map, old).meta, "fence", ahead)
@@ -395,7 +393,9 @@ def test_lease_tokens_go_on_growing_where_a_key_comes_to(client: Client, sent: d
     assert outcome(client) == sent
 
 
-def test_what_others_acknowledge_has_not_left_its_partition(client: Client, sent: dict[str, list[int]]) -> None:
+def test_an_entry_that_an_outsider_acknowledges_does_not_drain_its_partition(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
     _, worker, _, old, new = grown(client, sent)
     keys = keys_of(worker.moves.partition_map, old)
     worker.route(old)
@@ -409,7 +409,7 @@ def test_what_others_acknowledge_has_not_left_its_partition(client: Client, sent
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
-def test_a_key_has_not_left_where_workers_without_keys_are_in_charge(
+def test_a_key_does_not_migrate_while_unkeyed_workers_own_its_old_partition(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     _, worker, _, old, new = grown(client, sent)
@@ -438,7 +438,7 @@ def moved_twice(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, 
     return publisher, worker, key, grown.owners(key.encode())
 
 
-def test_a_state_goes_through_each_partition_in_which_its_key_has_been(
+def test_a_state_migrates_through_each_partition_in_which_its_key_has_been(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     publisher, worker, key, (first, second, third) = moved_twice(client, sent)
@@ -454,7 +454,7 @@ def test_a_state_goes_through_each_partition_in_which_its_key_has_been(
     assert (outcome(client), check_all(client)) == (sent, [])
 
 
-def test_a_partition_is_not_settled_while_something_may_come_to_it_from_an_older_one(
+def test_a_partition_is_not_drained_while_an_older_one_may_migrate_keys_to_it(
     client: Client, sent: dict[str, list[int]]
 ) -> None:
     publisher, worker, key, (_, second, _) = moved_twice(client, sent)
@@ -467,9 +467,7 @@ def test_a_partition_is_not_settled_while_something_may_come_to_it_from_an_older
     assert outcome(client) == sent
 
 
-def test_a_line_that_was_free_to_go_is_not_made_to_wait_by_one_who_comes_late(
-    client: Client, sent: dict[str, list[int]]
-) -> None:
+def test_a_migrated_key_does_not_wait_again_for_a_late_worker(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, worker, key, _, new = grown(client, sent)
     worker.work()
     publisher.publish(sent, key)

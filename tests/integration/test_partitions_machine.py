@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self.client.close()
 
 
-def test_no_interleaving_loses_doubles_or_reorders_anything(millstream_url: str) -> None:
+def test_no_interleaving_loses_doubles_or_reorders_a_message(millstream_url: str) -> None:
     machine = type("PartitionMachine", (Machine,), {"url": millstream_url})
     run_state_machine_as_test(
         machine,

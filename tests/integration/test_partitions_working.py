@@ -116,7 +116,7 @@ def wait_for_messages(recording: RecordingHandler, count: int) -> None:
     eventually(lambda: len(recording.events) >= count, f"{count} messages")
 
 
-def test_more_partitions_under_load_keep_every_key_in_order_and_single(client: Client) -> None:
+def test_adding_partitions_under_load_keeps_every_key_in_order_and_applies_each_message_once(client: Client) -> None:
     recording = RecordingHandler(output=not client.is_cluster)
     handler = handler_of(recording.handle, into=None if client.is_cluster else "out")
     stopping = threading.Event()
@@ -159,7 +159,7 @@ def check_history(client: Client, events: list[Event]) -> None:
     assert report.committed == len(KEYS) * EACH
 
 
-def test_a_handler_that_begins_at_the_end_gets_all_of_the_partitions_that_come_later(millstream_url: str) -> None:
+def test_a_handler_that_begins_at_the_end_reads_all_entries_of_later_partitions(millstream_url: str) -> None:
     seen: list[int] = []
     handler = handler_of(lambda message: seen.append(int(message.text("n"))))
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
@@ -174,7 +174,7 @@ def test_a_handler_that_begins_at_the_end_gets_all_of_the_partitions_that_come_l
     assert seen == [2] * len(KEYS)
 
 
-def test_what_was_redriven_goes_once_to_the_partition_in_which_its_key_is_now(millstream_url: str) -> None:
+def test_a_redriven_entry_goes_once_to_the_current_partition_of_its_key(millstream_url: str) -> None:
     runs: list[tuple[str, str, int]] = []
     refuses = True
 
@@ -219,7 +219,7 @@ def shown(url: str) -> Any:
     return json.loads(outcome.out)
 
 
-def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstream_url: str) -> None:
+def test_the_command_shows_generations_closed_partitions_and_whether_keys_migrate(millstream_url: str) -> None:
     recording = RecordingHandler(output=False)
     assert call("partition", "show", BASE, url=millstream_url).code == 1
     assert call("partition", "create", BASE, "2", url=millstream_url).out == "orders has 2 partitions\n"
@@ -242,7 +242,7 @@ def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstrea
         assert shown(millstream_url)["undrained"] == {"app.handle": []}
 
 
-def test_a_killed_growth_is_shown_and_ended_by_the_next(millstream_url: str) -> None:
+def test_a_killed_growth_is_shown_and_completed_by_the_next_one(millstream_url: str) -> None:
     with Client(millstream_url) as client:
         Partitions(client, BASE).create(2)
         assert growth_killed_after(client, 1, 3)
@@ -262,7 +262,7 @@ def test_a_handler_that_cannot_read_partitions_is_refused(options: dict[str, Any
 
 
 @pytest.mark.parametrize("base", ["{orders}", "a*", "a,b", " a", "a[b]"])
-def test_a_base_that_cannot_be_a_name_is_refused(base: str) -> None:
+def test_an_invalid_base_name_is_refused(base: str) -> None:
     app = App("app")
     with pytest.raises(ConfigError):
         app.handler(base, key="k", partitions=2)(lambda message: None)

@@ -50,13 +50,13 @@ def ended_run(request: pytest.FixtureRequest) -> Iterator[tuple[Path, list[int]]
         yield Path(folder), [int(pid) for pid in pids]
 
 
-def test_nothing_outlives_a_run_of_tests(ended_run: tuple[Path, list[int]]) -> None:
+def test_no_process_survives_a_run_of_tests(ended_run: tuple[Path, list[int]]) -> None:
     folder, pids = ended_run
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of all processes")
     eventually(lambda: not folder.exists(), "the end of the folder")
 
 
-def test_a_process_that_a_test_leaves_behind_is_named(tmp_path: Path) -> None:
+def test_a_process_that_a_test_leaves_running_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)", "forgotten"]
     with subprocess.Popen(command, env={TOKEN_VARIABLE: "of-this-test"}) as forgotten:
         try:

@@ -111,14 +111,14 @@ def test_a_key_of_another_type_is_refused(client: Client, producer: Producer) ->
     assert numbers(client) == [2]
 
 
-def test_what_is_left_behind_expires(client: Client, producer: Producer) -> None:
+def test_keys_that_a_producer_leaves_expire(client: Client, producer: Producer) -> None:
     producer.publish("s", {"n": 1}, dedupe_id="a")
     left = [key for key in client.execute("KEYS", "*") if key != b"s"]
     assert len(left) == 2
     assert all(0 < client.execute("TTL", key) <= 86_400 for key in left)
 
 
-def test_a_client_that_is_shared_stays_open_and_the_producers_own_is_closed(millstream_url: str) -> None:
+def test_a_shared_client_stays_open_and_the_producers_own_is_closed(millstream_url: str) -> None:
     with Client(millstream_url) as client:
         with Producer(client) as producer:
             producer.publish("s", {"n": 1})
@@ -158,7 +158,7 @@ def test_a_lost_reply_makes_no_duplicate_and_the_first_id_is_returned(
             assert numbers(client) == list(range(1_300))
 
 
-def test_a_copy_of_a_batch_that_comes_late_is_skipped(client: Client) -> None:
+def test_a_late_copy_of_a_batch_is_skipped(client: Client) -> None:
     names = StreamKeys("s")
     keys = ("s", names.producer("p"), names.due, names.delayed)
 
@@ -172,7 +172,7 @@ def test_a_copy_of_a_batch_that_comes_late_is_skipped(client: Client) -> None:
     assert numbers(client) == [1, 2]
 
 
-def test_a_publish_whose_end_is_not_known_is_not_overtaken_by_its_own_late_copy(
+def test_a_publish_with_an_unknown_end_is_not_overtaken_by_its_own_late_copy(
     millstream_server: EmbeddedServer, client: Client
 ) -> None:
     with Proxy(millstream_server.port) as proxy, Producer(proxy.url, patience_ms=0) as producer:
@@ -199,7 +199,7 @@ def test_a_repeat_under_the_same_id_returns_the_first_id_in_another_producer_too
     assert numbers(client) == [1, 4]
 
 
-def test_in_a_batch_only_what_is_new_is_published(client: Client, producer: Producer) -> None:
+def test_only_the_new_messages_of_a_batch_are_published(client: Client, producer: Producer) -> None:
     one = producer.publish("s", {"n": 1}, dedupe_id="a")
     ids = producer.publish_many("s", [{"n": n} for n in range(2, 7)], dedupe_ids=["b", "a", "c", "b", "d"])
     assert numbers(client) == [1, 2, 4, 6]
@@ -208,7 +208,7 @@ def test_in_a_batch_only_what_is_new_is_published(client: Client, producer: Prod
     assert producer.publish_many("s", [{"n": 9}] * 5, dedupe_ids=["b", "a", "c", "b", "d"]) == ids
 
 
-def test_an_id_is_forgotten_when_its_time_is_over(client: Client) -> None:
+def test_a_dedupe_id_is_dropped_at_the_end_of_its_window(client: Client) -> None:
     with Producer(client, dedupe_window_ms=WINDOW_MS) as producer:
         first = producer.publish("s", {"n": 1}, dedupe_id="a")
         assert producer.publish("s", {"n": 2}, dedupe_id="a") == first
@@ -224,7 +224,7 @@ def test_an_id_is_forgotten_when_its_time_is_over(client: Client) -> None:
 # --- Room ---
 
 
-def test_a_full_stream_refuses_what_is_too_much_and_nothing_is_written(client: Client) -> None:
+def test_a_full_stream_refuses_a_batch_that_does_not_fit_and_writes_nothing(client: Client) -> None:
     with Producer(client, max_length=3, patience_ms=0) as producer:
         producer.publish_many("s", [{"n": 1}, {"n": 2}])
         with pytest.raises(StreamFull, match="s has no room, it holds 2 of at most 3 entries"):
@@ -237,7 +237,7 @@ def test_a_full_stream_refuses_what_is_too_much_and_nothing_is_written(client: C
         assert numbers(client) == [1, 2, 3]
 
 
-def test_a_full_stream_is_waited_for_and_the_order_is_kept(client: Client) -> None:
+def test_a_producer_waits_for_a_full_stream_and_keeps_the_order(client: Client) -> None:
     stop = threading.Event()
     seen: list[int] = []
 
@@ -263,7 +263,7 @@ def test_a_full_stream_is_waited_for_and_the_order_is_kept(client: Client) -> No
     assert seen == list(range(600))
 
 
-def test_a_redis_without_memory_is_said_so_or_waited_for(millstream_fresh_server: EmbeddedServer) -> None:
+def test_a_producer_reports_a_redis_without_memory_or_waits_for_it(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client:
         client.execute("CONFIG", "SET", "maxmemory", "1")
         with Producer(client, patience_ms=0) as producer, pytest.raises(OutOfMemory):
@@ -274,7 +274,9 @@ def test_a_redis_without_memory_is_said_so_or_waited_for(millstream_fresh_server
         assert numbers(client) == [1]
 
 
-def test_a_redis_without_memory_does_not_make_a_lost_reply_a_refusal(millstream_fresh_server: EmbeddedServer) -> None:
+def test_a_lost_reply_is_not_reported_as_a_refusal_when_redis_runs_out_of_memory(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
     class FillsUp(ManualClock):
         """A clock: while somebody waits by it, the memory runs out."""
 
@@ -318,7 +320,7 @@ def test_a_replicated_publish_is_on_the_replica_when_it_returns(
         assert replica.call("XLEN", "s") == 1_100
 
 
-def test_what_no_replica_confirms_is_said_to_be_published_but_not_replicated(
+def test_a_message_that_no_replica_confirms_is_reported_as_published_but_not_replicated(
     millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
 ) -> None:
     with Client(millstream_fresh_server.url) as client, Producer(client) as producer:
@@ -336,7 +338,7 @@ def test_what_no_replica_confirms_is_said_to_be_published_but_not_replicated(
         assert replica.call("XLEN", "s") == 10
 
 
-def test_a_repeat_over_a_new_connection_is_not_taken_for_confirmed(
+def test_a_repeat_over_a_new_connection_does_not_count_as_confirmed(
     millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
 ) -> None:
     with Proxy(millstream_fresh_server.port) as proxy, Producer(proxy.url) as producer:
@@ -349,14 +351,14 @@ def test_a_repeat_over_a_new_connection_is_not_taken_for_confirmed(
         assert millstream_fresh_server.call("XLEN", "s") == 2
 
 
-def test_a_wait_longer_than_the_connection_allows_is_refused(client: Client, producer: Producer) -> None:
+def test_a_replica_wait_longer_than_the_connection_allows_is_refused(client: Client, producer: Producer) -> None:
     for timeout_ms in (0, 15_000):
         with pytest.raises(ConfigError, match="wait for replicas"):
             producer.publish("s", {"n": 1}, replicas=1, timeout_ms=timeout_ms)
     assert not client.execute("EXISTS", "s")
 
 
-def test_on_a_cluster_each_stream_keeps_all_in_its_own_slot() -> None:
+def test_a_stream_on_a_cluster_keeps_all_its_keys_in_its_own_slot() -> None:
     with cluster() as deployment, Client(deployment.url) as client, Producer(client) as producer:
         for n in range(12):
             stream = f"orders-{n}"
@@ -400,7 +402,7 @@ def test_coroutines_publish_in_the_order_of_their_calls(client: Client, producer
 # --- The publisher in bulk ---
 
 
-def test_leaving_a_publisher_sends_what_it_took_unless_an_exception_is_under_way(client: Client) -> None:
+def test_closing_a_publisher_sends_its_rows_unless_an_exception_is_raised(client: Client) -> None:
     with Publisher(client, "s") as publisher:
         publisher.add(("n",), ("1",))
     assert numbers(client) == [1]
@@ -410,7 +412,7 @@ def test_leaving_a_publisher_sends_what_it_took_unless_an_exception_is_under_way
     assert numbers(client) == [1]
 
 
-def test_leaving_a_publisher_says_what_went_wrong(client: Client) -> None:
+def test_closing_a_publisher_raises_its_error(client: Client) -> None:
     client.execute("SET", "s", "text")
     with pytest.raises(WrongType), Publisher(client, "s") as publisher:
         publisher.add(("n",), ("1",))

@@ -27,7 +27,7 @@ def client(proxy: Proxy) -> Iterator[Client]:
         yield opened
 
 
-def test_it_passes_on_whatever_comes(client: Client) -> None:
+def test_the_proxy_passes_any_bytes_on(client: Client) -> None:
     blob = b"*3\r\n$-1\r\n\x00\xff" * 200_000
     assert client.pipeline([("SET", "a", blob), ("GET", "a"), ("STRLEN", "a")]) == [b"OK", blob, len(blob)]
     assert client.pipeline([("INCR", "n")] * 5_000) == list(range(1, 5_001))
@@ -53,7 +53,7 @@ def test_a_command_that_is_cut_after_is_executed_when_the_client_notices(
     assert proxy.cuts == {("after", "INCR"): 29}
 
 
-def test_only_what_is_named_is_cut_and_so_often(proxy: Proxy, client: Client) -> None:
+def test_only_the_named_commands_are_cut_and_as_often_as_asked(proxy: Proxy, client: Client) -> None:
     proxy.cut_after("SET", containing="two", times=2)
     assert client.execute("SET", "one", "1") == b"OK"
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_the_rest_of_a_pipeline_is_not_executed(proxy: Proxy, client: Client) ->
     assert client.execute("MGET", "a", "b", "c") == [b"1", b"x", None]
 
 
-def test_a_share_of_the_commands_is_cut(proxy: Proxy, client: Client) -> None:
+def test_a_given_share_of_the_commands_is_cut(proxy: Proxy, client: Client) -> None:
     proxy.cut_at_random("incr", before=0.1, after=0.2, seed=3)
     failures = 0
     for _ in range(400):
@@ -85,7 +85,9 @@ def test_a_share_of_the_commands_is_cut(proxy: Proxy, client: Client) -> None:
     assert proxy.cuts["after", "INCR"] > 40
 
 
-def test_what_is_frozen_waits_and_passes_later(proxy: Proxy, client: Client, millstream_server: EmbeddedServer) -> None:
+def test_a_command_waits_while_the_proxy_is_frozen_and_passes_later(
+    proxy: Proxy, client: Client, millstream_server: EmbeddedServer
+) -> None:
     client.execute("PING")
     proxy.freeze()
     answers: list[int] = []
@@ -98,7 +100,7 @@ def test_what_is_frozen_waits_and_passes_later(proxy: Proxy, client: Client, mil
     assert answers == [1]
 
 
-def test_open_connections_can_be_cut_and_new_ones_made(proxy: Proxy, client: Client) -> None:
+def test_open_connections_can_be_cut_and_new_ones_opened(proxy: Proxy, client: Client) -> None:
     client.execute("PING")
     proxy.cut_all()
     with pytest.raises(Unavailable):
@@ -106,7 +108,7 @@ def test_open_connections_can_be_cut_and_new_ones_made(proxy: Proxy, client: Cli
     assert client.execute("PING") == b"PONG"
 
 
-def test_it_ends_with_all_its_threads_even_while_frozen(millstream_server: EmbeddedServer) -> None:
+def test_the_proxy_ends_with_all_its_threads_even_while_frozen(millstream_server: EmbeddedServer) -> None:
     before = set(threading.enumerate())
     with Proxy(millstream_server.port) as proxy:
         ends = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(3)]

@@ -68,7 +68,7 @@ def test_keys_are_counted_by_state_with_the_wait_of_the_oldest(client: Client, r
     assert recorder.value(m.LOOK_AHEAD_USED, handler="shop.pay") == 11 / 1_000
 
 
-def test_messages_in_key_queues_are_waiting_though_the_lag_of_redis_is_nought(
+def test_messages_in_key_queues_count_as_waiting_though_the_lag_of_redis_is_zero(
     client: Client, recorder: Recorder
 ) -> None:
     client.execute("XADD", "orders", "*", "key", "a", "n", 9)  # Redis knows no lag where a stream was empty
@@ -86,7 +86,7 @@ def test_messages_in_key_queues_are_waiting_though_the_lag_of_redis_is_nought(
     assert (status, answer) == (200, {"handler": "shop.pay", "waiting": 13, "keys_ready": 1, "in_flight": 2})
 
 
-def test_without_a_key_waiting_is_what_is_unread_and_what_workers_have(client: Client, recorder: Recorder) -> None:
+def test_unread_and_pending_messages_count_as_waiting_without_a_key(client: Client, recorder: Recorder) -> None:
     stream = work(client)
     client.pipeline([("XADD", "orders", "*", "n", n) for n in range(7)])
     found = stream.fetch(count=3)
@@ -117,7 +117,7 @@ def test_a_lag_that_redis_does_not_know_is_counted_and_trimmed_entries_do_not_co
     assert recorder.value(m.OLDEST_MESSAGE, handler="shop.pay") > 0
 
 
-def test_dead_letters_are_counted_by_reason_and_what_is_no_letter_or_too_old_as_other(
+def test_dead_letters_are_counted_by_reason_and_unreadable_or_old_ones_as_other(
     client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = work(client)
@@ -168,7 +168,7 @@ def test_the_figures_of_a_handler_are_the_sums_over_its_streams(
     assert recorder.value(m.LAG, handler="shop.pay") == 30
 
 
-def test_what_a_reading_costs_does_not_grow_with_the_keys(client: Client, recorder: Recorder) -> None:
+def test_the_cost_of_a_reading_does_not_grow_with_the_keys(client: Client, recorder: Recorder) -> None:
     def commands(keys: int) -> int:
         client.execute("FLUSHALL")
         client.execute("HSET", PAY.meta, "owner", "keyed", "look_ahead", 100_000)
@@ -189,7 +189,7 @@ def test_what_a_reading_costs_does_not_grow_with_the_keys(client: Client, record
     assert many <= few + 400, "at most a hundred keys of each state are looked at"
 
 
-def test_a_reading_of_very_many_streams_rests_nine_times_as_long_as_it_reads(
+def test_a_reading_of_very_many_streams_pauses_nine_times_as_long_as_it_reads(
     client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millstream.admin.redis_metrics._AT_ONCE", 5)
@@ -209,7 +209,7 @@ def test_a_reading_of_very_many_streams_rests_nine_times_as_long_as_it_reads(
     assert rests == [9, 9, 9]
 
 
-def test_while_redis_cannot_be_read_there_are_no_figures_rather_than_old_ones(
+def test_no_figures_are_shown_while_redis_cannot_be_read(
     millstream_fresh_server: EmbeddedServer, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Client(millstream_fresh_server.url) as client, Client("redis://127.0.0.1:1/0") as nowhere:
@@ -232,9 +232,7 @@ def test_while_redis_cannot_be_read_there_are_no_figures_rather_than_old_ones(
     assert caplog.text.count("cannot read the figures of handlers") == 1
 
 
-def test_what_the_page_on_scaling_tells_an_autoscaler_to_read_is_a_number_in_the_answer(
-    client: Client, recorder: Recorder
-) -> None:
+def test_the_value_that_the_page_on_scaling_names_is_a_number_in_the_answer(client: Client, recorder: Recorder) -> None:
     keys_in_each_state(client)
     figures = reader(client, recorder)
     figures.read_all()
@@ -251,7 +249,7 @@ def test_what_the_page_on_scaling_tells_an_autoscaler_to_read_is_a_number_in_the
     assert refused.status_code == 404
 
 
-def test_no_error_of_a_reading_ends_the_readings(client: Client, recorder: Recorder) -> None:
+def test_an_error_of_one_reading_does_not_end_the_readings(client: Client, recorder: Recorder) -> None:
     def discover(found: Client) -> Places:
         raise ConfigError("two generations of partitions")
 
@@ -261,7 +259,7 @@ def test_no_error_of_a_reading_ends_the_readings(client: Client, recorder: Recor
     assert scale(figures, "shop.pay") == (503, {"error": "two generations of partitions"})
 
 
-def test_a_handler_that_is_not_there_is_refused_and_the_others_are_named(client: Client, recorder: Recorder) -> None:
+def test_an_unknown_handler_is_refused_with_the_names_of_the_others(client: Client, recorder: Recorder) -> None:
     keys_in_each_state(client)
     figures = reader(client, recorder)
     figures.read_all()
@@ -273,7 +271,7 @@ def test_a_handler_that_is_not_there_is_refused_and_the_others_are_named(client:
     assert not [family for family in recorder.collect() if family.samples and family.name == "millstream_keys"]
 
 
-def test_the_streams_of_an_app_are_found_however_its_handlers_name_them(client: Client) -> None:
+def test_the_streams_of_an_app_are_found_for_every_kind_of_handler(client: Client) -> None:
     app = App("shop")
 
     def handle(message: Message) -> None:
@@ -297,7 +295,7 @@ def test_the_streams_of_an_app_are_found_however_its_handlers_name_them(client: 
     }
 
 
-def test_it_reads_until_it_is_stopped(client: Client, recorder: Recorder) -> None:
+def test_the_metrics_are_read_until_they_are_stopped(client: Client, recorder: Recorder) -> None:
     keys_in_each_state(client)
     stopping, read = threading.Event(), threading.Event()
 

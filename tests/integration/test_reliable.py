@@ -64,7 +64,7 @@ def spark(client: Client, token: int = 0) -> CommitStore:
     return store.with_token(token or store.new_token(["in"]))
 
 
-def test_what_is_committed_is_acknowledged_with_its_effects_and_nothing_else_is(client: Client) -> None:
+def test_a_commit_acknowledges_its_entries_with_their_effects_and_no_others(client: Client) -> None:
     fill(client, 3)
     mine = worker(client)
     found = mine.fetch(count=10)
@@ -82,7 +82,7 @@ def test_repeating_a_commit_whose_reply_was_lost_changes_nothing(client: Client)
     assert outputs(client) == [1]
 
 
-def test_a_worker_whose_entry_was_claimed_commits_nothing_and_its_adopter_does(client: Client) -> None:
+def test_a_worker_whose_entry_was_claimed_commits_nothing_and_the_claiming_worker_does(client: Client) -> None:
     fill(client, 2)
     late, other = worker(client, "late"), worker(client, "other")
     fetched = late.fetch(count=10)
@@ -98,7 +98,7 @@ def test_a_worker_whose_entry_was_claimed_commits_nothing_and_its_adopter_does(c
     assert (outputs(client), pending(client)) == ([1, 2], [])
 
 
-def test_entries_that_are_held_are_not_claimed_and_those_released_are_at_once(client: Client) -> None:
+def test_claimed_entries_are_not_idle_and_returned_ones_are_claimed_at_once(client: Client) -> None:
     fill(client, 3)
     mine, other = worker(client), worker(client, "w2")
     found = mine.fetch(count=10)
@@ -109,7 +109,7 @@ def test_entries_that_are_held_are_not_claimed_and_those_released_are_at_once(cl
     assert ids(mine.claim_idle(own=True, excluding={b"1-0"})) == [3]
 
 
-def test_failed_attempts_count_for_whoever_tries_next_until_the_entry_is_committed(client: Client) -> None:
+def test_failed_attempts_count_for_the_next_worker_until_the_entry_is_committed(client: Client) -> None:
     fill(client, 1)
     mine, other = worker(client), worker(client, "w2")
     (first,) = mine.fetch(count=1)
@@ -122,7 +122,7 @@ def test_failed_attempts_count_for_whoever_tries_next_until_the_entry_is_committ
     assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
-def test_the_end_of_an_isolated_run_takes_back_its_own_mark_and_no_other(client: Client) -> None:
+def test_the_end_of_an_isolated_run_removes_its_own_isolation_and_no_other(client: Client) -> None:
     fill(client, 1)
     mine, other = worker(client), worker(client, "w2")
     (first,) = mine.fetch(count=1)
@@ -138,7 +138,7 @@ def test_the_end_of_an_isolated_run_takes_back_its_own_mark_and_no_other(client:
     assert other.isolation_state(claimed) == (1, "")
 
 
-def test_handing_back_takes_back_the_delivery_and_may_keep_an_entry_from_others_for_a_while(client: Client) -> None:
+def test_a_nack_takes_back_the_delivery_and_may_delay_the_next_claim(client: Client) -> None:
     fill(client, 2)
     mine, other = worker(client), worker(client, "w2")
     first, second = mine.fetch(count=2)
@@ -152,7 +152,7 @@ def test_handing_back_takes_back_the_delivery_and_may_keep_an_entry_from_others_
     assert client.execute("XPENDING", "in", KEYS.group, "2-0", "2-0", 1)[0][3] == 1
 
 
-def test_a_dead_letter_takes_the_place_of_its_entry_in_one_step(client: Client) -> None:
+def test_a_dead_letter_replaces_its_entry_in_one_step(client: Client) -> None:
     fill(client, 1)
     mine = worker(client)
     (found,) = mine.fetch(count=1)
@@ -164,7 +164,7 @@ def test_a_dead_letter_takes_the_place_of_its_entry_in_one_step(client: Client) 
     assert (client.execute("XLEN", KEYS.dead_letters), pending(client)) == (1, [])
 
 
-def test_a_dead_letter_for_an_entry_has_what_is_known_of_it_and_can_be_sent_back(client: Client) -> None:
+def test_a_dead_letter_for_an_entry_has_its_attempts_and_error_and_can_be_redriven(client: Client) -> None:
     fill(client, 1)
     mine = worker(client)
     (found,) = mine.fetch(count=1)
@@ -182,7 +182,7 @@ def test_a_dead_letter_for_an_entry_has_what_is_known_of_it_and_can_be_sent_back
     assert mine.new_dead_letter(again, reason="failed", error="again").pairs == found.pairs
 
 
-def test_a_dead_letter_with_a_reason_of_ones_own_is_refused_before_anything_is_committed(client: Client) -> None:
+def test_a_dead_letter_with_an_unknown_reason_is_refused_before_anything_is_committed(client: Client) -> None:
     fill(client, 1)
     mine = worker(client)
     (found,) = mine.fetch(count=1)
@@ -204,7 +204,7 @@ def consumers(client: Client) -> set[str]:
     return {one.name for one in Group(client, "in", KEYS.group).consumers()}
 
 
-def test_consumers_that_hold_nothing_and_are_silent_for_long_are_removed(
+def test_consumers_without_pending_entries_that_are_idle_for_long_are_removed(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = silent_worker(monkeypatch, client, silent_ms=50)
@@ -217,7 +217,7 @@ def test_consumers_that_hold_nothing_and_are_silent_for_long_are_removed(
     assert consumers(client) == {"w1", WAITING}
 
 
-def test_a_consumer_that_holds_an_entry_or_whose_name_is_held_stays_however_silent_it_is(
+def test_an_idle_consumer_with_a_pending_entry_or_a_registered_name_stays(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = silent_worker(monkeypatch, client)
@@ -233,7 +233,7 @@ def test_a_consumer_that_holds_an_entry_or_whose_name_is_held_stays_however_sile
     assert pending(client) == [("1-0", "holds")]
 
 
-def test_a_consumer_that_comes_back_while_it_is_looked_at_keeps_what_it_is_given(
+def test_a_consumer_that_becomes_active_during_the_check_keeps_its_entries(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = silent_worker(monkeypatch, client, silent_ms=LONG_MS)
@@ -249,7 +249,9 @@ def test_a_consumer_that_comes_back_while_it_is_looked_at_keeps_what_it_is_given
     assert (consumers(client), pending(client)) == ({"reads", "is given"}, [("1-0", "is given")])
 
 
-def test_whoever_is_removed_while_it_reads_loses_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_that_is_removed_while_it_reads_loses_no_entry(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = silent_worker(monkeypatch, client)
     fill(client, 2_000)
     stop, removed, done = threading.Event(), list[str](), list[int]()
@@ -273,7 +275,7 @@ def test_whoever_is_removed_while_it_reads_loses_nothing(client: Client, monkeyp
     assert (sorted(outputs(client)), pending(client)) == (done, [])
 
 
-def test_a_worker_leaves_the_groups_in_which_it_holds_nothing(client: Client) -> None:
+def test_a_worker_leaves_the_groups_in_which_it_has_no_pending_entries(client: Client) -> None:
     fill(client, 1)
     first, second = worker(client), worker(client, "w2")
     (found,) = first.fetch(count=1)
@@ -287,7 +289,7 @@ def test_a_worker_leaves_the_groups_in_which_it_holds_nothing(client: Client) ->
     remove_consumers(client, [first, second])  # there is nothing to leave
 
 
-def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
+def test_names_and_groups_are_read_from_all_nodes_of_a_cluster(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ReliableStream, "consumer_idle_ms", 0)
@@ -307,7 +309,7 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
             assert [found.name for found in Group(client, one.stream, one.group).consumers()] == names
 
 
-def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(client: Client) -> None:
+def test_a_lost_group_is_created_again_and_skips_and_repeats_nothing(client: Client) -> None:
     fill(client, 10)
     mine = worker(client)
     found = mine.fetch(count=6)
@@ -327,7 +329,7 @@ def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(clien
     assert pending(client) == []
 
 
-def test_a_checkpoint_drops_the_marks_and_keeps_late_repeats_out(client: Client) -> None:
+def test_a_checkpoint_drops_the_offsets_and_refuses_late_repeats(client: Client) -> None:
     fill(client, 3)
     mine = worker(client)
     units = [effect(mine, one) for one in mine.fetch(count=3)]
@@ -342,7 +344,7 @@ def test_a_checkpoint_drops_the_marks_and_keeps_late_repeats_out(client: Client)
     assert (outputs(client), pending(client)) == ([1, 2, 3], [])
 
 
-def test_a_checkpoint_of_much_is_made_less_often_and_one_of_too_much_not_at_all(
+def test_a_large_checkpoint_is_written_less_often_and_one_that_is_too_large_not_at_all(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(client, 3_000)
@@ -370,16 +372,14 @@ def test_a_checkpoint_frees_memory_at_maxmemory_too(client: Client) -> None:
 
 
 @pytest.mark.parametrize("harm", [("XGROUP", "DESTROY", "in", KEYS.group), ("DEL", "in")])
-def test_looking_and_trimming_survive_the_loss_of_the_group_and_the_stream(
-    client: Client, harm: tuple[str, ...]
-) -> None:
+def test_trimming_survives_the_loss_of_the_group_and_the_stream(client: Client, harm: tuple[str, ...]) -> None:
     mine = worker(client)
     for step in (mine.trim, lambda: mine.report_trimmed([b"1-0"])):
         client.execute(*harm)
         step()
 
 
-def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothing_more(client: Client) -> None:
+def test_spark_takes_over_the_uncommitted_entries_of_workers_whose_commits_are_refused(client: Client) -> None:
     fill(client, 10)
     mine = worker(client)
     found = mine.fetch(count=6)
@@ -396,7 +396,7 @@ def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothin
     assert store.begin_run(["in"])["in"] == position
 
 
-def test_workers_take_over_from_spark_behind_its_marks(client: Client) -> None:
+def test_workers_take_over_from_spark_after_its_key_offsets(client: Client) -> None:
     fill(client, 8)
     store = spark(client)
     store.begin_run(["in"])
@@ -433,7 +433,7 @@ def open_to_spark(store: CommitStore, position: CommittedPosition, end: int) -> 
     ]
 
 
-def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(client: Client) -> None:
+def test_switching_between_worker_and_spark_loses_and_doubles_nothing(client: Client) -> None:
     fill(client, 40)
     done = 0
     for round_number in range(4):
@@ -457,7 +457,7 @@ def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(clie
     assert sorted(outputs(client)) == list(range(1, 41))
 
 
-def test_a_new_handler_begins_at_the_earliest_or_the_latest_entry_and_keeps_to_it(client: Client) -> None:
+def test_a_new_handler_begins_at_the_earliest_or_the_latest_entry_and_keeps_that_start(client: Client) -> None:
     fill(client, 3)
     late = ReliableStream(client, "in", app="app", handler="late", consumer="w", start="latest")
     late.join()
@@ -468,7 +468,7 @@ def test_a_new_handler_begins_at_the_earliest_or_the_latest_entry_and_keeps_to_i
     assert ids(late.fetch(count=10)) == [4]
 
 
-def test_at_maxmemory_plain_acknowledgements_pass_and_effects_wait(client: Client) -> None:
+def test_acknowledgements_without_effects_pass_at_maxmemory_and_effects_wait(client: Client) -> None:
     fill(client, 2)
     mine = worker(client)
     first, second = mine.fetch(count=2)
@@ -490,7 +490,7 @@ def test_a_worker_without_the_rights_it_will_need_is_refused_when_it_joins(clien
     client.execute("ACL", "DELUSER", "clerk")
 
 
-def test_entries_trimmed_while_pending_are_named_and_held_by_nobody(
+def test_entries_trimmed_while_pending_are_logged_and_no_longer_pending(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, 3)
@@ -501,7 +501,7 @@ def test_entries_trimmed_while_pending_are_named_and_held_by_nobody(
     assert pending(client) == [("1-0", "w2"), ("3-0", "w2")]
 
 
-def test_entries_that_are_left_are_found_behind_any_number_that_were_trimmed(client: Client) -> None:
+def test_entries_behind_any_number_of_trimmed_ones_are_claimed(client: Client) -> None:
     gone: list[int] = []
     fill(client, 20)
     worker(client).fetch(count=20)

@@ -143,7 +143,7 @@ def deployment(
         replicas.close()
 
 
-def test_the_rows_are_those_of_the_primary_and_only_replicas_are_asked_for_them(deployment: Deployment) -> None:
+def test_rows_are_those_of_the_primary_and_only_replicas_are_read(deployment: Deployment) -> None:
     deployment.follow(deployment.late, deployment.prompt)
     deployment.add("a", range(5_000))
     deployment.add("b", range(30))
@@ -162,7 +162,7 @@ def test_the_rows_are_those_of_the_primary_and_only_replicas_are_asked_for_them(
         )
 
 
-def test_no_replica_is_said_once_and_one_that_comes_later_is_found(
+def test_a_missing_replica_is_warned_of_once_and_a_later_one_is_found(
     deployment: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment.follow()
@@ -188,7 +188,7 @@ NEWS: dict[str, list[Command]] = {
 
 
 @pytest.mark.parametrize("news", NEWS)
-def test_what_a_replica_has_not_heard_of_yet_is_read_from_the_primary(
+def test_entries_that_a_replica_has_not_received_are_read_from_the_primary(
     deployment: Deployment, news: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 20.0)
@@ -209,7 +209,7 @@ def test_what_a_replica_has_not_heard_of_yet_is_read_from_the_primary(
         assert deployment.read(parts) == expected
 
 
-def test_a_replica_that_is_behind_for_a_moment_is_waited_for(deployment: Deployment) -> None:
+def test_a_read_waits_for_a_replica_that_is_behind_for_a_moment(deployment: Deployment) -> None:
     deployment.follow(deployment.late)
     deployment.link.freeze()
     deployment.add("s", range(100))
@@ -221,7 +221,7 @@ def test_a_replica_that_is_behind_for_a_moment_is_waited_for(deployment: Deploym
     resume.join()
 
 
-def test_what_a_task_has_seen_of_the_primary_no_replica_takes_back(
+def test_a_task_does_not_read_an_older_state_from_a_replica_than_it_has_read_from_the_primary(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment.follow(deployment.late)
@@ -250,7 +250,7 @@ def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployme
         assert deployment.prompt.call("CLIENT", "KILL", "TYPE", "normal") > 0
 
 
-def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
+def test_a_replica_that_did_not_answer_is_not_used_for_a_while(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", float(PATIENCE_MS))
@@ -354,7 +354,7 @@ def lose_the_key(deployment: Deployment) -> None:
         (lose_the_key, ""),
     ],
 )
-def test_whatever_becomes_of_a_replica_in_the_midst_of_a_task_the_rows_stay_the_same(
+def test_rows_stay_the_same_whatever_happens_to_a_replica_within_a_task(
     deployment: Deployment, change: Callable[[Deployment], None], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment.follow(deployment.late)
@@ -371,7 +371,7 @@ def test_whatever_becomes_of_a_replica_in_the_midst_of_a_task_the_rows_stay_the_
     assert bool(caplog.records) == bool(why)
 
 
-def test_another_replica_takes_over_from_one_that_dies(deployment: Deployment) -> None:
+def test_another_replica_is_read_after_one_dies(deployment: Deployment) -> None:
     deployment.follow(deployment.late, deployment.prompt)
     deployment.add("s", range(100))
     deployment.settle(2)
@@ -384,7 +384,7 @@ def test_another_replica_takes_over_from_one_that_dies(deployment: Deployment) -
         assert len(found) == 90
 
 
-def test_a_task_goes_on_while_there_is_no_primary(deployment: Deployment) -> None:
+def test_a_task_continues_while_there_is_no_primary(deployment: Deployment) -> None:
     deployment.follow(deployment.prompt)
     deployment.add("s", range(100))
     deployment.settle(1)
@@ -400,7 +400,7 @@ def test_a_task_goes_on_while_there_is_no_primary(deployment: Deployment) -> Non
 # --- Through a group ---
 
 
-def test_entries_taken_through_a_group_are_read_from_replicas_and_asked_of_the_primary_before_they_count_as_lost(
+def test_entries_of_a_group_batch_are_read_from_replicas_and_checked_on_the_primary(
     deployment: Deployment,
 ) -> None:
     deployment.follow(deployment.late)
@@ -429,7 +429,7 @@ def test_entries_taken_through_a_group_are_read_from_replicas_and_asked_of_the_p
 # --- Rights, and other deployments ---
 
 
-def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
+def test_reading_from_replicas_needs_the_printed_rights(
     deployment: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment.follow(deployment.prompt)
@@ -461,7 +461,7 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
             assert re.search(why, record.getMessage())
 
 
-def test_a_server_that_is_no_primary_any_more_sends_nobody_to_its_replicas(deployment: Deployment) -> None:
+def test_the_replicas_of_a_server_that_is_no_primary_any_more_are_not_read(deployment: Deployment) -> None:
     deployment.follow(deployment.prompt)
     deployment.add("s", range(10))
     deployment.late.call("REPLICAOF", "127.0.0.1", deployment.prompt.port)
@@ -477,7 +477,7 @@ def test_a_server_that_is_no_primary_any_more_sends_nobody_to_its_replicas(deplo
 
 
 @pytest.mark.usefixtures("patience")
-def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
+def test_each_shard_of_a_cluster_has_its_own_replicas() -> None:
     extra = {"cluster-enabled": "yes", "cluster-node-timeout": "5000", **FOLLOWS}
     with cluster() as deployed, EmbeddedServer(extra=extra) as replica, Client(deployed.url) as admin:
         first = deployed.nodes[0]
@@ -519,7 +519,7 @@ def knows(node: EmbeddedServer, replica: EmbeddedServer) -> bool:
 
 
 @pytest.mark.usefixtures("patience")
-def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over() -> None:
+def test_the_replica_is_read_behind_sentinel_and_after_a_failover_the_next_one() -> None:
     with sentinel_trio() as trio, Client(trio.url) as client:
         client.pipeline([("XADD", "s", f"{n + 1}-0", "n", n) for n in range(100)])
         eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")

@@ -68,14 +68,14 @@ def test_a_stream_is_followed_from_its_beginning(client: Client, router: Router)
     assert router.reader == router.figures().reader
 
 
-def test_a_stream_that_does_not_exist_yet_is_followed_when_it_does(client: Client, router: Router) -> None:
+def test_a_stream_that_does_not_exist_yet_is_followed_when_it_is_created(client: Client, router: Router) -> None:
     subscription = router.subscribe("later")
     assert subscription.get(100) is None
     publish(client, ["later"], range(2))
     assert ids(take_items(subscription, 2)) == ids_in(client, "later")
 
 
-def test_following_resumes_after_any_id(client: Client, router: Router) -> None:
+def test_a_subscription_resumes_after_any_id(client: Client, router: Router) -> None:
     publish(client, ["s"], range(5))
     there = ids_in(client, "s")
     assert ids(take_items(router.subscribe("s", after=there[2]), 2)) == there[3:]
@@ -86,7 +86,7 @@ def test_following_resumes_after_any_id(client: Client, router: Router) -> None:
     assert ids(take_items(newest, 1)) == ids_in(client, "s")[5:]
 
 
-def test_names_and_values_are_bytes_as_they_were_published(client: Client, router: Router) -> None:
+def test_names_and_values_are_the_published_bytes(client: Client, router: Router) -> None:
     client.execute("XADD", b"\xffs", "*", b"\xfe", b"\x00")
     [message] = take_items(router.subscribe("\udcffs"), 1)
     assert isinstance(message, Message)
@@ -170,7 +170,9 @@ def test_a_hot_stream_does_not_starve_the_others(client: Client, millstream_url:
 # --- Slow subscribers ---
 
 
-def test_who_waits_is_read_on_for_when_there_is_room_and_holds_up_nobody(client: Client, router: Router) -> None:
+def test_a_slow_subscriber_is_read_on_for_when_its_buffer_has_room_and_delays_no_other(
+    client: Client, router: Router
+) -> None:
     slow, fast = router.subscribe("s", buffer=10), router.subscribe("s")
     publish(client, ["s"], range(500))
     everything = ids_in(client, "s")
@@ -184,7 +186,7 @@ def test_who_waits_is_read_on_for_when_there_is_room_and_holds_up_nobody(client:
     assert ids(take_items(slow, 1)) == ids(take_items(fast, 1))
 
 
-def test_the_oldest_are_dropped_and_counted_if_that_is_asked_for(client: Client, router: Router) -> None:
+def test_the_oldest_messages_are_dropped_and_counted_with_drop_oldest(client: Client, router: Router) -> None:
     subscription = router.subscribe("s", buffer=10, when_full="drop-oldest")
     publish(client, ["s"], range(3))
     assert len(take_items(subscription, 1)) == 1
@@ -200,7 +202,7 @@ def test_the_oldest_are_dropped_and_counted_if_that_is_asked_for(client: Client,
     assert ids(take_items(subscription, 1)) == ids_in(client, "s")[-1:]
 
 
-def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, router: Router) -> None:
+def test_a_disconnected_subscriber_learns_the_id_after_which_to_resume(client: Client, router: Router) -> None:
     subscription = router.subscribe("s", buffer=10, when_full="disconnect")
     publish(client, ["s"], range(25))
     eventually(lambda: isinstance(subscription._buffer.ending, TooSlow), "it to be disconnected")
@@ -216,7 +218,7 @@ def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, ro
 # --- Gaps ---
 
 
-def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router: Router) -> None:
+def test_trimming_past_the_position_is_a_gap_with_its_size(client: Client, router: Router) -> None:
     slow = router.subscribe("s", buffer=10)
     publish(client, ["s"], range(60))
     eventually(lambda: slow._buffer.paused, "it to be read on for no more")
@@ -239,7 +241,7 @@ def test_a_stream_trimmed_to_nothing_is_one_gap(client: Client, router: Router) 
     assert ids(take_items(slow, 2)) == ids_in(client, "s")
 
 
-def test_what_was_trimmed_or_deleted_after_it_was_read_is_no_gap(client: Client, router: Router) -> None:
+def test_entries_trimmed_or_deleted_after_they_were_read_are_no_gap(client: Client, router: Router) -> None:
     subscription = router.subscribe("s")
     for n in range(5):
         client.execute("XADD", "s", "MAXLEN", 1, "*", "n", n)
@@ -263,7 +265,7 @@ def test_resuming_where_the_stream_was_trimmed_is_a_gap(client: Client, router: 
 
 
 @pytest.mark.parametrize("first", ["1-1", "*"])
-def test_a_stream_made_anew_is_a_gap_and_read_from_its_beginning(
+def test_a_recreated_stream_is_a_gap_and_read_from_its_beginning(
     client: Client, millstream_url: str, reader: Any, first: str
 ) -> None:
     with make_router(millstream_url, reader, read=OFTEN) as router:
@@ -284,7 +286,7 @@ def test_a_stream_made_anew_is_a_gap_and_read_from_its_beginning(
             assert ids(take_items(subscription, 1)) == ids_in(client, "s")[1:]
 
 
-def test_flushall_is_noticed_in_every_stream(client: Client, millstream_url: str, reader: Any) -> None:
+def test_flushall_is_detected_in_every_stream(client: Client, millstream_url: str, reader: Any) -> None:
     sweep = {"read": OFTEN} if reader == "pool" else {}
     with (
         make_router(millstream_url, reader, **sweep) as router,
@@ -322,7 +324,7 @@ def test_a_key_of_another_type_ends_its_own_subscription_only(client: Client, ro
 # --- Leaving ---
 
 
-def test_unsubscribing_frees_everything(client: Client, router: Router) -> None:
+def test_unsubscribing_frees_all_resources(client: Client, router: Router) -> None:
     publish(client, [f"s{n}" for n in range(500)], range(3))
     keep = router.subscribe("keep")
     subscriptions = [router.subscribe(f"s{n}") for n in range(500)]
@@ -352,7 +354,7 @@ def test_leaving_an_async_loop_unsubscribes(client: Client, router: Router) -> N
     eventually(lambda: router.figures().subscriptions == 0, "it to be gone")
 
 
-def test_a_cancelled_reader_can_go_on(client: Client, router: Router) -> None:
+def test_a_cancelled_reader_can_continue(client: Client, router: Router) -> None:
     async def main() -> None:
         subscription = router.subscribe("s")
         with pytest.raises(asyncio.TimeoutError):
@@ -375,7 +377,7 @@ def test_two_readers_of_one_subscription_are_refused(router: Router) -> None:
     asyncio.run(main())
 
 
-def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Client, router: Router) -> None:
+def test_closing_the_router_ends_subscriptions_after_their_buffered_messages(client: Client, router: Router) -> None:
     publish(client, ["s"], range(3))
     subscription, empty = router.subscribe("s"), router.subscribe("nothing")
     eventually(lambda: subscription.buffered == 3, "the messages")
@@ -389,7 +391,7 @@ def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Clie
         router.subscribe("s")
 
 
-def test_who_takes_items_with_a_time_limit_knows_when_no_more_come(client: Client, router: Router) -> None:
+def test_a_subscription_that_is_read_with_a_time_limit_shows_when_it_has_ended(client: Client, router: Router) -> None:
     publish(client, ["s"], range(2))
     subscription, broken = router.subscribe("s"), router.subscribe("text")
     eventually(lambda: subscription.buffered == 2, "the messages")
@@ -406,7 +408,7 @@ def test_who_takes_items_with_a_time_limit_knows_when_no_more_come(client: Clien
     assert subscription.get() is None
 
 
-def test_who_follows_in_an_event_loop_knows_it_too(millstream_url: str, reader: Any) -> None:
+def test_a_subscription_in_an_event_loop_shows_when_it_has_ended(millstream_url: str, reader: Any) -> None:
     async def main() -> None:
         async with make_router(millstream_url, reader) as router:
             subscription, closed = router.subscribe("s"), router.subscribe("s")
@@ -437,7 +439,7 @@ def test_the_example_of_the_documentation_follows(client: Client, millstream_url
     assert ("from", last, "on") in printed
 
 
-def test_nonsense_is_refused(millstream_url: str) -> None:
+def test_invalid_options_are_refused(millstream_url: str) -> None:
     for wrong in ({"buffer": 0}, {"when_full": "shout"}, {"after": "yesterday"}):
         with pytest.raises(ConfigError):
             Router(millstream_url).subscribe("s", **wrong)
@@ -447,7 +449,7 @@ def test_nonsense_is_refused(millstream_url: str) -> None:
         ReadPolicy(count=0)
 
 
-def test_figures_reach_the_metrics(client: Client, millstream_url: str, reader: Any) -> None:
+def test_router_figures_are_exported_as_metrics(client: Client, millstream_url: str, reader: Any) -> None:
     recorder = Recorder()
     with make_router(millstream_url, reader, metrics=recorder) as router:
         subscriptions = [router.subscribe(f"s{n}") for n in range(3)]
@@ -455,7 +457,7 @@ def test_figures_reach_the_metrics(client: Client, millstream_url: str, reader: 
         assert len(subscriptions) == 3
 
 
-def test_ten_thousand_that_come_and_go_leave_nothing_behind_and_who_stays_is_served(
+def test_ten_thousand_closed_subscriptions_leave_nothing_behind_and_a_new_one_is_served(
     client: Client, router: Router
 ) -> None:
     for n in range(10_000):
@@ -493,7 +495,7 @@ def test_the_pool_shrinks_when_the_last_subscriptions_leave_together(millstream_
         eventually(lambda: router.figures().connections == 2, "the pool to be as small as it may")
 
 
-def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: str) -> None:
+def test_a_pool_that_does_not_block_delivers_messages_too(client: Client, millstream_url: str) -> None:
     pool = PoolPolicy(workers=1, max_workers=1, streams=10, block_ms=None)
     with Router(millstream_url, reader="pool", pool=pool) as router:
         subscriptions = [router.subscribe(f"s{n}") for n in range(30)]
@@ -502,7 +504,7 @@ def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: st
             assert ids(take_items(one, 3)) == ids_in(client, one.stream)
 
 
-def test_who_begins_at_the_end_is_told_which_id_that_was(client: Client, router: Router) -> None:
+def test_a_subscriber_that_begins_at_the_end_receives_the_id_of_the_end(client: Client, router: Router) -> None:
     publish(client, ["s"], range(3))
     subscription, empty = (
         router.subscribe("s", after=END, report_start=True),
@@ -514,7 +516,7 @@ def test_who_begins_at_the_end_is_told_which_id_that_was(client: Client, router:
     assert ids(take_items(subscription, 1)) == ids_in(client, "s")[-1:]
 
 
-def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_url: str, reader: Any) -> None:
+def test_no_subscriber_waits_for_a_router_that_has_failed(client: Client, millstream_url: str, reader: Any) -> None:
     publish(client, ["s0"], [0])
     with make_router(millstream_url, reader) as router:
         early = router.subscribe("s0")

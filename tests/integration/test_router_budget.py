@@ -33,7 +33,7 @@ def buffered_bytes(router: Router) -> int:
     return router._cursors.budget.update()
 
 
-def test_a_slow_subscriber_holds_as_many_bytes_as_it_may_and_loses_nothing(
+def test_a_slow_subscriber_buffers_no_more_bytes_than_allowed_and_loses_nothing(
     client: Client, millstream_url: str, reader: Any
 ) -> None:
     there = publish_large(client, "s", 60)
@@ -46,7 +46,7 @@ def test_a_slow_subscriber_holds_as_many_bytes_as_it_may_and_loses_nothing(
         assert ids(take_items(narrow, 60)) == there
 
 
-def test_a_router_at_its_budget_says_so_and_goes_on_for_who_takes_its_messages(
+def test_a_router_at_its_budget_warns_and_continues_for_subscribers_that_read(
     client: Client, millstream_url: str, reader: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     there = publish_large(client, "large", 60)

@@ -34,7 +34,7 @@ def in_loop(url: str, reader: Any, body: Callable[[Router], Awaitable[None]]) ->
     asyncio.run(main())
 
 
-def test_a_thousand_messages_of_a_hundred_streams_come_whole_and_in_order(client: Client, reader: Any) -> None:
+def test_a_thousand_messages_of_a_hundred_streams_arrive_whole_and_in_order(client: Client, reader: Any) -> None:
     async def body(router: Router) -> None:
         got: dict[str, list[str]] = {name: [] for name in NAMES}
 
@@ -68,7 +68,7 @@ def test_broken_connections_are_replaced(millstream_fresh_server: EmbeddedServer
         in_loop(proxy.url, reader, body)
 
 
-def test_other_threads_and_loops_may_follow_and_close(client: Client, reader: Any) -> None:
+def test_other_threads_and_loops_may_subscribe_and_close(client: Client, reader: Any) -> None:
     async def body(router: Router) -> None:
         def elsewhere() -> None:
             take_items(router.subscribe("s"), 3)
@@ -99,7 +99,7 @@ def test_a_running_router_cannot_move_into_a_loop(client: Client) -> None:
             asyncio.run(main(router))
 
 
-def test_a_task_may_close_the_router_in_which_others_wait(client: Client, reader: Any) -> None:
+def test_a_task_may_close_the_router_while_others_wait(client: Client, reader: Any) -> None:
     async def body(router: Router) -> None:
         async def follow(name: str) -> int:
             got = 0
@@ -117,7 +117,7 @@ def test_a_task_may_close_the_router_in_which_others_wait(client: Client, reader
     in_loop(client.url, reader, body)
 
 
-def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_url: str, reader: Any) -> None:
+def test_no_task_waits_for_a_router_that_has_failed(client: Client, millstream_url: str, reader: Any) -> None:
     async def body(router: Router) -> None:
         early = router.subscribe("s0")
         await asyncio.to_thread(publish, client, ["s0"], [0])

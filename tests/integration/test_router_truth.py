@@ -53,7 +53,7 @@ def reasons(items: list[Item]) -> list[tuple[str, int | None]]:
         (("1-0", "2-0", "2-5", "2-6", "4-0"), "rewound", ["4-0"]),  # or the first two
     ],
 )
-def test_a_stream_made_anew_with_entries_before_and_after_the_position_is_a_gap(
+def test_a_recreated_stream_with_entries_before_and_after_the_position_is_a_gap(
     client: Client, subscription: Subscription, entries: tuple[str, ...], reason: str, following: list[str]
 ) -> None:
     at_once(client, ("DEL", "s"), *added(*entries))
@@ -64,7 +64,7 @@ def test_a_stream_made_anew_with_entries_before_and_after_the_position_is_a_gap(
     assert ids(take_items(subscription, 1)) == ["5-0"]
 
 
-def test_a_stream_made_anew_that_was_trimmed_by_less_than_was_delivered_is_a_gap(
+def test_a_recreated_stream_that_was_trimmed_by_less_than_was_delivered_is_a_gap(
     client: Client, subscription: Subscription
 ) -> None:
     at_once(client, ("DEL", "s"), *added("4-0", "5-0", "6-0"), ("XTRIM", "s", "MAXLEN", 1))
@@ -73,7 +73,7 @@ def test_a_stream_made_anew_that_was_trimmed_by_less_than_was_delivered_is_a_gap
 
 
 @pytest.mark.parametrize("deleted", [("3-0",), ("2-0", "3-0"), ("3-0", "4-0")])
-def test_entries_that_were_deleted_one_by_one_are_no_gap(
+def test_entries_deleted_one_by_one_are_no_gap(
     client: Client, subscription: Subscription, deleted: tuple[str, ...]
 ) -> None:
     at_once(client, *added("4-0", "5-0"), ("XDEL", "s", *deleted))
@@ -89,7 +89,7 @@ def test_beginning_after_an_id_that_is_no_entry_is_no_gap(client: Client, router
     assert ids(take_items(subscription, 2)) == ["3-0", "4-0"]
 
 
-def test_what_was_added_and_trimmed_before_the_first_read_of_a_stream_that_did_not_exist_is_a_gap(
+def test_entries_added_and_trimmed_before_the_first_read_of_a_missing_stream_are_a_gap(
     client: Client, router: Router
 ) -> None:
     subscription = router.subscribe("s")
@@ -101,7 +101,7 @@ def test_what_was_added_and_trimmed_before_the_first_read_of_a_stream_that_did_n
     assert ids(take_items(subscription, 1)) == ["4-0"]
 
 
-def test_of_two_histories_that_end_alike_redis_says_the_same(client: Client) -> None:
+def test_redis_does_not_distinguish_two_histories_that_end_alike(client: Client) -> None:
     """The documented limit: here nobody could tell that the stream is another one."""
     found = []
     for commands in (

@@ -82,7 +82,7 @@ def app(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_every_command_is_tried() -> None:
+def test_every_command_is_tested() -> None:
     assert {*BRIEF, *SERVICES, *ELSEWHERE, *WITHOUT_URL} == set(COMMANDS)
 
 
@@ -112,7 +112,7 @@ def test_doctor_shows_no_password_of_a_url_that_leads_nowhere(
 
 
 @pytest.mark.parametrize("url", FORMS)
-def test_what_is_wrong_with_a_url_is_one_line_that_says_what_to_do(url: str) -> None:
+def test_the_error_of_a_bad_url_is_one_line_with_a_remedy(url: str) -> None:
     refused = call("info", url=url)
     assert refused.code in (2, 3)
     assert (refused.out, refused.err.count("\n")) == ("", 1)
@@ -130,13 +130,13 @@ def test_a_url_in_a_wrong_place_is_quoted_without_its_password(words: tuple[str,
 
 
 @pytest.mark.parametrize("sign", "/?#[]")
-def test_who_has_not_encoded_a_password_is_told_how_to(sign: str) -> None:
+def test_the_error_of_a_password_that_is_not_encoded_shows_how_to_encode_it(sign: str) -> None:
     refused = call("info", url=f"redis://:a{sign}b@{NOWHERE}")
     assert refused.code == 2
     assert f"%{ord(sign):02X}" in refused.err
 
 
-def test_an_encoded_password_is_understood(millstream_fresh_server: EmbeddedServer) -> None:
+def test_an_encoded_password_is_decoded(millstream_fresh_server: EmbeddedServer) -> None:
     millstream_fresh_server.call("CONFIG", "SET", "requirepass", "a/b?c#d[e]f@g:h%i")
     url = millstream_fresh_server.url.replace("://", "://:a%2Fb%3Fc%23d%5Be%5Df%40g%3Ah%25i@")
     assert call("info", url=url).err == "there are no streams\n"

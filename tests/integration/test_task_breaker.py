@@ -44,7 +44,7 @@ def fails_in_lists(messages: list[Message]) -> None:
     ],
     ids=["plain", "by key", "missing key", "async", "lists"],
 )
-def test_a_task_stops_early_and_the_fixed_handler_runs_the_rest(
+def test_a_task_stops_early_and_the_corrected_handler_runs_the_rest(
     client: Client, function: Any, options: dict[str, Any]
 ) -> None:
     tasks = TaskFixture(client)
@@ -67,7 +67,7 @@ def test_a_task_stops_early_and_the_fixed_handler_runs_the_rest(
     assert {*seen, *(int(letter.pairs[1]) for letter in tasks.dead())} == set(range(1, 501))
 
 
-def test_messages_without_a_key_among_many_with_one_become_dead_letters_though_they_come_first(client: Client) -> None:
+def test_messages_without_a_key_among_many_with_one_become_dead_letters_even_if_they_come_first(client: Client) -> None:
     tasks = TaskFixture(client)
     rows = tasks.rows(*((n, b"k" if n % 5 else None, {"n": n, **({"k": "k"} if n % 5 else {})}) for n in range(1, 501)))
     handler = only(App("app"), lambda message: None, name="handle", key="k")
@@ -164,7 +164,7 @@ def test_small_batches_add_up(client: Client) -> None:
     assert set(driver.stored()) == {"in", "in.2"}
 
 
-def test_a_run_to_the_end_ends_with_an_error_and_a_stop_leaves_the_batch_undone(client: Client) -> None:
+def test_a_run_to_the_end_fails_while_paused_and_a_stop_leaves_the_batch_unfinished(client: Client) -> None:
     with pytest.raises(HandlerPaused, match="millstream resume app"):
         Driver(client, once=True).run([row(0, 20, stopped=True)])
     with pytest.raises(HandlerPaused):  # the next run repeats that batch first

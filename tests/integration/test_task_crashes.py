@@ -38,7 +38,7 @@ def run_in_a_process(bench: TaskFixture, work: Callable[[TaskFixture], object]) 
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neighbours_live(
+def test_a_message_that_killed_its_task_before_dies_while_its_neighbours_live(
     bench: TaskFixture,
 ) -> None:
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 6)))
@@ -73,7 +73,7 @@ def backtrack_for_ever() -> None:
 @pytest.mark.parametrize(
     ("is_async", "never_ends"), [(False, consume_for_ever), (True, consume_for_ever), (True, backtrack_for_ever)]
 )
-def test_a_handler_that_keeps_the_interpreter_is_ended_with_its_process_and_only_its_message_dies(
+def test_a_handler_that_blocks_the_interpreter_is_ended_and_only_its_message_dies(
     bench: TaskFixture, is_async: bool, never_ends: Callable[[], None]
 ) -> None:
     batch = bench.rows(*((n, b"%d" % n, {"n": n}) for n in range(1, 6)))
@@ -129,7 +129,7 @@ def test_a_task_that_waits_for_redis_longer_than_an_attempt_may_take_is_not_ende
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_message_that_waits_for_its_next_attempt_is_not_blamed_for_the_death_of_the_process(
+def test_a_message_that_waits_for_its_next_attempt_gets_no_crash_count_when_the_process_dies(
     bench: TaskFixture, is_async: bool
 ) -> None:
     batch = bench.rows((1, b"a", {"n": 1}), (2, b"b", {"n": 2}), (3, b"c", {"n": 3}))
@@ -162,7 +162,7 @@ def test_a_message_that_waits_for_its_next_attempt_is_not_blamed_for_the_death_o
     assert sorted(bench.outputs()) == [1, 3]
 
 
-def test_an_attempt_after_a_failed_one_is_struck_as_well(bench: TaskFixture) -> None:
+def test_a_retried_attempt_gets_a_crash_count_as_well(bench: TaskFixture) -> None:
     batch = bench.rows((1, b"a", {"n": 1}), (2, b"b", {"n": 2}))
 
     def handle(item: Item, message: Message) -> dict[str, int]:
@@ -180,7 +180,7 @@ def test_an_attempt_after_a_failed_one_is_struck_as_well(bench: TaskFixture) -> 
     assert bench.outputs() == [2]
 
 
-def test_a_failing_message_in_a_retried_task_is_retried_as_ever_and_not_taken_for_a_killer(bench: TaskFixture) -> None:
+def test_a_failing_message_in_a_retried_task_is_retried_and_not_reported_as_crashed(bench: TaskFixture) -> None:
     report = bench.process(
         bench.handler(), bench.rows((1, b"a", {"n": 1, "fail": 2}), (2, b"a", {"n": 2, "fail": 9})), retried=True
     )

@@ -84,7 +84,7 @@ def worker(client: Client) -> KeyedStream:
     return stream
 
 
-def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while_others_go_on(bench: Deferral) -> None:
+def test_a_key_is_parked_after_its_last_attempt_and_its_later_messages_wait(bench: Deferral) -> None:
     handler = parking(bench)
     report = bench.run(handler, bench.add(1, 2, 3, 4, 5, keys="ABABA", fail=9))
     assert (report["committed"], report["deferred"], report["dead"]) == (2, 3, 0)
@@ -101,7 +101,7 @@ def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while
     bench.check()
 
 
-def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_anew(bench: Deferral) -> None:
+def test_an_unparked_key_goes_on_in_order_with_its_state_and_new_attempts(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, keys="A") + bench.add(2, 3, keys="AB", fail=9) + bench.add(4, keys="A"))
     works = replace(handler, retry=Retry(attempts=20, delay_ms=0, then="park"))
@@ -120,7 +120,7 @@ def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_ane
     assert bench.client.execute("HGET", KEYS.state, "A") == b"\x81\xa3sum\x12"
 
 
-def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_stays_so(bench: Deferral) -> None:
+def test_a_parked_key_that_fails_again_is_parked_again_and_a_skip_leaves_it_parked(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
@@ -132,7 +132,7 @@ def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_s
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next batch", "same batch"])
-def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Deferral, again: bool) -> None:
+def test_a_repeated_batch_defers_nothing_twice(bench: Deferral, again: bool) -> None:
     handler = parking(bench)
     rows = bench.add(1, 2, 3, keys="AAB", fail=9)
     bench.process(handler, bench.rows(*rows))
@@ -145,7 +145,7 @@ def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Deferral, agai
     bench.check()
 
 
-def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Deferral) -> None:
+def test_a_key_that_an_operator_parks_while_it_runs_is_not_committed_and_waits(bench: Deferral) -> None:
     app = App("app")
 
     def handle(item: Item, state: State) -> dict[str, int]:
@@ -163,7 +163,7 @@ def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Def
     bench.check()
 
 
-def test_what_is_skipped_while_it_runs_from_its_line_is_not_committed(bench: Deferral) -> None:
+def test_a_queued_message_that_is_skipped_while_it_runs_is_not_committed(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
@@ -178,7 +178,7 @@ def test_what_is_skipped_while_it_runs_from_its_line_is_not_committed(bench: Def
     bench.check()
 
 
-def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Deferral) -> None:
+def test_a_queued_message_that_is_parked_while_it_runs_is_not_committed(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
@@ -192,7 +192,7 @@ def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Defe
     bench.check()
 
 
-def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_on(bench: Deferral) -> None:
+def test_a_key_with_distant_attempts_is_deferred_and_its_attempts_are_counted_on(bench: Deferral) -> None:
     retry = Retry(attempts=3, delay_ms=1, factor=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0)
     handler = parking(bench, retry=retry)
     report = bench.run(handler, bench.add(1, keys="A", fail=2) + bench.add(2, 3, keys="AB"))
@@ -210,7 +210,7 @@ def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_
 
 
 @pytest.mark.parametrize("advance", [True, False], ids=["whole batch", "half batch"])
-def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers_can_take_it_over(
+def test_an_unkeyed_message_with_a_long_back_off_delays_no_other_and_can_move_to_workers(
     bench: Deferral, advance: bool
 ) -> None:
     def handle(item: Item, message: Message) -> dict[str, int]:
@@ -235,7 +235,7 @@ def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers
 
 
 @pytest.mark.parametrize("advance", [True, False], ids=["whole batch", "half batch"])
-def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Deferral, advance: bool) -> None:
+def test_parked_keys_move_from_spark_to_workers_and_back_in_order(bench: Deferral, advance: bool) -> None:
     handler = parking(bench)
     rows = bench.add(1, 2, 3, keys="AAB", fail=9)
     (bench.run if advance else lambda h, r: bench.process(h, bench.rows(*r)))(handler, rows)
@@ -262,7 +262,7 @@ def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Deferral,
     bench.check()
 
 
-def test_a_line_that_waits_on_spark_is_taken_by_the_next_worker(bench: Deferral) -> None:
+def test_a_key_that_waits_on_spark_is_leased_by_the_next_worker(bench: Deferral) -> None:
     bench.run(parking(bench), bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
     keyed = worker(bench.client)
@@ -277,14 +277,14 @@ def test_a_handler_without_a_key_does_not_begin_where_keys_wait(bench: Deferral)
         bench.begin(only(App("app"), lambda message: None, name="handle"))
 
 
-def test_to_process_anew_forgets_what_is_parked(bench: Deferral) -> None:
+def test_dropping_the_progress_drops_parked_keys(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     bench._commit_store(handler).drop_progress(["in"])
     assert (bench.queues(), bench.client.execute("XPENDING", "in", KEYS.group)[0]) == ({}, 0)
 
 
-def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_goes_on(
+def test_an_entry_that_is_deleted_while_deferred_is_logged_and_the_next_goes_on(
     bench: Deferral, caplog: pytest.LogCaptureFixture
 ) -> None:
     handler = parking(bench)
@@ -298,7 +298,7 @@ def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_go
     bench.check()
 
 
-def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Deferral, caplog: pytest.LogCaptureFixture) -> None:
+def test_deferring_does_not_recreate_a_deleted_stream(bench: Deferral, caplog: pytest.LogCaptureFixture) -> None:
     handler = parking(bench)
     rows = bench.add(1, 2, keys="AB", fail=9)
     bench.client.execute("DEL", "in")
@@ -310,7 +310,7 @@ def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Deferral, caplo
     assert (bench.outputs(), bench.queues(), bench.client.execute("EXISTS", "in")) == ([2], {}, 0)
 
 
-def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Deferral) -> None:
+def test_deferred_entries_are_pending_so_that_tools_show_them_and_trimming_keeps_them(bench: Deferral) -> None:
     bench.run(parking(bench), bench.add(1, 2, keys="AB", fail=9))
     assert bench.client.execute("XPENDING", "in", KEYS.group)[:2] == [1, b"1-0"]
     (report,) = inspect(bench.client).handlers
@@ -318,7 +318,9 @@ def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Defe
 
 
 @pytest.mark.parametrize("seen_by", ["the jobs", "the next batch"])
-def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group(bench: Deferral, seen_by: str) -> None:
+def test_deferred_entries_are_not_trimmed_after_an_operator_has_destroyed_the_group(
+    bench: Deferral, seen_by: str
+) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, 3, keys="BAB", fail=9))
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
@@ -332,7 +334,7 @@ def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group
     bench.check()
 
 
-def test_a_group_that_is_destroyed_is_made_again_while_something_is_set_aside_and_only_then(bench: Deferral) -> None:
+def test_a_destroyed_group_is_created_again_only_while_entries_are_deferred(bench: Deferral) -> None:
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AB", fail=9))
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
@@ -374,7 +376,7 @@ def sums(bench: Deferral) -> bytes:
 
 
 @pytest.mark.parametrize("moment", ["before the state is loaded", "after"])
-def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
+def test_a_key_that_is_drained_while_a_batch_begins_leaves_it_no_stale_state(
     bench: Deferral, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
@@ -396,7 +398,7 @@ def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
     bench.check()
 
 
-def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: Deferral) -> None:
+def test_a_key_that_a_task_has_deferred_waits_in_its_later_rows_too(bench: Deferral) -> None:
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
 
@@ -413,7 +415,9 @@ def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: D
 
 
 @pytest.mark.parametrize("routed", [0, 1])
-def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_once(bench: Deferral, routed: int) -> None:
+def test_keys_that_half_a_batch_has_deferred_are_not_lost_when_workers_come_and_go_at_once(
+    bench: Deferral, routed: int
+) -> None:
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     rows = bench.add(1, 2, 3, keys="BAA", fail=9)
     bench.process(handler, bench.rows(*rows))

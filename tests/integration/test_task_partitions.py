@@ -134,9 +134,7 @@ def pipeline(client: Client) -> Pipeline:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_keys_that_move_keep_their_order_and_their_state_whatever_dies_in_between(
-    pipeline: Pipeline, seed: int
-) -> None:
+def test_migrating_keys_keep_their_order_and_state_whatever_dies_meanwhile(pipeline: Pipeline, seed: int) -> None:
     chance = random.Random(seed)
     for step in range(60):
         if step in (15, 35):
@@ -175,7 +173,7 @@ def test_a_key_that_is_parked_in_its_old_partition_waits_in_the_new_one_as_well(
     pipeline.check()
 
 
-def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_them(
+def test_a_run_is_not_settled_while_migrating_keys_wait_and_no_batch_waits_for_them(
     millstream_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(millstream_url) as client:
@@ -193,7 +191,7 @@ def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_t
         catch_up.wait_for_capacity()
 
 
-def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(millstream_url: str) -> None:
+def test_streams_without_runnable_keys_are_polled_together_and_seldom(millstream_url: str) -> None:
     with Client(millstream_url) as client:
         pipeline, clock = Pipeline(client), ManualClock()
         streams = [f"s{n}" for n in range(250)]

@@ -66,7 +66,7 @@ def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_d
             assert client.get("key") == b"value"
 
 
-def test_a_replica_that_has_just_begun_to_follow_ends_in_order() -> None:
+def test_a_replica_that_has_just_begun_to_replicate_ends_in_order() -> None:
     with EmbeddedServer(extra={"repl-diskless-sync-delay": "0"}) as primary:
         replica = EmbeddedServer(extra={"replicaof": f"127.0.0.1 {primary.port}"})
         replica.start()
@@ -85,7 +85,7 @@ def knows_primary(guide: Any, port: int) -> bool:
 
 
 @pytest.mark.usefixtures("tls")
-def test_a_tls_server_speaks_tls_only_to_clients_that_trust_its_authority() -> None:
+def test_a_tls_server_speaks_tls_only_and_to_clients_that_trust_its_authority() -> None:
     with tls_server() as deployment:
         assert deployment.url.startswith(f"rediss://127.0.0.1:{deployment.server.port}/0?ssl_ca_certs=/")
         with redis.Redis.from_url(deployment.url) as client:
@@ -119,13 +119,15 @@ def test_the_certificate_satisfies_the_strictest_checks_of_python() -> None:
                 assert tls.recv(100) == b"+PONG\r\n"
 
 
-def test_a_missing_openssl_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_openssl_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServerError, match="apt-get install openssl"), tls_server():
         pass
 
 
-def test_an_acl_server_lets_in_its_users_only_and_holds_them_to_their_rules() -> None:
+def test_an_acl_server_admits_its_users_only_and_limits_them_to_their_rules() -> None:
     rules = ["reader >s/e:c@ret ~flights* +@read +xadd", "boss ~* &* +@all >p"]
     with acl_server(rules) as deployment:
         with redis.Redis.from_url(deployment.urls["boss"]) as boss:
@@ -179,13 +181,13 @@ def test_three_may_kill_its_own(millstream_fresh_server, millstream_server):
 """
 
 
-def test_the_fixtures_serve_a_users_own_tests(pytester: pytest.Pytester) -> None:
+def test_the_fixtures_serve_the_tests_of_a_user(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TEST)
     pytester.runpytest_subprocess("-W", "error", *ALONE).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 3}), ("true", {"errors": 3})])
-def test_without_redis_server_users_tests_are_skipped_but_fail_in_ci(
+def test_tests_of_a_user_are_skipped_without_redis_server_but_fail_in_ci(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str, outcome: dict[str, int]
 ) -> None:
     monkeypatch.setenv("CI", ci)

@@ -67,7 +67,7 @@ def test_every_example_that_a_page_names_is_in_the_wheel(wheel: Wheel) -> None:
     assert {f"millstream/examples/{name}" for name in named} - wheel.files == set()
 
 
-def test_the_metadata_says_what_the_project_does(wheel: Wheel) -> None:
+def test_the_metadata_describes_the_project(wheel: Wheel) -> None:
     said = wheel.metadata
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     source = (ROOT / "src/millstream/__init__.py").read_text()
@@ -106,7 +106,7 @@ def test_the_files_that_a_container_is_built_from_give_the_same_wheel(wheel: Whe
     assert again.read_bytes() == wheel.path.read_bytes()
 
 
-def test_an_installed_wheel_imports_every_module_and_works_off_a_message(wheel: Wheel, tmp_path: Path) -> None:
+def test_an_installed_wheel_imports_every_module_and_processes_a_message(wheel: Wheel, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(wheel.path)], check=True, capture_output=True)
     extras = distribution("millstream").metadata.get_all("Provides-Extra", [])

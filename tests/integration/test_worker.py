@@ -58,7 +58,9 @@ def test_every_message_is_committed_once_with_its_output(client: Client, functio
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
-def test_failures_are_retried_then_dead_and_rejects_and_garbage_are_dead_at_once(client: Client, kind: str) -> None:
+def test_failures_are_retried_and_rejects_and_undecodable_messages_become_dead_letters_at_once(
+    client: Client, kind: str
+) -> None:
     def handle(message: Message) -> dict[str, Any]:
         n = int(message.fields["n"])
         if n % 10 == 1 and message.attempt < 3:
@@ -82,7 +84,7 @@ def test_failures_are_retried_then_dead_and_rejects_and_garbage_are_dead_at_once
     assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
-def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
+def test_a_message_that_backs_off_delays_no_other(client: Client) -> None:
     def handle(message: Message) -> dict[str, Any]:
         if message.text("n") == "0" and message.attempt == 1:
             raise ValueError
@@ -99,7 +101,7 @@ def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
     assert sorted(outputs(client)[49:]) == [0, 50]
 
 
-def test_what_a_dead_worker_held_is_claimed_and_what_a_living_one_holds_is_not(client: Client) -> None:
+def test_entries_of_a_dead_worker_are_claimed_and_those_of_a_live_one_are_not(client: Client) -> None:
     released = threading.Event()
 
     def slow(message: Message) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def test_what_a_dead_worker_held_is_claimed_and_what_a_living_one_holds_is_not(c
     assert (holder.loop_metrics.refused, other.loop_metrics.refused) == (0, 0)
 
 
-def test_a_restarted_worker_goes_on_with_what_it_held(client: Client) -> None:
+def test_a_restarted_worker_continues_with_its_pending_entries(client: Client) -> None:
     fill(client, 5)
     with working(client, make(double)):
         eventually(lambda: len(outputs(client)) == 5)
@@ -143,7 +145,7 @@ def test_a_restarted_worker_goes_on_with_what_it_held(client: Client) -> None:
         eventually(lambda: len(outputs(client)) == 10)
 
 
-def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> None:
+def test_a_stop_returns_unstarted_messages_and_counts_no_attempt(client: Client) -> None:
     started: list[str | None] = []
     release = threading.Event()
 
@@ -168,7 +170,7 @@ def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> N
     assert attempts == {b"1"}
 
 
-def test_a_message_that_outlasts_the_stop_is_named_and_done_by_another(client: Client) -> None:
+def test_a_message_that_outlasts_the_stop_is_logged_and_processed_by_another_worker(client: Client) -> None:
     started, release = threading.Event(), threading.Event()
 
     def handle(message: Message) -> dict[str, Any]:
@@ -213,7 +215,7 @@ def test_a_plain_handler_beyond_its_time_limit_ends_the_loop_and_counts_its_atte
 
 
 @pytest.mark.parametrize("options", [{}, {"key": "n"}, {"order": "stream"}], ids=["no key", "key", "streams"])
-def test_an_output_stream_whose_key_holds_something_else_is_refused_before_anything_is_read(
+def test_an_output_stream_whose_key_is_of_another_type_is_refused_before_anything_is_read(
     client: Client, options: dict[str, Any]
 ) -> None:
     fill(client, 3)
@@ -224,7 +226,7 @@ def test_an_output_stream_whose_key_holds_something_else_is_refused_before_anyth
 
 
 @pytest.mark.parametrize("options", [{}, {"key": "n"}], ids=["no key", "key"])
-def test_a_run_that_takes_a_minute_is_logged_and_again_when_it_has_taken_twice_as_long(
+def test_a_run_that_takes_a_minute_is_logged_and_again_at_twice_the_time(
     client: Client, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
@@ -252,7 +254,7 @@ def test_a_run_that_takes_a_minute_is_logged_and_again_when_it_has_taken_twice_a
     assert warned() == ["2", "5"]
 
 
-def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(client: Client) -> None:
+def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_continues(client: Client) -> None:
     async def handle(message: Message) -> dict[str, Any]:
         await asyncio.sleep(2 * FAIL_SAFE_S if message.text("n") == "0" else 0)
         return double(message)
@@ -263,7 +265,7 @@ def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
 
 
-def test_what_may_have_killed_others_is_run_alone_and_dies_in_the_end(client: Client) -> None:
+def test_a_suspect_that_may_have_killed_workers_runs_alone_and_becomes_a_dead_letter_in_the_end(client: Client) -> None:
     fill(client, 4)
     with working(client, make(double), "first"):
         eventually(lambda: len(outputs(client)) == 4)
@@ -317,7 +319,9 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
 
 
 @pytest.mark.parametrize("harm", [("XGROUP", "DESTROY", "in", KEYS.group), ("DEL", "in"), ("FLUSHALL",)])
-def test_a_group_or_stream_that_is_lost_is_made_again_and_work_goes_on(client: Client, harm: tuple[str, ...]) -> None:
+def test_a_lost_group_or_stream_is_created_again_and_the_worker_continues(
+    client: Client, harm: tuple[str, ...]
+) -> None:
     fill(client, 100)
     with working(client, make(double)) as loop:
         eventually(lambda: loop.loop_metrics.committed >= 100)
@@ -330,7 +334,7 @@ def test_a_group_or_stream_that_is_lost_is_made_again_and_work_goes_on(client: C
         assert sorted(counts) == list(range(200))
 
 
-def test_streams_of_a_pattern_are_found_while_it_runs(client: Client) -> None:
+def test_streams_of_a_pattern_are_found_while_the_worker_runs(client: Client) -> None:
     handler = make(double, pattern="in.*")
     with working(client, handler) as loop:
         fill(client, 10, stream="in.a")
@@ -340,7 +344,7 @@ def test_streams_of_a_pattern_are_found_while_it_runs(client: Client) -> None:
     assert sorted(outputs(client)) == list(range(20))
 
 
-def test_a_redriven_entry_is_run_by_the_handler_it_is_meant_for_only(client: Client) -> None:
+def test_a_redriven_entry_runs_in_its_own_handler_only(client: Client) -> None:
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.handle", "n", "1")
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "2")
     with working(client, make(double)) as loop:
@@ -391,7 +395,7 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
     assert steps == ["decode", "run", "retry", "decode", "run", "dead_letter"]
 
 
-def test_what_it_does_shows_in_the_metrics(client: Client) -> None:
+def test_the_outcomes_of_a_worker_are_exported_as_metrics(client: Client) -> None:
     def handle(message: Message) -> dict[str, Any]:
         if message.text("n") == "1":
             raise Reject("no")
@@ -422,7 +426,7 @@ def test_delayed_messages_are_moved_to_the_stream_when_they_are_due(client: Clie
     assert int(entry_id.partition(b"-")[0]) - began_ms > 299  # ids are whole milliseconds of the server's clock
 
 
-def test_entries_of_a_consumer_that_polls_but_makes_no_progress_are_adopted(client: Client) -> None:
+def test_entries_of_a_consumer_that_polls_without_progress_are_claimed(client: Client) -> None:
     handler = make(double, retry=Retry(attempts=1), time_limit_ms=600_000)
     with working(client, handler, "first"):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)

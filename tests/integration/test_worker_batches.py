@@ -51,7 +51,7 @@ KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
 
 
 @KINDS
-def test_a_handler_that_takes_a_list_gets_many_at_once_and_each_message_is_done_once(client: Client, kind: str) -> None:
+def test_a_handler_of_lists_gets_many_messages_at_once_and_each_is_committed_once(client: Client, kind: str) -> None:
     sizes: list[int] = []
 
     def handle(numbers: list[Number], messages: list[Message]) -> list[dict[str, int]]:
@@ -81,7 +81,7 @@ def test_a_batch_without_outputs_is_acknowledged(client: Client, kind: str) -> N
 
 
 @KINDS
-def test_only_the_guilty_ones_of_a_batch_die_and_the_others_are_written_once(client: Client, kind: str) -> None:
+def test_only_the_messages_that_fail_their_batch_die_and_the_others_are_written_once(client: Client, kind: str) -> None:
     attempts: Counter[int] = Counter()
 
     def handle(messages: list[Message]) -> list[dict[str, str | None]]:
@@ -103,7 +103,7 @@ def test_only_the_guilty_ones_of_a_batch_die_and_the_others_are_written_once(cli
     assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
-def test_with_a_single_attempt_the_innocent_of_a_failed_batch_live_all_the_same(client: Client) -> None:
+def test_the_other_messages_of_a_failed_batch_with_a_single_attempt_are_still_committed(client: Client) -> None:
     def handle(numbers: list[Number]) -> list[dict[str, int]]:
         if any(number.n == 5 for number in numbers):
             raise ValueError
@@ -117,7 +117,9 @@ def test_with_a_single_attempt_the_innocent_of_a_failed_batch_live_all_the_same(
 
 
 @KINDS
-def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(client: Client, kind: str) -> None:
+def test_undecodable_messages_and_those_redriven_to_another_handler_are_not_in_the_list(
+    client: Client, kind: str
+) -> None:
     fill(client, 5)
     client.execute("XADD", "in", "*", "n", "five")
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "6")
@@ -130,7 +132,7 @@ def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(clien
 
 
 @KINDS
-def test_a_batch_waits_for_more_as_long_as_it_is_told(client: Client, kind: str) -> None:
+def test_a_batch_waits_for_more_messages_for_its_configured_time(client: Client, kind: str) -> None:
     batches: list[list[int]] = []
 
     def handle(numbers: list[Number]) -> None:
@@ -151,7 +153,7 @@ def test_a_batch_waits_for_more_as_long_as_it_is_told(client: Client, kind: str)
 
 
 @KINDS
-def test_batches_are_of_one_stream_each(client: Client, kind: str) -> None:
+def test_each_batch_has_messages_of_one_stream(client: Client, kind: str) -> None:
     mixed: list[int] = []
 
     def handle(messages: list[Message]) -> list[dict[str, str | None]]:
@@ -166,7 +168,7 @@ def test_batches_are_of_one_stream_each(client: Client, kind: str) -> None:
     assert set(mixed) == {1}
 
 
-def test_outputs_of_a_batch_are_not_written_if_one_of_it_was_taken_over_and_the_rest_is_run_again(
+def test_outputs_of_a_batch_are_not_written_if_one_entry_was_claimed_and_the_rest_runs_again(
     client: Client,
 ) -> None:
     first: list[int] = []
@@ -191,9 +193,7 @@ def test_outputs_of_a_batch_are_not_written_if_one_of_it_was_taken_over_and_the_
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
-def test_a_plain_batch_beyond_its_time_limit_counts_for_all_and_ends_the_guilty_one(
-    client: Client, attempts: int
-) -> None:
+def test_a_plain_batch_beyond_its_time_limit_fails_all_and_its_cause_dies(client: Client, attempts: int) -> None:
     hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
 
     def handle(numbers: list[Number]) -> list[dict[str, int]]:
@@ -217,7 +217,7 @@ def test_a_plain_batch_beyond_its_time_limit_counts_for_all_and_ends_the_guilty_
     assert [(one.reason, one.attempts) for one in dead(client)] == [("failed", 2)]
 
 
-def test_an_async_batch_beyond_its_time_limit_is_split_and_the_guilty_one_dies(client: Client) -> None:
+def test_an_async_batch_beyond_its_time_limit_is_split_and_only_its_cause_dies(client: Client) -> None:
     async def handle(numbers: list[Number]) -> list[dict[str, int]]:
         await asyncio.sleep(2 * FAIL_SAFE_S if any(number.n == 4 for number in numbers) else 0)
         return doubled(numbers)
@@ -230,7 +230,7 @@ def test_an_async_batch_beyond_its_time_limit_is_split_and_the_guilty_one_dies(c
 
 
 @KINDS
-def test_a_stop_hands_back_a_batch_that_is_still_waiting_for_more(client: Client, kind: str) -> None:
+def test_a_stop_returns_a_batch_that_still_waits_for_more(client: Client, kind: str) -> None:
     fill(client, 5)
     with working(client, make(either(doubled, kind), batch_wait_ms=60_000)) as loop:
         eventually(lambda: loop.loop_metrics.read == 5)
@@ -255,7 +255,7 @@ def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_anothers(client: Client, which: int) -> None:
+def test_a_batch_is_refused_as_a_whole_if_another_consumer_owns_one_of_its_entries(client: Client, which: int) -> None:
     mine = stream_of(client)
     fill(client, 3)
     batch = mine.fetch(count=3)
@@ -267,7 +267,7 @@ def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_anothers(client: Client, 
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_committed_already(client: Client, which: int) -> None:
+def test_a_batch_is_refused_as_a_whole_if_one_of_its_entries_is_committed_already(client: Client, which: int) -> None:
     mine = stream_of(client)
     fill(client, 3)
     batch = mine.fetch(count=3)
@@ -289,7 +289,7 @@ def test_repeating_the_commit_of_a_batch_whose_reply_was_lost_writes_nothing(cli
     assert client.execute("HGET", KEYS.meta, "max_offset") == batch[0].id
 
 
-def test_a_batch_with_entries_below_the_frontier_is_committed_and_they_are_open_no_more(client: Client) -> None:
+def test_a_batch_commits_incomplete_entries_below_the_committed_offset(client: Client) -> None:
     mine = stream_of(client)
     fill(client, 4)
     batch = mine.fetch(count=3)

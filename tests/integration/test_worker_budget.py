@@ -69,7 +69,9 @@ def publish(client: Client, count: int, streams: list[str], size: int = SIZE) ->
         client.execute("XADD", streams[n % len(streams)], "*", "n", n, "key", f"k{n % 30}", "payload", b"x" * size)
 
 
-def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Client, gated: GatedHandler) -> None:
+def test_no_more_bytes_are_in_flight_than_the_budget_and_all_messages_are_processed(
+    client: Client, gated: GatedHandler
+) -> None:
     recorder = Recorder()
     publish(client, 40, streams_of(gated, 10))
     with working(client, gated.handler, policy=POLICY, metrics=recorder) as loop:
@@ -85,7 +87,7 @@ def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Clie
         eventually(lambda: recorder.value(m.IN_FLIGHT_BYTES, handler="app.handle") == 0)
 
 
-def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: Client, gated: GatedHandler) -> None:
+def test_messages_that_suddenly_become_large_do_not_exceed_the_budget(client: Client, gated: GatedHandler) -> None:
     streams = streams_of(gated, 20)
     gated.goes_on.set()
     with working(client, gated.handler, policy=POLICY) as loop:
@@ -100,7 +102,7 @@ def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: 
         eventually(lambda: loop.loop_metrics.committed == 3_060)
 
 
-def test_streams_that_all_have_large_messages_at_once_are_read_as_far_as_there_is_room(client: Client) -> None:
+def test_streams_with_large_messages_at_the_same_time_are_read_as_far_as_there_is_room(client: Client) -> None:
     streams, over, clock = [f"in{number}" for number in range(20)], threading.Event(), ManualClock()
     over.set()  # it waits for nothing
     publish(client, 20, streams, size=10)
@@ -128,7 +130,7 @@ def test_streams_that_all_have_large_messages_at_once_are_read_as_far_as_there_i
         one.close()
 
 
-def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
+def test_a_message_that_is_larger_than_the_budget_is_in_flight_alone(
     client: Client, gated: GatedHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -143,7 +145,7 @@ def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_taken_over_from_a_former_life_or_from_others_keeps_to_the_budget(client: Client, own: bool) -> None:
+def test_recovered_and_claimed_entries_keep_to_the_budget(client: Client, own: bool) -> None:
     gated = GatedHandler()
     fill(client, 1)
     with working(client, make(lambda message: None)) as loop:  # makes the group

@@ -32,7 +32,7 @@ def consumers(client: Client, stream: str = "in") -> set[str]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["entries", "keys", "streams"])
-def test_a_worker_that_stops_in_order_is_no_consumer_any_more(client: Client, options: dict[str, Any]) -> None:
+def test_a_worker_that_stops_in_order_leaves_the_consumer_group(client: Client, options: dict[str, Any]) -> None:
     fill(client, 20)
     with working(client, make(double, **options), "w1"):
         eventually(lambda: len(outputs(client)) == 20 and pending(client) == 0)
@@ -40,7 +40,7 @@ def test_a_worker_that_stops_in_order_is_no_consumer_any_more(client: Client, op
     assert "w1" not in consumers(client)
 
 
-def test_a_worker_that_stops_with_work_in_hand_stays_a_consumer_and_others_take_it_up(client: Client) -> None:
+def test_a_worker_that_stops_with_work_in_flight_stays_a_consumer_until_others_claim_it(client: Client) -> None:
     began, release = threading.Event(), threading.Event()
 
     def handle(message: Message) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_a_worker_that_stops_with_work_in_hand_stays_a_consumer_and_others_take_
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["entries", "keys", "streams"])
-def test_a_worker_that_begins_removes_those_that_are_gone_for_long(
+def test_a_worker_that_starts_removes_consumers_that_are_gone_for_long(
     client: Client, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ReliableStream, "consumer_idle_ms", 1)
@@ -77,7 +77,7 @@ def test_a_worker_that_begins_removes_those_that_are_gone_for_long(
         assert "alive" in consumers(client)
 
 
-def test_a_worker_is_no_consumer_of_a_stream_that_it_has_given_away(client: Client) -> None:
+def test_a_worker_leaves_the_consumer_group_of_a_stream_that_it_released(client: Client) -> None:
     handler = make(double, pattern="s:*", order="stream")
     streams = [f"s:{n}" for n in range(6)]
 
@@ -97,7 +97,7 @@ def test_a_worker_is_no_consumer_of_a_stream_that_it_has_given_away(client: Clie
     assert sorted(outputs(client)) == [0] * 6 + [1] * 6
 
 
-def test_every_counter_is_there_before_the_first_message(client: Client) -> None:
+def test_every_counter_is_exported_before_the_first_message(client: Client) -> None:
     """The first scrape must be 0, or `increase` never shows a change."""
     recorder, health = Recorder(), Health()
 
@@ -118,7 +118,7 @@ def test_every_counter_is_there_before_the_first_message(client: Client) -> None
         eventually(lambda: f"{dead} 1.0" in shown())
 
 
-def test_a_letter_that_its_process_could_not_count_is_seen_in_the_figures_of_others(client: Client) -> None:
+def test_a_dead_letter_that_its_process_could_not_count_is_in_the_figures_of_others(client: Client) -> None:
     hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
 
     def handle(message: Message) -> None:
@@ -137,7 +137,7 @@ def test_a_letter_that_its_process_could_not_count_is_seen_in_the_figures_of_oth
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["entries", "keys", "streams"])
-def test_dead_letters_are_counted_in_redis_until_they_are_sent_back(client: Client, options: dict[str, Any]) -> None:
+def test_dead_letters_are_counted_in_redis_until_they_are_redriven(client: Client, options: dict[str, Any]) -> None:
     def refuse(message: Message) -> None:
         raise Reject("no")
 

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.worker]
 
 
 @pytest.mark.parametrize("how", ["skipped by an operator", "claimed by another worker"])
-def test_a_run_that_hangs_ends_its_process_at_the_time_limit_though_its_message_was_taken(
+def test_a_hanging_run_ends_its_process_at_the_time_limit_even_if_its_message_was_claimed(
     client: Client, how: str
 ) -> None:
     hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
@@ -58,7 +58,7 @@ def test_a_run_that_hangs_ends_its_process_at_the_time_limit_though_its_message_
     release.set()
 
 
-def test_a_key_whose_run_took_too_long_says_so(client: Client) -> None:
+def test_a_key_whose_run_exceeds_its_time_limit_shows_that_as_its_error(client: Client) -> None:
     hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
 
     def handle(message: Message) -> None:
@@ -116,9 +116,7 @@ def add_suspect(client: Client, *, keyed: bool) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "n"])
-def test_what_a_process_had_read_before_it_runs_a_suspect_in_isolation_goes_to_the_others(
-    client: Client, key: str | None
-) -> None:
+def test_entries_that_a_process_had_read_before_an_isolation_go_to_the_others(client: Client, key: str | None) -> None:
     running: list[int] = []
     isolated, go_on, release = threading.Event(), threading.Event(), threading.Event()
 

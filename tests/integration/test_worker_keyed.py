@@ -57,7 +57,7 @@ def check_order(client: Client, total: int) -> None:
     assert check_invariants(client, KEYS, "in") == []
 
 
-def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_less_time(client: Client) -> None:
+def test_a_joining_worker_does_not_get_entries_that_another_read_while_messages_were_short(client: Client) -> None:
     hold = threading.Event()
 
     def work(message: Message) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_
 
 
 @pytest.mark.parametrize("function", [count, count_async])
-def test_workers_share_keys_each_of_which_stays_in_order_with_its_state(
+def test_workers_share_keys_and_each_key_stays_in_order_with_its_state(
     client: Client, function: Callable[..., Any]
 ) -> None:
     handler = make(function, key="key")
@@ -92,7 +92,7 @@ def test_workers_share_keys_each_of_which_stays_in_order_with_its_state(
     check_order(client, 2_000)
 
 
-def test_a_key_can_be_a_function_and_what_has_none_is_dead_or_unordered(client: Client) -> None:
+def test_a_key_can_be_a_function_and_a_message_without_one_is_a_dead_letter_or_unordered(client: Client) -> None:
     handler = make(count, key=lambda message: message.fields.get("key", b"").upper(), missing_key="unordered")
     fill(client, 4, 2)
     client.execute("XADD", "in", "*", "n", 9)
@@ -136,7 +136,7 @@ def failing(key: str, times: int) -> Callable[..., Any]:
     return handle
 
 
-def test_what_fails_keeps_its_place_while_other_keys_go_on(client: Client) -> None:
+def test_a_failing_message_keeps_its_place_while_other_keys_go_on(client: Client) -> None:
     fill(client, 12, 3)
     handler = make(failing("k0", 2), key="key", retry=Retry(attempts=3, delay_ms=600_000, max_delay_ms=600_000))
     with working(client, handler) as loop:
@@ -151,7 +151,7 @@ def test_what_fails_keeps_its_place_while_other_keys_go_on(client: Client) -> No
     assert [row["attempt"] for row in rows(client) if row["key"] == "k0"] == ["3", "1", "1", "1"]
 
 
-def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(client: Client) -> None:
+def test_a_key_is_parked_after_its_last_attempt_and_goes_on_where_it_stopped(client: Client) -> None:
     fill(client, 12, 3)
     handler = make(failing("k0", 3), key="key", retry=Retry(attempts=3, delay_ms=10, then="park"))
     with working(client, handler) as loop:
@@ -171,7 +171,7 @@ def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(c
     check_order(client, 15)
 
 
-def test_a_key_that_blocks_is_tried_for_ever_and_no_other_waits(client: Client) -> None:
+def test_a_key_that_blocks_is_retried_for_ever_and_no_other_waits(client: Client) -> None:
     others_are_done = threading.Event()
 
     def handle(message: Message, state: State) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_a_key_that_blocks_is_tried_for_ever_and_no_other_waits(client: Client) 
     assert dead(client) == []
 
 
-def test_a_rejected_message_is_dead_at_once_and_its_key_goes_on(client: Client) -> None:
+def test_a_rejected_message_is_a_dead_letter_at_once_and_its_key_goes_on(client: Client) -> None:
     def handle(message: Message, state: State) -> dict[str, Any]:
         if message.fields["n"] == b"2":
             raise Reject("not this one")
@@ -204,7 +204,7 @@ def test_a_rejected_message_is_dead_at_once_and_its_key_goes_on(client: Client) 
     assert [row["count"] for row in rows(client) if row["key"] == "k0"] == ["1", "2"]
 
 
-def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Client) -> None:
+def test_a_stop_returns_unstarted_keys_and_counts_no_attempt(client: Client) -> None:
     release = threading.Event()
 
     def slowly(message: Message, state: State) -> dict[str, Any]:
@@ -268,7 +268,7 @@ NEARLY_MS = QUICK.claim_ms - 5_000
 """A worker gives up a tenth of a lease before it expires."""
 
 
-def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, proxy: Proxy) -> None:
+def test_an_async_handler_is_cancelled_before_its_lease_ends(client: Client, proxy: Proxy) -> None:
     begun, ended, clock = threading.Event(), threading.Event(), LeapClock()
 
     async def hang(_: Message) -> None:
@@ -313,7 +313,7 @@ def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
     assert [queue.length for queue in list_queues(client, KEYS)] == [1]
 
 
-def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) -> None:
+def test_a_key_that_fails_does_not_use_up_the_rate_of_the_others(client: Client) -> None:
     def handle(message: Message, state: State) -> dict[str, Any]:
         if message.key == b"k0":
             raise RuntimeError("never")
@@ -327,7 +327,7 @@ def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) ->
         assert loop.loop_metrics.read <= 140
 
 
-def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:
+def test_a_run_that_outlasts_a_stop_keeps_its_lease(client: Client) -> None:
     begun: list[str] = []
     release, clock = threading.Event(), LeapClock()
 
@@ -350,7 +350,7 @@ def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:
     check_order(client, 1)
 
 
-def test_a_stream_whose_first_joins_fail_is_routed_all_the_same(client: Client, proxy: Proxy) -> None:
+def test_a_stream_whose_first_joins_fail_is_enqueued_after_all(client: Client, proxy: Proxy) -> None:
     fill(client, 20, 4)
     client.execute("SCRIPT", "LOAD", Script("commit/join_workers").text)
     proxy.cut_before("EVALSHA", containing=Script("commit/join_workers").sha, times=1)
@@ -361,7 +361,7 @@ def test_a_stream_whose_first_joins_fail_is_routed_all_the_same(client: Client, 
     assert proxy.cuts.total() == 2
 
 
-def test_a_lag_counts_what_waits_in_lines(client: Client) -> None:
+def test_the_lag_counts_messages_in_key_queues(client: Client) -> None:
     def hang(message: Message) -> None:
         over.wait(FAIL_SAFE_S)
 
@@ -373,9 +373,7 @@ def test_a_lag_counts_what_waits_in_lines(client: Client) -> None:
         over.set()
 
 
-def test_before_one_key_fills_all_that_may_wait_in_lines_it_is_said_and_measured(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_warns_before_one_key_fills_the_look_ahead(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     def work(message: Message) -> None:
         if message.key == b"k0":
             raise RuntimeError("not yet")
@@ -395,7 +393,7 @@ def test_before_one_key_fills_all_that_may_wait_in_lines_it_is_said_and_measured
         eventually(lambda: caplog.text.count("routing is paused") == 1)
 
 
-def test_a_stream_of_a_pattern_that_cannot_be_processed_is_tried_again_without_a_restart(
+def test_a_stream_of_a_pattern_that_cannot_be_processed_is_retried_without_a_restart(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.execute("XADD", "in", "*", "key", "k0", "n", 0)

@@ -59,7 +59,7 @@ def came_no_faster(entries: list[Any], rate: float, began_ms: float) -> None:
 
 
 @pytest.mark.parametrize(("rate", "workers", "count"), [(200, 3, 200), (200, 1, 200), (12.5, 3, 12)])
-def test_all_workers_together_keep_the_rate_and_reserve_nothing_in_vain(
+def test_all_workers_together_keep_the_rate_and_reserve_no_more_than_they_use(
     client: Client, monkeypatch: pytest.MonkeyPatch, rate: float, workers: int, count: int
 ) -> None:
     fill(client, 1_000)
@@ -73,7 +73,7 @@ def test_all_workers_together_keep_the_rate_and_reserve_nothing_in_vain(
     assert reserved["in"] <= client.execute("XLEN", "out") + workers * reservation_size(rate)
 
 
-def test_without_a_rate_nothing_is_reserved(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_reserved_without_a_rate(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(client, 500)
     reserved = count_reservations(monkeypatch)
     with working(client, make(double), "w1"), working(client, make(double), "w2"):
@@ -108,7 +108,7 @@ def reserve(client: Client, rate: float, count: int) -> float:
     return CommitStore(client, app="app", handler="handle").reserve_rate("in", rate, count)
 
 
-def test_reservations_follow_each_other_whoever_makes_them(client: Client) -> None:
+def test_reservations_of_all_workers_follow_each_other(client: Client) -> None:
     began_ms = now_ms(client)
     waits = [reserve(client, 0.01, 2) for _ in range(4)]
     took_ms = now_ms(client) - began_ms
@@ -119,7 +119,7 @@ def test_reservations_follow_each_other_whoever_makes_them(client: Client) -> No
     assert reserve(client, 0.01, 2) == 0
 
 
-def test_a_clock_that_went_back_does_not_hold_up_the_handler(client: Client) -> None:
+def test_a_clock_that_went_back_does_not_delay_the_handler(client: Client) -> None:
     began_ms = now_ms(client)
     client.execute("HSET", KEYS.meta, "rate_at", int(began_ms + 365 * 86_400_000) * 1_000)
     assert reserve(client, 0.01, 2) == 0
@@ -137,7 +137,7 @@ def health(clock: LeapClock) -> Health:
     return Health(read_within_ms=READ_WITHIN_MS, clock=clock)
 
 
-def test_a_loop_that_waits_for_its_turn_is_healthy(client: Client, clock: LeapClock, health: Health) -> None:
+def test_a_loop_that_waits_for_its_rate_is_healthy(client: Client, clock: LeapClock, health: Health) -> None:
     fill(client, 5)
     with working(client, make(double, rate=1 / 3_600), health=health) as loop:
         eventually(lambda: loop.loop_metrics.committed == 1)
@@ -148,7 +148,7 @@ def test_a_loop_that_waits_for_its_turn_is_healthy(client: Client, clock: LeapCl
 # Pause and resume
 
 
-def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
+def test_a_paused_handler_reads_nothing_stays_healthy_and_continues_when_resumed(
     client: Client, clock: LeapClock, health: Health, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "millstream")
@@ -168,7 +168,7 @@ def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
     assert sorted(outputs(client)) == list(range(20))
 
 
-def test_a_worker_that_starts_while_paused_says_so_and_takes_nothing_not_even_what_it_held(
+def test_a_worker_that_starts_while_paused_logs_it_and_reads_not_even_its_pending_entries(
     client: Client, clock: LeapClock, health: Health, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "millstream")
@@ -186,7 +186,7 @@ def test_a_worker_that_starts_while_paused_says_so_and_takes_nothing_not_even_wh
     assert pending(client) == 0
 
 
-def test_a_paused_worker_finishes_what_it_has_and_adopts_nothing(
+def test_a_paused_worker_finishes_its_entries_in_flight_and_claims_none(
     client: Client, clock: LeapClock, health: Health
 ) -> None:
     going_on = threading.Event()
@@ -253,7 +253,7 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
         (("a b.c",), 2, "must be 1 to 100 letters"),
     ],
 )
-def test_a_handler_that_is_not_clear_is_one_line_and_nothing_is_paused(
+def test_an_ambiguous_handler_is_one_line_of_error_and_nothing_is_paused(
     client: Client, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     ran(client, "shop", "bill", "a")

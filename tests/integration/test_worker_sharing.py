@@ -57,7 +57,7 @@ def commands(client: Client) -> int:
     return int(stats.partition("total_commands_processed:")[2].partition("\r\n")[0])
 
 
-def test_workers_share_the_keys_of_many_streams_each_of_which_stays_in_order(client: Client) -> None:
+def test_workers_share_the_keys_of_many_streams_and_each_key_stays_in_order(client: Client) -> None:
     publish(client, 60)
     handler = make(count, pattern="in*", key="key")
     with working(client, handler, "w1") as one, working(client, handler, "w2") as two:
@@ -68,7 +68,7 @@ def test_workers_share_the_keys_of_many_streams_each_of_which_stays_in_order(cli
     check_all(client, 60, 10)
 
 
-def test_a_worker_that_looks_at_nothing_by_itself_is_told_of_what_is_new(client: Client) -> None:
+def test_a_worker_that_does_not_poll_is_notified_of_new_entries(client: Client) -> None:
     publish(client, 30)
     handler = make(count, pattern="in*", key="key")
     with working(client, handler, policy=NOTIFIED_ONLY):
@@ -79,7 +79,7 @@ def test_a_worker_that_looks_at_nothing_by_itself_is_told_of_what_is_new(client:
     check_all(client, 30, 6)
 
 
-def test_a_worker_that_does_not_route_is_told_by_the_one_that_does(client: Client) -> None:
+def test_a_worker_that_is_not_the_key_router_is_notified_by_the_router(client: Client) -> None:
     publish(client, 20)
     release, blocked = threading.Event(), threading.Event()
 
@@ -103,7 +103,7 @@ def test_a_worker_that_does_not_route_is_told_by_the_one_that_does(client: Clien
         eventually(lambda: one.loop_metrics.committed == 41)
 
 
-def test_what_a_key_that_was_parked_has_is_found_though_nobody_tells_of_it(client: Client) -> None:
+def test_entries_of_an_unparked_key_are_found_without_a_notification(client: Client) -> None:
     publish(client, 20)
     handler = make(count, pattern="in*", key="key")
     keys = HandlerKeys("app", "handle", "in3")
@@ -117,7 +117,7 @@ def test_what_a_key_that_was_parked_has_is_found_though_nobody_tells_of_it(clien
     check_all(client, 20, 2)
 
 
-def test_what_idle_streams_cost_does_not_follow_their_number(client: Client) -> None:
+def test_the_cost_of_idle_streams_does_not_grow_with_their_number(client: Client) -> None:
     """Polling 1,500 streams twice a second, with the ten commands of a lease, would be 30,000 commands a second."""
     streams = 1_500
     publish(client, streams)

@@ -91,7 +91,7 @@ def test_messages_of_a_stream_keep_their_order_while_workers_come_and_go(
     check_order(client, 10, 80)
 
 
-def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(client: Client) -> None:
+def test_one_message_of_a_stream_runs_at_a_time_beside_other_streams(client: Client) -> None:
     running: dict[str, int] = defaultdict(int)
     most: dict[str, int] = defaultdict(int)
     lock = threading.Lock()
@@ -115,7 +115,7 @@ def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(clie
     assert set(most.values()) == {1}
 
 
-def test_a_worker_that_stops_hands_its_streams_on_at_once(client: Client) -> None:
+def test_a_worker_that_stops_releases_its_streams_at_once(client: Client) -> None:
     handler = make(count, pattern="s:*", order="stream")
     fill(client, 6, 1)
     with working(client, handler, "stays"):
@@ -151,7 +151,7 @@ def test_a_failing_message_keeps_its_place_in_its_stream_while_others_go_on(clie
     check_order(client, 3, 4)
 
 
-def test_new_streams_of_the_pattern_are_found_while_it_works(client: Client) -> None:
+def test_new_streams_of_the_pattern_are_found_while_the_worker_runs(client: Client) -> None:
     with working(client, make(count, pattern="s:*", order="stream")):
         fill(client, 3, 2)
         eventually(lambda: sum(map(len, rows(client).values())) == 6)
@@ -169,7 +169,7 @@ def test_announced_streams_are_read_and_no_others(client: Client) -> None:
 
 
 @pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
-def test_the_command_shows_how_far_behind_its_handler_each_stream_is(client: Client, options: dict[str, Any]) -> None:
+def test_the_command_shows_the_lag_of_each_stream(client: Client, options: dict[str, Any]) -> None:
     fill(client, 1, 2)
     service = "calls" if "announced" in options else "app.handle"
     if service == "calls":
@@ -181,7 +181,7 @@ def test_the_command_shows_how_far_behind_its_handler_each_stream_is(client: Cli
     assert [(row["stream"], row["lag"]) for row in found] == [("s:0", 3)]
 
 
-def test_info_counts_the_workers_that_are_alive_and_not_all_that_ever_had_the_stream(client: Client) -> None:
+def test_info_counts_live_workers_and_not_all_former_ones_of_the_stream(client: Client) -> None:
     def workers() -> list[int]:
         return [row["consumers"] for row in call("info", "app", "--json", "--url", client.url).json()["handlers"]]
 
@@ -195,7 +195,7 @@ def test_info_counts_the_workers_that_are_alive_and_not_all_that_ever_had_the_st
     assert len(client.execute("XINFO", "CONSUMERS", "s:0", group)) >= 3
 
 
-def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: Client) -> None:
+def test_info_counts_consumers_that_were_active_or_whose_name_is_registered(client: Client) -> None:
     keys = HandlerKeys("app", "handle", "in")
     client.execute("XGROUP", "CREATE", "in", keys.group, "0", "MKSTREAM")
     client.execute("HSET", keys.meta, "owner", "workers", "committed_id", "0-0")
@@ -244,14 +244,14 @@ def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
 NO_SWEEPS = replace(QUICK, sweep_ms=3_600_000)
 
 
-def test_the_next_turn_of_a_stream_waits_for_no_sweep(client: Client) -> None:
+def test_the_next_lease_of_a_stream_waits_for_no_sweep(client: Client) -> None:
     fill(client, 1, 300)
     with working(client, make(count, pattern="s:*", order="stream"), policy=NO_SWEEPS):
         eventually(lambda: len(rows(client)["s:0"]) == 300)
     check_order(client, 1, 300)
 
 
-def test_a_back_off_is_over_when_it_is_over(client: Client) -> None:
+def test_a_retry_waits_for_its_back_off_and_for_no_sweep(client: Client) -> None:
     def handle(message: Message, state: State) -> dict[str, Any]:
         if message.attempt < 6:
             raise RuntimeError("not yet")
@@ -263,7 +263,7 @@ def test_a_back_off_is_over_when_it_is_over(client: Client) -> None:
         eventually(lambda: len(rows(client)) == 2)
 
 
-def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_back_when_it_is_mended(
+def test_a_stream_that_cannot_be_processed_delays_no_other_and_returns_when_it_is_mended(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, 3, 1)
@@ -288,7 +288,7 @@ def left_out(client: Client, service: str) -> dict[str, str | None]:
     return {row["stream"]: row["excluded_reason"] for row in found if row["state"] == "excluded"}
 
 
-def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
+def test_an_announced_name_that_is_no_stream_is_left_out_until_it_is_one(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, 1, 1)
@@ -315,7 +315,7 @@ def login(client: Client, *rules: str) -> str:
 
 
 @pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
-def test_a_stream_that_the_user_may_not_touch_ends_no_worker_and_comes_back_with_the_right(
+def test_a_stream_that_the_user_may_not_access_ends_no_worker_and_returns_with_the_right(
     client: Client, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     fill(client, 3, 1)
@@ -334,9 +334,7 @@ def test_a_stream_that_the_user_may_not_touch_ends_no_worker_and_comes_back_with
     client.execute("ACL", "DELUSER", "limited")
 
 
-def test_a_right_that_is_taken_from_a_stream_concerns_that_stream_only(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_revoked_right_excludes_its_own_stream_only(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     fill(client, 3, 1)
     some = [f"~{key}" for name in ("s:0", "s:1") for key in (name, f"millstream:{{{name}}}*")]
     with Client(login(client)) as user, working(user, make(count, pattern="s:*", order="stream")):
@@ -348,9 +346,7 @@ def test_a_right_that_is_taken_from_a_stream_concerns_that_stream_only(
     client.execute("ACL", "DELUSER", "limited")
 
 
-def test_a_worker_that_may_not_be_told_what_has_changed_looks_for_itself(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_without_the_right_to_key_tracking_polls(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     fill(client, 5, 3)
     handler = make(count, pattern="s:*", order="stream")
     with Client(login(client, "-client|tracking")) as user, working(user, handler):
@@ -362,7 +358,7 @@ def test_a_worker_that_may_not_be_told_what_has_changed_looks_for_itself(
     client.execute("ACL", "DELUSER", "limited")
 
 
-def test_a_worker_on_streams_where_nothing_comes_asks_little(client: Client) -> None:
+def test_a_worker_on_idle_streams_calls_redis_seldom(client: Client) -> None:
     def scripts_in(duration_s: float) -> float:
         """Return a second, after so long a time or longer."""
         began_s, before = time.monotonic(), scripts_run(client)
@@ -402,7 +398,7 @@ def test_large_effects_of_many_streams_are_committed_a_few_at_a_time(
     ("rules", "streams"),
     [(("-xack",), ()), (("resetkeys", "~s:*", "~millstream:*"), ()), (("resetkeys", "~out", "~millstream:*"), ("in",))],
 )
-def test_a_worker_that_could_commit_nothing_ends(client: Client, rules: Any, streams: Any) -> None:
+def test_a_worker_that_cannot_commit_at_all_ends(client: Client, rules: Any, streams: Any) -> None:
     fill(client, 1, 1)
     options: dict[str, Any] = {} if streams else {"pattern": "s:*"}
     with Client(login(client, *rules)) as user, ending(AccessDenied, user, make(count, order="stream", **options)):
@@ -413,7 +409,7 @@ def test_a_worker_that_could_commit_nothing_ends(client: Client, rules: Any, str
 SHARED = r"workers of app\.handle own the streams of service"
 
 
-def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:
+def test_the_workers_of_a_service_belong_to_one_handler(client: Client) -> None:
     with working(client, make(count, announced="calls", order="stream")):
         eventually(lambda: client.execute("HGET", ServiceKeys("calls").meta, "handler") == b"app.handle")
         other = App("other")
@@ -423,7 +419,7 @@ def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:
 
 
 @pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
-def test_a_service_that_has_lost_its_memory_gets_its_streams_and_its_handler_back(
+def test_a_service_that_lost_its_keys_gets_its_streams_and_its_handler_back(
     client: Client, options: dict[str, Any]
 ) -> None:
     fill(client, 2, 1)
@@ -446,7 +442,7 @@ def test_a_service_that_has_lost_its_memory_gets_its_streams_and_its_handler_bac
             pass
 
 
-def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client: Client) -> None:
+def test_a_stream_lease_that_moves_takes_over_nothing_from_a_newer_spark_run(client: Client) -> None:
     fill(client, 4, 1)
     handler = make(count, pattern="s:*", order="stream")
     names = [f"s:{s}" for s in range(4)]
@@ -465,7 +461,7 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
 
 
 @pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
-def test_on_a_cluster_streams_of_all_nodes_stay_in_order_while_workers_come_and_go(options: dict[str, Any]) -> None:
+def test_streams_on_all_nodes_of_a_cluster_stay_in_order_while_workers_come_and_go(options: dict[str, Any]) -> None:
     ran: dict[str, dict[tuple[int, int], None]] = defaultdict(dict)  # a run whose commit is refused is repeated
 
     def note(message: Message, state: State) -> None:
@@ -503,13 +499,13 @@ def test_on_a_cluster_streams_of_all_nodes_stay_in_order_while_workers_come_and_
         ({"announced": "calls", "pattern": "s:*", "order": "stream"}, "one of the three"),
     ],
 )
-def test_options_that_contradict_each_other_are_named(options: dict[str, Any], words: str) -> None:
+def test_the_error_names_options_that_contradict_each_other(options: dict[str, Any], words: str) -> None:
     streams = () if {"pattern", "announced"} & options.keys() else ("in",)
     with pytest.raises(ConfigError, match=words.replace('"', ".")):
         App("app").handler(*streams, **options)(count)
 
 
-def test_lists_are_refused_since_a_batch_is_in_no_order() -> None:
+def test_a_handler_of_lists_with_an_order_is_refused() -> None:
     def handle(messages: list[Message]) -> None:
         pass
 

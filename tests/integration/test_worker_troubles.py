@@ -76,7 +76,7 @@ def entries(client: Client) -> list[Any]:
 # Redis refuses
 
 
-def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(client: Client) -> None:
+def test_a_worker_reads_seldom_while_writes_are_refused_and_then_continues(client: Client) -> None:
     recorder = Recorder()
 
     def refused() -> float:
@@ -95,7 +95,7 @@ def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(clie
     assert took_s >= 0.9 * sum(min(0.05 * 2**time, 1.0) for time in range(int(times) - 1))  # it waits longer each time
 
 
-def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
+def test_a_run_that_has_ended_at_maxmemory_does_not_count_as_hanging(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = LeapClock()
@@ -112,7 +112,7 @@ def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
     assert (sorted(outputs(client)), loop.loop_metrics.retried, dead(client)) == (list(range(10)), 0, [])
 
 
-def test_a_worker_that_may_lease_no_keys_for_want_of_memory_says_so_and_when_it_goes_on(
+def test_a_worker_that_cannot_lease_keys_at_maxmemory_warns_and_reports_when_it_continues(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
@@ -128,7 +128,7 @@ def test_a_worker_that_may_lease_no_keys_for_want_of_memory_says_so_and_when_it_
     assert caplog.text.count("cannot fetch messages") == 1
 
 
-def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_is_kept_meanwhile(
+def test_a_run_that_hangs_at_maxmemory_is_given_up_once_there_is_memory_and_keeps_its_claims(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     release, clock = threading.Event(), LeapClock()
@@ -156,7 +156,7 @@ def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_
     assert [letter.reason for letter in dead(client)] == ["failed"]
 
 
-def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_suspect_at_maxmemory_delays_no_other_message(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "millstream.worker.running.poison_isolation")
     with working(client, make(nothing)) as loop:
         fill(client, 1)
@@ -174,7 +174,7 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.L
 
 
 @pytest.mark.parametrize("key", [None, "n"])
-def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
+def test_effects_that_take_too_long_to_send_in_one_call_are_committed_in_several(
     client: Client, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     commit, block = CommitStore.commit, b"x" * 20_000
@@ -203,7 +203,7 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
 
 
 @pytest.mark.parametrize("key", [None, "n"])
-def test_a_stream_whose_name_is_no_text_is_worked_on_like_the_others(client: Client, key: str | None) -> None:
+def test_a_stream_whose_name_is_not_text_is_processed_like_the_others(client: Client, key: str | None) -> None:
     for name in (b"odd\xff\xfe", b"odd"):
         client.execute("XADD", name, "*", "n", "1")
     ran: list[str] = []
@@ -213,7 +213,7 @@ def test_a_stream_whose_name_is_no_text_is_worked_on_like_the_others(client: Cli
     assert sorted(ran) == ["odd", "odd\udcff\udcfe"]
 
 
-def test_no_more_is_taken_of_many_streams_than_the_prefetch_allows(client: Client) -> None:
+def test_no_more_entries_of_many_streams_are_fetched_than_the_prefetch_allows(client: Client) -> None:
     release = threading.Event()
 
     def handle(message: Message) -> None:
@@ -233,7 +233,7 @@ def test_no_more_is_taken_of_many_streams_than_the_prefetch_allows(client: Clien
         eventually(lambda: loop.loop_metrics.committed == 400)
 
 
-def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
+def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_logged_once(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     with working(client, make(double, pattern="in.*")) as loop:
@@ -246,7 +246,7 @@ def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
     assert caplog.text.count("handler app.handle cannot process a stream that matches its pattern") == 1
 
 
-def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_waits_for_it(
+def test_slow_scans_for_streams_are_repeated_less_often_and_delay_no_message(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = LeapClock()
@@ -278,7 +278,7 @@ def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_
     assert len(scans) == 2, "the next is due in hours"
 
 
-def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept(client: Client) -> None:
+def test_claims_on_other_streams_are_renewed_while_one_stream_cannot_be_committed(client: Client) -> None:
     client.pipeline([("XADD", stream, "*", "n", "1") for stream in ("a", "b")])
     streams = [ReliableStream(client, name, app="app", handler="handle", consumer="w") for name in ("a", "b")]
     found: list[Delivery] = []
@@ -312,7 +312,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
 
 
 @pytest.mark.parametrize("key", [None, "n"])
-def test_what_a_handler_changes_in_its_message_changes_neither_the_next_attempt_nor_the_dead_letter(
+def test_a_handlers_change_of_its_message_affects_neither_the_next_attempt_nor_the_dead_letter(
     client: Client, key: str | None
 ) -> None:
     seen: list[str | None] = []
@@ -329,7 +329,7 @@ def test_what_a_handler_changes_in_its_message_changes_neither_the_next_attempt_
     assert [letter.pairs for letter in dead(client)] == [[b"n", b"0"]]
 
 
-def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_told_so(client: Client) -> None:
+def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_with_an_error(client: Client) -> None:
     ran = threading.Event()
 
     async def handle(message: Message) -> None:
@@ -342,7 +342,7 @@ def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_tol
         eventually(ran.is_set)
 
 
-def test_an_async_handler_that_raises_generator_exit_has_failed_and_nothing_else(client: Client) -> None:
+def test_an_async_handler_that_raises_generator_exit_fails_its_own_message_only(client: Client) -> None:
     async def handle(message: Message) -> dict[str, Any]:
         if message.text("n") == "0":
             raise GeneratorExit
@@ -354,7 +354,7 @@ def test_an_async_handler_that_raises_generator_exit_has_failed_and_nothing_else
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 3)]
 
 
-def test_what_workers_with_a_key_have_noted_of_an_entry_ends_with_it(client: Client) -> None:
+def test_the_counts_that_keyed_workers_stored_for_an_entry_are_removed_with_it(client: Client) -> None:
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
@@ -368,7 +368,7 @@ def test_what_workers_with_a_key_have_noted_of_an_entry_ends_with_it(client: Cli
 # Suspects
 
 
-def test_orderly_stops_do_not_make_a_message_suspect(client: Client) -> None:
+def test_orderly_stops_do_not_make_a_message_a_suspect(client: Client) -> None:
     release = threading.Event()
 
     def handle(message: Message) -> None:
@@ -385,7 +385,7 @@ def test_orderly_stops_do_not_make_a_message_suspect(client: Client) -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "stopped"])
-def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(client: Client, how: str) -> None:
+def test_a_suspect_whose_run_ends_without_ending_the_process_gets_no_crash_count(client: Client, how: str) -> None:
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
@@ -429,7 +429,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
 
 
 @pytest.mark.parametrize("what_became", [ALIVE, TERMINATED])
-def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran_in_isolation(
+def test_a_process_that_lives_or_was_asked_to_end_adds_no_crash_count_to_its_isolated_message(
     client: Client, what_became: str
 ) -> None:
     suspect_run_before(client, what_became, deaths=1)  # with the second crash it is one too many
@@ -440,9 +440,7 @@ def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran
 
 
 @pytest.mark.parametrize("what_became", [DIED, VANISHED])
-def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_last_died_of(
-    client: Client, what_became: str
-) -> None:
+def test_a_dead_letter_has_the_crash_count_and_the_cause_of_the_last_death(client: Client, what_became: str) -> None:
     suspect_run_before(client, what_became, deaths=1)
     clock = LeapClock()
     with working(client, make(double), clock=clock):
@@ -464,7 +462,7 @@ def gets(client: Client) -> int:
     return commands_run(client.execute)["get"]
 
 
-def test_a_supervisor_has_as_long_as_a_name_lasts_to_come_back_after_redis_was_away(client: Client) -> None:
+def test_a_supervisor_may_return_within_the_lease_of_its_name_after_redis_was_away(client: Client) -> None:
     suspect_run_before(client, VANISHED, deaths=1)
     client.execute("CONFIG", "RESETSTAT")
     clock = LeapClock()
@@ -480,7 +478,7 @@ def test_a_supervisor_has_as_long_as_a_name_lasts_to_come_back_after_redis_was_a
     assert (dead(client), outputs(client)) == ([], [0])
 
 
-def test_a_message_that_a_process_has_died_of_waits_as_after_a_failed_attempt_while_others_run(client: Client) -> None:
+def test_a_message_that_a_process_has_died_of_backs_off_while_others_run(client: Client) -> None:
     suspect = suspect_run_before(client, DIED, deaths=0)
     clock = LeapClock()
     retry = Retry(attempts=4, delay_ms=DAY_MS, max_delay_ms=DAY_MS, jitter=0.0)
@@ -494,7 +492,7 @@ def test_a_message_that_a_process_has_died_of_waits_as_after_a_failed_attempt_wh
     assert sorted(outputs(client)) == [0, 1, 2, 3]
 
 
-def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_alone_is_not_run(client: Client) -> None:
+def test_a_suspect_of_a_batch_handler_that_is_claimed_while_it_waits_for_isolation_is_not_run(client: Client) -> None:
     with working(client, make(nothing)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
@@ -526,7 +524,7 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
 # Stopping
 
 
-def test_what_waits_for_a_retry_is_released_with_what_is_left_of_its_wait(client: Client) -> None:
+def test_a_message_that_waits_for_a_retry_is_released_with_the_rest_of_its_back_off(client: Client) -> None:
     def fail(message: Message) -> None:
         raise ValueError
 
@@ -540,7 +538,7 @@ def test_what_waits_for_a_retry_is_released_with_what_is_left_of_its_wait(client
         assert 110_000 < idle_ms < 590_000  # claimable after 600,000
 
 
-def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> None:
+def test_entries_trimmed_while_pending_are_counted(client: Client) -> None:
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 3)
