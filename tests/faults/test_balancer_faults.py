@@ -152,7 +152,7 @@ def regained_s(client: Client, owner: str, at: float) -> dict[str, float | None]
     return {stream: again.get(stream) for stream, by in last.items() if by == owner}
 
 
-def test_streams_of_an_owner_that_is_killed_are_owned_again_once_their_lease_has_ended(
+def test_streams_of_a_killed_owner_have_an_owner_again_once_their_lease_has_ended(
     client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """How soon after that: `benchmarks lease_takeover`."""
@@ -169,7 +169,7 @@ def test_streams_of_an_owner_that_is_killed_are_owned_again_once_their_lease_has
     check_owners(client)
 
 
-def test_an_owner_that_was_stopped_past_its_lease_is_refused_what_it_writes_late_and_takes_part_again(
+def test_late_writes_of_an_owner_that_was_stopped_past_its_lease_are_refused_and_it_rejoins(
     client: Client, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -190,7 +190,7 @@ def test_an_owner_that_was_stopped_past_its_lease_is_refused_what_it_writes_late
     assert refused >= lost, "each write that it was about to make is refused"
 
 
-def test_an_owner_that_is_cut_off_loses_its_streams_to_others_and_comes_back(
+def test_an_owner_that_is_cut_off_loses_its_streams_to_others_and_rejoins(
     millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -206,7 +206,7 @@ def test_an_owner_that_is_cut_off_loses_its_streams_to_others_and_comes_back(
     check_owners(client)
 
 
-def test_a_redis_that_was_away_longer_than_the_leases_finds_every_stream_with_an_owner(
+def test_every_stream_has_an_owner_after_redis_was_away_for_longer_than_the_leases(
     millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -245,7 +245,7 @@ def moved(client: Client) -> int:
     return found[b"released"]
 
 
-def test_from_one_to_five_to_two_owners_shares_stay_fair_and_no_more_streams_move_than_must(
+def test_shares_stay_fair_from_one_to_five_to_two_owners_and_only_necessary_streams_move(
     client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     with ExitStack() as stack:

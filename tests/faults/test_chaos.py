@@ -115,7 +115,7 @@ def standing_still(server: EmbeddedServer) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("app", ["brittle", "strict"])
-def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
+def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_no_message(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, app: str
 ) -> None:
     """Of a handler with three attempts, with a key or without: its messages do no harm, so none may be blamed."""

@@ -165,7 +165,7 @@ def test_executors_that_die_lose_and_double_nothing(cluster: Driver, millstream_
 
 
 @pytest.mark.skipif(not SOAK, reason="the same as above, twice: make soak")
-def test_an_upgraded_app_goes_on_where_the_earlier_one_has_stopped(
+def test_an_upgraded_app_continues_where_the_earlier_one_has_stopped(
     cluster: Driver, millstream_url: str, tmp_path: Path
 ) -> None:
     with Client(millstream_url) as client:

@@ -100,7 +100,7 @@ def frontiers(client: Client) -> list[bytes]:
     return [client.execute("HGET", keys.meta, "committed_id") for keys in (PARKING, BLOCKING)]
 
 
-def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
+def test_killing_a_driver_loses_and_doubles_nothing_and_runs_no_parked_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)

@@ -20,7 +20,7 @@ OUTAGES = 4
 
 
 @pytest.mark.parametrize("deed", ["compute", "block"])
-def test_a_message_that_freezes_its_process_ends_as_a_dead_letter_and_all_others_are_done(
+def test_a_message_that_freezes_its_process_becomes_a_dead_letter_and_all_others_are_processed(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, deed: str
 ) -> None:
     expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")
@@ -53,7 +53,7 @@ def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Cli
         frozen.wait(FAIL_SAFE_S)
 
 
-def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_away(
+def test_a_message_gets_no_crash_count_for_a_lease_that_expired_while_redis_was_away(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")

@@ -57,7 +57,7 @@ def is_over(group: Group) -> bool:
     return info is not None and not info.lag and not group.pending.summary().count
 
 
-def test_kills_between_taking_noting_and_acknowledging_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
+def test_kills_between_reading_recording_and_acknowledging_lose_and_double_nothing(tmp_path: Path) -> None:
     with EmbeddedServer() as server, Client(server.url) as client:
         for start in range(0, ROWS, 5_000):
             client.pipeline([("XADD", "in", "*", "n", n) for n in range(start, start + 5_000)])

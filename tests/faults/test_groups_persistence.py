@@ -140,7 +140,7 @@ def read_and_ack(reader: Reader, seen: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("remembers", [True, False])
-def test_a_redis_that_lost_its_last_second_makes_only_a_forgetful_consumer_process_twice(
+def test_a_redis_that_lost_its_last_second_makes_only_a_consumer_without_processed_ids_repeat(
     remembers: bool, tmp_path: Path
 ) -> None:
     processed: list[bytes] = []
@@ -173,7 +173,7 @@ def test_a_redis_that_lost_its_last_second_makes_only_a_forgetful_consumer_proce
     assert len(processed) == (20 if remembers else 32)
 
 
-def test_a_redis_that_came_back_empty_is_filled_and_read_again(tmp_path: Path) -> None:
+def test_a_redis_that_came_back_empty_is_read_again_once_it_has_entries(tmp_path: Path) -> None:
     events: list[object] = []
     with EmbeddedServer(extra={"appendonly": "no"}) as server, Client(server.url) as client:
         add(client, range(1, 4))

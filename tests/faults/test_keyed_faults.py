@@ -73,7 +73,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
     print_figures(report, watch, seed=seed, **harm)
 
 
-def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_have_ended(
+def test_keys_of_a_killed_worker_go_on_elsewhere_once_their_leases_have_ended(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """`benchmarks recovery` measures how soon."""
@@ -127,7 +127,7 @@ def first_commits_ms(expectations: KeyedExpectations, done: int) -> dict[bytes, 
     return times
 
 
-def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
+def test_late_commits_of_a_worker_that_slept_past_its_lease_are_refused(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = KeyedExpectations(fresh_client, tmp_path)
@@ -180,7 +180,7 @@ def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
     print_figures(report, watch, crashes=workers.log().count("restarting in"))
 
 
-def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_works_on(
+def test_a_worker_that_joins_gets_its_share_of_new_keys_while_the_first_continues(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """`benchmarks recovery` measures how soon."""
@@ -208,7 +208,7 @@ def stamp_ms(entry: bytes) -> int:
     return int(entry.partition(b"-")[0])
 
 
-def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_its_place_in_line(
+def test_a_hot_key_that_stands_still_delays_no_other_and_costs_no_more_than_its_queue(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = KeyedExpectations(fresh_client, tmp_path)

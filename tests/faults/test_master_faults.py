@@ -115,7 +115,7 @@ def registered(master: Master, count: int) -> None:
     eventually(lambda: len(master.get("consumers")["consumers"]) == count, f"{count} consumers")
 
 
-def test_who_stops_answering_its_health_url_loses_its_messages_to_others(client: Client) -> None:
+def test_a_consumer_that_stops_answering_its_health_url_loses_its_messages_to_others(client: Client) -> None:
     first, second = publish(client, "A", "A")
     with ExitStack() as stack:
         master = stack.enter_context(Master(client.url, *WATCHFUL))
@@ -135,7 +135,7 @@ def test_who_stops_answering_its_health_url_loses_its_messages_to_others(client:
         ill.next()
 
 
-def test_who_acknowledges_late_in_redis_ends_the_message_for_who_has_it_by_then(client: Client) -> None:
+def test_a_late_xack_of_a_former_owner_ends_the_message_for_the_current_owner(client: Client) -> None:
     first, second = publish(client, "A", "A")
     with ExitStack() as stack:
         master = stack.enter_context(Master(client.url, *WATCHFUL))
@@ -175,7 +175,7 @@ def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(cli
         assert master.state_of("c1") == "alive"
 
 
-def test_a_slow_consumer_that_is_alone_does_nothing_twice(client: Client) -> None:
+def test_a_slow_consumer_that_is_alone_processes_nothing_twice(client: Client) -> None:
     slow, newer = publish(client, "A", "A")
     with (
         Master(client.url, *PATIENT, "--delegation-limit", "1") as master,
@@ -189,7 +189,7 @@ def test_a_slow_consumer_that_is_alone_does_nothing_twice(client: Client) -> Non
     assert is_clean(client)
 
 
-def test_a_message_that_kills_its_consumers_ends_as_a_dead_letter(client: Client) -> None:
+def test_a_message_that_kills_its_consumers_becomes_a_dead_letter(client: Client) -> None:
     bad, good = publish(client, "A", "A")
     with Master(client.url, *WATCHFUL, "--attempts", "2") as master:
         for name in ("c1", "c2"):
@@ -203,7 +203,7 @@ def test_a_message_that_kills_its_consumers_ends_as_a_dead_letter(client: Client
     assert (letter["id"], letter["reason"]) == (bad, "crashed")
 
 
-def test_an_acknowledgement_goes_to_any_master(client: Client) -> None:
+def test_an_acknowledgement_may_go_to_any_master(client: Client) -> None:
     first, second = publish(client, "A", "A")
     with Master(client.url, *PATIENT) as one, Master(client.url, *PATIENT, "--name", "m2") as two:
         consumer = MemoConsumer(client, "c1").register(one)
@@ -216,7 +216,7 @@ def test_an_acknowledgement_goes_to_any_master(client: Client) -> None:
     assert is_clean(client)
 
 
-def test_without_any_master_messages_stay_where_they_are_and_what_is_acknowledged_is_done(client: Client) -> None:
+def test_messages_stay_assigned_without_a_master_and_acknowledged_ones_are_done(client: Client) -> None:
     first, second, other = publish(client, "A", "A", "B")
     options = (*PATIENT, "--lease", "1")
     with Master(client.url, *options) as master:
@@ -234,7 +234,7 @@ def test_without_any_master_messages_stay_where_they_are_and_what_is_acknowledge
     assert is_clean(client)
 
 
-def test_who_keeps_asking_for_what_it_took_before_there_was_a_master_loses_it_after_a_while(client: Client) -> None:
+def test_an_outsider_that_keeps_polling_its_messages_loses_them_to_the_master_after_a_while(client: Client) -> None:
     client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
     (old,) = publish(client, "A")
     client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, ">")
@@ -249,7 +249,7 @@ def test_who_keeps_asking_for_what_it_took_before_there_was_a_master_loses_it_af
         assert time.monotonic() - began > 1.4
 
 
-def test_what_was_pending_in_the_group_before_there_was_a_master_is_not_lost(client: Client) -> None:
+def test_messages_that_were_pending_before_there_was_a_master_are_not_lost(client: Client) -> None:
     client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
     old = publish(client, "A", "B")
     client.execute("XREADGROUP", "GROUP", GROUP, "gone", "STREAMS", STREAM, ">")
@@ -280,7 +280,7 @@ def test_a_deleted_consumer_and_a_destroyed_group_lose_nothing(client: Client) -
     assert is_clean(client)
 
 
-def test_one_consumer_of_three_and_one_master_of_two_are_killed_and_every_ticket_is_in_order(
+def test_tickets_stay_in_order_when_one_of_three_consumers_and_one_of_two_masters_are_killed(
     client: Client, tmp_path: Path
 ) -> None:
     with (
@@ -303,7 +303,7 @@ def test_one_consumer_of_three_and_one_master_of_two_are_killed_and_every_ticket
     assert not [*report.out_of_order, *report.overlapping, *report.lost]
 
 
-def test_a_consumer_that_is_told_to_stop_finishes_and_hands_on(client: Client, tmp_path: Path) -> None:
+def test_a_consumer_that_is_stopped_finishes_its_message_and_releases_the_rest(client: Client, tmp_path: Path) -> None:
     with (
         Master(client.url, *PATIENT) as master,
         RunningWorkers(client.url, tmp_path, [master]) as workers,
@@ -320,7 +320,9 @@ def test_a_consumer_that_is_told_to_stop_finishes_and_hands_on(client: Client, t
         workers.judge(enqueued)
 
 
-def test_redis_restarts_and_everybody_goes_on(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> None:
+def test_masters_and_consumers_continue_after_redis_restarts(
+    millstream_fresh_server: EmbeddedServer, tmp_path: Path
+) -> None:
     url = millstream_fresh_server.url
     with Client(url) as client, Master(url, *PATIENT) as master, RunningWorkers(url, tmp_path, [master]) as workers:
         workers.python("c1", "--max-tickets", "3", work_ms=20)
@@ -336,7 +338,7 @@ def test_redis_restarts_and_everybody_goes_on(millstream_fresh_server: EmbeddedS
         workers.judge(enqueued)
 
 
-def test_a_master_answers_for_its_health_while_all_its_calls_wait_for_redis(
+def test_a_master_answers_health_checks_while_all_its_calls_wait_for_redis(
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
     with Master(millstream_fresh_server.url, *PATIENT) as master, ExitStack() as stack:
@@ -353,7 +355,7 @@ def test_a_master_answers_for_its_health_while_all_its_calls_wait_for_redis(
             assert answer.json()["master"] == "master"
 
 
-def test_a_consumer_says_that_it_is_overdue_while_its_async_function_takes_too_long(
+def test_a_consumer_reports_that_it_is_overdue_while_its_async_function_takes_too_long(
     client: Client, tmp_path: Path
 ) -> None:
     (tmp_path / "slow.py").write_text(
@@ -382,7 +384,7 @@ def need_node() -> None:
     require(shutil.which("node"), "node is not on PATH: apt-get install nodejs")
 
 
-def test_a_consumer_in_javascript_joins_one_in_python(
+def test_a_consumer_in_javascript_shares_tickets_with_one_in_python(
     millstream_server: EmbeddedServer, client: Client, tmp_path: Path
 ) -> None:
     need_node()

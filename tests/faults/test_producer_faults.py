@@ -84,7 +84,7 @@ def run_together(threads: Sequence[threading.Thread]) -> None:
         thread.join()
 
 
-def test_replies_that_are_lost_again_and_again_neither_lose_nor_double_nor_reorder_a_message(
+def test_replies_that_are_lost_repeatedly_neither_lose_nor_double_nor_reorder_a_message(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client
 ) -> None:
     with (
@@ -100,7 +100,7 @@ def test_replies_that_are_lost_again_and_again_neither_lose_nor_double_nor_reord
     assert sorted(ids) == sorted(entry_id.decode() for entry_id, _ in fresh_client.execute("XRANGE", "s", "-", "+"))
 
 
-def test_ten_thousand_single_publishes_with_lost_replies_stand_in_the_stream_as_they_were_published(
+def test_ten_thousand_single_publishes_with_lost_replies_are_in_the_stream_once_and_in_order(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client
 ) -> None:
     with (
@@ -115,7 +115,7 @@ def test_ten_thousand_single_publishes_with_lost_replies_stand_in_the_stream_as_
     assert by_key(fresh_client) == in_order()
 
 
-def test_a_redis_that_is_killed_again_and_again_costs_nothing_but_time(
+def test_a_redis_that_is_killed_repeatedly_loses_and_doubles_no_message(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client
 ) -> None:
     ids: list[str] = []

@@ -68,7 +68,7 @@ def bank(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> Iterator[Ba
         yield bank
 
 
-def test_a_redis_that_is_killed_or_without_memory_costs_nothing_but_time_and_no_attempts(bank: Bank) -> None:
+def test_a_redis_that_is_killed_or_without_memory_costs_no_message_and_no_attempts(bank: Bank) -> None:
     for goal in (MESSAGES // 8, MESSAGES // 4):
         bank.wait_for(goal)
         bank.server.kill()

@@ -104,7 +104,7 @@ def test_a_killed_server_that_comes_back_loses_and_doubles_nothing(
         assert not crowd.gaps
 
 
-def test_a_silent_connection_is_given_up(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
+def test_a_silent_connection_is_replaced(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
     server = millstream_fresh_server
     with Proxy(server.port) as proxy, Client(server.url) as client:
         router = make_router(proxy.url, reader, timeout_ms=500, read=OFTEN if reader == "pool" else NEVER)
@@ -120,7 +120,7 @@ def test_a_silent_connection_is_given_up(millstream_fresh_server: EmbeddedServer
             crowd.check(client)
 
 
-def test_a_small_tracking_table_costs_time_and_no_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_tracking_table_loses_no_message(caplog: pytest.LogCaptureFixture) -> None:
     with EmbeddedServer(extra={"tracking-table-max-keys": "20"}) as server, Client(server.url) as client:
         with Subscribers(make_router(server.url, "tracking"), NAMES) as crowd:
             with publishing(server.url, NAMES):
@@ -130,7 +130,9 @@ def test_a_small_tracking_table_costs_time_and_no_message(caplog: pytest.LogCapt
         assert not crowd.gaps
 
 
-def test_everything_forgotten_at_once_is_read_again(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
+def test_streams_are_read_again_after_all_were_lost_at_once(
+    millstream_fresh_server: EmbeddedServer, reader: Any
+) -> None:
     server = millstream_fresh_server
     with Client(server.url) as client, Subscribers(make_router(server.url, reader, **swept(reader)), NAMES) as crowd:
         publish(client, NAMES, [0, 1])
@@ -143,7 +145,9 @@ def test_everything_forgotten_at_once_is_read_again(millstream_fresh_server: Emb
         assert len(crowd.gaps) == STREAMS
 
 
-def test_a_server_that_lost_its_end_repeats_nothing(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
+def test_a_server_that_lost_its_last_entries_repeats_nothing(
+    millstream_fresh_server: EmbeddedServer, reader: Any
+) -> None:
     """What a failover to a replica that lags, or a power cut, does to a stream."""
     server = millstream_fresh_server
     with Proxy(server.port) as proxy, Client(server.url) as client, make_router(proxy.url, reader) as router:
@@ -164,7 +168,7 @@ def test_a_server_that_lost_its_end_repeats_nothing(millstream_fresh_server: Emb
         assert [item.id for item in take_items(subscription, 1)] == ids_in(client, "s")[-1:]  # type: ignore[union-attr]
 
 
-def test_a_failover_to_a_replica_is_followed(reader: Any) -> None:
+def test_subscribers_follow_a_failover_to_a_replica(reader: Any) -> None:
     with (
         sentinel_trio() as trio,
         Client(trio.url, timeout_ms=2_000) as client,
@@ -181,7 +185,7 @@ def test_a_failover_to_a_replica_is_followed(reader: Any) -> None:
         assert not crowd.gaps
 
 
-def test_slots_that_move_take_their_streams_with_them(reader: Any) -> None:
+def test_subscribers_follow_slots_that_move(reader: Any) -> None:
     names = [f"{{{tag}}}:{n}" for tag in ("a", "b", "c", "d") for n in range(10)]
     with cluster() as made, Client(made.url) as client, Subscribers(make_router(made.url, reader), names) as crowd:
         publish(client, names, range(3))
@@ -207,7 +211,7 @@ def test_slots_that_move_take_their_streams_with_them(reader: Any) -> None:
         assert not crowd.gaps
 
 
-def test_where_tracking_is_refused_the_pool_takes_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pool_replaces_key_tracking_where_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with EmbeddedServer() as server, Client(server.url) as client:
         client.execute("ACL", "SETUSER", "plain", "on", ">secret", "~*", "+@all", "-client|tracking")
         url = server.url.replace("://", "://plain:secret@")

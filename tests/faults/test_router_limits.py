@@ -31,7 +31,7 @@ def dialled(client: Client) -> int:
     return int(client.execute("INFO", "stats").split(b"total_connections_received:")[1].split()[0])
 
 
-def test_an_entry_larger_than_redis_sends_is_its_own_subscribers_trouble_only(
+def test_an_entry_larger_than_redis_sends_ends_its_own_subscription_only(
     reader: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = {"client-output-buffer-limit": "normal 1048576 0 0"}
@@ -55,7 +55,7 @@ def test_an_entry_larger_than_redis_sends_is_its_own_subscribers_trouble_only(
         assert not crowd.gaps
 
 
-def test_where_redis_sends_less_than_the_router_asks_for_it_asks_for_less(
+def test_the_router_asks_for_less_where_redis_sends_less_than_it_asks_for(
     millstream_fresh_server: EmbeddedServer, reader: Any
 ) -> None:
     server = millstream_fresh_server
@@ -107,7 +107,7 @@ class Noting(ThreadReactor):
             super().call_later(0, action)
 
 
-def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
+def test_a_server_that_ends_each_connection_is_connected_to_ever_less_often(
     millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = millstream_fresh_server

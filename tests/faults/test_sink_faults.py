@@ -19,7 +19,7 @@ COMMITS = ("before-commit", "asked", "sealed", "decided", "half-published", "pub
 DRIVERS = COMMITS if SOAK else ("half-published",)
 
 
-def test_kills_at_every_step_of_tasks_commits_and_drivers_publish_each_row_once_and_batch_after_batch(
+def test_kills_at_every_step_of_tasks_commits_and_drivers_publish_each_row_once_and_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with EmbeddedServer() as server, Client(server.url) as client:

@@ -169,7 +169,7 @@ def finish(orders: Orders, driver: Driver, cluster: Standalone) -> None:
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_executors_a_worker_the_driver_and_the_master_die_in_turn_and_everything_comes_once(
+def test_each_message_is_applied_once_though_executors_worker_driver_and_master_die(
     cluster: Standalone, driver: Driver, client: Client, number: int
 ) -> None:
     orders = Orders(client)
@@ -197,7 +197,7 @@ def test_executors_a_worker_the_driver_and_the_master_die_in_turn_and_everything
     finish(orders, driver, cluster)
 
 
-def test_a_driver_that_is_stopped_and_wakes_after_another_took_over_changes_nothing(
+def test_a_stopped_driver_that_wakes_after_another_took_over_changes_nothing(
     cluster: Standalone, driver: Driver, client: Client, millstream_url: str, tmp_path: Path
 ) -> None:
     orders = Orders(client)

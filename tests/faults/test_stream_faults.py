@@ -166,7 +166,7 @@ def test_connections_that_are_cut_while_workers_join_cost_no_message_and_no_orde
             expectations.check(lambda: one.log() + two.log())
 
 
-def test_connections_that_are_cut_beside_a_stream_that_is_left_out_cost_the_others_nothing(
+def test_connections_that_are_cut_beside_an_excluded_stream_cost_the_others_nothing(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path
 ) -> None:
     expectations = StreamExpectations(fresh_client, tmp_path)
@@ -193,7 +193,7 @@ def test_connections_that_are_cut_beside_a_stream_that_is_left_out_cost_the_othe
         assert [workers.supervisor.poll() for workers in (one, two)] == [None, None]
 
 
-def test_streams_of_a_worker_that_is_killed_go_on_elsewhere(
+def test_streams_of_a_killed_worker_go_on_elsewhere(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     """How soon: `benchmarks recovery`."""

@@ -28,7 +28,7 @@ def kill(process: psutil.Process) -> None:
         process.kill()
 
 
-def test_workers_that_are_killed_again_and_again_cost_nothing_but_time(
+def test_workers_that_are_killed_repeatedly_lose_and_double_no_message(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
@@ -52,7 +52,7 @@ def test_workers_that_are_killed_again_and_again_cost_nothing_but_time(
     print_figures(report, watch, kills=KILLS, supervisors=supervisors, seed=seed)
 
 
-def test_a_worker_that_was_stopped_past_its_claim_is_refused_what_it_commits_late(
+def test_late_commits_of_a_worker_that_was_stopped_past_its_claim_are_refused(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
@@ -90,7 +90,7 @@ def stopped_at_work(workers: RunningWorkers, expectations: Expectations, *, coun
 
 
 @pytest.mark.parametrize("app", ["strict", "coroutine"])
-def test_messages_that_crash_their_process_end_as_dead_letters_and_their_neighbours_live(
+def test_messages_that_crash_their_process_become_dead_letters_and_their_neighbours_live(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, app: str
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path, app=app)
@@ -129,7 +129,7 @@ def ends_of(message: str, log: str) -> int:
     return sum(f"message {message} " in line and "; ending the process" in line for line in log.splitlines())
 
 
-def test_entries_that_are_trimmed_while_pending_are_named_and_nobody_is_stuck(
+def test_entries_trimmed_while_pending_are_logged_and_no_worker_is_stuck(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
@@ -155,7 +155,7 @@ def held_by(expectations: Expectations) -> int:
     return len(expectations.client.execute("XPENDING", "in", expectations.keys.group)[3] or ())
 
 
-def test_sigterm_hands_unstarted_work_to_others_while_it_is_busy_and_counts_no_attempt(
+def test_a_busy_worker_releases_unstarted_work_on_sigterm_and_counts_no_attempt(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
@@ -203,7 +203,7 @@ def started(expectations: Expectations) -> set[str]:
     return {event.id for event in expectations.runs() if event.kind == "started"}
 
 
-def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
+def test_a_second_sigterm_ends_a_worker_at_once_and_other_workers_repeat_its_runs(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
@@ -229,7 +229,7 @@ def released(expectations: Expectations) -> int:
     )
 
 
-def test_sigterm_while_redis_is_away_ends_without_it(
+def test_a_worker_ends_on_sigterm_while_redis_is_away(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)

@@ -36,7 +36,7 @@ SCRIPT_NAMES = (
 SCRIPTS = {**dict.fromkeys(SCRIPT_NAMES, CUTS), "shared/hold_name": 2}
 
 
-def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_processor_nor_log(
+def test_a_killed_redis_costs_no_message_and_its_absence_costs_neither_processor_nor_log(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
@@ -118,7 +118,7 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
     print_figures(report, watch, cuts=proxy.cuts.total())
 
 
-def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_claim_runs_out(
+def test_entries_of_a_lost_reply_are_processed_long_before_a_claim_expires(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
@@ -177,7 +177,7 @@ def is_held_up(client: Client) -> bool:
     ],
     ids=["flushall", "flushall-latest", "script-flush", "group-destroyed", "stream-deleted"],
 )
-def test_what_redis_forgets_under_load_is_said_and_what_is_published_after_it_is_processed(
+def test_entries_that_redis_lost_under_load_are_reported_and_later_ones_are_processed(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, harm: tuple[str, ...], start: str
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
