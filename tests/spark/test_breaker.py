@@ -24,7 +24,7 @@ def app_of(field: str) -> App:
     return app
 
 
-def test_a_misspelt_key_pauses_the_run_and_the_corrected_one_repeats_its_batch(pipelines: Pipelines) -> None:
+def test_a_misspelt_key_pauses_the_run_and_the_corrected_handler_repeats_its_batch(pipelines: Pipelines) -> None:
     pipelines.add("in", *({"customer": n % 50, "n": n} for n in range(BACKLOG)))
     store = CommitStore(pipelines.client, app="app", handler="double")
     with pipelines.running(app_of("custommer")):

@@ -106,7 +106,7 @@ class Pipeline:
         return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
-def test_a_declarative_pipeline_brings_each_entry_once_to_its_table_and_its_stream(
+def test_a_declarative_pipeline_adds_each_entry_once_to_its_table_and_its_stream(
     server: ConnectServer, millstream_url: str, tmp_path: Path
 ) -> None:
     pipeline = Pipeline(server, millstream_url, tmp_path)

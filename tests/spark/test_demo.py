@@ -105,7 +105,7 @@ def test_the_demo_commits_every_flight_once_and_in_order(tmp_path: Path, demos: 
     assert_only_its_chart_is_left(demos[0], report)
 
 
-def test_the_demo_reaches_the_same_report_though_workers_and_driver_are_killed(
+def test_the_demo_ends_with_the_same_report_even_if_workers_and_driver_are_killed(
     tmp_path: Path, demos: list[Demo]
 ) -> None:
     demos.append(Demo(tmp_path, "--json", "--kill", "--flights", str(FLIGHTS)))

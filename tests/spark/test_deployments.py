@@ -60,7 +60,7 @@ def check(spark: SparkSession, url: str, folder: Path, *, admin: str = "") -> No
             assert mapping_of(group)[b"lag"] == 0
 
 
-def test_a_cluster_of_three_nodes(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_run_works_on_a_cluster_of_three_nodes(spark: SparkSession, tmp_path: Path) -> None:
     with topologies.cluster() as deployed:
         check(spark, deployed.url, tmp_path)
         app = App("other")
@@ -78,12 +78,12 @@ def amounts(order: Order) -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("tls")
-def test_a_server_that_speaks_tls_only(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_run_works_on_a_server_that_speaks_tls_only(spark: SparkSession, tmp_path: Path) -> None:
     with topologies.tls_server() as deployed:
         check(spark, deployed.url, tmp_path)
 
 
-def test_a_user_with_only_the_rights_that_are_needed(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_run_works_with_only_the_required_rights(spark: SparkSession, tmp_path: Path) -> None:
     printed = acl_rule("spark", [RoleName.SPARK], streams=STREAMS, app="app").line.removeprefix("ACL SETUSER spark on")
     rules = [f"spark >secret{printed}", "guest >secret ~nothing:* +ping", "admin >secret ~* +@all"]
     with topologies.acl_server(rules) as deployed:
@@ -96,7 +96,7 @@ def test_a_user_with_only_the_rights_that_are_needed(spark: SparkSession, tmp_pa
         assert "guess" not in str(caught.value)
 
 
-def test_a_sentinel_trio_through_a_failover(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_run_works_on_a_sentinel_trio_through_a_failover(spark: SparkSession, tmp_path: Path) -> None:
     with topologies.sentinel_trio() as deployed, Client(deployed.url) as client:
         pipelines = Pipelines(spark, deployed.url, tmp_path, client)
         pipelines.add("orders", *({"customer": "c", "amount": 1} for _ in range(100)))

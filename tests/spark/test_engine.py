@@ -96,7 +96,7 @@ def test_several_handlers_streams_patterns_and_key_functions_work_side_by_side(p
     assert sorted(int(f["n"]) for _, f in pipelines.entries("merged")) == list(range(15))
 
 
-def test_async_handlers_run_on_spark_too(pipelines: Pipelines) -> None:
+def test_async_handlers_run_on_spark(pipelines: Pipelines) -> None:
     app = App("app")
 
     @app.handler("in", key="key", into="out")
@@ -111,7 +111,7 @@ def test_async_handlers_run_on_spark_too(pipelines: Pipelines) -> None:
     assert numbers(pipelines, "k3") == list(range(3, 100, 10))
 
 
-def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(pipelines: Pipelines) -> None:
+def test_a_new_checkpoint_over_commits_is_refused_without_a_choice_of_the_start(pipelines: Pipelines) -> None:
     app = counting_app()
     pipelines.add("in", *steps(20))
     pipelines.once(app)
@@ -127,7 +127,7 @@ def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(p
         pipelines.once(app, checkpoint="third", start="reprocess")
 
 
-def test_a_start_at_the_latest_entry_is_kept_from_the_first_moment_on(pipelines: Pipelines) -> None:
+def test_a_start_at_the_latest_entry_is_kept_even_without_a_first_batch(pipelines: Pipelines) -> None:
     app = counting_app()
     old = pipelines.add("in", *steps(10))
     runner = pipelines.supervisor(app, start_at="latest", once=True)
@@ -139,7 +139,7 @@ def test_a_start_at_the_latest_entry_is_kept_from_the_first_moment_on(pipelines:
     assert sorted(int(fields["n"]) for _, fields in pipelines.entries("out")) == list(range(10, 20))
 
 
-def test_commits_of_a_first_batch_that_redis_has_forgotten_are_made_again(pipelines: Pipelines) -> None:
+def test_lost_commits_of_a_first_batch_are_made_again(pipelines: Pipelines) -> None:
     app = counting_app()
     pipelines.add("in", *steps(10))
     pipelines.once(app)
@@ -150,7 +150,7 @@ def test_commits_of_a_first_batch_that_redis_has_forgotten_are_made_again(pipeli
     assert sorted(int(fields["n"]) for _, fields in pipelines.entries("out")) == list(range(20))
 
 
-def test_a_stream_made_anew_below_what_is_committed_stops_the_run_and_is_never_passed_over(
+def test_a_stream_recreated_below_the_committed_offset_stops_the_run_and_is_never_skipped(
     pipelines: Pipelines,
 ) -> None:
     app = counting_app()
@@ -165,7 +165,7 @@ def test_a_stream_made_anew_below_what_is_committed_stops_the_run_and_is_never_p
     assert numbers(pipelines, "a") == [1]
 
 
-def test_a_run_that_a_newer_one_has_overtaken_stops_with_a_clear_word(pipelines: Pipelines) -> None:
+def test_a_run_that_a_newer_one_has_replaced_stops_with_a_clear_error(pipelines: Pipelines) -> None:
     app = counting_app()
     pipelines.add("in", *steps(10))
     with pipelines.running(app, fails=True) as background:
@@ -179,7 +179,7 @@ def test_a_run_that_a_newer_one_has_overtaken_stops_with_a_clear_word(pipelines:
     assert len(pipelines.entries("out")) == 10
 
 
-def test_commits_that_redis_has_forgotten_are_made_again(pipelines: Pipelines) -> None:
+def test_lost_commits_are_made_again(pipelines: Pipelines) -> None:
     app = counting_app()
     ids = pipelines.add("in", *steps(30, keys=1))
     pipelines.once(app)
@@ -195,7 +195,7 @@ def test_commits_that_redis_has_forgotten_are_made_again(pipelines: Pipelines) -
     assert pipelines.state("app", "count", "in", "k0") == {"count": 31}
 
 
-def test_trimmed_entries_stop_the_run_or_are_passed_over_on_request(pipelines: Pipelines) -> None:
+def test_trimmed_entries_stop_the_run_or_are_skipped_on_request(pipelines: Pipelines) -> None:
     app = counting_app()
     pipelines.add("in", *steps(10))
     pipelines.once(app)
@@ -207,7 +207,7 @@ def test_trimmed_entries_stop_the_run_or_are_passed_over_on_request(pipelines: P
     assert pipelines.meta("app", "count", "in")["committed"] == "14"
 
 
-def test_progress_shows_in_a_group_that_any_redis_tool_can_read(pipelines: Pipelines) -> None:
+def test_progress_is_shown_in_a_group_that_any_redis_tool_can_read(pipelines: Pipelines) -> None:
     pipelines.add("in", *steps(10))
     pipelines.once(counting_app())
     (group,) = pipelines.client.execute("XINFO", "GROUPS", "in")
@@ -217,7 +217,7 @@ def test_progress_shows_in_a_group_that_any_redis_tool_can_read(pipelines: Pipel
     assert (shown[b"lag"], shown[b"pending"]) == (0, 0)
 
 
-def test_marks_are_gone_when_all_is_done_so_that_idle_keys_cost_nothing(pipelines: Pipelines) -> None:
+def test_key_offsets_are_removed_when_all_is_committed_so_that_idle_keys_cost_nothing(pipelines: Pipelines) -> None:
     app = App("app")
 
     @app.handler("in", key="key")
@@ -229,7 +229,7 @@ def test_marks_are_gone_when_all_is_done_so_that_idle_keys_cost_nothing(pipeline
     assert pipelines.client.execute("EXISTS", keys.offsets, keys.state, keys.crashes, keys.dead_letters) == 0
 
 
-def test_a_redriven_entry_goes_to_its_handler_alone_also_with_a_key_function(pipelines: Pipelines) -> None:
+def test_a_redriven_entry_goes_to_its_handler_alone_even_with_a_key_function(pipelines: Pipelines) -> None:
     app = App("app")
     for name in ("first", "second"):
 
@@ -253,7 +253,7 @@ def test_a_wrong_type_at_the_streams_key_stops_the_run_with_a_clear_error(pipeli
     assert len(pipelines.entries("out")) == 10
 
 
-def test_the_last_event_says_which_keys_are_parked_and_the_others_what_else_was_done(pipelines: Pipelines) -> None:
+def test_the_last_event_names_the_parked_keys_and_every_event_counts_its_outcomes(pipelines: Pipelines) -> None:
     app = counting_app(retry=Retry(attempts=2, delay_ms=5, then="park"))
     pipelines.add("in", *({"key": "bad", "n": n, "fail": 9} for n in range(3)), *steps(20), {"key": "k0", "n": -1})
     pipelines.once(app)

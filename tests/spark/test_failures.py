@@ -69,7 +69,7 @@ def copies() -> App:
     return app
 
 
-def test_a_run_that_spark_cannot_serialise_for_waits_and_tries_again_whatever_its_checkpoint(
+def test_a_run_that_spark_cannot_serialise_for_backs_off_and_retries_whatever_its_checkpoint(
     pipelines: Pipelines,
 ) -> None:
     pipelines.add("in", {"n": 1})
@@ -84,7 +84,7 @@ def test_a_run_that_spark_cannot_serialise_for_waits_and_tries_again_whatever_it
         assert "Task not serializable (java.lang.IllegalStateException: Illegal size" in event["reason"]
 
 
-def test_what_spark_puts_beside_the_source_for_each_query_is_there_before_the_first(bench: Bench) -> None:
+def test_the_shared_environment_of_queries_is_filled_before_the_first_query(bench: Bench) -> None:
     environment = environment_of(bench.spark)
     for name in list(environment):
         environment.remove(name)
@@ -143,7 +143,7 @@ def outcome(bench: Bench, frame: DataFrame) -> Failure:
         ("commits/0", overwritten), ("state/0/*/1.*delta", removed), ("state/0/*/1.*delta", overwritten),
     ],
 )  # fmt: skip
-def test_what_spark_finds_damaged_in_a_checkpoint_is_told_from_all_else(
+def test_damage_that_spark_finds_in_a_checkpoint_is_distinguished_from_other_errors(
     bench: Bench, what: str, damage: Callable[[list[Path]], None]
 ) -> None:
     bench.add("s", 20)
@@ -156,7 +156,7 @@ def test_what_spark_finds_damaged_in_a_checkpoint_is_told_from_all_else(
     assert found.in_checkpoint, found
 
 
-def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_that_it_goes_on_from(
+def test_an_error_in_a_row_a_batch_or_serialising_does_not_count_as_damage_of_the_checkpoint(
     bench: Bench, pipelines: Pipelines
 ) -> None:
     bench.add("s", 20)

@@ -32,7 +32,7 @@ def done(pipelines: Pipelines, stream: str) -> int:
     return sum(fields["stream"] == stream for _, fields in pipelines.entries("out"))
 
 
-def test_a_paused_stream_is_not_read_while_others_are_and_goes_on_where_it_was(pipelines: Pipelines) -> None:
+def test_a_paused_stream_is_not_read_beside_others_and_continues_where_it_stopped(pipelines: Pipelines) -> None:
     for stream in ("in.a", "in.b"):
         pipelines.add(stream, {"k": 1})
     pipelines.once(counting())
@@ -51,7 +51,7 @@ def test_a_paused_stream_is_not_read_while_others_are_and_goes_on_where_it_was(p
     assert numbers == list(range(1, 12))
 
 
-def test_a_run_notices_a_pause_and_its_end(pipelines: Pipelines) -> None:
+def test_a_run_detects_a_pause_and_its_end(pipelines: Pipelines) -> None:
     for stream in ("in.a", "in.b"):
         pipelines.add(stream, {"k": 1})
 
@@ -75,7 +75,7 @@ def test_a_run_notices_a_pause_and_its_end(pipelines: Pipelines) -> None:
         eventually(lambda: done(pipelines, "in.a") == len(pipelines.entries("in.a")), "all of it")
 
 
-def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelines: Pipelines) -> None:
+def test_a_message_that_backs_off_waits_until_the_handler_is_resumed(pipelines: Pipelines) -> None:
     app = App("app")
     folder = pipelines.folder
 
@@ -100,7 +100,7 @@ def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelin
     assert [fields["n"] for _, fields in pipelines.entries("out")] == ["1"]
 
 
-def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: Client) -> None:
+def test_a_paused_stream_is_not_read_and_delays_no_other(client: Client) -> None:
     clock = ManualClock()
     store = CommitStore(client, app="app", handler="handle")
     store = store.with_token(store.new_token(["a", "b"]))

@@ -29,7 +29,7 @@ for _ in range(2):
 """
 
 
-def test_workers_need_no_imports_have_one_thread_and_random_numbers_of_their_own() -> None:
+def test_workers_have_their_imports_one_thread_and_random_numbers_of_their_own() -> None:
     done = subprocess.run([sys.executable, "-c", IN_CHILDREN], capture_output=True, text=True, check=True)
     (first, threads, before), (after,), (second, *_), _ = map(str.split, done.stdout.splitlines())
     assert threads == "1"
@@ -45,7 +45,7 @@ def test_workers_need_no_imports_have_one_thread_and_random_numbers_of_their_own
     ],
     ids=["no thread", "a thread"],
 )
-def test_it_forks_only_where_no_thread_runs_and_else_continues_as_sparks_own_daemon(
+def test_the_daemon_forks_only_without_threads_and_otherwise_continues_as_sparks_own_daemon(
     environment: Mapping[str, str], program: bytes
 ) -> None:
     command = [sys.executable, "-m", "millstream.spark.python_daemon", "pyspark.worker"]
@@ -58,7 +58,7 @@ def test_it_forks_only_where_no_thread_runs_and_else_continues_as_sparks_own_dae
         daemon.communicate()  # it ends as its input does
 
 
-def test_tasks_run_in_workers_that_it_has_forked(spark: SparkSession) -> None:
+def test_tasks_run_in_workers_that_the_daemon_has_forked(spark: SparkSession) -> None:
     def command(_: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch({"words": [Path("/proc/self/cmdline").read_text().split("\0")]})
 

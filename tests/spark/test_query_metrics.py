@@ -20,7 +20,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 pytestmark = [pytest.mark.spark]
 
 
-def test_how_far_behind_follows_from_the_counts_in_two_offsets() -> None:
+def test_the_lag_of_a_query_follows_from_the_counts_in_two_offsets() -> None:
     latest = '{"a": ["9-0", 9], "b": ["5-0", 5], "new": ["3-0", 3], "odd": ["1-0", null]}'
     end = '{"a": ["4-0", 4], "b": ["6-0", 6], "odd": ["1-0", 1], "old": ["8-0", 8]}'
     assert entries_behind(end, latest) == {"a": 5, "b": 0, "new": 3, "odd": None}
@@ -48,7 +48,7 @@ class Figures:
 
 
 @pytest.mark.skipif(not HAS_LIMITS, reason="Spark reports the newest offset since 4.2")
-def test_a_query_tells_rows_seconds_and_how_far_it_is_behind(bench: Bench) -> None:
+def test_a_query_exports_its_rows_seconds_and_lag(bench: Bench) -> None:
     recorder = Recorder()
     listener = QueryMetrics(recorder, streams=2)
     bench.spark.streams.addListener(listener)
@@ -91,7 +91,7 @@ def tell(message: Message) -> None:
 
 
 @pytest.mark.drivers
-def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path) -> None:
+def test_the_run_command_serves_its_metrics(millstream_url: str, tmp_path: Path) -> None:
     (tmp_path / "teller.py").write_text(TELLER)
     port = free_port()
     options = ("--metrics-address", str(port))

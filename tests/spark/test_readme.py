@@ -32,7 +32,7 @@ PROGRAMS = (
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page} {program.file}")
-def test_the_program_of_a_page_prints_what_stands_below_it(
+def test_the_program_of_a_page_prints_the_output_that_the_page_shows(
     program: Program, bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = [["customer", name, "amount", str(amount)] for name, amount in ORDERS] * program.times

@@ -46,13 +46,13 @@ def asleep(millstream_url: str, tmp_path: Path) -> Iterator[Driver]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_stop_in_the_middle_of_a_batch_is_quick_and_quiet(asleep: Driver, number: int, code: int) -> None:
+def test_a_stop_within_a_batch_is_quick_and_quiet(asleep: Driver, number: int, code: int) -> None:
     assert asleep.stop(number) == code
     assert asleep.errors() == ""
     assert asleep.events[-1]["event"] == "stopped"
 
 
-def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, tmp_path: Path) -> None:
+def test_a_stop_that_reaches_the_whole_process_group_is_quiet(millstream_url: str, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     with (
         Client(millstream_url) as client,
@@ -92,7 +92,7 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
         ((), {"SPARK_REMOTE": "sc://127.0.0.1"}, "the variable SPARK_REMOTE is set"),
     ],
 )
-def test_settings_that_spark_cannot_start_with_are_named(
+def test_the_error_names_settings_that_spark_cannot_start_with(
     options: tuple[str, ...], environment: dict[str, str], message: str, millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)

@@ -34,14 +34,14 @@ def nothing(message: Message) -> None:
 
 
 @pytest.mark.parametrize("kind", [StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType])
-def test_what_trying_again_cannot_mend_is_final_whichever_process_it_comes_from(kind: type[Exception]) -> None:
+def test_a_failure_that_no_retry_can_mend_is_final_whichever_process_it_comes_from(kind: type[Exception]) -> None:
     text = f"Traceback ...\n  File x\nmillstream.errors.{kind.__name__}: the reason\n\tat org.apache.spark\n"
     for error in (kind("the reason"), RuntimeError(text)):
         failure = failure_of(error)
         assert (failure.kind, failure.reason, failure.is_final) == (kind, "the reason", True)
 
 
-def test_any_other_failure_is_tried_again_and_told_in_one_line() -> None:
+def test_any_other_failure_is_retried_and_reported_in_one_line() -> None:
     assert not failure_of(Unavailable("away")).is_final
     failure = failure_of(RuntimeError("job failed\njava.io.IOException: disk full\n\tat x\n"))
     assert (failure.kind, failure.reason, failure.is_final) == (None, "IOException: disk full", False)
@@ -52,7 +52,7 @@ def test_a_session_has_the_name_that_it_was_opened_with(spark: SparkSession) -> 
     assert spark.sparkContext.appName == "tests"
 
 
-def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: Pipelines) -> None:
+def test_a_long_batch_is_reported_at_ever_longer_intervals(pipelines: Pipelines) -> None:
     clock = ManualClock()
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
     watched = runner.Supervisor(
@@ -69,9 +69,7 @@ def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: 
     }
 
 
-def test_a_batch_that_takes_long_is_told_of_while_it_runs(
-    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_batch_is_reported_while_it_runs(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_FIRST_REPORT_MS", 100.0)
     ended = pipelines.folder / "ended"
 
@@ -87,7 +85,7 @@ def test_a_batch_that_takes_long_is_told_of_while_it_runs(
     assert {(word["handler"], word["batch"]) for word in pipelines.events_named("running")} == {("handle", 0)}
 
 
-def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> None:
+def test_the_error_of_a_damaged_checkpoint_names_the_remedy(pipelines: Pipelines) -> None:
     pipelines.add("in", {"n": 1})
     pipelines.once(app_of(nothing))
     offsets = pipelines.folder / "checkpoint" / "app" / "handle" / "offsets"
@@ -103,7 +101,9 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
     assert pipelines.meta("app", "handle", "in")["committed"] == "2"
 
 
-def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_checkpoint(pipelines: Pipelines) -> None:
+def test_a_machine_that_is_too_busy_to_start_python_does_not_count_as_a_damaged_checkpoint(
+    pipelines: Pipelines,
+) -> None:
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
     supervisor = runner.Supervisor(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
     (resuming,) = supervisor._supervised
@@ -120,7 +120,7 @@ def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_c
         supervisor._check_failures(resuming, late)
 
 
-def test_a_busy_machine_costs_a_query_that_runs_once_none_of_its_tries(pipelines: Pipelines) -> None:
+def test_a_busy_machine_does_not_count_as_a_failure_of_a_query_that_runs_once(pipelines: Pipelines) -> None:
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"), once=True)
     supervisor = runner.Supervisor(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
     (running,) = supervisor._supervised
@@ -130,7 +130,7 @@ def test_a_busy_machine_costs_a_query_that_runs_once_none_of_its_tries(pipelines
         supervisor._check_failures(running, failure_of(OSError("disk full")))
 
 
-def test_a_query_that_died_while_it_wrote_its_first_batch_goes_on_from_its_checkpoint(pipelines: Pipelines) -> None:
+def test_a_query_that_died_while_it_wrote_its_first_batch_continues_from_its_checkpoint(pipelines: Pipelines) -> None:
     app = app_of(nothing)
     app.stage(Rows("in", "n int"), into="out", name="copy")(lambda rows: rows)
     for name in ("handle", "copy"):
@@ -147,7 +147,7 @@ def test_a_query_that_died_while_it_wrote_its_first_batch_goes_on_from_its_check
 
 
 @pytest.mark.parametrize("place", ["file", "/proc/nowhere", "nosuch://host/folder"])
-def test_a_checkpoint_that_cannot_be_one_is_refused(pipelines: Pipelines, place: str) -> None:
+def test_an_unusable_checkpoint_folder_is_refused(pipelines: Pipelines, place: str) -> None:
     (pipelines.folder / "file").write_text("")
     pipelines.add("in", {"n": 1})
     checkpoint = place if "://" in place else str(pipelines.folder / place)
@@ -158,7 +158,9 @@ def test_a_checkpoint_that_cannot_be_one_is_refused(pipelines: Pipelines, place:
     assert not pipelines.events
 
 
-def test_what_fails_each_time_is_given_up_and_named(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_that_fails_each_time_is_given_up_with_its_error(
+    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "_MAX_FAILURES_ONCE", 1)
     lock = threading.Lock()  # cannot be sent to a worker
 
@@ -171,7 +173,7 @@ def test_what_fails_each_time_is_given_up_and_named(pipelines: Pipelines, monkey
         pipelines.once(app_of(unsendable))
 
 
-def test_what_cannot_be_run_of_what_was_set_aside_ends_the_run(pipelines: Pipelines) -> None:
+def test_a_deferred_key_that_cannot_be_run_ends_the_run(pipelines: Pipelines) -> None:
     app = App("app")
 
     @app.handler("in", key="k", name="handle", retry=Retry(attempts=2, delay_ms=3_000, jitter=0))
@@ -213,7 +215,7 @@ def test_handlers_stop_together(pipelines: Pipelines, monkeypatch: pytest.Monkey
     assert len(stopped) == 3
 
 
-def test_delayed_messages_are_moved_while_it_runs(pipelines: Pipelines) -> None:
+def test_delayed_messages_are_moved_during_a_run(pipelines: Pipelines) -> None:
     app = App("app")
 
     @app.handler("in", into="out", name="handle")

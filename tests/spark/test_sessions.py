@@ -43,9 +43,7 @@ def copy(rows):
 """
 
 
-def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes_on(
-    millstream_url: str, tmp_path: Path
-) -> None:
+def test_a_run_continues_in_a_new_session_when_its_session_ends(millstream_url: str, tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(APP)
     options = ("--spark-master", "local[2,4]")
 
@@ -99,7 +97,7 @@ def copy(rows):
         ("n string", {}, "redis://nobody:wrong@127.0.0.1:{port}/0", "refuses the credentials"),
     ],
 )
-def test_what_is_wrong_with_the_url_or_with_a_stage_is_told_before_java_is_started(
+def test_an_error_in_the_url_or_in_a_stage_is_reported_before_java_is_started(
     schema: str, options: dict[str, str], url: str, message: str, millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "wrong.py").write_text(STAGE.format(schema=schema, options=options))

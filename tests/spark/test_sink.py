@@ -51,7 +51,7 @@ def complaint(caught: pytest.ExceptionInfo[Exception]) -> str:
 # --- Values ---
 
 
-def test_typed_columns_come_back_as_they_were_through_the_source(bench: Bench) -> None:
+def test_typed_columns_are_unchanged_after_a_write_and_a_read(bench: Bench) -> None:
     schema = "s string, b binary, yes boolean, i int, l long, x double, d date, t timestamp"
     rows: list[tuple[Any, ...]] = [
         ("ü", b"\xff\x00", True, -1, 2**60, 0.1, date(2024, 2, 29), datetime(2024, 2, 29, 1, 2, 3, 456, UTC)),
@@ -66,7 +66,7 @@ def test_typed_columns_come_back_as_they_were_through_the_source(bench: Bench) -
     assert back.collect() == frame.collect()
 
 
-def test_what_the_source_gives_can_be_written_as_it_is_ids_included(bench: Bench) -> None:
+def test_columns_of_the_source_can_be_written_unchanged_with_their_ids(bench: Bench) -> None:
     bench.add_raw("in", [[b"\xff", b"\x00", "b", "1", "b", "2"], ["a", "1"], ["a", "2"]])
     for fields_as in ("array", "map"):
         frame = bench.read("in", fieldsAs=fields_as).withColumn("stream", lit(fields_as))
@@ -110,7 +110,7 @@ def test_overwriting_replaces_entries_and_keeps_groups_and_a_failed_write_leaves
         save(bench, frame, mode="error", stream="out")
 
 
-def test_a_numbered_write_is_made_once(bench: Bench) -> None:
+def test_a_write_with_a_number_is_made_once(bench: Bench) -> None:
     frame = bench.spark.range(100).selectExpr("id n")
     for _ in range(2):
         save(bench, frame, stream="out", txnAppId="nightly", txnVersion=7, maxlen=150, exactTrim="true")
@@ -123,7 +123,7 @@ def test_a_numbered_write_is_made_once(bench: Bench) -> None:
 # --- Queries ---
 
 
-def test_a_query_writes_each_row_once_and_in_order_over_restarts_also_if_its_last_batch_is_run_again(
+def test_a_query_writes_each_row_once_and_in_order_over_restarts_and_a_repeated_last_batch(
     bench: Bench,
 ) -> None:
     bench.add("in", 300)
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_was_set_back_stops_the_query(bench: Bench) -> None:
     assert sorted(numbers(bench, "out")) == list(range(30))
 
 
-def test_a_task_that_fails_and_is_tried_again_doubles_nothing(bench: Bench) -> None:
+def test_a_task_that_fails_and_is_retried_doubles_nothing(bench: Bench) -> None:
     def fail_at_first(batches: Iterator[Any]) -> Iterator[Any]:
         context = TaskContext.get()
         assert context is not None
@@ -187,7 +187,7 @@ def test_counts_that_change_are_upserted_batch_by_batch(bench: Bench) -> None:
     assert [bench.client.execute("HGET", f"count:{k}", "count") for k in (0, 1)] == [b"5", b"5"]
 
 
-def test_writing_in_foreach_batch_is_made_once_with_a_number(bench: Bench) -> None:
+def test_a_write_with_a_number_in_foreach_batch_is_made_once(bench: Bench) -> None:
     bench.add("in", 20)
 
     def write(frame: DataFrame, batch_id: int) -> None:
@@ -240,7 +240,7 @@ def test_hashes_and_json_hold_the_newest_row_of_each_key(bench: Bench) -> None:
         ("select cast(null as string) stream, 1 n", {}, "the column stream is null in a row: fill it"),
     ],
 )
-def test_what_cannot_be_written_is_said_in_one_line_and_nothing_is(
+def test_unwritable_rows_are_an_error_of_one_line_and_write_nothing(
     bench: Bench, query: str, options: dict[str, str], text: str
 ) -> None:
     with pytest.raises(PySparkException) as caught:

@@ -49,16 +49,16 @@ def text(value: Any, kind: pa.DataType | None = None) -> str:
         ([("k", 1.5)], pa.map_(pa.string(), pa.float64()), '{"k":1.5}'),
     ],
 )
-def test_values_have_the_text_that_is_read_back(value: Any, kind: pa.DataType | None, expected: str) -> None:
+def test_values_are_written_as_the_text_that_is_read_back(value: Any, kind: pa.DataType | None, expected: str) -> None:
     assert text(value, kind) == expected
 
 
-def test_a_null_is_a_field_that_is_left_out() -> None:
+def test_a_null_is_written_as_a_missing_field() -> None:
     assert rows(batch(x=[1, None], y=["a", "b"]))["a"] == [["*", "x", "1", "y", "a"], ["*", "y", "b"]]
     assert rows(batch(x=pa.nulls(1), y=["a"]))["a"] == [["*", "y", "a"]]
 
 
-def test_rows_are_sorted_out_by_stream_in_their_order() -> None:
+def test_rows_are_grouped_by_stream_in_their_order() -> None:
     found = rows(batch(stream=["a", "b", "a"], n=[1, 2, 3]), Layout(stream_column="stream"))
     assert found == {"a": [["*", "n", "1"], ["*", "n", "3"]], "b": [["*", "n", "2"]]}
 
@@ -92,7 +92,7 @@ TEXTS = pa.map_(pa.string(), pa.string())
         (batch(fields=[1]), FIELDS, "needs a map from text"),
     ],
 )
-def test_columns_that_cannot_be_written_are_named_before_anything_is(
+def test_the_error_names_unwritable_columns_before_anything_is_written(
     given: pa.RecordBatch, layout: Layout, complaint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -113,7 +113,7 @@ def test_columns_that_cannot_be_written_are_named_before_anything_is(
         (batch(fields=pa.array([[]], TEXTS)), FIELDS, "the column fields has 0 fields in a row"),
     ],
 )
-def test_values_that_cannot_be_written_are_errors_that_name_the_column(
+def test_the_error_of_an_unwritable_value_names_the_column(
     given: pa.RecordBatch, layout: Layout, complaint: str
 ) -> None:
     with pytest.raises(OutputError) as caught:
@@ -121,6 +121,6 @@ def test_values_that_cannot_be_written_are_errors_that_name_the_column(
     assert complaint in str(caught.value)
 
 
-def test_a_stream_that_cannot_have_neighbours_is_refused() -> None:
+def test_a_stream_name_that_keys_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match="'a}b' cannot be used"):
         rows(batch(stream=["a}b"], n=[1]), BY_COLUMN)

@@ -82,7 +82,7 @@ def holds(condition: Filter, stream: str, entry_id: EntryId) -> bool:
 
 
 @given(st.lists(filters, max_size=4), names, st.builds(EntryId, st.integers(0, 12), st.integers(0, 2)))
-def test_no_row_is_left_out_that_passes_all_filters_and_none_is_kept_that_fails_a_taken_one(
+def test_no_row_that_passes_all_filters_is_left_out_and_none_that_fails_a_pushed_one_is_read(
     conditions: list[Filter], stream: str, entry_id: EntryId
 ) -> None:
     selection = ReadFilter(COLUMNS)
@@ -104,7 +104,7 @@ def test_a_time_between_two_milliseconds_bounds_the_ids_exactly(kind: Callable[.
         assert (selection.min_id <= entry_id <= selection.max_id) == holds(condition, "s", entry_id)
 
 
-def test_what_is_no_range_of_ids_or_choice_of_streams_is_left_to_spark() -> None:
+def test_a_condition_that_is_no_range_of_ids_or_choice_of_streams_is_left_to_spark() -> None:
     selection = ReadFilter(COLUMNS)
     left = [
         IsNotNull(("id_ms",)),
@@ -155,7 +155,7 @@ def sent(bench: Bench) -> int:
     return int(found.partition("\r")[0])
 
 
-def test_filters_change_what_redis_sends_and_not_what_is_found(pushing: Bench) -> None:
+def test_filters_change_the_data_that_redis_sends_and_not_the_result(pushing: Bench) -> None:
     bench = pushing
     for n in range(8):
         bench.add_raw(
@@ -199,7 +199,7 @@ def test_filters_on_the_columns_of_a_schema_are_pushed_down_too(pushing: Bench) 
     assert sent(bench) - before < 3_000
 
 
-def test_without_the_session_s_leave_spark_says_which_setting_is_missing(bench: Bench) -> None:
+def test_the_error_of_a_filter_without_the_session_setting_names_the_setting(bench: Bench) -> None:
     bench.add("shop:1", 3)
     with pytest.raises(PySparkException, match=CONF.replace(".", r"\.")):
         frame(bench, push=True).where("id_ms > 5").collect()

@@ -89,7 +89,7 @@ def test_a_query_shares_a_group_with_a_worker_and_repeats_the_batch_that_failed(
     assert info.lag == 0
 
 
-def test_available_now_acknowledges_what_it_read_and_a_long_batch_is_kept_while_the_driver_lives(
+def test_available_now_acknowledges_its_entries_and_claims_of_a_long_batch_are_renewed(
     bench: Bench,
 ) -> None:
     bench.add("s", 2_500)

@@ -75,7 +75,7 @@ WAYS = [gone, expired, renamed, remade]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moment", ["between batches", "planned", "dealt"])
-def test_a_stream_that_goes_ends_the_query_whenever_it_does(
+def test_a_stream_that_disappears_at_any_moment_ends_the_query(
     client: Client, way: Callable[[Client], None], moment: str
 ) -> None:
     query = running(client, lenient=False)
@@ -85,7 +85,7 @@ def test_a_stream_that_goes_ends_the_query_whenever_it_does(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moment", ["between batches", "planned", "dealt"])
-def test_a_stream_that_goes_is_told_and_its_successor_read_from_the_beginning_if_that_was_asked_for(
+def test_a_lenient_query_warns_of_a_stream_that_disappears_and_reads_its_successor(
     client: Client, way: Callable[[Client], None], moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     query = running(client, lenient=True)
@@ -119,7 +119,7 @@ def happens(query: Query, way: Callable[[Client], None], moment: str) -> list[tu
     return query.batch(**{moment: lambda: way(query.client)})
 
 
-def test_trimming_behind_the_query_and_single_deletions_are_nothing_at_any_moment(client: Client) -> None:
+def test_trimming_behind_the_query_and_single_deletions_are_no_loss_at_any_moment(client: Client) -> None:
     query = running(client, lenient=False)
     assert len(query.batch(planned=lambda: client.execute("XTRIM", "s", "MAXLEN", 4))) == 4
     fill(client, "s", 7, 12)
@@ -145,7 +145,7 @@ def test_a_key_that_becomes_another_type_of_value_always_ends_the_query(
         happens(query, changed, moment)
 
 
-def test_a_pattern_finds_what_appears_under_a_new_name_and_passes_over_what_is_no_stream(client: Client) -> None:
+def test_a_pattern_finds_a_stream_under_a_new_name_and_skips_other_types(client: Client) -> None:
     fill(client, "s1", 1, 2)
     query = Query(client, lenient=True, subscribePattern="s*")
     assert len(query.batch()) == 2
@@ -157,7 +157,7 @@ def test_a_pattern_finds_what_appears_under_a_new_name_and_passes_over_what_is_n
     assert query.at == {"s1": Position(ZERO_ID, 0), "s3": Position(EntryId(2, 0), 2)}
 
 
-def test_a_lenient_query_lives_through_all_of_it(bench: Bench) -> None:
+def test_a_lenient_query_survives_all_losses(bench: Bench) -> None:
     for name in ("kept", "gone", "remade", "trimmed", "holed"):
         bench.add(f"s:{name}", 3)
     collected = bench.start(bench.stream(subscribePattern="s:*", startingOffsets="earliest", failOnDataLoss=False))
@@ -187,7 +187,7 @@ def numbers(collected: CollectedRows) -> list[int]:
     return [n for n in collected.numbers if n >= 10]
 
 
-def test_a_key_of_another_type_ends_a_query_that_runs_with_its_name(bench: Bench) -> None:
+def test_a_key_of_another_type_ends_a_running_query_with_its_name(bench: Bench) -> None:
     bench.add("s", 3)
     collected = bench.start(bench.stream("s", startingOffsets="earliest", failOnDataLoss=False))
     eventually(lambda: len(collected.rows) == 3, "the query has begun")

@@ -29,7 +29,7 @@ def test_a_trimmed_range_fails_with_the_exact_count_or_is_left_out(bench: Bench)
     assert bench.collect(bench.stream("s")).numbers == [200], "what was counted is over: it is not reported again"
 
 
-def test_a_range_that_is_trimmed_while_its_batch_waits_to_be_repeated_fails_too(bench: Bench) -> None:
+def test_a_range_that_is_trimmed_before_its_batch_is_repeated_fails_too(bench: Bench) -> None:
     bench.add("s", 5)
     frame = bench.stream("s", startingOffsets="earliest")
     bench.collect(frame)
@@ -47,7 +47,7 @@ def fail(frame: object, batch_id: int) -> None:
     raise RuntimeError("as planned")
 
 
-def test_what_was_trimmed_before_the_query_began_is_no_loss(bench: Bench) -> None:
+def test_entries_trimmed_before_the_query_began_are_no_loss(bench: Bench) -> None:
     bench.add("s", 100)
     bench.client.execute("XTRIM", "s", "MAXLEN", 30)
     frame = bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=10)
@@ -60,7 +60,7 @@ def test_what_was_trimmed_before_the_query_began_is_no_loss(bench: Bench) -> Non
     assert len(bench.collect(frame).rows) == 1
 
 
-def test_single_entries_that_are_deleted_are_no_loss_while_older_ones_are_left(bench: Bench) -> None:
+def test_deleted_single_entries_are_no_loss_while_older_ones_are_left(bench: Bench) -> None:
     ids = bench.add("s", 20)
     frame = bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=6)
     bench.client.execute("XDEL", "s", ids[3], ids[8], ids[19])
@@ -86,7 +86,7 @@ def test_a_deleted_stream_fails_or_is_read_from_the_beginning_of_its_successor(b
     assert bench.collect(lenient).numbers == [500, 501, 502]
 
 
-def test_a_pattern_notices_that_a_stream_is_gone(bench: Bench) -> None:
+def test_a_query_with_a_pattern_detects_that_a_stream_is_gone(bench: Bench) -> None:
     bench.add("a:1", 3)
     bench.add("a:2", 3)
     frame = bench.stream(subscribePattern="a:*", startingOffsets="earliest")
@@ -96,7 +96,7 @@ def test_a_pattern_notices_that_a_stream_is_gone(bench: Bench) -> None:
         bench.collect(frame)
 
 
-def test_entries_that_vanish_between_planning_and_reading_are_noticed(
+def test_entries_that_vanish_between_planning_and_reading_are_detected(
     streams: Streams, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = [EntryId.parse(entry_id) for entry_id in streams.add("s", 10)]
@@ -120,7 +120,7 @@ def test_entries_that_vanish_between_planning_and_reading_are_noticed(
     assert "lost 3 entries" in caplog.text
 
 
-def test_losses_are_told_once_and_added_up_also_if_one_grows(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_is_reported_once_and_added_up_even_if_it_grows(caplog: pytest.LogCaptureFixture) -> None:
     policy = LossPolicy(fail=False)
     for start, first in ((3, 8), (3, 8), (3, 11), (3, 11), (5, 12), (3, 8)):
         facts = StreamInfo(Position(EntryId(19, 0), 19), EntryId(first, 0), EntryId(0, 0), 20 - first)
@@ -151,7 +151,7 @@ def test_losses_are_told_once_and_added_up_also_if_one_grows(caplog: pytest.LogC
         ([("DEL", "s"), *(("XADD", "s", f"{n}-0", "a", 1) for n in range(1, 5))], "reset, lower ids"),
     ],
 )
-def test_counters_of_redis_prove_what_is_lost(
+def test_a_loss_follows_from_the_counters_of_redis(
     client: Client, commands: list[tuple[str | int, ...]], verdict: str
 ) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "a", 1) for n in range(1, 11)])

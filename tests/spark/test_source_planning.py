@@ -54,7 +54,9 @@ def planner(client: Client, **options: str) -> BatchPlanner:
 
 
 @given(backlogs, st.integers(1, 20_000))
-def test_shares_never_exceed_the_limit_or_the_backlog_and_leave_nobody_out(waiting: dict[str, int], limit: int) -> None:
+def test_shares_never_exceed_the_limit_or_the_backlog_and_leave_no_stream_out(
+    waiting: dict[str, int], limit: int
+) -> None:
     shares = divide(waiting, limit)
     assert sum(shares.values()) == min(limit, sum(waiting.values())) or len(waiting) >= limit
     assert sum(shares.values()) <= limit
@@ -62,7 +64,7 @@ def test_shares_never_exceed_the_limit_or_the_backlog_and_leave_nobody_out(waiti
     assert len(shares) == min(limit, len(waiting))
 
 
-def test_shares_are_proportional_and_turns_are_taken_where_there_are_too_many_streams() -> None:
+def test_shares_are_proportional_and_rotate_where_there_are_too_many_streams() -> None:
     assert divide({"a": 100, "b": 10, "c": 1}, 10) == {"a": 8, "b": 1, "c": 1}
     many = dict.fromkeys("abcde", 5)
     batches, last = [], ""
@@ -79,7 +81,7 @@ crowds = st.lists(st.integers(1, 3000), min_size=MAX_PARTIAL_STREAMS + 1, max_si
 
 
 @given(crowds, st.integers(1, 20_000))
-def test_many_streams_fill_a_batch_with_few_that_are_cut(waiting: dict[str, int], limit: int) -> None:
+def test_many_streams_fill_a_batch_and_few_of_them_are_read_in_part(waiting: dict[str, int], limit: int) -> None:
     shares = divide(waiting, limit)
     assert sum(shares.values()) == min(limit, sum(waiting.values()))
     assert all(1 <= share <= waiting[name] for name, share in shares.items())
@@ -87,7 +89,7 @@ def test_many_streams_fill_a_batch_with_few_that_are_cut(waiting: dict[str, int]
 
 
 @given(crowds, st.integers(400, 20_000))
-def test_of_many_streams_each_has_its_turn_before_one_comes_again(waiting: dict[str, int], limit: int) -> None:
+def test_each_of_many_streams_is_read_before_one_is_read_again(waiting: dict[str, int], limit: int) -> None:
     served: list[str] = []
     while not served or len(served) < len(waiting):
         batch = list(divide(waiting, limit, served[-1] if served else ""))
@@ -95,7 +97,7 @@ def test_of_many_streams_each_has_its_turn_before_one_comes_again(waiting: dict[
     assert served == sorted(waiting)
 
 
-def test_a_giant_among_many_streams_takes_what_they_leave() -> None:
+def test_a_large_stream_among_many_gets_the_rest_of_the_batch() -> None:
     shares = divide({"giant": 10**6, **{f"s{n:03}": 5 for n in range(300)}}, 10_000)
     assert shares["giant"] == 10_000 - 300 * 5
     assert len(shares) == 301
@@ -103,7 +105,7 @@ def test_a_giant_among_many_streams_takes_what_they_leave() -> None:
 
 @settings(max_examples=40)
 @given(crowds, st.integers(1, 20_000), st.integers(0, 400))
-def test_looking_at_streams_in_turn_may_end_when_the_batch_is_full(
+def test_asking_for_the_backlog_in_rotation_may_end_when_the_batch_is_full(
     waiting: dict[str, int], limit: int, at: int
 ) -> None:
     last_served = f"s{at:03}"
@@ -120,7 +122,7 @@ def test_looking_at_streams_in_turn_may_end_when_the_batch_is_full(
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
-def test_pieces_are_dealt_out_whole_and_evenly(sizes: list[int], tasks: int) -> None:
+def test_offset_ranges_are_assigned_to_tasks_whole_and_evenly(sizes: list[int], tasks: int) -> None:
     chunks = [OffsetRange(f"s{n:02}", ZERO_ID, EntryId(9, 9), size, size) for n, size in enumerate(sizes)]
     dealt = assign(chunks, tasks, sum(sizes))
     assert sorted(piece for some in dealt for piece in some) == chunks
@@ -133,7 +135,7 @@ parts_of_streams = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 300)), 
 
 
 @given(parts_of_streams, st.integers(1, 8), st.integers(1, 2000))
-def test_tasks_in_turn_have_each_stream_in_order_and_none_has_too_much(
+def test_tasks_read_each_stream_in_order_and_none_has_too_much(
     streams: list[tuple[int, int]], tasks: int, most: int
 ) -> None:
     chunks = [
@@ -156,7 +158,7 @@ def test_tasks_in_turn_have_each_stream_in_order_and_none_has_too_much(
     st.tuples(st.integers(0, 50), st.integers(0, 2**64 - 1)),
     st.integers(1, 9),
 )
-def test_guessed_cuts_cover_the_range_without_gap_or_overlap(
+def test_estimated_splits_cover_the_range_without_gap_or_overlap(
     a: tuple[int, int], b: tuple[int, int], parts: int
 ) -> None:
     after, until = sorted((EntryId(*a), EntryId(*b)))
@@ -166,7 +168,7 @@ def test_guessed_cuts_cover_the_range_without_gap_or_overlap(
     assert len(chunks) <= parts
 
 
-def test_a_piece_is_cut_at_marks_with_exact_counts() -> None:
+def test_an_offset_range_is_split_at_known_ids_with_exact_counts() -> None:
     piece = OffsetRange("s", EntryId(0, 0), EntryId(100, 0), 25, 25)
     marks = [EntryId(40, 0), EntryId(80, 0), EntryId(100, 0), EntryId(200, 0)]
     counts = [(part.after.ms, part.until.ms, part.rows) for part in split_at(piece, 10, marks)]
@@ -183,7 +185,7 @@ def test_small_batches_are_one_task_and_large_ones_as_many_as_cores() -> None:
 # --- cursors ---
 
 
-def test_a_cursor_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(client: Client) -> None:
+def test_a_seek_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(client: Client) -> None:
     fill(client, "s", 25_000)
     fill(client, "t", 10)
     found = seek(client, {"s": Seek(EntryId(5, 0), 12_000, 3), "t": Seek(ZERO_ID, 4, 2), "gone": Seek(ZERO_ID, 1, 1)})
@@ -192,7 +194,7 @@ def test_a_cursor_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(clie
     assert client.execute("XINFO", "GROUPS", "s") == []
 
 
-def test_a_cursor_removes_what_a_killed_planner_left_but_no_live_one(client: Client) -> None:
+def test_a_seek_removes_the_groups_of_a_killed_planner_but_no_live_one(client: Client) -> None:
     fill(client, "s", 10)
     now_ms = time.time_ns() // 1_000_000
     # The clock of the driver that lives is ten minutes behind.
@@ -203,7 +205,7 @@ def test_a_cursor_removes_what_a_killed_planner_left_but_no_live_one(client: Cli
     assert {group[1].decode() for group in client.execute("XINFO", "GROUPS", "s")} == {live, "workers"}
 
 
-def test_a_user_without_rights_to_groups_is_told_which_ones_are_needed() -> None:
+def test_the_error_of_a_user_without_rights_to_groups_names_the_rights() -> None:
     with topologies.acl_server(["reader >secret ~* +@all -xgroup"]) as server, Client(server.urls["reader"]) as client:
         fill(client, "s", 10)
         with pytest.raises(AccessDenied, match="grant XGROUP, XREADGROUP and XINFO"):
@@ -230,7 +232,7 @@ def test_counts_stay_exact_batch_after_batch_while_the_stream_is_trimmed_behind_
     assert advance(plan, at, 100) == at
 
 
-def test_counts_are_given_up_when_entries_vanish_ahead_of_the_query(client: Client) -> None:
+def test_counts_become_unknown_when_entries_vanish_ahead_of_the_query(client: Client) -> None:
     fill(client, "s", 30)
     plan = planner(client, startingOffsets="earliest")
     at = advance(plan, plan.starting_offsets("latest"), 5)
@@ -239,7 +241,7 @@ def test_counts_are_given_up_when_entries_vanish_ahead_of_the_query(client: Clie
 
 
 @pytest.mark.parametrize(("trimmed", "known"), [(0, 12), (2, 12), (5, None)])
-def test_counts_are_given_up_when_the_stream_is_trimmed_past_the_query_in_mid_planning(
+def test_counts_become_unknown_when_the_stream_is_trimmed_past_the_query_during_planning(
     client: Client, trimmed: int, known: int | None
 ) -> None:
     fill(client, "s", 20)
@@ -262,7 +264,7 @@ def test_counts_are_unknown_among_deleted_entries_and_known_again_at_the_end(cli
     assert at == {"s": Position(EntryId(30, 0), 30)}
 
 
-def test_a_deleted_tail_is_passed_and_not_waited_for(client: Client) -> None:
+def test_a_query_passes_a_deleted_end_of_a_stream_without_waiting(client: Client) -> None:
     fill(client, "s", 10)
     client.pipeline([("XDEL", "s", f"{n}-0") for n in range(6, 11)])
     plan = planner(client, startingOffsets="earliest")
@@ -300,7 +302,7 @@ def pages(client: Client) -> int:
     return commands_run(client.execute)["scan"]
 
 
-def test_names_among_many_keys_are_looked_up_bit_by_bit(client: Client) -> None:
+def test_names_among_many_keys_are_scanned_in_slices(client: Client) -> None:
     client.pipeline([("XADD", f"s{n}", "1-0", "a", "1") for n in range(5000)])
     clock = ManualClock()
     subscription = Subscription(client, (), "s*", clock=clock)
@@ -322,7 +324,7 @@ def test_names_among_many_keys_are_looked_up_bit_by_bit(client: Client) -> None:
     assert len(subscription.names()) == 4999, "who looks rarely looks longer"
 
 
-def test_ten_thousand_streams_are_planned_and_a_look_asks_about_what_has_changed(client: Client) -> None:
+def test_ten_thousand_streams_are_planned_and_only_changed_ones_are_asked_about(client: Client) -> None:
     names = [f"s{n:05}" for n in range(10_000)]
     commands = [("XADD", name, f"{n}-0", "a", "1") for name in names for n in (1, 2, 3)]
     for at in range(0, len(commands), 5000):
@@ -362,7 +364,7 @@ def asked(client: Client) -> int:
     return commands_run(client.execute)["xinfo|stream"]
 
 
-def test_what_a_limit_left_waiting_comes_though_nothing_changes_there(client: Client) -> None:
+def test_entries_that_a_limit_left_waiting_are_read_even_if_nothing_changes_in_their_stream(client: Client) -> None:
     for name in ("a", "b", "c"):
         fill(client, name, 10)
     plan = planner(client, subscribe="a,b,c", startingOffsets="earliest")
@@ -377,7 +379,7 @@ def test_what_a_limit_left_waiting_comes_though_nothing_changes_there(client: Cl
     assert advance(plan, again, 4) == again | {"b": Position(EntryId(11, 0), 11)}, "from offsets of another time, too"
 
 
-def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
+def test_progress_groups_of_many_streams_are_written_in_portions(client: Client) -> None:
     names = [f"s{n:04}" for n in range(2500)]
     client.pipeline([("XADD", name, "1-0", "a", "1") for name in names])
     client.execute("XGROUP", "CREATE", names[7], "g", "0")
@@ -414,7 +416,7 @@ def committed_planner(client: Client, committed_id: str | None) -> BatchPlanner:
 
 
 @pytest.mark.parametrize(("committed_id", "begins"), [("6-0", 6), ("4-0", 4), ("2-0", 2), (None, 0)])
-def test_a_batch_begins_at_the_lower_of_checkpoint_and_frontier(
+def test_a_batch_begins_at_the_lower_of_checkpoint_and_committed_offset(
     client: Client, caplog: pytest.LogCaptureFixture, committed_id: str | None, begins: int
 ) -> None:
     fill(client, "s", 8)
@@ -426,7 +428,7 @@ def test_a_batch_begins_at_the_lower_of_checkpoint_and_frontier(
     assert ("Redis has lost commits" in caplog.text) == (begins < 4)
 
 
-def test_a_lower_frontier_with_nothing_between_is_no_cause_for_alarm(
+def test_a_lower_committed_offset_with_no_entry_between_is_not_warned_of(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, "s", 8)
@@ -437,7 +439,7 @@ def test_a_lower_frontier_with_nothing_between_is_no_cause_for_alarm(
     assert not caplog.records
 
 
-def test_commits_that_redis_forgot_are_made_again_even_if_nothing_new_arrives(client: Client) -> None:
+def test_lost_commits_are_made_again_even_if_no_new_entry_arrives(client: Client) -> None:
     fill(client, "s", 8)
     plan = committed_planner(client, "6-0")
     done = {"s": Position(EntryId(8, 0), 8)}
@@ -449,7 +451,7 @@ def test_commits_that_redis_forgot_are_made_again_even_if_nothing_new_arrives(cl
     assert advance(committed_planner(client, "8-0"), done, None) == done
 
 
-def test_a_redis_that_lost_its_last_writes_goes_on_at_the_last_commit_it_knows(
+def test_a_query_continues_at_the_last_known_commit_after_redis_lost_its_last_writes(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, "s", 8)
@@ -466,7 +468,7 @@ def test_a_redis_that_lost_its_last_writes_goes_on_at_the_last_commit_it_knows(
         advance(planner(client), checkpoint, None)
 
 
-def test_a_query_may_begin_at_the_frontier_or_where_there_is_none_at_the_earliest_entry(client: Client) -> None:
+def test_a_query_may_begin_at_the_committed_offset_or_without_one_at_the_earliest_entry(client: Client) -> None:
     fill(client, "s", 8)
     assert committed_planner(client, None).starting_offsets("latest") == {"s": Position(ZERO_ID, 0)}
     assert committed_planner(client, "6-0").starting_offsets("latest")["s"].id == EntryId(6, 0)
@@ -496,7 +498,7 @@ GROUP = HandlerKeys("app", "h", "s").group
         (20, 18, 0, None),
     ],
 )
-def test_a_start_at_the_frontier_proves_by_the_group_what_was_trimmed_past_it(
+def test_a_start_at_the_committed_offset_finds_by_the_group_entries_that_were_trimmed_unread(
     client: Client, committed_id: int, group: int, kept: int, verdict: str | None
 ) -> None:
     fill(client, "s", 20)
@@ -513,7 +515,7 @@ def test_a_start_at_the_frontier_proves_by_the_group_what_was_trimmed_past_it(
     assert lenient.starting_offsets("latest") == {"s": Position(EntryId(committed_id, 0), 20 - kept)}
 
 
-def test_a_start_at_the_frontier_says_so_where_nothing_can_be_proven(
+def test_a_start_at_the_committed_offset_warns_where_a_loss_cannot_be_excluded(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, "s", 20)
@@ -523,7 +525,7 @@ def test_a_start_at_the_frontier_says_so_where_nothing_can_be_proven(
     assert "some may have been unread" in caplog.text
 
 
-def test_a_stream_that_is_gone_or_made_anew_below_the_frontier_is_not_passed_over(client: Client) -> None:
+def test_a_stream_that_is_gone_or_recreated_below_the_committed_offset_is_not_skipped(client: Client) -> None:
     fill(client, "s", 20)
     commits(client, committed_id=6, group=None)
     client.execute("DEL", "s")
@@ -542,7 +544,7 @@ def test_a_stream_that_is_gone_or_made_anew_below_the_frontier_is_not_passed_ove
         advance(plan, {"s": Position(ZERO_ID, 0)}, None)
 
 
-def test_a_position_without_count_beyond_the_end_of_its_stream_is_a_loss_unless_it_was_asked_for(
+def test_a_position_without_count_past_the_end_of_its_stream_is_a_loss_unless_it_was_asked_for(
     client: Client,
 ) -> None:
     fill(client, "s", 8)
@@ -552,7 +554,7 @@ def test_a_position_without_count_beyond_the_end_of_its_stream_is_a_loss_unless_
     assert advance(planner(client, startingOffsets="100-0"), beyond, None) == beyond
 
 
-def test_what_is_trimmed_after_a_stream_was_discovered_is_lost(client: Client) -> None:
+def test_entries_trimmed_after_a_stream_was_discovered_are_a_loss(client: Client) -> None:
     pattern = BatchPlanner(client, parse({"url": client.url, "subscribePattern": "s*"}, {}), cores=1)
     fill(client, "s1", 10)
     found = advance(pattern, {}, None)
@@ -563,14 +565,14 @@ def test_what_is_trimmed_after_a_stream_was_discovered_is_lost(client: Client) -
         advance(pattern, found, None)
 
 
-def test_a_discovered_stream_goes_on_after_what_its_handler_has_committed(client: Client) -> None:
+def test_a_discovered_stream_continues_after_the_committed_offset_of_its_handler(client: Client) -> None:
     plan = committed_planner(client, "6-0")
     assert plan.starting_offsets("latest") == {"s": Position(EntryId(6, 0), None)}
     fill(client, "s", 8)
     assert advance(plan, {}, None) == {"s": Position(EntryId(6, 0), None)}
 
 
-def test_a_trim_that_an_earlier_deletion_hides_is_told(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trim_that_an_earlier_deletion_hides_is_reported(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     fill(client, "s", 30)
     client.execute("XDEL", "s", "15-0")
     plan = planner(client, startingOffsets="earliest")

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.spark]
 SHARED = "another query shows its progress in it"
 
 
-def test_a_query_that_begins_behind_its_group_is_told_that_another_may_show_its_progress_there(
+def test_a_query_that_begins_behind_its_progress_group_warns_of_another_query(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = [EntryId.parse(one) for one in client.pipeline([("XADD", "s", "*", "n", n) for n in range(30)])]
@@ -29,9 +29,7 @@ def test_a_query_that_begins_behind_its_group_is_told_that_another_may_show_its_
     assert caplog.text.count(SHARED) == 1, "a handler that is run again from the beginning"
 
 
-def test_two_queries_that_show_their_progress_in_one_group_notice_it(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_queries_with_one_progress_group_are_detected(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     ids = [EntryId.parse(one) for one in client.pipeline([("XADD", "s", "*", "n", n) for n in range(30)])]
     one, other = ProgressGroup(client, "g", clock=clock), ProgressGroup(client, "g")

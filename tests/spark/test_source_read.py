@@ -105,7 +105,7 @@ TYPED = (
 )
 
 
-def test_typed_columns_are_decoded_and_what_does_not_fit_is_null(bench: Bench) -> None:
+def test_typed_columns_are_decoded_and_a_value_that_does_not_fit_is_null(bench: Bench) -> None:
     good: list[str | bytes] = [
         "s",
         "text",
@@ -216,7 +216,7 @@ def test_entries_of_one_millisecond_are_split_too(bench: Bench) -> None:
     assert min(sizes) > 3000
 
 
-def test_an_id_beyond_what_spark_can_hold_is_a_clear_error_and_one_beyond_a_time_has_none(bench: Bench) -> None:
+def test_an_id_that_spark_cannot_hold_is_a_clear_error_and_one_past_any_time_has_none(bench: Bench) -> None:
     bench.add_raw("nanoseconds", [["a", "1"]], ids=[f"{1_700_000_000_000_000_000}-{2**63 - 1}"])
     (row,) = bench.read("nanoseconds").collect()
     assert (row["id_ms"], row["id_seq"], row["timestamp"]) == (1_700_000_000_000_000_000, 2**63 - 1, None)
@@ -241,7 +241,7 @@ def test_another_type_at_the_key_is_a_clear_error(bench: Bench) -> None:
         ({"subscribe": "s", "url": "http://x"}, "ConfigError: 'http://x': the URL must begin with redis://"),
     ],
 )
-def test_wrong_options_are_refused_at_load_with_the_right_name(
+def test_wrong_options_are_refused_at_load_by_their_names(
     bench: Bench, options: dict[str, str], complaint: str
 ) -> None:
     for reader in (bench.spark.read, bench.spark.readStream):
@@ -258,13 +258,13 @@ def test_wrong_options_are_refused_at_load_with_the_right_name(
         ("a int, _idms long", "the column _idms looks like one about the entry: did you mean _id_ms"),
     ],
 )
-def test_a_schema_that_cannot_be_served_is_refused(bench: Bench, schema: str, complaint: str) -> None:
+def test_an_unsupported_schema_is_refused(bench: Bench, schema: str, complaint: str) -> None:
     reader = bench.spark.read.format("redis-streams").options(url=bench.url, subscribe="s")
     with pytest.raises(PySparkException, match=complaint):
         reader.schema(schema).load().collect()
 
 
-def test_a_redis_that_stays_away_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_redis_that_stays_away_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_BATCH_PATIENCE_MS", 100.0)
     options = parse({"url": "redis://127.0.0.1:1/0", "subscribe": "s"})
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):

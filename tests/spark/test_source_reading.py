@@ -65,7 +65,7 @@ def test_large_entries_are_fetched_a_few_at_a_time_and_small_ones_many(client: C
 
 
 @pytest.mark.parametrize("fields_as", ["array", "map", "json"])
-def test_large_entries_behind_small_ones_come_a_few_at_a_time(client: Client, fields_as: str) -> None:
+def test_large_entries_behind_small_ones_are_fetched_a_few_at_a_time(client: Client, fields_as: str) -> None:
     fill(client, "s", 4_000)
     client.pipeline([("XADD", "s", f"{n + 5_000}-0", "a", b"x" * (1 << 20)) for n in range(64)])
     options = parse({"url": client.url, "subscribe": "s", "fieldsAs": fields_as}, {})
@@ -81,7 +81,7 @@ def test_large_entries_behind_small_ones_come_a_few_at_a_time(client: Client, fi
     assert max(batch.nbytes for batch in batches) <= 40 << 20, "twice what a batch is meant to have, and what JSON adds"
 
 
-def test_entries_whose_sizes_take_turns_come_a_few_at_a_time(client: Client) -> None:
+def test_entries_of_alternating_sizes_are_fetched_a_few_at_a_time(client: Client) -> None:
     client.pipeline([("XADD", "s", f"{n + 1}-0", "a", b"x" * (1 << 20 if n % 2 else 1)) for n in range(128)])
     batches = read(client, [OffsetRange("s", ZERO_ID, END, 128, 128)])
     assert ids(batches, "s") == [b"%d-0" % (n + 1) for n in range(128)]
@@ -89,7 +89,7 @@ def test_entries_whose_sizes_take_turns_come_a_few_at_a_time(client: Client) -> 
     assert max(sizes) <= 32 << 20
 
 
-def test_a_redis_that_limits_what_it_keeps_for_a_client_is_asked_for_less(client: Client) -> None:
+def test_a_redis_that_limits_its_output_buffer_is_asked_for_less(client: Client) -> None:
     fill(client, "s", 4_000)
     client.pipeline([("XADD", "s", f"{n + 5_000}-0", "a", b"x" * (1 << 18)) for n in range(64)])
     client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 4mb 0 0")
@@ -111,7 +111,7 @@ def test_small_streams_share_round_trips(client: Client) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 10, 500, 1_000])
-def test_cuts_that_hold_more_than_was_guessed_keep_the_order_of_their_stream(client: Client, size: int) -> None:
+def test_ranges_with_more_entries_than_estimated_keep_the_order_of_their_stream(client: Client, size: int) -> None:
     fill(client, "s", 5_000)
     fill(client, "t", 10)
     marks = (EntryId(0, 0), EntryId(4_000, 0), EntryId(4_500, 0), EntryId(5_000, 0))
@@ -122,13 +122,13 @@ def test_cuts_that_hold_more_than_was_guessed_keep_the_order_of_their_stream(cli
 
 
 @pytest.mark.parametrize("size", [1, 10, 5000, 100_000])
-def test_a_wrong_guess_of_the_size_loses_nothing(client: Client, size: int) -> None:
+def test_a_wrong_estimate_of_the_size_loses_nothing(client: Client, size: int) -> None:
     fill(client, "s", 5000)
     batches = read(client, [OffsetRange("s", EntryId(10, 0), EntryId(4990, 0), size, None)])
     assert ids(batches, "s") == [b"%d-0" % n for n in range(11, 4991)]
 
 
-def test_lost_replies_are_asked_for_again_and_no_row_comes_twice(
+def test_lost_replies_are_asked_for_again_and_no_row_is_read_twice(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, "s", 8000)
@@ -151,7 +151,7 @@ class LosesSurvey(Client):
         return replies
 
 
-def test_whether_missing_entries_are_lost_is_asked_again_too(client: Client) -> None:
+def test_a_lost_reply_to_the_check_for_missing_entries_is_asked_for_again(client: Client) -> None:
     fill(client, "s", 10)
     client.execute("XDEL", "s", "5-0")
     with closing(LosesSurvey(client.url)) as flaky:
@@ -160,7 +160,7 @@ def test_whether_missing_entries_are_lost_is_asked_again_too(client: Client) -> 
     assert len(ids(batches, "s")) == 5
 
 
-def test_an_id_that_no_column_holds_is_an_error_that_trying_again_does_not_mend() -> None:
+def test_an_id_that_no_column_holds_is_an_error_that_no_retry_can_mend() -> None:
     ms, seq = split_ids([b"5-%d" % (2**63 - 1)])
     assert (ms.to_pylist(), seq.to_pylist()) == ([5], [2**63 - 1])
     with pytest.raises(ConfigError, match=f"the entry id 5-{2**63} has a number beyond"):

@@ -38,7 +38,7 @@ def sizes(plan: BatchPlanner) -> dict[str, int]:
 # --- times ---
 
 
-def test_each_stream_may_begin_at_a_time_of_its_own(client: Client) -> None:
+def test_each_stream_may_begin_at_its_own_time(client: Client) -> None:
     for stream in "abc":
         fill(client, stream, "10-0", "20-0", "20-1", "30-0")
     found = starts(client, "a,b,c", startingOffsetsByTimestamp='{"a": 20, "b": 11}', startingOffsets='{"c": "30-0"}')
@@ -64,14 +64,14 @@ def test_a_time_that_no_entry_has_reached_is_an_error_or_the_end_of_the_stream(c
     assert starts(client, "early,late", **times)[0] == f"49-{2**64 - 1}", "an entry of that very millisecond will do"
 
 
-def test_many_streams_that_are_late_are_counted_and_three_are_named(client: Client) -> None:
+def test_the_error_counts_streams_without_entries_at_the_start_time_and_names_three(client: Client) -> None:
     for n in range(9):
         fill(client, f"s{n}", "10-0")
     with pytest.raises(ConfigError, match="'s0', 's1', 's2' and 6 more"):
         starts(client, ",".join(f"s{n}" for n in range(9)), startingTimestamp="11")
 
 
-def test_a_stream_that_is_yet_to_come_is_read_from_that_time_on(client: Client) -> None:
+def test_a_stream_that_does_not_exist_yet_is_read_from_the_start_time_on(client: Client) -> None:
     plan = planner(client, startingTimestamp="50")
     start = plan.starting_offsets("latest")
     assert plan.plan_next(start, limit=None, target=None).end == start, "nothing to read, and nothing lost"
@@ -81,7 +81,7 @@ def test_a_stream_that_is_yet_to_come_is_read_from_that_time_on(client: Client) 
     assert (piece.after, piece.until) == (EntryId(49, 2**64 - 1), EntryId(51, 0))
 
 
-def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Client) -> None:
+def test_a_batch_read_ends_before_a_time_for_each_stream(client: Client) -> None:
     for stream in "abc":
         fill(client, stream, "10-0", "20-0", "30-0")
     plan = planner(client, "a,b,c", endingOffsetsByTimestamp='{"a": 20, "b": 99}', endingOffsets='{"c": "20-0"}')
@@ -93,7 +93,7 @@ def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Clien
     ]
 
 
-def test_a_batch_read_may_leave_out_one_stream_of_several_and_begins_early_where_nothing_is_said(
+def test_a_batch_read_may_leave_out_one_of_several_streams_and_begins_early_by_default(
     client: Client,
 ) -> None:
     for stream in "abc":
@@ -103,7 +103,7 @@ def test_a_batch_read_may_leave_out_one_stream_of_several_and_begins_early_where
     assert {piece.stream: piece.after < EntryId(10, 0) for piece in parts} == {"a": False, "c": True}
 
 
-def test_a_batch_read_names_the_streams_that_are_not_there(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_read_names_the_missing_streams(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     fill(client, "orders", "10-0")
     planner(client, "orders").plan_batch_read(ReadRange())
     assert not caplog.records
@@ -128,7 +128,7 @@ def deliver(client: Client, group: str, stream: str, count: int, *, confirm: boo
         client.execute("XACK", stream, group, *ids)
 
 
-def test_a_query_begins_where_a_group_of_workers_stands(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_query_begins_where_a_group_of_workers_is(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     for stream in "ab":
         fill(client, stream, *(f"{n}-0" for n in range(1, 11)))
     deliver(client, "workers", "a", 4)
@@ -145,7 +145,7 @@ def test_a_query_begins_where_a_group_of_workers_stands(client: Client, caplog: 
     assert "its 3 pending entries, in 1 streams, stay with its consumers" in caplog.text
 
 
-def test_the_group_may_be_named_for_some_streams_only(client: Client) -> None:
+def test_the_group_may_be_set_for_some_streams_only(client: Client) -> None:
     for stream in "abc":
         fill(client, stream, *(f"{n}-0" for n in range(1, 11)))
         deliver(client, "workers", stream, 4)
@@ -153,7 +153,7 @@ def test_the_group_may_be_named_for_some_streams_only(client: Client) -> None:
     assert found == ["4-0", "0-0", "10-0"]
 
 
-def test_what_was_trimmed_before_its_group_had_it_is_lost(client: Client) -> None:
+def test_entries_trimmed_before_their_group_read_them_are_a_loss(client: Client) -> None:
     fill(client, "s", *(f"{n}-0" for n in range(1, 21)))
     deliver(client, "workers", "s", 4)
     client.execute("XTRIM", "s", "MAXLEN", 10)
@@ -162,7 +162,7 @@ def test_what_was_trimmed_before_its_group_had_it_is_lost(client: Client) -> Non
         plan.plan_next(plan.starting_offsets("latest"), limit=None, target=None)
 
 
-def test_a_group_that_no_stream_has_is_taken_for_a_mistake_but_not_the_query_s_own(client: Client) -> None:
+def test_a_group_that_no_stream_has_is_refused_unless_it_is_the_querys_own(client: Client) -> None:
     fill(client, "s", "1-0")
     with pytest.raises(ConfigError, match="no stream has the consumer group 'wrokers'"):
         starts(client, startingOffsets="group", startingGroup="wrokers")
@@ -170,7 +170,7 @@ def test_a_group_that_no_stream_has_is_taken_for_a_mistake_but_not_the_query_s_o
     assert starts(client, "none", startingOffsets="group", startingGroup="wrokers") == ["0-0"]
 
 
-def test_a_group_without_count_or_beyond_the_end_is_believed_about_its_place(client: Client) -> None:
+def test_a_group_without_count_or_past_the_end_still_gives_the_start(client: Client) -> None:
     fill(client, "s", "1-0", "2-0", "3-0")
     options = {"startingOffsets": "group", "startingGroup": "g"}
     client.execute("XGROUP", "CREATE", "s", "g", "2-0")

@@ -66,7 +66,7 @@ def happenings(client: Client, dice: random.Random) -> None:
         client.execute(*command)
 
 
-def test_whatever_happens_to_streams_is_known_at_the_next_look(client: Client) -> None:
+def test_any_change_of_a_stream_is_known_at_the_next_refresh(client: Client) -> None:
     dice = random.Random(7)
     knowing = Knowing(client)
     for _ in range(300):
@@ -80,7 +80,7 @@ def test_whatever_happens_to_streams_is_known_at_the_next_look(client: Client) -
     assert knowing.refresh() == set()
 
 
-def test_a_stream_that_expires_is_missed(client: Client) -> None:
+def test_a_stream_that_expires_is_detected(client: Client) -> None:
     client.execute("XADD", NAMES[0], "*", "a", 1)
     knowing = Knowing(client)
     client.execute("PEXPIRE", NAMES[0], 200)
@@ -93,7 +93,7 @@ def test_a_stream_that_expires_is_missed(client: Client) -> None:
     eventually(is_missed, "its end")
 
 
-def test_a_server_that_forgets_what_it_was_asked_says_so_and_a_new_one_is_asked_anew(
+def test_the_cache_survives_a_full_tracking_table_and_a_restart_of_the_server(
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
     with Client(millstream_fresh_server.url) as client:
@@ -118,7 +118,7 @@ def test_a_server_that_forgets_what_it_was_asked_says_so_and_a_new_one_is_asked_
         assert not any(facts.values())
 
 
-def test_without_the_right_to_be_told_everything_is_asked_each_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_stream_is_polled_each_time_without_the_right_to_key_tracking(caplog: pytest.LogCaptureFixture) -> None:
     with acl_server(["plain >secret ~* +@all -client|tracking"]) as server, Client(server.urls["plain"]) as client:
         knowing = Knowing(client)
         for _ in range(2):
@@ -127,7 +127,7 @@ def test_without_the_right_to_be_told_everything_is_asked_each_time(caplog: pyte
         assert caplog.text.count("polling every stream instead") == 1
 
 
-def test_slots_that_move_take_what_is_known_with_them() -> None:
+def test_the_cache_follows_slots_that_move() -> None:
     dice = random.Random(5)
     with cluster() as made, Client(made.url) as client:
         knowing = Knowing(client)
@@ -154,7 +154,7 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
         assert knowing.refresh() == set()
 
 
-def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) -> None:
+def test_replies_of_a_connection_that_breaks_within_a_read_are_not_cached(client: Client) -> None:
     watch = KeyTracker(client)
     assert watch.changed() is None
     replies = watch.read_each(("XLEN",), NAMES)
@@ -168,7 +168,7 @@ def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) 
     assert watch.changed() is None
 
 
-def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_with_a_word_in_the_log(
+def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_and_logged(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()

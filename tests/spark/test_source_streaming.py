@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.spark]
 
 
-def test_available_now_ends_at_what_was_there_and_a_restart_reads_each_entry_once(bench: Bench) -> None:
+def test_available_now_ends_at_the_entries_of_its_start_and_a_restart_reads_each_entry_once(bench: Bench) -> None:
     bench.add("s", 500)
     frame = bench.stream("s", startingOffsets="earliest")
     assert bench.collect(frame).numbers == list(range(500))
@@ -33,7 +33,7 @@ def test_available_now_ends_at_what_was_there_and_a_restart_reads_each_entry_onc
     assert bench.collect(frame).rows == []
 
 
-def test_a_new_query_begins_with_what_comes_after_its_start_unless_told_otherwise(bench: Bench) -> None:
+def test_a_new_query_begins_after_the_latest_entry_by_default(bench: Bench) -> None:
     bench.add("s", 5)
     collected = bench.start(bench.stream("s"))
     eventually(lambda: bench.groups("s").get("progress"), "the query has begun")
@@ -54,7 +54,7 @@ def test_no_batch_is_larger_than_asked_and_streams_share_it_by_backlog(bench: Be
     assert set(bench.groups("big")) == {"progress"}, "planning leaves no groups behind"
 
 
-def test_more_streams_than_a_batch_may_hold_take_turns(bench: Bench) -> None:
+def test_more_streams_than_a_batch_may_hold_are_read_in_rotation(bench: Bench) -> None:
     for n in range(7):
         bench.add(f"s{n}", 3)
     frame = bench.stream(subscribePattern="s*", startingOffsets="earliest", maxOffsetsPerTrigger=3)
@@ -80,7 +80,7 @@ def test_streams_that_appear_while_the_query_runs_are_read_from_their_beginning(
     assert collected.numbers == [7, 100, 101, 102]
 
 
-def test_a_listed_stream_may_come_later(bench: Bench) -> None:
+def test_a_listed_stream_may_be_created_later(bench: Bench) -> None:
     bench.add("here", 1)
     collected = bench.start(bench.stream("here,later"))
     eventually(lambda: bench.groups("here").get("progress"), "the query has begun")
@@ -102,7 +102,7 @@ def test_an_idle_query_makes_no_batches_and_asks_about_no_stream(bench: Bench) -
 
 
 @pytest.mark.parametrize(("took_s", "rests_s"), [(0.0, 0.05), (0.125, 0.25), (5.0, 0.5)])
-def test_looks_in_vain_leave_redis_in_peace(monkeypatch: pytest.MonkeyPatch, took_s: float, rests_s: float) -> None:
+def test_an_idle_query_waits_between_two_checks(monkeypatch: pytest.MonkeyPatch, took_s: float, rests_s: float) -> None:
     waits: list[float] = []
     monkeypatch.setattr(side, "time", SimpleNamespace(monotonic=lambda: 100.0 + took_s, sleep=waits.append))
     side.idle_wait(100.0)
@@ -112,7 +112,7 @@ def test_looks_in_vain_leave_redis_in_peace(monkeypatch: pytest.MonkeyPatch, too
 # --- progress in Redis ---
 
 
-def test_the_group_shows_the_lag_and_none_at_the_end(bench: Bench) -> None:
+def test_the_group_shows_the_lag_and_no_lag_at_the_end(bench: Bench) -> None:
     bench.add("s", 100)
     frame = bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=40, group="mine")
     query = frame.writeStream.foreachBatch(fail_in_the_third_batch)
@@ -132,7 +132,7 @@ def fail_in_the_third_batch(frame: object, batch_id: int) -> None:
         raise RuntimeError("as planned")
 
 
-def test_a_group_that_others_use_is_refused_and_left_alone(bench: Bench) -> None:
+def test_a_group_of_other_consumers_is_refused_and_stays_as_it_is(bench: Bench) -> None:
     bench.add("s", 10)
     bench.client.execute("XGROUP", "CREATE", "s", "workers", "0")
     bench.client.execute("XREADGROUP", "GROUP", "workers", "w1", "COUNT", 4, "STREAMS", "s", ">")
@@ -164,7 +164,7 @@ def reader_of(streams: Streams, **options: str) -> RedisStreamReader:
     return RedisStreamReader(parse(given, {}), RedisStreamsSource(given).schema())
 
 
-def test_the_latest_entry_is_looked_up_once_however_often_spark_asks(streams: Streams) -> None:
+def test_the_latest_entry_is_asked_for_once_however_often_spark_calls(streams: Streams) -> None:
     streams.add("s", 3)
     reader = reader_of(streams)
     first = reader.initialOffset()
@@ -173,7 +173,7 @@ def test_the_latest_entry_is_looked_up_once_however_often_spark_asks(streams: St
     assert reader.latestOffset(first, ReadAllAvailable())["s"][1] == 6
 
 
-def test_available_now_does_not_chase_what_comes_later(streams: Streams) -> None:
+def test_available_now_does_not_read_later_entries(streams: Streams) -> None:
     streams.add("s", 5)
     reader = reader_of(streams, startingOffsets="earliest")
     reader.prepareForTriggerAvailableNow()
@@ -222,7 +222,7 @@ def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(streams: S
     assert rows(end, end) == []
 
 
-def test_a_query_outlives_a_restart_of_redis(
+def test_a_query_survives_a_restart_of_redis(
     spark: SparkSession, millstream_fresh_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     with Client(millstream_fresh_server.url) as client:
@@ -240,7 +240,7 @@ def test_a_query_outlives_a_restart_of_redis(
         collected.query.stop()
 
 
-def test_a_query_with_what_only_a_batch_read_can_do_or_without_a_group_is_refused(bench: Bench) -> None:
+def test_a_query_with_options_of_a_batch_read_or_without_a_group_is_refused(bench: Bench) -> None:
     with pytest.raises(StreamingQueryException, match=r"endingOffsets and endingTimestamp are for spark\.read"):
         bench.collect(bench.stream("s", endingOffsets="latest"))
     without_group = bench.spark.readStream.format("redis-streams").options(url=bench.url, subscribe="s").load()
@@ -254,7 +254,7 @@ def test_a_key_of_another_type_is_a_clear_error(bench: Bench) -> None:
         bench.collect(bench.stream("text"))
 
 
-def test_a_checkpoint_of_another_source_is_recognised(bench: Bench) -> None:
+def test_a_checkpoint_of_another_source_is_detected(bench: Bench) -> None:
     rate = bench.spark.readStream.format("rate").load()
     started = rate.writeStream.format("noop").option("checkpointLocation", str(bench.folder / "checkpoint")).start()
     eventually(lambda: started.lastProgress is not None, "a batch was made")

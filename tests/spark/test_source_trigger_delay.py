@@ -68,7 +68,7 @@ def test_a_small_batch_waits_for_more_entries_over_all_streams_or_for_its_time(c
     assert query.trigger() == 0
 
 
-def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -> None:
+def test_waiting_entries_are_delayed_for_the_rest_of_the_trigger_delay(client: Client) -> None:
     clock = ManualClock()
     add(client, "s", 1)
     query = Query(client, clock, minOffsetsPerTrigger="10")
@@ -81,7 +81,7 @@ def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -
     assert idle.delay_ms == 0, "nothing is held back, so it is looked at as often as ever"
 
 
-def test_a_limited_batch_waits_too_and_an_end_that_is_fixed_does_not(client: Client) -> None:
+def test_a_limited_batch_waits_too_and_one_with_a_fixed_end_does_not(client: Client) -> None:
     clock = ManualClock()
     add(client, "s", 1)
     query = Query(client, clock, minOffsetsPerTrigger="10", maxOffsetsPerTrigger="15")
@@ -99,7 +99,7 @@ def reader_of(streams: Streams, **options: str) -> RedisStreamReader:
     return RedisStreamReader(given, default_schema(given.columns))
 
 
-def test_available_now_and_once_take_the_small_batch_at_once(streams: Streams) -> None:
+def test_available_now_and_once_read_the_small_batch_at_once(streams: Streams) -> None:
     add(streams.client, "s", 1)
     reader = reader_of(streams, minOffsetsPerTrigger="10")
     limit = reader.getDefaultReadLimit()
@@ -115,7 +115,7 @@ def test_available_now_and_once_take_the_small_batch_at_once(streams: Streams) -
     assert both.getDefaultReadLimit() == ReadMaxRows(10)
 
 
-def test_a_query_holds_back_until_enough_is_there_or_its_delay_is_over(bench: Bench) -> None:
+def test_a_query_waits_until_there_are_enough_entries_or_its_delay_is_over(bench: Bench) -> None:
     bench.add("s", 1)
     frame = bench.stream("s", startingOffsets="earliest", minOffsetsPerTrigger=10, maxTriggerDelay="1h")
     collected = bench.start(frame)
@@ -135,7 +135,7 @@ def test_a_query_holds_back_until_enough_is_there_or_its_delay_is_over(bench: Be
     eventually(lambda: len(brief.rows) == 14, "the end of its delay")
 
 
-def test_a_query_that_holds_back_looks_seldom(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_that_waits_for_entries_polls_seldom(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(source, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waits.append))
     streams.add("s", 1)

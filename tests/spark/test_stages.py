@@ -97,7 +97,7 @@ def test_stages_branch_beside_a_handler_and_keep_their_state_through_an_upgrade(
     assert sum(batch["messages"] for batch in batches) == 40 + 20
 
 
-def test_a_stage_that_fails_starts_again_and_stops_with_the_rest(pipelines: Pipelines, tmp_path: Path) -> None:
+def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipelines, tmp_path: Path) -> None:
     mended = tmp_path / "mended"
     made: list[DataFrame] = []
 
@@ -129,7 +129,9 @@ def test_a_stage_that_fails_starts_again_and_stops_with_the_rest(pipelines: Pipe
     assert events[-1] == ("stopped", None)
 
 
-def test_a_new_checkpoint_does_not_begin_unasked_where_a_stage_has_been(pipelines: Pipelines) -> None:
+def test_a_new_checkpoint_of_a_stage_with_progress_is_refused_without_a_choice_of_the_start(
+    pipelines: Pipelines,
+) -> None:
     app = App("app")
     app.stage(Rows("in", "n int"), into="out", name="copy")(lambda rows: rows)
     pipelines.add("in", *({"n": n} for n in range(3)))
@@ -148,7 +150,7 @@ def test_a_new_checkpoint_does_not_begin_unasked_where_a_stage_has_been(pipeline
     assert len(pipelines.entries("out")) == 8
 
 
-def test_a_stage_keeps_the_place_where_it_began_even_if_it_has_had_no_batch_yet(pipelines: Pipelines) -> None:
+def test_a_stage_keeps_its_start_even_if_it_has_had_no_batch_yet(pipelines: Pipelines) -> None:
     app = App("app")
     app.stage(Rows("in", "n int"), into="out", name="copy")(lambda rows: rows)
     pipelines.add("in", {"n": 1})
@@ -178,7 +180,7 @@ REFUSED: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_no_stage_is_refused_before_anything_runs(pipelines: Pipelines) -> None:
+def test_an_invalid_stage_is_refused_before_anything_runs(pipelines: Pipelines) -> None:
     for function, options, reason in REFUSED:
         app = App("app")
         app.stage(Rows("in", "n int"), name="wrong", **options)(function)

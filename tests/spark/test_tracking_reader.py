@@ -44,7 +44,7 @@ def batches(one: TrackingReader, at: dict[str, Any]) -> tuple[list[int], dict[st
 
 
 @pytest.mark.parametrize("options", [LOG, GROUP], ids=["log", "group"])
-def test_each_batch_begins_where_the_last_one_ended_also_after_a_restart(
+def test_each_batch_begins_where_the_last_one_ended_even_after_a_restart(
     streams: Streams, options: dict[str, str]
 ) -> None:
     streams.add("s", 100)
@@ -86,7 +86,7 @@ def test_reading_an_earlier_batch_again_changes_no_later_one(streams: Streams) -
     assert count(one, second, one.latestOffset()) == 30
 
 
-def test_a_question_for_metrics_before_the_first_batch_acknowledges_nothing(streams: Streams) -> None:
+def test_a_call_for_metrics_before_the_first_batch_acknowledges_nothing(streams: Streams) -> None:
     streams.add("s", 50)
     one = reader(streams, maxOffsetsPerTrigger="30", **GROUP)
     end = one.latestOffset()
@@ -98,7 +98,7 @@ def test_a_question_for_metrics_before_the_first_batch_acknowledges_nothing(stre
     one.stop()
 
 
-def test_a_batch_that_the_sink_does_not_read_holds_up_nothing(streams: Streams) -> None:
+def test_a_batch_that_the_sink_does_not_read_does_not_stop_the_next(streams: Streams) -> None:
     streams.add("s", 50)
     one = reader(streams, maxOffsetsPerTrigger="30", **LOG)
     end = one.latestOffset()
@@ -107,7 +107,7 @@ def test_a_batch_that_the_sink_does_not_read_holds_up_nothing(streams: Streams) 
     assert one.latestOffset()["s"][1] == 50
 
 
-def test_it_refuses_to_plan_before_it_knows_where_the_query_stands(streams: Streams) -> None:
+def test_the_reader_refuses_to_plan_before_it_knows_the_position_of_the_query(streams: Streams) -> None:
     streams.add("s", 50)
     old = reader(streams, maxOffsetsPerTrigger="30", **LOG)
     seen = old.latestOffset()
@@ -119,7 +119,9 @@ def test_it_refuses_to_plan_before_it_knows_where_the_query_stands(streams: Stre
 
 
 @pytest.mark.parametrize("options", [LOG, GROUP], ids=["log", "group"])
-def test_with_available_now_limited_batches_end_at_what_was_there(streams: Streams, options: dict[str, str]) -> None:
+def test_limited_batches_end_at_the_entries_of_the_start_with_available_now(
+    streams: Streams, options: dict[str, str]
+) -> None:
     streams.add("s", 60)
     one = reader(streams, maxOffsetsPerTrigger="30", availableNow="true", **options)
     start, end = one.initialOffset(), one.latestOffset()
@@ -132,7 +134,7 @@ def test_with_available_now_limited_batches_end_at_what_was_there(streams: Strea
 
 
 @pytest.mark.parametrize("options", [LOG, GROUP], ids=["log", "group"])
-def test_the_log_says_that_a_trigger_may_end_too_early_unless_the_option_says_what_is_wanted(
+def test_a_trigger_that_may_end_too_early_is_warned_of_unless_the_option_is_set(
     streams: Streams, options: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for available_now, expected in (({}, 1), ({"availableNow": "false"}, 0), ({"availableNow": "true"}, 0)):
@@ -146,7 +148,7 @@ def test_the_log_says_that_a_trigger_may_end_too_early_unless_the_option_says_wh
         caplog.clear()
 
 
-def test_options_that_a_version_of_spark_cannot_serve_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_a_version_of_spark_does_not_support_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"url": "redis://localhost", "subscribe": "s"}
     monkeypatch.setattr(provider, "HAS_FILTERS", False)
     with pytest.raises(ConfigError, match=r"pushDownPredicate needs Spark 4\.1 or later"):
@@ -165,7 +167,7 @@ def test_the_task_of_an_empty_batch_reads_nothing(streams: Streams) -> None:
         assert list(reader(streams, **options).read(None)) == []  # type: ignore[arg-type] # as Spark 4.0 has it
 
 
-def test_the_lag_of_queries_is_what_their_groups_have_not_read(streams: Streams) -> None:
+def test_the_lag_of_queries_is_the_number_of_entries_that_their_groups_have_not_read(streams: Streams) -> None:
     streams.add("a", 30)
     streams.add("b", 20)
     one = reader(streams, "a,b", maxOffsetsPerTrigger="10", **LOG)
