@@ -214,7 +214,7 @@ def test_every_stream_has_an_owner_after_redis_was_away_for_longer_than_the_leas
         for name in ("c0", "c1"):
             stack.enter_context(owning(client, tmp_path, name, proxy.url))
         eventually_shared(client, "c0", "c1")
-        proxy.freeze()  # for both: their leases end while nobody can say so
+        proxy.freeze()  # for both: their leases end while no consumer can renew them
         eventually(lambda: leases_are_over(client), "the end of all leases")
         proxy.resume()
         eventually_shared(client, "c0", "c1")
@@ -239,7 +239,7 @@ def is_quiet(client: Client, key: str) -> bool:
 
 
 def moved(client: Client) -> int:
-    """How often a stream has changed hands for balance, or because an owner left."""
+    """How often a stream has changed its owner for balance, or because an owner left."""
     found = Counter(items[1] for _, items in client.execute("XRANGE", KEYS.events, "-", "+"))
     assert not found[b"expired"], "a process stood still for longer than its lease: nothing can be said of moves"
     return found[b"released"]

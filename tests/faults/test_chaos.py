@@ -1,4 +1,4 @@
-"""Everything that may happen to workers and their Redis, at random and at once: nobody is wrongly blamed, and all is exact."""
+"""Everything that may happen to workers and their Redis, at random and at once: no message is wrongly blamed, and all is exact."""
 
 import os
 import random

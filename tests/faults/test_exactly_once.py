@@ -98,7 +98,7 @@ def wait_for_commits(client: Client, goal: int, driver: Driver) -> None:
 
 
 class Assassin:
-    """Kills, by turns, at exact points and at random ones, and keeps a list of what it hit."""
+    """Kills, alternately, at exact points and at random ones, and keeps a list of what it hit."""
 
     def __init__(self, driver: Driver, chance: random.Random) -> None:
         self._driver = driver
@@ -106,7 +106,7 @@ class Assassin:
         self.log: list[str] = []
 
     def kill_once(self, number: int) -> None:
-        """Kill once. The first strikes go to the exact points, further ones to them and to chance in turn."""
+        """Kill once. The first kills go to the exact points, further ones to them and to chance alternately."""
         plan = (*EXACT_POINTS, "driver", "worker")
         point = plan[number % len(plan)]
         if point in EXACT_POINTS:
@@ -120,7 +120,7 @@ class Assassin:
         self.log.append(point)
 
     def _arm(self, point: str) -> None:
-        before = self._hits(point)  # counted first: somebody may be there as soon as it is armed
+        before = self._hits(point)  # counted first: a process may be there as soon as it is armed
         (self._driver.folder / point).touch()
         eventually(lambda: self._hits(point) > before, f"nobody reached {point}", log=self._driver.errors)
         if point == EXACT_POINTS[2]:  # this one is the driver's own
@@ -160,7 +160,7 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
             driver.start()
             assassin = Assassin(driver, chance)
             for number in range(KILLS):
-                goal = number * MESSAGES // (KILLS + 2)  # enough is left to be at work when it strikes
+                goal = number * MESSAGES // (KILLS + 2)  # enough is left to be at work when it kills
                 wait_for_commits(client, goal, driver)
                 assassin.kill_once(number)
             eventually(

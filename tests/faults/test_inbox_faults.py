@@ -106,7 +106,7 @@ def test_twin_consumers_that_are_killed_at_every_point_book_each_payment_once_an
             for twin, process in enumerate(running):
                 has_lived = not killed and acknowledged(plans[twin]) > 0
                 if process.poll() is None and (has_lived or random_kills.random() < 0.02):
-                    process.kill()  # at a point that nobody chose: the middle of a commit, for one
+                    process.kill()  # at a random point: the middle of a commit, for one
                     killed += process.wait() != 0
                 if process.poll() not in (None, 0):
                     assert process.returncode in (9, -9)

@@ -145,7 +145,7 @@ def test_a_late_xack_of_a_former_owner_ends_the_message_for_the_current_owner(cl
         other.register(master)
         late.health.status = 503
         assert other.next()[0] == first
-        assert late.xack(first) == 1  # XACK asks nobody
+        assert late.xack(first) == 1  # XACK asks no master
         assert other.next()[0] == second
         assert other.acknowledge(master, first).json()["known"] is True
         assert late.acknowledge(master, first).status_code == 409

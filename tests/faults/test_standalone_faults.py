@@ -1,4 +1,4 @@
-"""A real standalone cluster, of which everything dies in turn: executors, a worker, the driver, the master."""
+"""A real standalone cluster, of which everything dies: executors, a worker, the driver, the master."""
 
 import os
 import random

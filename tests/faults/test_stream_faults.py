@@ -38,7 +38,7 @@ class StreamExpectations:
         self.enqueued: dict[str, list[str]] = defaultdict(list)
 
     def publish(self, count: int, ms: int) -> None:
-        """Add messages to all streams in turns."""
+        """Add messages to all streams in rotation."""
         self.publish_to([f"call:{n % STREAMS}" for n in range(count)], ms)
 
     def publish_to(self, names: Sequence[str], ms: int = 0) -> None:
@@ -145,7 +145,7 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
 def test_connections_that_are_cut_while_workers_join_cost_no_message_and_no_order(
     millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, side: str
 ) -> None:
-    """Before a step is executed, or its reply is lost: the first of the service, of the streams, of their lines."""
+    """Before a step is executed, or its reply is lost: the first of the service, of the streams, of their key queues."""
     expectations = StreamExpectations(fresh_client, tmp_path)
     expectations.publish(STREAMS * 3, 0)
     with Proxy(millstream_fresh_server.port) as proxy:

@@ -63,7 +63,7 @@ def admin(server: EmbeddedServer) -> Iterator[Client]:
 
 
 def login(admin: Client, line: str, *, without: str = "") -> str:
-    """Make the user of a printed line, but for one right; return the URL to connect with."""
+    """Make the user of a printed rule, but for one right; return the URL to connect with."""
     words = [word for word in line.split() if not (without and word == f"+{without}")]
     assert len(words) == len(line.split()) - bool(without)
     admin.execute(*words)
@@ -72,7 +72,7 @@ def login(admin: Client, line: str, *, without: str = "") -> str:
 
 
 def printed(role: str, *options: str) -> str:
-    """The one line that the command prints."""
+    """The one rule that the command prints."""
     return call("acl", role, *(options or NARROW)).out.strip()
 
 
@@ -144,7 +144,7 @@ def test_a_worker_runs_under_the_rights_for_named_streams(admin: Client) -> None
         producer.publish("orders", {"n": 1_000}, delay_ms=300)
     with (
         Client(login(admin, printed("worker", *options))) as client,
-        # It adopts what is silent for a second: the right to do so is used as well.
+        # It claims entries that are idle for a second: the right to do so is used as well.
         working(client, handler_for(), "w-0", policy=replace(QUICK, claim_ms=1_000)),
     ):
         eventually(lambda: admin.execute("XLEN", "out") == 1_000, "all but one to be written")

@@ -63,7 +63,7 @@ def test_owners_announce_their_streams_again_when_redis_has_lost_everything(clie
 
 
 def received_all(found: dict[str, Lease], *balancers: Balancer) -> bool:
-    """Hear what there is; whether each of four streams has been added to somebody."""
+    """Read the notifications; whether each of four streams has been added to a consumer."""
     for one in balancers:
         while notice := one.next(0):
             if isinstance(notice, StreamAdded):

@@ -54,7 +54,7 @@ class BalancerMachine(RuleBasedStateMachine):
         self.open: set[str] = set()  # announced, and not done or given up
         self.newest: dict[str, int] = {}
         self.leases: list[tuple[Service, Lease]] = []  # all there ever were: zombies keep theirs
-        self.returned: dict[str, int] = {}  # under which token a stream was last given back by its owner
+        self.returned: dict[str, int] = {}  # under which token a stream was last released by its owner
         self.disturbed = False
 
     def service(self, name: str, incarnation: int | None = None) -> Service:
@@ -171,7 +171,7 @@ class BalancerMachine(RuleBasedStateMachine):
         assert gone == {stream for stream, lease in chosen.items() if held.get(stream) == lease.token}
 
     def reopen_if_announced_again(self, stream: str) -> None:
-        """An announcement that nobody has read yet is of a stream to come."""
+        """An announcement that no consumer has read yet is of a stream to come."""
         waiting = self.unread()
         if any(f'"{stream}"' in text for text in waiting):
             self.open.add(stream)

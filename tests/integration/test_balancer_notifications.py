@@ -1,4 +1,4 @@
-"""What a program is told by its balancer, and when."""
+"""Which notifications a program gets from its balancer, and when."""
 
 from contextlib import closing, suppress
 from typing import Literal
@@ -175,7 +175,7 @@ def test_a_program_that_is_late_with_one_stream_loses_that_stream_only(client: C
         clock.now_ms += 1
         lost = next_notice(balancer, StreamDisowned)
         assert (lost.lease, lost.why) == (added["s1"].lease, "stuck")
-        again = next_notice(balancer, StreamAdded).lease  # there is nobody else
+        again = next_notice(balancer, StreamAdded).lease  # there is no other consumer
         assert (again.stream, again.losses) == ("s1", 1)
         assert again.token > lost.lease.token
         assert balancer.leases == [added["s2"].lease, added["s3"].lease, again]

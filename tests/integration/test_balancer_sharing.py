@@ -411,7 +411,7 @@ def test_an_announcement_without_its_field_or_with_thousands_of_others_becomes_a
 def test_any_number_of_announcements_without_a_free_stream_is_read_in_bounded_calls(
     client: Client, text: str | None
 ) -> None:
-    """Malformed, or doubled, or of streams that are given up: Redis serves nobody else while a call lasts."""
+    """Malformed, or doubled, or of streams that are given up: Redis serves no other client while a call lasts."""
     count, name = 2_500, "good"
     announced(client, "s0000")
     heartbeat_of(client, "a")

@@ -165,7 +165,7 @@ def test_a_close_keeps_to_its_timeout_and_warns_of_the_streams_that_it_did_not_r
     with started(proxy.url, "a") as balancer:
         next_added(balancer, 2)
         proxy.freeze()
-        if busy:  # somebody has the word already
+        if busy:  # another call is on the connection already
             threading.Thread(target=lambda: suppressed(balancer.claim, "s3"), daemon=True).start()
             eventually(lambda: is_talking(balancer), "the claim to be on its way")
         began_s = time.monotonic()

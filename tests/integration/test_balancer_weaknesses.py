@@ -64,7 +64,7 @@ def test_02_a_lost_notification_orphans_no_stream(client: Client) -> None:
         eventually(lambda: waits(client), "it to wait")
         late = peer(client, "b").end_leases("released", leases[:1])  # on a machine that stood still, b is dead by then
         client.execute("DEL", KEYS.events)
-        added = next_added(balancer, 3)  # the rest when b is dead, of which it is not told by anybody
+        added = next_added(balancer, 3)  # the rest when b is dead, of which it gets no notification
         assert [added[lease.stream].lease.losses for lease in leases] == [len(late), 1, 1]
 
 
@@ -194,7 +194,7 @@ def test_12_a_balancer_needs_no_configuration_no_keyspace_events_and_no_certain_
     with acl_server(rules) as deployment:
         urls = {name: url.rpartition("/")[0] + "/7" for name, url in deployment.urls.items()}
         with Client(urls["boss"]) as boss:
-            boss.execute("CONFIG", "SET", "notify-keyspace-events", "Ex")  # somebody else's
+            boss.execute("CONFIG", "SET", "notify-keyspace-events", "Ex")  # of another program
             announced(boss, "s")
             heartbeat_of(boss, "dying", lease_ms=LEASE_MS)
             with started(urls["app"], "a") as balancer:

@@ -156,7 +156,7 @@ def test_the_error_of_a_replica_names_it_as_a_replica() -> None:
 @pytest.mark.usefixtures("tls")
 @pytest.mark.parametrize("user", ["", "clerk:pw@"])
 def test_a_connection_over_tls_is_made_with_and_without_a_user(user: str) -> None:
-    """Servers send session tickets unasked, which must not be taken for the answer to something."""
+    """Servers send session tickets unasked, which must not be read as the answer to something."""
     with tls_server() as deployed, Client(deployed.url) as admin:
         admin.execute("ACL", "SETUSER", "clerk", "on", ">pw", "~*", "+ping")
         for _ in range(20):

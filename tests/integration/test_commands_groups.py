@@ -249,7 +249,7 @@ def test_a_claim_without_a_consumer_or_without_ids_is_refused(client: Client, gr
 
 
 class Bill:
-    """The handler shop.bill. It stops at some messages until it is told to go on, and refuses 13 unless it is `lucky`."""
+    """The handler shop.bill. It stops at some messages until the test lets it go on, and refuses 13 unless it is `lucky`."""
 
     def __init__(self, *stops: int) -> None:
         self.seen: list[int] = []
@@ -366,7 +366,7 @@ def test_info_shows_the_entries_that_workers_have_in_flight(client: Client) -> N
     (handler,) = inspect(client).handlers
     later_ms = server_time_ms(client) - now_ms
     assert (handler.engine, handler.consumers, handler.pending) == ("workers", 1, 3)
-    assert (handler.lag, handler.lag_exact) == (5, True)  # three in hand, two waiting
+    assert (handler.lag, handler.lag_exact) == (5, True)  # three in flight, two waiting
     assert handler.committed_id == f"{now_ms - 60_000}-0"
     assert handler.oldest_age_ms == handler.oldest_pending_age_ms
     assert 80_000 <= (handler.oldest_pending_age_ms or 0) <= 80_000 + later_ms

@@ -140,7 +140,7 @@ def test_publish_trims_the_stream_and_keeps_the_rate(client: Client, tmp_path: P
 
 def test_entries_are_published_evenly_at_a_rate_and_not_in_bursts(client: Client) -> None:
     class Sleeps(ManualClock):
-        """A clock that notes for how long somebody sleeps by it."""
+        """A clock that records for how long a thread sleeps by it."""
 
         noted: ClassVar[list[float]] = []
 
@@ -310,7 +310,7 @@ def test_connections_that_redis_closes_neither_lose_nor_double_an_entry(
 @pytest.mark.faults
 def test_publish_waits_for_a_redis_that_is_killed_and_comes_back(millstream_fresh_server: EmbeddedServer) -> None:
     class Waiting:
-        """A clock that tells that somebody waits by it."""
+        """A clock that shows that a thread waits by it."""
 
         waits = threading.Event()
 

@@ -381,7 +381,7 @@ def test_a_write_that_redis_refuses_stores_no_key_offset_so_that_the_retry_commi
 
 
 def test_units_committed_before_a_refused_write_keep_their_key_offsets_past_a_smaller_batch(client: Client) -> None:
-    """Their marks lie under `top` although the call as a whole failed."""
+    """Their key offsets lie under `top` although the call as a whole failed."""
     client.execute("XADD", "out", f"{2**64 - 1}-{2**64 - 2}", "a", "0")
     store = make_store(client)
     first, second = unit("8-0", key=b"x", outputs=[("a", "1")]), unit("9-0", key=b"y", outputs=[("a", "2")])

@@ -96,7 +96,7 @@ def test_messages_are_moved_in_due_order_and_those_due_together_in_order_of_arri
 
 def test_a_delayed_message_does_not_reuse_the_id_of_another_that_waits(client: Client, producer: Producer) -> None:
     names = StreamKeys("s")
-    # Ids are times of arrival. Here 100 ms of them are taken, as they are after the server's clock was set back.
+    # Ids are times of arrival. Here 100 ms of them are in use, as they are after the server's clock was set back.
     begin = int(time.time() * 1_000_000) + 300_000
     use_ids = "for i = ARGV[1], ARGV[1] + 99999 do redis.call('HSET', KEYS[1], string.format('%.0f', i), '') end"
     client.execute("EVAL", use_ids, 1, names.delayed, begin)
@@ -359,7 +359,7 @@ def test_the_command_lists_delayed_messages_in_due_order_and_cancels_them(client
     assert "1 more; use --limit" in shown.err
 
     refused = call("delayed", "cancel", "s", soon, url=client.url)
-    assert (refused.code, DelayedMessages(client).count("s")) == (2, 2)  # nobody said yes
+    assert (refused.code, DelayedMessages(client).count("s")) == (2, 2)  # without consent
     tried = call("delayed", "cancel", "s", soon, soon, "--dry-run", url=client.url)
     assert (tried.code, tried.out) == (1, "1 delayed message would be cancelled\n")
     done = call("delayed", "cancel", "s", soon, "--yes", url=client.url)

@@ -1,4 +1,4 @@
-"""Dead letters: found, shown byte for byte, sent back once, and deleted."""
+"""Dead letters: found, shown byte for byte, redriven once, and deleted."""
 
 import itertools
 import os
@@ -59,7 +59,7 @@ def letter(
 
 
 def write_dead_letter(client: Client, *letters: DeadLetter) -> list[str]:
-    """Have messages die, and return the ids of their letters: no two are the same, in whatever boxes they are."""
+    """Have messages die, and return the ids of their dead letters: no two are the same, in whatever queues they are."""
     ids = [f"{time.time_ns() // 1_000_000}-{next(_buried)}" for _ in letters]
     boxes = [HandlerKeys(d.app, d.handler, d.stream).dead_letters for d in letters]
     commands = [("XADD", *where, *letter.items()) for *where, letter in zip(boxes, ids, letters, strict=True)]
@@ -74,7 +74,7 @@ def entries(client: Client, stream: str = "flights") -> list[list[bytes]]:
 
 
 def redriven(client: Client, stream: str = "flights") -> list[int]:
-    """The numbers in the first field of a stream's entries, each of which must begin with the mark of a redrive."""
+    """The numbers in the first field of a stream's entries, each of which must begin with the redrive field."""
     found = entries(client, stream)
     assert all(pairs[:2] == MARK for pairs in found)
     return [int(pairs[3]) for pairs in found]
@@ -451,7 +451,7 @@ def test_two_redrives_at_once_redrive_each_dead_letter_once(client: Client) -> N
 
 @pytest.mark.faults
 def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_dead_letter(client: Client) -> None:
-    """SIGKILL in mid-redrive, again and again, each time after another number of moved letters."""
+    """SIGKILL in mid-redrive, again and again, each time after another number of moved dead letters."""
     total = KILLS * 400
     pairs = ([b"n", b"%d" % number] for number in range(1, total + 1))
     for chunk in zip(*[enumerate(pairs, 1)] * 400, strict=True):

@@ -1,4 +1,4 @@
-"""Keys that somebody has forged, who may write to Redis: they are shown as unreadable, escaped, and stop nothing else."""
+"""Keys forged by a program that may write to Redis: they are shown as unreadable, escaped, and stop nothing else."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ KEYS = HandlerKeys("shop", "bill", "orders")
 
 
 def harmless(outcome: Outcome) -> Outcome:
-    """It printed nothing that a terminal obeys, and no line that somebody else has written."""
+    """It printed nothing that a terminal obeys, and no line that another program has written."""
     for text in (outcome.out, outcome.err):
         assert all(line.isprintable() for line in text.split("\n")), repr(text)
         assert not [line for line in text.split("\n") if line.startswith("error: forged")]
@@ -183,7 +183,7 @@ def test_a_handlers_key_of_another_type_stops_no_other_handler(client: Client, n
 
 @pytest.fixture
 def stream(client: Client) -> KeyedStream:
-    """A message of `a`, leased; of `b`, backing off; of `c`, parked for what somebody has written; of `d`, ready."""
+    """A message of `a`, leased; of `b`, backing off; of `c`, parked for a forged reason; of `d`, ready."""
     opened = KeyedStream(
         client, "orders", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="bill",
         consumer="w-0",

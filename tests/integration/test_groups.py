@@ -428,7 +428,7 @@ def test_deleting_a_consumer_reassigns_its_pending_entries_with_idle_times_and_c
     client: Client, group: Group
 ) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1203)])
-    delivered = read_new(client, "leaver", count=1202)  # more than one step hands on
+    delivered = read_new(client, "leaver", count=1202)  # more than one step reassigns
     client.execute("XDEL", "s", "7-0", "1100-0")
     options = ClaimOptions(idle_ms=90_000, deliveries=5)
     group.pending.claim_ids(ids(3), consumer="leaver", min_idle_ms=0, options=options)
@@ -479,7 +479,7 @@ def test_entries_that_a_consumer_reads_while_it_is_deleted_are_not_dropped(clien
         stop.set()
         thread.join()
     pending = group.pending.summary()
-    assert pending.count == 4009  # every entry that was delivered is still somebody's
+    assert pending.count == 4009  # every entry that was delivered still has an owner
     assert pending.by_consumer["heir"] > 0
 
 

@@ -37,7 +37,7 @@ QUICK = ReadPolicy(block_ms=100)
 
 
 class Running:
-    """A reader in a thread of its own, and everything it has handed out and said."""
+    """A reader in a thread of its own, and everything it has returned and reported."""
 
     def __init__(
         self, client: Client, *streams: str, policy: ReadPolicy, acks: bool = True, clock: Clock = SYSTEM_CLOCK
@@ -71,7 +71,7 @@ class Running:
         self.reader.close()
 
     def _has_ended(self) -> bool:
-        """It ends after its long poll, which nobody has to wait for."""
+        """It ends after its long poll, which no test has to wait for."""
         for line in self._client.execute("CLIENT", "LIST").decode().splitlines():
             if "cmd=xreadgroup" in line:
                 self._client.execute("CLIENT", "UNBLOCK", line.split()[0].removeprefix("id="))
@@ -379,7 +379,7 @@ def test_entries_of_a_dead_consumer_are_claimed_while_new_ones_are_read(client: 
     (delivered,) = Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=25)
     long_ago = ClaimOptions(idle_ms=90_000)
     Group(client, "s", "g").pending.claim_ids(delivered.ids[:20], consumer="dead", min_idle_ms=0, options=long_ago)
-    # The next look at the list is half a minute away: the first one must come to its end, page by page.
+    # The next check of the list is half a minute away: the first one must come to its end, page by page.
     with Running(client, policy=ReadPolicy(count=4, block_ms=50, claim_after_ms=60_000)) as running:
         running.wait_for(*range(1, 21), *range(26, 31))
     assert len(running.seen) == 25

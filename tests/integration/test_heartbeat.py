@@ -1,4 +1,4 @@
-"""The watchdog tells a frozen process from a stopped, idle or busy one; it ends even if its supervisor is dead."""
+"""The watchdog distinguishes a frozen process from a stopped, idle or busy one; it ends even if its supervisor is dead."""
 
 import itertools
 import signal

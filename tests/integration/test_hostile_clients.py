@@ -1,4 +1,4 @@
-"""What somebody without a token can do to `serve`, `master` and `consumer` with bare sockets: nothing to others."""
+"""What a client without a token can do to `serve`, `master` and `consumer` with bare sockets: nothing to others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

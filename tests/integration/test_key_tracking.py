@@ -1,4 +1,4 @@
-"""Being told of changes without a thread: on real Redis."""
+"""Key tracking without a thread: on real Redis."""
 
 from typing import Any
 

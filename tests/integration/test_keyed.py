@@ -1,4 +1,4 @@
-"""Keyed streams: one line per key, one worker per line, and only the newest lease commits, in order and once."""
+"""Keyed streams: one queue per key, one worker per queue, and only the newest lease commits, in order and once."""
 
 import threading
 from collections.abc import Callable
@@ -279,7 +279,7 @@ def test_waiting_workers_are_notified_of_ready_keys_and_notifications_are_bounde
     assert client.execute("LLEN", KEYS.notify) == 2
     client.execute("DEL", KEYS.notify)
     (lease,) = lease_keys(worker, queues=1).leases
-    assert client.execute("LLEN", KEYS.notify) == 1  # it left a line to the next
+    assert client.execute("LLEN", KEYS.notify) == 1  # it left a key queue to the next
     client.execute("DEL", KEYS.notify)
     worker.release_leases([LeaseRelease(lease, "requeue")])
     assert client.execute("LLEN", KEYS.notify) == 1

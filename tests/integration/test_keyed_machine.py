@@ -1,4 +1,4 @@
-"""The protocol of lines under any order of steps, on a real Redis: what holds after each, and that nothing is lost."""
+"""The protocol of key queues under any order of steps, on a real Redis: what holds after each, and that nothing is lost."""
 
 import logging
 import os
@@ -266,7 +266,7 @@ class KeyedMachine(RuleBasedStateMachine):
             return
         try:
             wrong = [one for one in self.workers[0].check_invariants() if "under the fence" not in one]
-        except GroupMissing:  # until somebody notices
+        except GroupMissing:  # until a worker notices
             assert self.disturbed
             return
         if self.disturbed:  # the pending list is what others have made of it

@@ -1,4 +1,4 @@
-"""What people do to the lines of keys, and what they are told about them."""
+"""What operators do to key queues, and what is reported about them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What outsiders do to a keyed stream with plain Redis commands: no line is wedged, lent out twice, or loses an entry."""
+"""What outsiders do to a keyed stream with plain Redis commands: no key queue is wedged, leased twice, or loses an entry."""
 
 import contextlib
 from collections.abc import Callable
@@ -63,7 +63,7 @@ DEEDS: dict[str, list[tuple[object, ...]]] = {
 
 
 def left_after(client: Client) -> dict[str, list[int]]:
-    """What is to be committed: what is still there, and 1 and 4, which a worker has in hand."""
+    """What is to be committed: what is still there, and 1 and 4, which a worker has in flight."""
     there = {int(entry_id.partition(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "in", "-", "+")} | {1, 4}
     found = {queue: [n for n in ids if n in there] for queue, ids in expected(LETTERS).items()}
     return {queue: ids for queue, ids in found.items() if ids}

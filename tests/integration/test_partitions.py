@@ -170,7 +170,7 @@ def test_a_growth_that_was_killed_between_any_two_steps_is_completed_by_the_next
     publisher, worker = Publisher(client), Worker(client)
     publisher.publish(sent, LETTERS)
     killed = growth_killed_after(client, steps, 5)
-    assert killed == (steps < 4)  # it begins, seals two partitions, and ends
+    assert killed == (steps < 4)  # it begins, closes two partitions, and ends
     worker.refresh()
     worker.work()
     publisher.publish(sent, LETTERS)
@@ -178,7 +178,7 @@ def test_a_growth_that_was_killed_between_any_two_steps_is_completed_by_the_next
         assert Partitions(client, BASE).grow(5).growing_to is None
     publisher.publish(sent, LETTERS)
     layout = Partitions(client, BASE).require()
-    # Where nothing was sealed, no producer has noticed.
+    # Where no partition was closed, no producer has noticed.
     assert layout.counts == ((2,) if steps == 0 and resumed_by == "a producer" else (2, 5))
     assert places_are_right(client, layout)
     worker.refresh()

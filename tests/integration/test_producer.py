@@ -278,7 +278,7 @@ def test_a_lost_reply_is_not_reported_as_a_refusal_when_redis_runs_out_of_memory
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
     class FillsUp(ManualClock):
-        """A clock: while somebody waits by it, the memory runs out."""
+        """A clock: while a thread waits by it, the memory runs out."""
 
         def sleep_ms(self, duration_ms: float) -> None:
             millstream_fresh_server.call("CONFIG", "SET", "maxmemory", "1")

@@ -301,7 +301,7 @@ def test_flushall_is_detected_in_every_stream(client: Client, millstream_url: st
         assert {tuple(got[3:]) for got in crowd.got.values()} == {("7-7",)}
 
 
-# --- What is wrong with one is nobody else's trouble ---
+# --- A failure of one subscription affects no other ---
 
 
 def test_a_key_of_another_type_ends_its_own_subscription_only(client: Client, router: Router) -> None:

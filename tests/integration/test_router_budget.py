@@ -1,4 +1,4 @@
-"""Slow subscribers of large messages: what is held for them is bounded in bytes, and nobody else waits for them."""
+"""Slow subscribers of large messages: what is held for them is bounded in bytes, and no other subscriber waits for them."""
 
 from typing import Any
 

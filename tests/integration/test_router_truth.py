@@ -1,4 +1,4 @@
-"""A stream that is replaced between two looks: what its counters tell is told as a gap, and nothing else is."""
+"""A stream that is replaced between two reads: what its counters show is reported as a gap, and nothing else is."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ def router(millstream_url: str, request: pytest.FixtureRequest) -> Iterator[Rout
 
 @pytest.fixture
 def subscription(client: Client, router: Router) -> Subscription:
-    """Somebody who follows `s`, and has had three entries."""
+    """A subscription of `s` that has had three entries."""
     at_once(client, *added(*READ))
     found = router.subscribe("s")
     assert ids(take_items(found, 3)) == list(READ)
@@ -36,7 +36,7 @@ def added(*names: str) -> list[tuple[str, ...]]:
 
 
 def at_once(client: Client, *commands: tuple[str | int, ...]) -> None:
-    """With nobody reading in between."""
+    """With no read in between."""
     client.pipeline([("MULTI",), *commands, ("EXEC",)])
 
 
@@ -102,7 +102,7 @@ def test_entries_added_and_trimmed_before_the_first_read_of_a_missing_stream_are
 
 
 def test_redis_does_not_distinguish_two_histories_that_end_alike(client: Client) -> None:
-    """The documented limit: here nobody could tell that the stream is another one."""
+    """The documented limit: nothing in Redis shows here that the stream is another one."""
     found = []
     for commands in (
         [*added(*READ), ("XADD", "s", "MAXLEN", 1, "7-0", "n", "1")],

@@ -1,4 +1,4 @@
-"""Following streams through `millstream serve`: what comes, from where on, and what is told when something is missing."""
+"""Following streams through `millstream serve`: what comes, from where on, and what is sent when something is missing."""
 
 import json
 from collections.abc import Iterator

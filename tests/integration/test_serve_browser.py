@@ -38,7 +38,7 @@ def fill(browser: Browser, **values: str) -> None:
 def test_the_example_page_follows_a_stream_through_restarts_and_shows_gaps(millstream_url: str, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text(f"{TOKEN} entity:*\n")
     # With tickets this short, none is good any more when the page comes back.
-    # It is to come back to the port that it knows, which no client may have taken meanwhile.
+    # It is to come back to the port that it knows, which no client may use meanwhile.
     options = (
         "--port",
         str(free_port()),

@@ -22,7 +22,7 @@ def subscriptions(server: Server) -> float:
 
 
 def is_held_up(server: Server) -> bool:
-    """Whether something was sent, and no more since the last look."""
+    """Whether something was sent, and no more since the last check."""
     before, now = (server.figure("millstream_serve_messages_sent_total", kind="sse") for _ in range(2))
     return 0 < before == now
 
@@ -66,7 +66,7 @@ def test_a_stalled_client_does_not_delay_others_and_is_cut_off(client: Client, m
 
 
 def test_a_client_that_the_system_cut_off_is_counted_as_stalled(client: Client, millstream_url: str) -> None:
-    # So little waits that the server may write on; it is the system which finds that nothing is taken.
+    # So little waits that the server may write on; it is the system which finds that nothing is read.
     with Server(millstream_url, "--stall", "1") as server, stalled(server, "s") as lazy:
         lazy.wait_head()
         publish(client, "s", range(3), PAD)
@@ -162,7 +162,7 @@ def test_clients_stay_connected_and_get_heartbeats_while_redis_is_away(millstrea
             assert numbers(events.next(3)) == [0, 1, 2]
             redis.kill()
             events.wait(comments=events.seen.comments + 4)
-            assert server.http.get("/healthz").status_code == 200  # a restart would help nobody yet
+            assert server.http.get("/healthz").status_code == 200  # a restart would help no client yet
             redis.restart()
             client.close()
             publish(client, "s", range(3, 6))

@@ -62,7 +62,7 @@ def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def no_lock_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse a folder in use at once: nobody in the test is about to leave it."""
+    """Refuse a folder in use at once: no process of the test is about to leave it."""
     monkeypatch.setattr(server_module, "_LOCK_GRACE_MS", 0)
 
 
@@ -311,7 +311,7 @@ def test_a_server_survives_the_thread_that_started_it() -> None:
     thread.start()
     thread.join(FAIL_SAFE_S)
     try:
-        # The kernel sends the signal before it forgets the thread, and nobody survives this signal.
+        # The kernel sends the signal before it forgets the thread, and no process survives this signal.
         eventually(lambda: not Path(f"/proc/self/task/{thread.native_id}").exists(), "the end of the thread")
         assert server.call("PING") == b"PONG"
     finally:
@@ -379,7 +379,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_server(server: EmbeddedServer
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port where somebody else answers PING."""
+    """A port where another server answers PING."""
     with EmbeddedServer() as other:
         yield other.port
 

@@ -79,7 +79,7 @@ def test_messages_without_a_key_among_many_with_one_become_dead_letters_even_if_
 
 
 class Driver:
-    """A RunBreaker with jobs that report what they are told to."""
+    """A RunBreaker with jobs that report what the test sets."""
 
     def __init__(self, client: Client, *, key: str | None = None, once: bool = False) -> None:
         self.client = client

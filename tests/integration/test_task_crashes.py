@@ -53,7 +53,7 @@ def test_a_message_that_killed_its_task_before_dies_while_its_neighbours_live(
     for _ in range(2):
         assert run_in_a_process(bench, lambda own: own.process(handler, batch, retried=True)) == 9
     assert bench.outputs() == [1, 2]
-    bench.process(handler, batch, retried=False)  # the strikes alone are enough to be cautious
+    bench.process(handler, batch, retried=False)  # the crash counts alone are enough to be cautious
     assert bench.outputs() == [1, 2, 4, 5]
     (letter,) = bench.dead()
     assert (letter.id, letter.reason, letter.attempts) == ("3-0", "crashed", 3)
@@ -61,7 +61,7 @@ def test_a_message_that_killed_its_task_before_dies_while_its_neighbours_live(
 
 
 def consume_for_ever() -> None:
-    """Compiled code that asks for no signal, and gives the interpreter's lock to nobody."""
+    """Compiled code that asks for no signal, and never gives up the interpreter's lock."""
     deque(repeat(None), maxlen=0)
 
 

@@ -1,4 +1,4 @@
-"""What the engine's task sets aside: keys that are parked, or wait for long, while their batch and other keys go on."""
+"""What the engine's task defers: keys that are parked, or wait for long, while their batch and other keys go on."""
 
 import logging
 import threading
@@ -362,7 +362,7 @@ def works_of(handler: Handler) -> Handler:
 
 
 def make_due_and_work_off(bench: Deferral, handler: Handler) -> None:
-    """As a job does that works lines off, at whatever moment of a batch."""
+    """As a job does that drains key queues, at whatever moment of a batch."""
     bench.client.execute("ZADD", KEYS.backoff, "XX", 1, A)
     thread = threading.Thread(target=bench.process_deferred, args=(handler,))  # it has an event loop of its own
     thread.start()

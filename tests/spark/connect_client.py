@@ -1,4 +1,4 @@
-"""A program at the client's end of Spark Connect: `connect_client.py REMOTE REDIS FOLDER`; tells by a line of JSON.
+"""A program at the client's end of Spark Connect: `connect_client.py REMOTE REDIS FOLDER`; reports by a line of JSON.
 
 Up to its last part it has no millstream, as a client's machine need not have one.
 """
@@ -71,7 +71,7 @@ class Client:
         self.drain(counts.writeStream.outputMode("update").foreachBatch(write), "totals")
 
     def refusals(self) -> dict[str, str]:
-        """What a user is told who does something wrong."""
+        """The errors that a user gets who does something wrong."""
         return {
             "option": _told(lambda: self.read("a", startingOfsets="earliest").collect()),
             "type": _told(lambda: self.drain(self.stream("plain").writeStream.format("noop"), "type")),
@@ -107,7 +107,7 @@ def with_millstream(client: Client) -> dict[str, Any]:
     recorder = metrics.Recorder()
     client.spark.streams.addListener(QueryMetrics(recorder))
     copied = client.copy()
-    while recorder.value(metrics.SPARK_ROWS, query="copy") < sum(copied):  # whoever waits for us ends it otherwise
+    while recorder.value(metrics.SPARK_ROWS, query="copy") < sum(copied):  # the test that waits ends it otherwise
         time.sleep(0.05)
     return {"runner": refusal, "copied_then": copied, "counted": recorder.value(metrics.SPARK_ROWS, query="copy")}
 
@@ -122,5 +122,5 @@ if __name__ == "__main__":
     found["refusals"] = client.refusals()
     for name in ours:
         del sys.modules[name]
-    print(json.dumps(found | with_millstream(client)))  # noqa: T201 - it is how it tells
+    print(json.dumps(found | with_millstream(client)))  # noqa: T201 - it is how it reports
     client.spark.stop()

@@ -40,7 +40,7 @@ def sums_app(*streams: str) -> App:
 
 
 def check(spark: SparkSession, url: str, folder: Path, *, admin: str = "") -> None:
-    """Fill three streams, process them in two runs, and look at state, dead letters and lag, as `admin` if given."""
+    """Fill three streams, process them in two runs, and check state, dead letters and lag, as `admin` if given."""
     with Client(admin or url) as client:
         pipelines = Pipelines(spark, url, folder, client)
         app = sums_app(*STREAMS)

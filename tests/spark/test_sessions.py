@@ -1,4 +1,4 @@
-"""`millstream run` and its Spark session: what ends it, and what is told before there is one."""
+"""`millstream run` and its Spark session: what ends it, and what is reported before there is one."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How the source plans: shares, pieces, cursors and frontiers; on real Redis, without Spark."""
+"""How the source plans: shares, offset ranges, seeks and committed offsets; on real Redis, without Spark."""
 
 import json
 import time
@@ -311,7 +311,7 @@ def test_names_among_many_keys_are_scanned_in_slices(client: Client) -> None:
     client.pipeline([("DEL", "s7"), ("XADD", "s5000", "1-0", "a", "1")])
     assert subscription.names() is first, "not within a second"
     clock.now_ms += 1000
-    clock.step_ms = 60.0  # each look at the clock takes longer than a slice
+    clock.step_ms = 60.0  # each read of the clock takes longer than a slice
     reads, before = 1, pages(client)
     while subscription.names() is first:
         reads += 1

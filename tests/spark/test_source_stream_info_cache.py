@@ -26,7 +26,7 @@ NAMES = [f"{{{tag}}}:{n}" for tag in "abcd" for n in range(10)]
 
 
 class Knowing:
-    """Looks, and asks about what has changed since the last look; time stands still, so that nothing else is asked."""
+    """Refreshes, and asks about what has changed since the last refresh; time stands still, so that nothing else is asked."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -109,7 +109,7 @@ def test_the_cache_survives_a_full_tracking_table_and_a_restart_of_the_server(
         assert knowing.refresh() is None
         knowing.refresh()
         assert knowing.refresh() == set()
-        client.execute("SWAPDB", 0, 1)  # is not told
+        client.execute("SWAPDB", 0, 1)  # is not reported
         facts = knowing.known.get(NAMES)
         for _ in range(400):
             knowing.clock.now_ms += 1_000
@@ -146,7 +146,7 @@ def test_the_cache_follows_slots_that_move() -> None:
         happens(knowing.refresh)
         client.execute("XADD", NAMES[0], "*", "a", 1)
         move_slot(source, target, slot, finish=False)
-        # A stream that is created while its slot is on its way, and was not there before, is not told before it has arrived.
+        # A stream that is created while its slot is on its way, and was not there before, is not reported before it has arrived.
         happens(lambda: (knowing.known.refresh(), knowing.known.get(NAMES)))
         finish_move(source, target, slot)
         happens(knowing.refresh)

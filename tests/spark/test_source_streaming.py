@@ -231,7 +231,7 @@ def test_a_query_survives_a_restart_of_redis(
         collected = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=60))
         eventually(lambda: len(collected.rows) == 100, "the first entries were read")
         millstream_fresh_server.kill()
-        threading.Event().wait(1.5)  # so that it looks in vain
+        threading.Event().wait(1.5)  # so that it polls in vain
         assert collected.query.isActive
         millstream_fresh_server.start()
         client.retry_while_unavailable(lambda: bench.add("s", 100, start=100), what="the test")

@@ -87,7 +87,7 @@ def test_stages_branch_beside_a_handler_and_keep_their_state_through_an_upgrade(
         "minute": "2026-01-01T12:02:00+00:00", "orders": "4", "sum": str(8 + 9 + 10 + 11), "version": "?",
     }  # fmt: skip
 
-    # The handler's outputs may come just after the stage has looked for them the last time.
+    # The handler's outputs may come just after the stage has polled for them the last time.
     pipelines.once(shop(folder, version=2).only(["matched"]))
     rows = spark.read.parquet(str(folder / "matched")).collect()
     assert sorted((row["order"], row["sum"], row["paid"], row["version"]) for row in rows) == sorted(

@@ -55,7 +55,7 @@ def test_each_batch_begins_where_the_last_one_ended_even_after_a_restart(
     first.stop()
     streams.add("s", 20)
     second = reader(streams, maxOffsetsPerTrigger="30", **options)
-    assert second.partitions(end, end) == []  # so Spark tells it
+    assert second.partitions(end, end) == []  # so Spark calls it
     assert batches(second, end)[0] == [20]
     second.stop()
 
