@@ -214,10 +214,10 @@ def test_tail_skips_a_stream_of_a_pattern_that_becomes_another_type(client: Clie
     fill(client, "s:1", 1)
     fill(client, "s:2", 1)
     with running("tail", "s:*", "--json", url=client.url) as process:
-        _until_it_waits(client)
-        client.execute("SET", "s:1", "text")
         assert process.stderr is not None
         assert process.stderr.readline().startswith(b"following 2 streams, ")
+        _until_it_waits(client)
+        client.execute("SET", "s:1", "text")
         assert b"tail skips the stream s:1: s:1 is not a stream" in process.stderr.readline()
         client.execute("XADD", "s:2", "*", "n", 2)
         client.execute("DEL", "s:1")
