@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -72,6 +73,27 @@ def write_files(page: str, folder: Path, replaced: Mapping[str, str] = MappingPr
     for name, text in files.items():
         (folder / name).write_text(text)
     return {name: folder / name for name in files}
+
+
+def run_python(
+    page: str, names: Mapping[str, object] | None = None, replaced: Mapping[str, str] | None = None, *,
+    only: Sequence[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run the Python blocks of a page, or only those numbers, from 0, one after another as one module; return its names.
+
+    `names`: what the page's excerpts take for granted, such as a Spark session; `replaced`: addresses and paths.
+    """
+    module: dict[str, Any] = {"__name__": __name__, **(names or {})}
+    texts = [block.text for block in blocks_of(page) if block.language == "python"]
+    chosen = {number: texts[number] for number in (range(len(texts)) if only is None else only)}
+    absent = [old for old in replaced or {} if not any(old in text for text in chosen.values())]
+    assert not absent, f"{page}: not in its Python blocks: {absent}"
+    for number, printed in chosen.items():
+        text = printed
+        for old, new in (replaced or {}).items():
+            text = text.replace(old, new)
+        exec(compile(text, f"{page}, Python block {number}", "exec"), module)
+    return module
 
 
 def consoles_of(page: str) -> list[Block]:
