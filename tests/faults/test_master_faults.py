@@ -32,7 +32,7 @@ from tests.support.masters import (
     publish,
 )
 from tests.support.processes import end
-from tests.support.requirements import require
+from tests.support.requirements import skip_without
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.master, pytest.mark.faults]
@@ -381,7 +381,7 @@ def test_a_consumer_reports_that_it_is_overdue_while_its_async_function_takes_to
 
 
 def need_node() -> None:
-    require(shutil.which("node"), "node is not on PATH: apt-get install nodejs")
+    skip_without(shutil.which("node"), "node is not on PATH: apt-get install nodejs")
 
 
 def test_a_consumer_in_javascript_shares_tickets_with_one_in_python(

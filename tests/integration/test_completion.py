@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream.cli.main import COMMANDS
-from tests.support.requirements import require
+from tests.support.requirements import skip_without
 
 pytestmark = [pytest.mark.cli]
 
@@ -68,7 +68,7 @@ def test_help_texts_are_shown_by_shells_that_support_them() -> None:
 
 
 def test_a_shell_completes_with_the_script_that_install_completion_has_installed(tmp_path: Path) -> None:
-    require(shutil.which("bash"), "bash is not on PATH: apt-get install bash")
+    skip_without(shutil.which("bash"), "bash is not on PATH: apt-get install bash")
     program = tmp_path / "bin" / "millstream"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\n{PROGRAM}\n")

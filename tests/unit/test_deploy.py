@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millstream.cli.main import load_command
-from tests.support.requirements import require
+from tests.support.requirements import skip_without
 
 pytestmark = [pytest.mark.cli]
 
@@ -19,7 +19,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture
 def services() -> dict[str, Any]:
-    require(find_spec("yaml"), "PyYAML is not installed: make setup")
+    skip_without(find_spec("yaml"), "PyYAML is not installed: make setup")
     yaml = import_module("yaml")
     found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     return found
