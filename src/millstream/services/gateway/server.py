@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
@@ -81,9 +80,6 @@ def run_gateway(
             metrics_url = f"{stack.enter_context(HealthServer(health, recorder, host=host, port=port)).url}/metrics"
         listener = listen(serving.host, serving.port, connections=limits.connections, stall_s=serving.flow.stall_s)
         stack.callback(listener.close)
-        # uvicorn raises the signal that ended it again, after its last request: ignore it.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
         ready = partial(on_ready, url_of(listener), metrics_url)
         asyncio.run(_serve(serving, limits, client, listener, (recorder, health), ready))
 
@@ -130,6 +126,7 @@ async def _serve(
             sockets=sockets,
             on_shutdown=lambda: manager.close(serving.stop_s),
         )
+        server.stop_at_signals()
         on_ready()
         await server.serve([listener])
         health.on_stopping()

@@ -1,6 +1,5 @@
 """run_master: one master process, with the delegation loop on a thread and the API on the main thread."""
 
-import signal
 import socket
 import threading
 from collections.abc import Callable, Container
@@ -33,9 +32,9 @@ _STOP_S = 5.0
 class MasterServerOptions:
     """Where a master listens, and which requests it accepts.
 
-    * `names`: accepted host names of requests; None: any
+    * `host_names`: accepted host names of requests; None: any
     * `limits`: limits of its HTTP connections
-    * `most_page`: maximum number of items on a page
+    * `max_page`: maximum number of items on a page
     * `metrics_address`: host and port of `/healthz`, `/readyz` and `/metrics` without a token; None: not served there
     """
 
@@ -106,10 +105,8 @@ def serve_with_worker(
     thread = threading.Thread(target=guarded, name="millstream-work")
     thread.start()
     try:
+        server.stop_at_signals()
         on_ready(url_of(listener))
-        # After its last request the server raises the signal again that ended it: ignore it.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
         server.run(sockets=[listener])
     finally:
         stopping.set()

@@ -7,6 +7,7 @@ close ([docs/decisions/0024-one-guard-of-connections.md]).
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -170,6 +171,14 @@ class Server(uvicorn.Server):
         self._stop_s = stop_s
         # uvicorn warns of each refused or malformed request, so any client could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+    def stop_at_signals(self) -> None:
+        """Stop at SIGTERM and Ctrl-C from now on, also at those that come before `serve`. For the main thread.
+
+        After its last request uvicorn raises the signal again that ended it: it is handled here, and ends nothing more.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(self, "should_exit", True))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen with a long backlog, but accept a few connections at a time.
