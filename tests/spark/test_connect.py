@@ -16,6 +16,7 @@ from millstream.redis_client.client import Client
 from millstream.spark.versions import HAS_LIMITS
 from tests.support.connect_server import ConnectServer
 from tests.support.fields import text_fields
+from tests.support.pages import blocks_of
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_LIMITS, reason="limited batches with a trigger of their own since Spark 4.2"),
 ]
 HERE = Path(__file__).parent
+PAGE = "docs/spark-connect.md"
 EXAMPLE = HERE.parents[1] / "examples" / "pipelines"
 
 
@@ -134,3 +136,18 @@ def test_a_declarative_pipeline_adds_each_entry_once_to_its_table_and_its_stream
         if os.environ.get("MILLSTREAM_SOAK"):
             pipeline.run("--full-refresh-all")
             check(180)
+
+
+def test_the_client_of_the_page_shows_what_is_in_a_stream(
+    server: ConnectServer, millstream_url: str, tmp_path: Path
+) -> None:
+    with Client(millstream_url) as client:
+        client.execute("XADD", "orders", "1-0", "customer", "ann")
+    places = {"sc://spark.internal:15002": server.remote, "redis://redis.internal:6379/0": millstream_url}
+    program = f"from tests.support.pages import run_python; run_python({PAGE!r}, replaced={places!r}, only=[0])"
+    assert "{customer -> ann}" in run([sys.executable, "-c", program], cwd=tmp_path, PYTHONPATH=str(HERE.parents[1]))
+
+
+def test_the_pipeline_of_the_page_is_that_of_the_example() -> None:
+    shown = [block.text for block in blocks_of(PAGE) if block.language == "python"][1]
+    assert (EXAMPLE / "transformations" / "orders.py").read_text().endswith(shown)

@@ -1,0 +1,192 @@
+"""The consoles of the pages: services start with the line that is shown, and operators' commands succeed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from millstream.delivery import DeadLetterFilter, DeadLetterQueue
+from millstream.redis_client.client import Client
+from tests.support import commandline
+from tests.support.commandline import running
+from tests.support.pages import ROOT, consoles_of
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+pytestmark = [pytest.mark.cli]
+
+APP = """
+from millstream import App, Message, Retry
+
+app = App("shop")
+SLOW = dict(delay_ms=3_600_000, max_delay_ms=3_600_000)
+
+
+@app.handler("payments", key="account", retry=Retry(attempts=1, then="park"))
+def charge(message: Message) -> None:
+    raise RuntimeError("gateway says no")
+
+
+@app.handler("refunds", key="account", retry=Retry(attempts=1, then="block", **SLOW))
+def refund(message: Message) -> None:
+    raise RuntimeError("gateway is away")
+
+
+@app.handler("orders")
+def old(message: Message) -> None:
+    raise ValueError("no")
+"""
+
+
+def environment(url: str, more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a shell that finds the program and this Redis."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "MILLSTREAM_URL": url, "PATH": path, "PYTHONUNBUFFERED": "1", **more}
+
+
+@contextmanager
+def service(page: str, folder: Path, url: str, **more: str) -> Iterator["subprocess.Popen[str]"]:
+    """The commands of a page's only console, the last of which is a service; Ctrl-C ends it."""
+    (console,) = consoles_of(page)
+    shell = subprocess.Popen(
+        ["bash", "-c", console.commands], cwd=folder, env=environment(url, more), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield shell
+        os.killpg(shell.pid, signal.SIGINT)
+        shell.communicate(timeout=FAIL_SAFE_S)
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.communicate()
+
+
+def first_line(shell: "subprocess.Popen[str]") -> str:
+    """What the service prints first."""
+    assert shell.stdout is not None
+    return shell.stdout.readline().rstrip("\n")
+
+
+def test_serve_starts_with_the_line_of_its_page(client: Client) -> None:
+    (shown,) = consoles_of("docs/serve.md")[0].outputs
+    with (
+        commandline.reserved_port() as port,
+        service("docs/serve.md", ROOT, client.url, MILLSTREAM_SERVE_PORT=str(port)) as shell,
+    ):
+        assert first_line(shell) == shown.replace("8000", str(port))
+
+
+def test_the_master_starts_with_the_line_of_its_page(client: Client) -> None:
+    (shown,) = consoles_of("docs/master.md")[0].outputs
+    with (
+        commandline.reserved_port() as port,
+        service("docs/master.md", ROOT, client.url, MILLSTREAM_MASTER_PORT=str(port)) as shell,
+    ):
+        assert first_line(shell) == shown.replace("8000", str(port))
+
+
+def test_dev_starts_with_the_lines_of_its_page(client: Client, tmp_path: Path) -> None:
+    (console,) = consoles_of("docs/servers.md")
+    with (
+        commandline.reserved_port() as port,
+        service("docs/servers.md", tmp_path, client.url, MILLSTREAM_DEV_PORT=str(port)) as shell,
+    ):
+        assert shell.stdout is not None
+        lines = [shell.stdout.readline() for _ in console.outputs]
+    assert lines[0].strip() == console.outputs[0].replace("6379", str(port))
+    assert lines[2].strip() == console.outputs[2].strip()
+
+
+@pytest.mark.parametrize(
+    ("page", "stream", "entry", "output"),
+    [
+        ("docs/worker.md", "orders", ("customer", "ann"), "notes"),
+        ("docs/keys.md", "orders", ("customer", "ann", "amount", "10"), "totals"),
+    ],
+)
+def test_the_workers_of_a_page_process_a_message(
+    client: Client, tmp_path: Path, page: str, stream: str, entry: tuple[str, ...], output: str
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copy(ROOT / "examples" / "shop.py", tmp_path)
+    client.execute("XADD", stream, "*", *entry)
+
+    with service(page, tmp_path, client.url):
+        eventually(lambda: client.execute("XLEN", output), "an output")
+
+
+# --- What operators type ---
+
+NOT_HERE = ("redis-check-aof", "millstream run ")
+"""Commands of the runbook that other tests run: on a server that was killed, and on Spark."""
+
+FOUND: Mapping[str, int] = {"millstream doctor": 1, "millstream check app.py:app --only charge --yes": 1}
+"""The commands of the runbook that report by their exit code."""
+
+
+@pytest.fixture
+def broken_shop(client: Client, tmp_path: Path) -> Path:
+    """An app whose handlers have each left a key or a message stuck, as the runbook has them; its worker has stopped."""
+    (tmp_path / "app.py").write_text(APP)
+    with running("worker", str(tmp_path / "app.py:app"), url=client.url) as worker:
+        for stream, account in (("payments", "a1"), ("refunds", "a3"), ("orders", "")):
+            client.execute("XADD", stream, "1795441877961-0", "account", account)
+
+        def stuck() -> bool:
+            return sorted(keys(client)) == ["a1", "a3"] and len(letters(client)) == 1
+
+        eventually(stuck, "two stuck keys and a dead letter", log=lambda: (keys(client), letters(client)))
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(FAIL_SAFE_S) == 0
+    return tmp_path
+
+
+def keys(client: Client) -> list[str]:
+    """The keys that `key list` shows."""
+    return [row["key"] for row in commandline.call("key", "list", "--json", url=client.url).json_lines()]
+
+
+def letters(client: Client) -> list[str]:
+    """The ids of all dead letters."""
+    return [filed.letter_id for filed in DeadLetterQueue(client).find(DeadLetterFilter())]
+
+
+def test_the_commands_of_the_runbook_succeed_where_keys_are_stuck(client: Client, broken_shop: Path) -> None:
+    script = [line for block in consoles_of("docs/operations/runbook.md") for line in block.commands.splitlines()]
+    chosen = [line for line in script if not line.startswith(NOT_HERE)]
+    assert len(chosen) == len(script) - len(NOT_HERE)
+    names = {"LETTER_ID": letters(client)[0], "--reason bad-output": "--reason failed"}
+    for line in chosen:
+        command = line
+        for old, new in names.items():
+            command = command.replace(old, new)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=broken_shop, env=environment(client.url, {}), capture_output=True, text=True,
+            timeout=FAIL_SAFE_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == expected(command), f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+def expected(command: str) -> int:
+    """The exit code of a command on that Redis."""
+    return FOUND.get(command.partition("#")[0].strip(), 0)
+
+
+def test_the_commands_of_the_cookbook_remove_a_key(client: Client, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "shop.py", tmp_path)
+    with running("worker", str(tmp_path / "shop.py:app"), url=client.url):
+        client.execute("XADD", "orders", "*", "customer", "ann", "amount", "10")
+        eventually(lambda: client.execute("XLEN", "totals"), "an output")
+    (console,) = consoles_of("docs/guides/cookbook.md")
+    done = subprocess.run(
+        ["bash", "-e", "-c", console.commands], cwd=tmp_path, env=environment(client.url, {}), capture_output=True,
+        text=True, timeout=FAIL_SAFE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert commandline.call("state", "show", "shop.total", "ann", url=client.url).code == 1

@@ -1,0 +1,164 @@
+"""The Python of the pages on Spark runs as it is printed, in the one session of these tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import prometheus_client
+import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+from millstream.errors import ConfigError
+from millstream.spark.versions import HAS_FILTERS, HAS_LIMITS
+from tests.support.pages import run_python
+from tests.support.sources import Bench
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark]
+
+LOCAL = "redis://localhost:6379/0"
+ORDERS = (["customer", "ann", "amount", "10"], ["customer", "bob", "amount", "5"])
+
+
+@pytest.fixture
+def shop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A Redis with two orders, where programs find it that name no URL; their queries end with the test."""
+    monkeypatch.setenv("MILLSTREAM_URL", bench.url)
+    bench.add_raw("orders", map(list, ORDERS))
+    yield bench
+    for query in bench.spark.streams.active:
+        query.stop()
+
+
+def orders(shop: Bench) -> DataFrame:
+    """The orders as a stream of rows."""
+    return shop.stream("orders", schema="_id string, customer string, amount double", startingOffsets="earliest")
+
+
+def await_all(shop: Bench) -> None:
+    """Wait until each query has processed what is there."""
+    for query in shop.spark.streams.active:
+        query.processAllAvailable()
+
+
+def option(name: str, folder: Path) -> dict[str, str]:
+    """A folder that a page names as the value of an option, below that of the test."""
+    return {f', "{name}")': f', "{folder / name}")'}
+
+
+def entries(shop: Bench, stream: str) -> list[dict[str, str]]:
+    found = [fields for _, fields in shop.client.execute("XRANGE", stream, "-", "+")]
+    return [dict(zip(map(bytes.decode, f[::2]), map(bytes.decode, f[1::2]), strict=True)) for f in found]
+
+
+# --- The source ---
+
+
+def test_the_query_of_the_page_on_the_source_writes_parquet(shop: Bench) -> None:
+    parquet = {'("path", "orders")': f'("path", "{shop.folder / "orders"}")'}
+    replaced = {LOCAL: shop.url, **parquet, **option("cp", shop.folder)}
+    run_python("docs/spark-source.md", {"spark": shop.spark}, replaced, only=[0])
+    await_all(shop)
+    assert shop.spark.read.parquet(str(shop.folder / "orders")).count() == len(ORDERS)
+
+
+def test_the_columns_of_the_page_on_the_source_are_typed(shop: Bench) -> None:
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, only=[1])["orders"]
+    assert sorted((row.customer, row.amount, row.paid) for row in frame.collect()) == [
+        ("ann", 10.0, None),
+        ("bob", 5.0, None),
+    ]
+
+
+@pytest.mark.skipif(not HAS_FILTERS, reason="filters are pushed down since Spark 4.1")
+def test_the_filter_of_the_page_on_the_source_is_pushed_down(shop: Bench) -> None:
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, only=[2])["hour"]
+    assert frame.count() == 0, "no order is of that hour"
+
+
+def test_the_group_query_of_the_page_on_the_source_reads_the_group(shop: Bench) -> None:
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, only=[3])["stream"]
+    assert frame.isStreaming
+
+
+def test_the_session_of_the_page_on_the_source_has_the_setting(shop: Bench) -> None:
+    assert run_python("docs/spark-source.md", only=[4])["spark"] is not None
+
+
+# --- The sink ---
+
+
+def test_the_queries_of_the_page_on_the_sink_write_streams(shop: Bench) -> None:
+    daily = shop.spark.createDataFrame([("ann", 1)], "customer string, orders int")
+    names = {"totals": orders(shop).select("customer", "amount"), "daily": daily, "url": shop.url}
+    run_python("docs/spark-sink.md", names, {LOCAL: shop.url, **option("cp", shop.folder)}, only=[0])
+    await_all(shop)
+    assert entries(shop, "totals") == [{"customer": "ann", "amount": "10.0"}, {"customer": "bob", "amount": "5.0"}]
+    assert entries(shop, "daily") == [{"customer": "ann", "orders": "1"}]
+
+
+def test_the_changes_of_the_page_on_the_sink_are_written_batch_by_batch(shop: Bench) -> None:
+    totals = orders(shop).groupBy("customer").agg(F.sum("amount").alias("sum"))
+    run_python("docs/spark-sink.md", {"totals": totals, "url": shop.url}, option("cp", shop.folder), only=[1])
+    await_all(shop)
+    assert sorted(row["customer"] for row in entries(shop, "totals")) == ["ann", "bob"]
+
+
+def test_the_hashes_of_the_page_on_the_sink_have_the_newest_row(shop: Bench) -> None:
+    latest = orders(shop).withColumnRenamed("customer", "user")
+    run_python("docs/spark-sink.md", {"latest": latest, "url": shop.url}, option("cp-users", shop.folder), only=[2])
+    await_all(shop)
+    assert shop.client.execute("HGET", "user:ann", "amount") == b"10.0"
+
+
+# --- Versions, notebooks, metrics, stages ---
+
+
+def test_the_limited_batches_of_the_page_on_versions_end_or_are_refused(shop: Bench) -> None:
+    saved: list[int] = []
+    names = {"spark": shop.spark, "url": shop.url, "save": lambda rows, _: saved.append(rows.count())}
+    if HAS_LIMITS:
+        with pytest.raises(ConfigError, match="availableNow"):
+            run_python("docs/spark-versions.md", names, option("cp", shop.folder))
+    else:
+        run_python("docs/spark-versions.md", names, option("cp", shop.folder))
+        assert sum(saved) == len(ORDERS)
+
+
+@pytest.mark.skipif(not HAS_FILTERS, reason="filters are pushed down since Spark 4.1")
+def test_the_cells_of_the_page_on_notebooks_show_history_and_a_live_table(
+    shop: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.add_raw("temperatures", [["room", "attic", "celsius", "21.5"]])
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    history = run_python("docs/notebooks.md", only=[0])["history"]
+    assert [(row.room, row.celsius) for row in history.collect()] == [("attic", 21.5)]
+    shown: list[int] = []
+    live = shop.stream("temperatures", schema="room string", startingOffsets="earliest").groupBy("room").count()
+    names = {"spark": shop.spark, "rooms": live, "display": lambda table: shown.append(len(table))}
+    run_python("docs/notebooks.md", names, only=[1])
+    assert len(shown) == 1
+
+
+def test_the_listener_of_the_page_on_metrics_counts_rows(shop: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    run_python("docs/metrics.md", {"spark": shop.spark}, only=[0])
+    shop.collect(orders(shop))
+    eventually(lambda: b'"progress"' in prometheus_client.generate_latest(registry) or has_rows(registry), "a figure")
+
+
+def has_rows(registry: prometheus_client.CollectorRegistry) -> bool:
+    """Whether rows of a query were counted."""
+    metrics = [metric for metric in registry.collect() if metric.name == "millstream_spark_rows"]
+    return any(sample.value == len(ORDERS) for metric in metrics for sample in metric.samples)
+
+
+def test_the_app_of_the_page_on_stages_has_a_handler_and_two_stages(shop: Bench) -> None:
+    module = run_python("docs/spark-stages.md", {"DataFrame": DataFrame, "DataStreamWriter": DataStreamWriter})
+    app = module["app"]
+    assert (list(app.handlers), list(app.stages)) == (["total"], ["per_minute", "archive"])
+    frame = shop.stream("orders", schema="customer string, amount double, at timestamp")
+    assert app.stages["per_minute"].function(frame).columns == ["minute", "orders"]
+    assert isinstance(app.stages["archive"].function(orders(shop)), DataStreamWriter)
