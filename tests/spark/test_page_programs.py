@@ -5,11 +5,11 @@ from pathlib import Path
 
 import prometheus_client
 import pytest
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from millstream.errors import ConfigError
 from millstream.spark.versions import HAS_FILTERS, HAS_LIMITS
 from tests.support.pages import run_python
 from tests.support.sources import Bench
@@ -22,9 +22,8 @@ ORDERS = (["customer", "ann", "amount", "10"], ["customer", "bob", "amount", "5"
 
 
 @pytest.fixture
-def shop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """A Redis with two orders, where programs find it that name no URL; their queries end with the test."""
-    monkeypatch.setenv("MILLSTREAM_URL", bench.url)
+def shop(bench: Bench) -> Iterator[Bench]:
+    """A Redis with two orders; queries that programs leave running end with the test."""
     bench.add_raw("orders", map(list, ORDERS))
     yield bench
     for query in bench.spark.streams.active:
@@ -34,6 +33,12 @@ def shop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 def orders(shop: Bench) -> DataFrame:
     """The orders as a stream of rows."""
     return shop.stream("orders", schema="_id string, customer string, amount double", startingOffsets="earliest")
+
+
+def at(shop: Bench, stream: str) -> dict[str, str]:
+    """The URL, for a program that leaves it to MILLSTREAM_URL: the session's Java has an environment of its own."""
+    subscribe = f'.option("subscribe", "{stream}")'
+    return {subscribe: f'.option("url", "{shop.url}"){subscribe}'}
 
 
 def await_all(shop: Bench) -> None:
@@ -64,7 +69,7 @@ def test_the_query_of_the_page_on_the_source_writes_parquet(shop: Bench) -> None
 
 
 def test_the_columns_of_the_page_on_the_source_are_typed(shop: Bench) -> None:
-    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, only=[1])["orders"]
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[1])["orders"]
     assert sorted((row.customer, row.amount, row.paid) for row in frame.collect()) == [
         ("ann", 10.0, None),
         ("bob", 5.0, None),
@@ -73,12 +78,12 @@ def test_the_columns_of_the_page_on_the_source_are_typed(shop: Bench) -> None:
 
 @pytest.mark.skipif(not HAS_FILTERS, reason="filters are pushed down since Spark 4.1")
 def test_the_filter_of_the_page_on_the_source_is_pushed_down(shop: Bench) -> None:
-    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, only=[2])["hour"]
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[2])["hour"]
     assert frame.count() == 0, "no order is of that hour"
 
 
 def test_the_group_query_of_the_page_on_the_source_reads_the_group(shop: Bench) -> None:
-    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, only=[3])["stream"]
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[3])["stream"]
     assert frame.isStreaming
 
 
@@ -119,7 +124,7 @@ def test_the_limited_batches_of_the_page_on_versions_end_or_are_refused(shop: Be
     saved: list[int] = []
     names = {"spark": shop.spark, "url": shop.url, "save": lambda rows, _: saved.append(rows.count())}
     if HAS_LIMITS:
-        with pytest.raises(ConfigError, match="availableNow"):
+        with pytest.raises(AnalysisException, match="set the trigger"):
             run_python("docs/spark-versions.md", names, option("cp", shop.folder))
     else:
         run_python("docs/spark-versions.md", names, option("cp", shop.folder))
@@ -132,7 +137,7 @@ def test_the_cells_of_the_page_on_notebooks_show_history_and_a_live_table(
 ) -> None:
     shop.add_raw("temperatures", [["room", "attic", "celsius", "21.5"]])
     monkeypatch.setenv("MPLBACKEND", "agg")
-    history = run_python("docs/notebooks.md", only=[0])["history"]
+    history = run_python("docs/notebooks.md", replaced=at(shop, "temperatures"), only=[0])["history"]
     assert [(row.room, row.celsius) for row in history.collect()] == [("attic", 21.5)]
     shown: list[int] = []
     live = shop.stream("temperatures", schema="room string", startingOffsets="earliest").groupBy("room").count()
