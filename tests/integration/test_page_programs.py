@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from millstream.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
-from millstream.router import Router
 from millstream.testing import run
 from millstream.testing.history import HistoryError
 from millstream.testing.topologies import cluster
@@ -302,48 +300,6 @@ def test_the_program_of_the_page_on_the_router_prints_new_entries(client: Client
     with program("docs/router.md", tmp_path, client.url) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "1700000000001-0 {'state': b'sent'}\n"
-
-
-def test_the_functions_of_the_page_on_the_router_show_all_items(
-    client: Client, capsys: pytest.CaptureFixture[str]
-) -> None:
-    follow = run_python("docs/router.md", only=[1])["follow"]
-    client.execute("XADD", "entity:1", "1-0", "state", "paid")
-    shown: list[str] = []
-
-    def is_shown() -> bool:
-        shown.append(capsys.readouterr().out)
-        return "1-0 {'state': b'paid'}" in "".join(shown)
-
-    async def show() -> None:
-        async with Router(client.url) as router:
-            task = asyncio.create_task(follow(router, "entity:1"))
-            await eventually_async(is_shown, "the entry")
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-    asyncio.run(show())
-
-
-def test_the_thread_of_the_page_on_the_router_ends_with_the_router(
-    client: Client, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = run_python("docs/router.md", only=[1])
-    with Router(client.url) as router:
-        thread = threading.Thread(target=module["follow_in_a_thread"], args=(router, "entity:1"))
-        thread.start()
-        numbers = iter(range(1, 1_000_000))
-        shown: list[str] = []
-
-        def is_shown() -> bool:
-            client.execute("XADD", "entity:1", "*", "n", next(numbers))
-            shown.append(capsys.readouterr().out)
-            return "stream='entity:1'" in "".join(shown)
-
-        eventually(is_shown, "an entry")
-    thread.join(FAIL_SAFE_S)
-    assert not thread.is_alive()
 
 
 # --- Observing and testing ---

@@ -2,11 +2,9 @@
 
 import asyncio
 import gc
-import re
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,11 @@ from millstream.redis_client.client import Client
 from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, Start, TooSlow
 from millstream.router.cursors import NEWEST
 from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
+from tests.support.pages import run_python
 from tests.support.routers import OFTEN, READERS, Subscribers, ids, ids_in, make_router, publish, take_items
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router]
-
-DOCUMENTATION = Path(__file__).parents[2] / "docs/router.md"
 
 
 @pytest.fixture(params=READERS)
@@ -421,10 +418,8 @@ def test_a_subscription_in_an_event_loop_shows_when_it_has_ended(millstream_url:
 
 
 def test_the_example_of_the_documentation_follows(client: Client, millstream_url: str) -> None:
-    (code,) = [text for text in re.findall(r"```python\n(.*?)```", DOCUMENTATION.read_text(), re.S) if "def " in text]
     printed: list[tuple[Any, ...]] = []
-    names: dict[str, Any] = {"print": lambda *parts: printed.append(parts)}
-    exec(compile(code, str(DOCUMENTATION), "exec"), names)
+    names = run_python("docs/router.md", {"print": lambda *parts: printed.append(parts)}, only=[1])
     publish(client, ["s"], range(3))
     last = ids_in(client, "s")[-1]
 
