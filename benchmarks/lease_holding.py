@@ -23,7 +23,7 @@ def run(*, seconds: float = 10.0) -> dict[str, Any]:
     with server() as client:
         for number in range(LEASES):
             announce(client, "bench", f"stream:{number}")
-        policy = BalancerPolicy(lease_ms=LEASE_MS, most_waiting=LEASES)
+        policy = BalancerPolicy(lease_ms=LEASE_MS, max_waiting=LEASES)
         with Balancer(client.url, "bench", consumer="holder", policy=policy) as balancer:
             while len(balancer.leases) < LEASES:
                 balancer.next(0.1)

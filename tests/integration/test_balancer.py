@@ -141,7 +141,7 @@ def test_a_released_stream_is_free_for_every_consumer_at_once(client: Client) ->
 def test_a_claim_leases_a_free_stream_and_refuses_any_other(client: Client) -> None:
     announced(client, "s1", "s2")
     given = heartbeat_of(client, "b").added
-    with started(client.url, "a", moves=0.0001, most_streams=1) as balancer:
+    with started(client.url, "a", moves=0.0001, max_streams=1) as balancer:
         with pytest.raises(AlreadyOwned) as raised:
             balancer.claim("s1")
         assert (raised.value.stream, raised.value.consumer) == ("s1", "b")
@@ -329,7 +329,7 @@ def test_claims_leases_and_recoveries_are_measured(client: Client) -> None:
     recorder = Recorder()
     announced(client, "s1", "s2")
     dying = heartbeat_of(client, "b").added
-    with started(client.url, "a", options={"metrics": recorder}, most_streams=1) as balancer:
+    with started(client.url, "a", options={"metrics": recorder}, max_streams=1) as balancer:
         with pytest.raises(AlreadyOwned):
             balancer.claim("s1")
         peer(client, "b").end_leases("done", dying[:1])
@@ -375,10 +375,10 @@ def test_only_a_stream_whose_lease_expired_is_measured_as_recovered(client: Clie
         client, "b", finder="b", incarnation="i2"
     )  # nor is the end of an earlier life under its name left out
     expire(client, "b")
-    assert peer(client, "c").heartbeat(heartbeat_request(most_new=0)).owner_losses == 2
-    heartbeat_of(client, "nothing at all", most_new=0)
+    assert peer(client, "c").heartbeat(heartbeat_request(max_new=0)).owner_losses == 2
+    heartbeat_of(client, "nothing at all", max_new=0)
     expire(client, "nothing at all")
-    assert peer(client, "c").heartbeat(heartbeat_request(most_new=0)).recovery_ms is None
+    assert peer(client, "c").heartbeat(heartbeat_request(max_new=0)).recovery_ms is None
 
 
 def check_lateness(client: Client, dead_one: str, *, finder: str, incarnation: str) -> None:

@@ -122,7 +122,7 @@ def all_read(client: Client) -> bool:
 )
 def test_no_stream_is_lost_when_a_part_of_the_service_is_lost(client: Client, lost: str) -> None:
     announced(client, *names(3))
-    with started(client.url, "a", most_streams=2) as balancer:
+    with started(client.url, "a", max_streams=2) as balancer:
         next_added(balancer, 2)
         match lost:
             case "the group":

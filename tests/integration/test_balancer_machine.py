@@ -82,28 +82,28 @@ class BalancerMachine(RuleBasedStateMachine):
     # What consumers do
 
     @rule(
-        name=CONSUMER, most_new=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
+        name=CONSUMER, max_new=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
         weight=st.sampled_from([1.0, 1.0, 3.0]), recovers=st.sampled_from([True, True, False]),
         moves=st.sampled_from([0, 0.2, 1.0]), expired=st.sampled_from([None, None, 0, 1]),
-        most_losses=st.sampled_from([None, None, 3]), gives=st.booleans(), why=st.sampled_from(["stuck", "overran"]),
+        max_losses=st.sampled_from([None, None, 3]), gives=st.booleans(), why=st.sampled_from(["stuck", "overran"]),
     )  # fmt: skip
     def round(
-        self, name: str, most_new: int, limit: int | None, weight: float, recovers: bool, moves: float,
-        expired: int | None, most_losses: int | None, gives: bool, why: str,
+        self, name: str, max_new: int, limit: int | None, weight: float, recovers: bool, moves: float,
+        expired: int | None, max_losses: int | None, gives: bool, why: str,
     ) -> None:  # fmt: skip
         service = self.service(name)
         before = len(dead(self.client))
         late = [lease for other, lease in self.leases if other.consumer == name][-1 - (expired or 0) :][:1]
         changes: dict[str, Any] = {
-            "most_new": most_new, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves,
-            "requests_all": True, "most_losses": most_losses, why: late if expired is not None else (),
+            "max_new": max_new, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves,
+            "requests_all": True, "max_losses": max_losses, why: late if expired is not None else (),
         }  # fmt: skip
         try:
             found = service.heartbeat(heartbeat_request(**changes))
         except NameHeld:
             return
         self.receive(service, found.added)
-        assert len(found.added) <= most_new
+        assert len(found.added) <= max_new
         assert limit is None or found.held <= limit or not found.added
         assert {lease.stream: lease.token for lease in found.all_held} == self.tokens_of(name)
         self.given_up(before)
@@ -201,7 +201,7 @@ class BalancerMachine(RuleBasedStateMachine):
             known = self.client.execute("HGET", KEYS.consumers, name)
             if known:
                 incarnation = int(known.split()[0].removeprefix(b"i"))
-                found = self.service(name, incarnation).heartbeat(heartbeat_request(most_new=0))
+                found = self.service(name, incarnation).heartbeat(heartbeat_request(max_new=0))
                 assert (found.is_new, found.owner_losses) == (False, 0), "Redis was away, not they"
         assert owners(self.client) == before
 
@@ -284,7 +284,7 @@ class BalancerMachine(RuleBasedStateMachine):
             return
         found = {
             name: peer(self.client, name, incarnation).heartbeat(
-                heartbeat_request(most_new=0, moves=0, weight=float(weight), limit=int(limit) or None)
+                heartbeat_request(max_new=0, moves=0, weight=float(weight), limit=int(limit) or None)
             )
             for name, (incarnation, weight, limit) in living.items()
         }
@@ -300,7 +300,7 @@ class BalancerMachine(RuleBasedStateMachine):
         if not hasattr(self, "open"):
             return
         last = self.service("last", 0)
-        last.heartbeat(heartbeat_request(most_new=0))
+        last.heartbeat(heartbeat_request(max_new=0))
         expire(self.client, *NAMES)
         leases: list[Lease] = []
         for _ in range(4):

@@ -76,7 +76,7 @@ def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_free(client: Clien
     options = {"a": {"weight": 2.0, "limit": 2}, "b": {"weight": 2.5}, "c": {"weight": 2.5}}
     heartbeat_of(client, "a", **options["a"])
     for name in "bc":
-        heartbeat_of(client, name, most_new=0, **options[name])
+        heartbeat_of(client, name, max_new=0, **options[name])
     for _ in range(3):
         shares = {name: heartbeat_of(client, name, **option).share for name, option in options.items()}
     assert shares["a"] == 2
@@ -108,7 +108,7 @@ def test_shares_add_up_to_all_streams_within_the_limits(
         announced(client, *names(total))
         for _ in range(2):  # in the second each knows of all others
             shares = [
-                heartbeat_of(client, f"c{n}", weight=weight, limit=limit or None, most_new=0).share
+                heartbeat_of(client, f"c{n}", weight=weight, limit=limit or None, max_new=0).share
                 for n, (weight, limit) in enumerate(bids)
             ]
         assert all(0 <= share <= (limit or total) for share, (_, limit) in zip(shares, bids, strict=True))
@@ -200,9 +200,9 @@ def test_ten_streams_may_move_in_any_case(client: Client) -> None:
 def test_at_least_one_stream_moves_and_none_while_others_are_free(client: Client) -> None:
     announced(client, *names(4))
     leases = heartbeat_of(client, "a").added
-    heartbeat_of(client, "b", most_new=0)
+    heartbeat_of(client, "b", max_new=0)
     peer(client, "a").end_leases("released", leases[:1])
-    assert heartbeat_of(client, "a", most_new=0, moves=0.05).excess == 0
+    assert heartbeat_of(client, "a", max_new=0, moves=0.05).excess == 0
     heartbeat_of(client, "b")
     assert heartbeat_of(client, "a", moves=0.05).excess == 1
 
@@ -252,7 +252,7 @@ def has(client: Client, consumer: str, count: int) -> bool:
 
 def test_a_program_that_reads_no_notifications_gets_no_more_streams_than_may_wait(client: Client) -> None:
     announced(client, *names(5))
-    with started(client.url, "a", most_waiting=2) as balancer:
+    with started(client.url, "a", max_waiting=2) as balancer:
         heartbeats_later(client, balancer)
         assert counts(client) == {"a": 2}
         assert sum(not name.startswith("a") for name in pending(client).values()) == 0, "the others are not even read"
@@ -262,7 +262,7 @@ def test_a_program_that_reads_no_notifications_gets_no_more_streams_than_may_wai
 
 
 def test_a_program_that_reads_no_notifications_leaves_streams_to_one_that_does(client: Client) -> None:
-    with started(client.url, "deaf", "b", most_waiting=1, moves=1.0) as (deaf, other):
+    with started(client.url, "deaf", "b", max_waiting=1, moves=1.0) as (deaf, other):
         announced(client, *names(6))
         seen = set()
         for _ in range(3):
@@ -277,7 +277,7 @@ def test_no_more_free_streams_are_notified_than_may_wait(client: Client) -> None
     recorder = Recorder()
     announced(client, *names(5))
     leases = heartbeat_of(client, "b").added
-    with started(client.url, "a", recover="claim", most_waiting=2, options={"metrics": recorder}) as balancer:
+    with started(client.url, "a", recover="claim", max_waiting=2, options={"metrics": recorder}) as balancer:
         peer(client, "b").end_leases("released", leases)
         heartbeats_later(client, balancer)
         assert recorder.value(LEASE_NOTIFICATIONS, service=SERVICE, notice="StreamExpired") == 2
@@ -295,14 +295,14 @@ def test_no_more_free_streams_are_notified_than_may_wait(client: Client) -> None
 def test_a_stream_that_kills_its_owners_becomes_a_dead_letter(client: Client) -> None:
     announcement, other = announced(client, "poison", "good")
     for n, name in enumerate("abc"):
-        given = {lease.stream: lease.losses for lease in heartbeat_of(client, name, most_losses=3).added}
+        given = {lease.stream: lease.losses for lease in heartbeat_of(client, name, max_losses=3).added}
         assert given == {"poison": n, "good": 0}
         lease = next(
             lease for lease in heartbeat_of(client, name, requests_all=True).all_held if lease.stream == "good"
         )
         expire(client, name)
         peer(client, name).end_leases("released", [lease])
-    found = heartbeat_of(client, "d", most_losses=3)
+    found = heartbeat_of(client, "d", max_losses=3)
     assert [lease.stream for lease in found.added] == ["good"]
     letter = dead(client)[0]
     assert (letter["stream"], letter["id"]) == ("poison", announcement)
@@ -311,15 +311,15 @@ def test_a_stream_that_kills_its_owners_becomes_a_dead_letter(client: Client) ->
     assert list(pending(client)) == [other]
     assert client.execute("HEXISTS", KEYS.base + ":losses", "poison") == 0
     announced(client, "poison")
-    assert heartbeat_of(client, "d", most_losses=3).added[0].losses == 0
+    assert heartbeat_of(client, "d", max_losses=3).added[0].losses == 0
 
 
 def test_an_orderly_release_resets_the_owner_losses(client: Client) -> None:
     announced(client, "s")
     for name in "abc":
-        heartbeat_of(client, name, most_losses=2)
+        heartbeat_of(client, name, max_losses=2)
         expire(client, name)
-        lease = heartbeat_of(client, "x", most_losses=2).added[0]
+        lease = heartbeat_of(client, "x", max_losses=2).added[0]
         assert lease.losses == 1
         peer(client, "x").end_leases("released", [lease])
         peer(client, "x").leave()
@@ -331,9 +331,9 @@ def test_a_release_after_the_time_to_drain_neither_adds_to_the_owner_losses_nor_
     heartbeat_of(client, "dies")
     expire(client, "dies")
     for _ in range(3):
-        (lease,) = heartbeat_of(client, "a", most_losses=2).added
+        (lease,) = heartbeat_of(client, "a", max_losses=2).added
         assert lease.losses == 1
-        found = heartbeat_of(client, "a", most_losses=2, overran=[lease], most_new=0)
+        found = heartbeat_of(client, "a", max_losses=2, overran=[lease], max_new=0)
         assert (found.held, found.owner_losses) == (0, 0)
     assert dead(client) == []
 
@@ -362,7 +362,7 @@ def test_a_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> 
 
 def test_a_stream_that_is_stuck_too_often_becomes_a_dead_letter(client: Client) -> None:
     announced(client, "s")
-    with started(client.url, "a", most_losses=2) as balancer:
+    with started(client.url, "a", max_losses=2) as balancer:
         for losses in (0, 1):
             assert next_notice(balancer, StreamAdded).lease.losses == losses
             pass_deadline(client, balancer, "s")
@@ -419,17 +419,17 @@ def test_any_number_of_announcements_without_a_free_stream_is_read_in_bounded_ca
         client.pipeline(
             [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, f'{{"DataStreamName": "{one}"}}') for one in names(count, 1)]
         )
-        while heartbeat_of(client, "dying", weight=1e6, most_new=1_000).has_more:
+        while heartbeat_of(client, "dying", weight=1e6, max_new=1_000).has_more:
             pass
         expire(client, "dying")
-        while peer(client, "b").heartbeat(heartbeat_request(most_new=0)).has_more:
+        while peer(client, "b").heartbeat(heartbeat_request(max_new=0)).has_more:
             pass
     else:
         client.pipeline([("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, text)] * count)
     announced(client, name)
     began, left = commands_run(client.execute).total(), [count]
     while name not in owners(client):
-        found = heartbeat_of(client, "a", most_losses=1, weight=1e6)
+        found = heartbeat_of(client, "a", max_losses=1, weight=1e6)
         assert commands_run(client.execute).total() - began < 15_000, "of all that there is, a call takes a thousand"
         left.append(int(client.execute("XLEN", KEYS.input)))
         assert found.has_more or name in owners(client), "what is left is looked at at once"
@@ -445,7 +445,7 @@ def test_the_error_names_a_key_of_the_wrong_type_before_any_stream_is_leased(cli
     announced(client, "fallen")
     heartbeat_of(client, "dies")
     expire(client, "dies")
-    heartbeat_of(client, "a", most_new=0)
+    heartbeat_of(client, "a", max_new=0)
     bad = add_raw(client, "no JSON")
     announced(client, "new")
     place = f"{KEYS.base}:{key}"
@@ -454,11 +454,11 @@ def test_the_error_names_a_key_of_the_wrong_type_before_any_stream_is_leased(cli
     client.execute("SET", place, "somebody's own")
     for _ in range(2):
         with pytest.raises(WrongType, match=place):
-            heartbeat_of(client, "a", most_losses=1)
+            heartbeat_of(client, "a", max_losses=1)
     client.execute("DEL", place)
     if client.execute("EXISTS", "deferred"):
         client.execute("RENAME", "deferred", place)
-    found = heartbeat_of(client, "a", most_losses=1)
+    found = heartbeat_of(client, "a", max_losses=1)
     assert [lease.stream for lease in found.added] == ["new"]
     assert [letter["stream"] or letter["id"] for letter in dead(client)] == ["fallen", bad]
 

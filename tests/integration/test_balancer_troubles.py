@@ -104,7 +104,7 @@ def test_a_done_whose_reply_was_lost_may_be_repeated(client: Client, proxy: Prox
 
 def test_a_release_whose_reply_was_lost_is_found_at_the_next_heartbeat(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
-    with started(proxy.url, "a", most_streams=1) as balancer:
+    with started(proxy.url, "a", max_streams=1) as balancer:
         old = next_notice(balancer, StreamAdded).lease
         heartbeat_of(client, "0", weight=1_000.0)  # so that what is free is its, whoever asks first
         proxy.cut_after("EVALSHA", containing=END_LEASES.sha)
@@ -125,7 +125,7 @@ def test_a_release_whose_reply_was_lost_may_be_repeated(client: Client, proxy: P
         (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             peer(cut, "a").end_leases("released", leases)
-        heartbeat_of(client, "b", most_new=0)
+        heartbeat_of(client, "b", max_new=0)
         claimed = [peer(client, "b").claim(stream) for stream in unassigned(client)]  # others may have it meanwhile
         assert {lease.stream for lease in claimed} == (set() if side == "before" else {"s1", "s2"})
         assert peer(cut, "a").end_leases("released", leases) == set()
@@ -248,7 +248,7 @@ def test_a_consumer_that_was_away_cannot_claim_from_consumers_that_were_away_wit
     with pytest.raises(LeaseLost, match="is rejoining"):
         peer(client, "b").claim("s")
     assert owners(client) == {"s": "a"}
-    heartbeat_of(client, "b", most_new=0)
+    heartbeat_of(client, "b", max_new=0)
     assert unassigned(client) == ["s"]
     assert peer(client, "b").claim("s").losses == 1
 

@@ -60,7 +60,7 @@ def test_02_a_lost_notification_orphans_no_stream(client: Client) -> None:
     assert client.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""
     announced(client, *names(3))
     leases = heartbeat_of(client, "b", lease_ms=3 * LEASE_MS).added
-    with started(client.url, "a", most_streams=3) as balancer:
+    with started(client.url, "a", max_streams=3) as balancer:
         eventually(lambda: waits(client), "it to wait")
         late = peer(client, "b").end_leases("released", leases[:1])  # on a machine that stood still, b is dead by then
         client.execute("DEL", KEYS.events)
@@ -177,7 +177,7 @@ def test_10_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> No
 def test_11_a_dead_consumer_costs_the_others_no_request_for_each_stream(client: Client) -> None:
     announced(client, *names(300))
     heartbeat_of(client, "dying")
-    with started(client.url, "a", "b", "c", "d", most_waiting=1_000) as balancers:
+    with started(client.url, "a", "b", "c", "d", max_waiting=1_000) as balancers:
         before = scripts_run(client)
         expire(client, "dying")
         trigger_heartbeats(client)
@@ -208,7 +208,7 @@ def test_13_a_failed_renewal_loses_no_lease_and_a_thousand_streams_are_renewed_i
     client.pipeline(
         [("XADD", KEYS.input, "*", ANNOUNCEMENT_FIELD, json.dumps({"DataStreamName": name})) for name in names(1_000)]
     )
-    with Proxy(millstream_server.port) as proxy, started(proxy.url, "a", most_waiting=2_000) as balancer:
+    with Proxy(millstream_server.port) as proxy, started(proxy.url, "a", max_waiting=2_000) as balancer:
         leases = {one.lease.token for one in next_added(balancer, 1_000).values()}
         proxy.cut_before("EVALSHA", containing=HEARTBEAT.sha)
         trigger_heartbeats(client)

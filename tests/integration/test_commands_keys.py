@@ -85,7 +85,7 @@ def test_stuck_keys_of_all_handlers_are_listed_if_no_handler_is_given(client: Cl
     )  # fmt: skip
     other.join()
     client.execute("XADD", "refunds", "*", "key", "e")
-    other.enqueue_new(count=100, most_pending=1_000)
+    other.enqueue_new(count=100, max_pending=1_000)
     assert [(row["handler"], row["key"]) for row in listed(client)] == [("shop.pay", "c"), ("shop.pay", "b")]
     call("key", "park", "bank.back", "e", url=client.url)
     assert [row["key"] for row in listed(client)] == ["c", "e", "b"]
@@ -111,7 +111,7 @@ def test_keys_are_counted_by_handler_stream_and_state(client: Client, stream: Ke
 def test_the_list_warns_when_waiting_messages_nearly_fill_the_look_ahead(client: Client, stream: KeyedStream) -> None:
     assert "--look-ahead" not in call("key", "list", "shop.pay", url=client.url).err
     client.execute("XADD", "orders", "*", "key", "d", "n", 9)
-    stream.enqueue_new(count=100, most_pending=14)
+    stream.enqueue_new(count=100, max_pending=14)
     output = call("key", "list", "shop.pay", url=client.url).err
     assert "12 messages of orders are in key queues, of at most 14" in output
     assert "give the workers a greater --look-ahead" in output
@@ -207,7 +207,7 @@ def test_the_list_leaves_out_streams_that_are_gone_or_not_readable(client: Clien
         )  # fmt: skip
         other.join()
         client.execute("XADD", name, "*", "key", "a")
-        other.enqueue_new(count=100, most_pending=1_000)
+        other.enqueue_new(count=100, max_pending=1_000)
     client.execute("DEL", "gone")
     assert {row["stream"] for row in listed(client, "shop.pay")} == {"orders", "secret"}
     client.execute("ACL", "SETUSER", "some", "on", ">secret", "+@all", "~orders", "~millstream:{orders}*")

@@ -92,7 +92,7 @@ class Machine(TaskFixture):
         )  # fmt: skip
         worker.join()
         worker.recover_leases([], 100)
-        worker.enqueue_new(count=self.chance.randrange(20), most_pending=MANY)
+        worker.enqueue_new(count=self.chance.randrange(20), max_pending=MANY)
         for lease in worker.lease_keys(queues=9, entries=MANY, run=5, lease_ms=HOUR_MS, now_ms=0).leases:
             if self.chance.random() < 0.7:
                 self._run(worker, lease)

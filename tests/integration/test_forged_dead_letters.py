@@ -191,7 +191,7 @@ def stream(client: Client) -> KeyedStream:
     opened.join()
     for key in "abcd":
         client.execute("XADD", "orders", "*", "key", key)
-    opened.enqueue_new(count=100, most_pending=1_000)
+    opened.enqueue_new(count=100, max_pending=1_000)
     _, b, c = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0).leases
     opened.release_leases([LeaseRelease(b, "backoff", 60_000, 1), LeaseRelease(c, "park", f"failed: {EVIL}", 4)])
     return opened

@@ -49,10 +49,10 @@ def test_entries_are_enqueued_by_key_in_stream_order_and_without_a_key_in_a_queu
 def test_a_router_that_is_behind_enqueues_nothing_twice_and_continues_where_the_other_stopped(client: Client) -> None:
     publish(client, "ABABAB")
     ahead, behind = keyed(client, "w1"), keyed(client, "w2")
-    assert behind.enqueue_new(count=1, most_pending=MANY) == 1
-    assert ahead.enqueue_new(count=3, most_pending=MANY) == 3
-    assert behind.enqueue_new(count=10, most_pending=MANY) == 0
-    assert behind.enqueue_new(count=10, most_pending=MANY) == 2
+    assert behind.enqueue_new(count=1, max_pending=MANY) == 1
+    assert ahead.enqueue_new(count=3, max_pending=MANY) == 3
+    assert behind.enqueue_new(count=10, max_pending=MANY) == 0
+    assert behind.enqueue_new(count=10, max_pending=MANY) == 2
     assert (queued_ids(client, "kA", "kB"), behind.check_invariants()) == ([[1, 3, 5], [2, 4, 6]], [])
 
 
@@ -64,7 +64,7 @@ def test_routers_that_race_enqueue_all_once_and_in_stream_order(client: Client) 
         with Client(client.url) as own:
             worker = keyed(own, name)
             while worker.enqueued_id != b"1500-0":
-                worker.enqueue_new(count=count, most_pending=MANY)
+                worker.enqueue_new(count=count, max_pending=MANY)
 
     threads = [threading.Thread(target=go_on, args=(f"w{n}", 3 + n)) for n in range(3)]
     for thread in threads:
@@ -81,12 +81,12 @@ def test_a_large_enqueue_in_portions_is_done_once_in_stream_order_and_within_the
     keys = "".join("ABCDEFG"[n * n % 7] for n in range(3_500))
     publish(client, keys)
     worker, other = keyed(client, "w1"), keyed(client, "w2")
-    assert worker.enqueue_new(count=8_000, most_pending=2_600) == 100, "how much is worth reading is not known yet"
-    assert worker.enqueue_new(count=8_000, most_pending=2_600) == 2_500
+    assert worker.enqueue_new(count=8_000, max_pending=2_600) == 100, "how much is worth reading is not known yet"
+    assert worker.enqueue_new(count=8_000, max_pending=2_600) == 2_500
     assert worker.enqueued_id == b"2600-0"
-    assert other.enqueue_new(count=8_000, most_pending=2_600) == 0
+    assert other.enqueue_new(count=8_000, max_pending=2_600) == 0
     client.execute("SCRIPT", "FLUSH")
-    assert worker.enqueue_new(count=8_000, most_pending=MANY) == 900
+    assert worker.enqueue_new(count=8_000, max_pending=MANY) == 900
     found = dict(zip(expected(keys), queued_ids(client, *expected(keys)), strict=True))
     assert (found, worker.check_invariants()) == (expected(keys), [])
 
@@ -95,15 +95,15 @@ def test_few_large_entries_are_read_at_once(client: Client) -> None:
     client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 300_000) for n in range(1, 201)])
     worker = keyed(client)
     for _ in range(2):  # also when nothing is known of them yet
-        assert worker.enqueue_new(count=8_000, most_pending=MANY) == READ_BYTES // 300_009
+        assert worker.enqueue_new(count=8_000, max_pending=MANY) == READ_BYTES // 300_009
     other = keyed(client, "w2")
-    other.enqueue_new(count=0, most_pending=MANY)
+    other.enqueue_new(count=0, max_pending=MANY)
     for size in (300_009, 0):  # by then it asks for no more than there is room for
-        read = other.read_call(count=1_000, most_pending=MANY)
+        read = other.read_call(count=1_000, max_pending=MANY)
         assert read is not None
         entries, unfit = client.run(read)
         assert (len(entries), unfit) == (READ_BYTES // 300_009, size)
-        client.run(other.enqueue_call(entries, most_pending=MANY))
+        client.run(other.enqueue_call(entries, max_pending=MANY))
 
 
 def test_an_entry_that_is_larger_than_the_read_limit_is_read_alone(client: Client) -> None:
@@ -111,7 +111,7 @@ def test_an_entry_that_is_larger_than_the_read_limit_is_read_alone(client: Clien
     client.execute("XADD", "in", "3-0", "k", "C", "payload", b"x" * (READ_BYTES + 1))
     publish(client, "AB", first=4)
     worker = keyed(client)
-    assert [worker.enqueue_new(count=100, most_pending=MANY) for _ in range(5)] == [2, 1, 1, 1, 0]
+    assert [worker.enqueue_new(count=100, max_pending=MANY) for _ in range(5)] == [2, 1, 1, 1, 0]
     assert worker.check_invariants() == []
 
 
@@ -119,17 +119,17 @@ def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_stays_queu
     for n in range(1, 9):
         client.execute("XADD", "in", f"{n}-0", "k", "AB"[n % 2], "payload", b"x" * (1_000 if n < 5 else 100_000))
     worker = keyed(client)
-    worker.enqueue_new(count=100, most_pending=MANY)
+    worker.enqueue_new(count=100, max_pending=MANY)
     worker.entry_sizes.record(1, 100)  # it expects small ones
-    leased = lease_keys(worker, most_bytes=110_000)
+    leased = lease_keys(worker, max_bytes=110_000)
     assert (sorted(n for one in leased.leases for n in ids(one)), leased.unfit_bytes) == ([1, 3, 5], 100_009)
     assert pending_by_consumer(client) == {"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}
     assert worker.check_invariants() == []
-    assert [ids(one) for one in lease_keys(worker, most_bytes=2_100).leases] == [[2]]
+    assert [ids(one) for one in lease_keys(worker, max_bytes=2_100).leases] == [[2]]
     worker.release_leases([LeaseRelease(one, "requeue") for one in leased.leases])
-    small = lease_keys(worker, most_bytes=10, one_at_least=False)
+    small = lease_keys(worker, max_bytes=10, one_at_least=False)
     assert (small.leases, small.unfit_bytes) == ([], 1_009)
-    assert [ids(one) for one in lease_keys(worker, most_bytes=10).leases] == [[1]]
+    assert [ids(one) for one in lease_keys(worker, max_bytes=10).leases] == [[1]]
     assert worker.check_invariants() == []
 
 
@@ -139,16 +139,16 @@ def test_a_read_that_is_too_large_for_the_server_is_repeated_with_less(
     with Client(millstream_fresh_server.url) as client:
         publish(client, "A" * 2_000)
         worker = keyed(client)
-        while worker.enqueue_new(count=8_000, most_pending=MANY):
+        while worker.enqueue_new(count=8_000, max_pending=MANY):
             pass
         client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 2mb 0 0")
         client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 500_000) for n in range(2_001, 2_101)])
         with pytest.raises(Unavailable):
-            worker.enqueue_new(count=8_000, most_pending=MANY)
+            worker.enqueue_new(count=8_000, max_pending=MANY)
         routed = 0
         for _ in range(200):  # what is too much again is tried with less again
             with suppress(Unavailable):
-                routed += worker.enqueue_new(count=8_000, most_pending=MANY)
+                routed += worker.enqueue_new(count=8_000, max_pending=MANY)
         assert routed == 100
         assert worker.check_invariants() == []
 
@@ -158,9 +158,9 @@ def test_the_router_reads_nothing_after_the_greatest_id(client: Client) -> None:
     greatest = f"{2**64 - 1}-{2**64 - 1}"
     client.execute("XADD", "in", greatest, "k", "A")
     worker = keyed(client)
-    assert worker.enqueue_new(count=100, most_pending=MANY) == 3
-    assert worker.enqueue_new(count=100, most_pending=MANY) == 0
-    assert worker.read_call(count=100, most_pending=MANY) is None
+    assert worker.enqueue_new(count=100, max_pending=MANY) == 3
+    assert worker.enqueue_new(count=100, max_pending=MANY) == 0
+    assert worker.read_call(count=100, max_pending=MANY) is None
     assert queued_ids(client, "kA", "kB") == [[1, 2**64 - 1], [2]]
     assert worker.check_invariants() == []
 
@@ -168,11 +168,11 @@ def test_the_router_reads_nothing_after_the_greatest_id(client: Client) -> None:
 def test_key_queues_have_no_more_entries_than_the_look_ahead(client: Client) -> None:
     publish(client, "A" * 30)
     worker = keyed(client)
-    assert worker.enqueue_new(count=100, most_pending=10) == 10
-    assert (worker.enqueue_new(count=100, most_pending=10), worker.pending_count) == (0, 10)
+    assert worker.enqueue_new(count=100, max_pending=10) == 10
+    assert (worker.enqueue_new(count=100, max_pending=10), worker.pending_count) == (0, 10)
     lease = lease_one(worker)
     assert commit(lease, 4)
-    assert worker.enqueue_new(count=100, most_pending=10) == 4
+    assert worker.enqueue_new(count=100, max_pending=10) == 4
     assert len(queued_ids(client, "kA")[0]) == 10
 
 
@@ -188,7 +188,7 @@ def test_an_entry_for_another_handler_is_not_enqueued(client: Client) -> None:
     publish(client, "AAA")
     worker = keyed(client)
     worker._queue_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
-    worker.enqueue_new(count=10, most_pending=MANY)
+    worker.enqueue_new(count=10, max_pending=MANY)
     assert (queued_ids(client, "kA"), worker.enqueued_id, worker.check_invariants()) == ([[1, 3]], b"3-0", [])
 
 
@@ -240,7 +240,7 @@ def test_workers_that_race_lease_each_key_queue_one_at_a_time_and_commit_in_orde
         with Client(client.url) as own:
             worker = keyed(own, name)
             while sum(map(len, outputs(own).values())) < len(keys):
-                worker.enqueue_new(count=20, most_pending=100)
+                worker.enqueue_new(count=20, max_pending=100)
                 for lease in lease_keys(worker, queues=2, run=3).leases:
                     if lease.queue in inside:
                         overlaps.append(lease.queue)
@@ -287,7 +287,7 @@ def test_waiting_workers_are_notified_of_ready_keys_and_notifications_are_bounde
         park(client, KEYS, b"kB", "x")
         unpark(client, KEYS, b"kB")
         publish(client, "C", first=10 + n)
-        worker.enqueue_new(count=1, most_pending=MANY)
+        worker.enqueue_new(count=1, max_pending=MANY)
     assert client.execute("LLEN", KEYS.notify) == 16
 
 
@@ -525,7 +525,7 @@ def test_an_entry_that_a_worker_died_of_is_leased_alone_even_behind_others(clien
 
 def test_one_call_clears_about_a_thousand_trimmed_entries_of_key_queues(client: Client) -> None:
     worker = routed(client, "AB" * 1_500 + "C")
-    while worker.enqueue_new(count=8_000, most_pending=MANY):
+    while worker.enqueue_new(count=8_000, max_pending=MANY):
         pass
     client.execute("XTRIM", "in", "MINID", "3001-0")
     left = []
@@ -561,7 +561,7 @@ def test_an_entry_that_a_spark_task_died_of_is_leased_alone(client: Client) -> N
     publish(client, "AA")
     spark(client).count_crash("in", "1-0")
     worker = keyed(client)
-    worker.enqueue_new(count=10, most_pending=MANY)
+    worker.enqueue_new(count=10, max_pending=MANY)
     assert ids(lease_one(worker)) == [1]
 
 

@@ -53,7 +53,7 @@ def some_of_two_queues(client: Client) -> tuple[KeyedStream, KeyLease]:
     """A: 1 committed, 3 leased, 5 not; B: 2 and 4 wait; 6 and on are not routed."""
     publish(client, "ABABABAB")
     worker = keyed(client)
-    worker.enqueue_new(count=5, most_pending=MANY)
+    worker.enqueue_new(count=5, max_pending=MANY)
     lease = lease_one(worker, run=2)
     assert commit(lease)
     return worker, lease
@@ -76,7 +76,7 @@ def test_spark_continues_where_keyed_workers_stopped_and_they_where_spark_stoppe
 @pytest.mark.parametrize(
     "late",
     [
-        lambda worker, lease: worker.enqueue_new(count=1, most_pending=MANY),
+        lambda worker, lease: worker.enqueue_new(count=1, max_pending=MANY),
         lambda worker, lease: lease_keys(worker),
         lambda worker, lease: worker.renew_leases([lease], 1, 0),
         lambda worker, lease: worker.commit([unit_of(lease)]),
@@ -110,7 +110,7 @@ def test_a_worker_that_slept_during_a_spark_run_commits_none_of_its_former_entri
 def test_a_worker_that_had_enqueued_further_than_spark_committed_enqueues_that_again(client: Client) -> None:
     publish(client, "ABAB")
     worker = keyed(client)
-    assert worker.enqueue_new(count=10, most_pending=MANY) == 4
+    assert worker.enqueue_new(count=10, max_pending=MANY) == 4
     run_on_spark(client, 1)
     keyed(client, "w2")
     drain(worker)
@@ -121,7 +121,7 @@ def test_a_redis_that_was_restored_is_enqueued_again_without_a_new_entry(client:
     publish(client, "ABAB")
     worker = keyed(client)
     dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
-    worker.enqueue_new(count=10, most_pending=MANY)
+    worker.enqueue_new(count=10, max_pending=MANY)
     client.execute("FLUSHDB")
     client.pipeline([("RESTORE", key, 0, dump) for key, dump in dumps.items()])
     drain(worker)
@@ -137,7 +137,7 @@ def test_switching_between_spark_and_workers_loses_doubles_and_reorders_nothing(
     publish(client, keys)
     for round_number in range(6):
         worker = keyed(client, f"w{round_number}")
-        worker.enqueue_new(count=3 * step, most_pending=MANY)
+        worker.enqueue_new(count=3 * step, max_pending=MANY)
         for n, lease in enumerate(lease_keys(worker, run=step).leases):
             if (n + round_number) % 2:
                 assert commit(lease, 1 + n % len(lease.queued))
@@ -151,9 +151,9 @@ def test_key_offsets_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(
     publish(client, "ABAB")
     run_on_spark(client, 3, advance=False)
     worker = keyed(client)
-    worker.enqueue_new(count=2, most_pending=MANY)
+    worker.enqueue_new(count=2, max_pending=MANY)
     assert client.execute("HLEN", KEYS.offsets) == 2
-    worker.enqueue_new(count=1, most_pending=MANY)
+    worker.enqueue_new(count=1, max_pending=MANY)
     assert client.execute("EXISTS", KEYS.offsets) == 0
     drain(worker)
     assert outputs(client) == expected("ABAB")
@@ -164,7 +164,7 @@ def test_a_handler_that_gets_a_key_skips_the_messages_that_it_committed_without_
     store = spark(client)
     store.begin_run(["in"])
     store.commit({"in": [Effects(b"i2-0", b"", first_id="2-0", last_id="2-0", message_count=1)]})
-    keyed(client).enqueue_new(count=3, most_pending=MANY)
+    keyed(client).enqueue_new(count=3, max_pending=MANY)
     assert queued_ids(client, "kA") == [[1, 3]]
 
 
@@ -177,7 +177,7 @@ def test_keyed_workers_take_over_from_unkeyed_workers_and_back(client: Client) -
     finish(first, [found[2]])
     second = keyed(client)
     assert second.token > first.token
-    second.enqueue_new(count=5, most_pending=MANY)
+    second.enqueue_new(count=5, max_pending=MANY)
     leases = lease_keys(second).leases
     assert [one.queue for one in leases] == [b"i1-0", b"i4-0"]
     assert commit(leases[1])
@@ -198,12 +198,12 @@ def test_entries_committed_above_the_progress_of_keyed_workers_are_not_committed
     first.checkpoint()
     assert client.execute("EXISTS", KEYS.offsets) == 0
     second = keyed(client)
-    second.enqueue_new(count=2, most_pending=MANY)
+    second.enqueue_new(count=2, max_pending=MANY)
     assert commit(lease_one(second))  # it has come to 3
     position = spark(client).begin_run(["in"])["in"]
     assert (position.committed_id, position.takeover_offset) == (EntryId(4, 0), EntryId(10, 0))
     third = keyed(client, "w3")
-    third.enqueue_new(count=1, most_pending=MANY)
+    third.enqueue_new(count=1, max_pending=MANY)
     drain(third)
     assert numbers(client) == list(range(1, 13))
 
@@ -214,7 +214,7 @@ def test_spark_begins_at_the_takeover_offset_when_all_below_it_is_committed(clie
     found = first.fetch(count=10)
     finish(first, [one for one in found if one.id != b"2-0"])
     second = keyed(client)
-    second.enqueue_new(count=2, most_pending=MANY)
+    second.enqueue_new(count=2, max_pending=MANY)
     assert commit(lease_one(second))
     position = spark(client).begin_run(["in"])["in"]
     assert (position.committed_id, position.takeover_offset) == (EntryId(10, 0), None)
@@ -258,7 +258,7 @@ def test_a_lost_group_with_many_incomplete_entries_leaves_room_to_enqueue_them(c
     client.execute("XGROUP", "DESTROY", "in", KEYS.group)
     second.join()
     assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
-    drain(second, most_pending=4)
+    drain(second, max_pending=4)
     assert numbers(client) == list(range(1, 13))
 
 
@@ -306,10 +306,10 @@ def test_a_new_handler_begins_at_the_earliest_or_latest_entry_or_where_its_group
     publish(client, "AAAA")
     client.execute("XGROUP", "CREATE", "in", KEYS.group, "2-0")
     worker = keyed(client)
-    assert (worker.enqueue_new(count=10, most_pending=MANY), worker.enqueued_id) == (2, b"4-0")
+    assert (worker.enqueue_new(count=10, max_pending=MANY), worker.enqueued_id) == (2, b"4-0")
     late = KeyedStream(
         client, "in", queue_of=lambda entry_id, pairs: b"kA", app="app", handler="late", consumer="w", start="latest"
     )
     late.join()
     publish(client, "A", first=5)
-    assert (late.enqueue_new(count=10, most_pending=MANY), late.enqueued_id) == (1, b"5-0")
+    assert (late.enqueue_new(count=10, max_pending=MANY), late.enqueued_id) == (1, b"5-0")

@@ -81,7 +81,7 @@ class KeyedMachine(RuleBasedStateMachine):
     @precondition(is_with_workers)
     @rule(index=WORKERS, count=FEW, most=st.sampled_from([3, 100]))
     def route(self, index: int, count: int, most: int) -> None:
-        self.workers[index].enqueue_new(count=count, most_pending=most)
+        self.workers[index].enqueue_new(count=count, max_pending=most)
 
     @precondition(is_with_workers)
     @rule(index=WORKERS, queues=FEW, run=st.integers(1, 3), reply_arrives=st.sampled_from([True, True, True, False]))
@@ -290,7 +290,7 @@ class KeyedMachine(RuleBasedStateMachine):
         for queue in self.client.execute("HKEYS", KEYS.parked):
             unpark(self.client, KEYS, queue)
         expire(self.client)
-        drain(last, most_pending=5)
+        drain(last, max_pending=5)
         self.what_is_committed_is_in_order_and_once()
         committed = {n for some in outputs(self.client).values() for n in some}
         assert self.published.keys() - committed - self.skipped - self.deleted == set(), "messages were lost"

@@ -46,7 +46,7 @@ def test_an_idle_handler_stores_nothing_for_the_keys_of_the_past(client: Client)
     before = client.execute("MEMORY", "USAGE", KEYS.meta)
     client.pipeline([("XADD", "in", f"{n}-0", "k", n) for n in range(2, 5_002)])
     failing = keyed(client, "w2")
-    failing.enqueue_new(count=10_000, most_pending=MANY)
+    failing.enqueue_new(count=10_000, max_pending=MANY)
     for n, lease in enumerate(lease_keys(failing, queues=1_500).leases):
         failing.release_leases([LeaseRelease(lease, ("backoff", "requeue", "return")[n % 3], 1, 1)])
     lease_keys(failing, queues=700)
@@ -75,7 +75,7 @@ def test_a_waiting_message_costs_little_memory(
             return int(found.partition(b"used_memory:")[2].partition(b"\r")[0])
 
         before = used()
-        while worker.enqueue_new(count=5_000, most_pending=MANY):
+        while worker.enqueue_new(count=5_000, max_pending=MANY):
             pass
         cost = (used() - before) / count
         in_queue = client.execute("MEMORY", "USAGE", KEYS.queue(b"khot"), "SAMPLES", 0) / count

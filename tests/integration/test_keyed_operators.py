@@ -31,7 +31,7 @@ def test_a_parked_key_waits_for_an_operator_and_keeps_its_order(client: Client) 
     worker.release_leases([LeaseRelease(a, "park", "bad address", 4)])
     assert [one.queue for one in lease_keys(worker).leases] == [b"kB"]
     publish(client, "AA", first=4)
-    worker.enqueue_new(count=10, most_pending=MANY)
+    worker.enqueue_new(count=10, max_pending=MANY)
     assert (lease_keys(worker).leases, worker.check_invariants()) == ([], [])
     assert (unpark(client, KEYS, b"kA"), unpark(client, KEYS, b"kA")) == (True, False)
     a = lease_one(worker)

@@ -78,7 +78,7 @@ def interfere(client: Client, deed: str) -> None:
 def test_workers_commit_all_that_is_left_in_order_and_once_after_any_interference(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first, second = keyed(client, "w1"), keyed(client, "w2")
-    assert first.enqueue_new(count=100, most_pending=LOOK_AHEAD) == LOOK_AHEAD
+    assert first.enqueue_new(count=100, max_pending=LOOK_AHEAD) == LOOK_AHEAD
     lease = lease_one(first)
     interfere(client, deed)
     others = lease_keys(second).leases
@@ -87,7 +87,7 @@ def test_workers_commit_all_that_is_left_in_order_and_once_after_any_interferenc
     assert first.renew_leases([lease], HOUR_MS, 0) == []
     assert commit(lease, 2)
     first.release_leases([LeaseRelease(lease, "requeue")])
-    drain(second, most_pending=LOOK_AHEAD)
+    drain(second, max_pending=LOOK_AHEAD)
     assert outputs(client) == left_after(client)
     assert client.execute("EXISTS", KEYS.owners, KEYS.leases, KEYS.ready, KEYS.crashes) == 0
     if deed != "all entries are read" and deed != "entries are claimed before their time":  # of which some were done
@@ -98,7 +98,7 @@ def test_workers_commit_all_that_is_left_in_order_and_once_after_any_interferenc
 def test_spark_takes_over_all_uncommitted_entries_after_any_interference(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first = keyed(client, "w1")
-    first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
+    first.enqueue_new(count=100, max_pending=LOOK_AHEAD)
     lease = lease_one(first)
     assert commit(lease)
     interfere(client, deed)
@@ -113,7 +113,7 @@ def test_spark_takes_over_all_uncommitted_entries_after_any_interference(client:
 def test_unkeyed_workers_take_over_all_uncommitted_entries_after_any_interference(client: Client, deed: str) -> None:
     publish(client, LETTERS)
     first = keyed(client, "w1")
-    first.enqueue_new(count=100, most_pending=LOOK_AHEAD)
+    first.enqueue_new(count=100, max_pending=LOOK_AHEAD)
     assert commit(lease_one(first))
     interfere(client, deed)
     there = {int(entry_id.partition(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "in", "-", "+")}
@@ -139,7 +139,7 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
 ) -> None:
     publish(client, "AAA")
     worker = keyed(client)
-    worker.enqueue_new(count=10, most_pending=100)
+    worker.enqueue_new(count=10, max_pending=100)
     lease = lease_one(worker, run=2)
     expire(client)
     client.execute("XGROUP", "DESTROY", "in", GROUP)
@@ -159,8 +159,8 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
 def test_workers_do_not_trim_queued_entries_after_any_interference(client: Client, deed: str) -> None:
     publish(client, "B" * 250 + "A" * 500 + "B" * 250)
     worker = keyed(client)
-    worker.enqueue_new(count=1_000, most_pending=1_000)
-    while worker.enqueue_new(count=1_000, most_pending=1_000):
+    worker.enqueue_new(count=1_000, max_pending=1_000)
+    while worker.enqueue_new(count=1_000, max_pending=1_000):
         pass
     leases = lease_keys(worker, run=1).leases
     worker.release_leases(
@@ -182,7 +182,7 @@ def test_workers_do_not_trim_queued_entries_after_any_interference(client: Clien
 def test_the_lowest_queued_id_is_searched_for_only_after_a_pause(client: Client) -> None:
     publish(client, "-" * 500)
     worker = keyed(client)
-    while worker.enqueue_new(count=1_000, most_pending=1_000):
+    while worker.enqueue_new(count=1_000, max_pending=1_000):
         pass
     began_ms = server_time_ms(client)
     assert worker._run_script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0"
@@ -199,11 +199,11 @@ def test_the_lowest_queued_id_is_searched_for_only_after_a_pause(client: Client)
 def test_a_parked_key_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:
     publish(client, "AAAB" + "C" * 20)
     worker = keyed(client)
-    worker.enqueue_new(count=4, most_pending=5)
+    worker.enqueue_new(count=4, max_pending=5)
     (a,) = lease_keys(worker, queues=1).leases
     worker.release_leases([LeaseRelease(a, "park", "x")])
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
-    drain(worker, most_pending=5)
+    drain(worker, max_pending=5)
     assert outputs(client) == {"kB": [4], "kC": list(range(5, 25))}
     assert (client.execute("XPENDING", "in", GROUP)[0], worker.check_invariants()) == (3, [])
 
@@ -213,7 +213,7 @@ def test_entries_that_were_deleted_while_they_waited_are_named_in_the_log(
 ) -> None:
     publish(client, "AAB")
     worker = keyed(client)
-    worker.enqueue_new(count=10, most_pending=100)
+    worker.enqueue_new(count=10, max_pending=100)
     client.execute("XDEL", "in", "1-0", "3-0")
     assert [one.queue for one in lease_keys(worker).leases] == [b"kA"]
     assert "2 pending entries of stream in were trimmed or deleted before they were processed: 1-0, 3-0" in caplog.text
@@ -223,7 +223,7 @@ def test_entries_that_were_deleted_while_they_waited_are_named_in_the_log(
 def test_the_failures_of_a_deleted_entry_are_removed_with_it(client: Client) -> None:
     publish(client, "AAB")
     worker = keyed(client)
-    worker.enqueue_new(count=10, most_pending=100)
+    worker.enqueue_new(count=10, max_pending=100)
     worker.release_leases([LeaseRelease(lease_one(worker), "requeue", "", 3)])
     client.execute("XDEL", "in", "1-0")
     lease = next(one for one in lease_keys(worker).leases if one.queue == b"kA")
@@ -234,7 +234,7 @@ def test_the_failures_of_a_deleted_entry_are_removed_with_it(client: Client) -> 
 def test_entries_that_another_consumer_read_ahead_of_the_router_are_enqueued_once(client: Client) -> None:
     publish(client, LETTERS)
     worker = keyed(client)
-    worker.enqueue_new(count=3, most_pending=100)
+    worker.enqueue_new(count=3, max_pending=100)
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
     items = [part for n, letter in enumerate(LETTERS, 1) for part in (f"{n}-0", f"k{letter}")]
     assert worker._run_script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == []

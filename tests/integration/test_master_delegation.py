@@ -35,7 +35,7 @@ def delegator(client: Client, registry: Registry) -> Delegator:
 def join(delegator: Delegator, registry: Registry, name: str, count: int = 1) -> list[str]:
     """Register a consumer; return the ids that it is given."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
-    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    delegator.group_stream.enqueue_new(count=100, max_pending=1_000)
     return [one.decode() for one in delegator.assign(name, found, count=count)]
 
 
@@ -267,7 +267,7 @@ def test_every_ticket_is_on_a_page_and_the_tickets_are_searched_for_once(
 ) -> None:
     tickets = 12_000
     client.pipeline([("XADD", STREAM, "*", "ticket_id", f"T{number:05}") for number in range(tickets)])
-    while delegator.group_stream.enqueue_new(count=1_000, most_pending=100_000):
+    while delegator.group_stream.enqueue_new(count=1_000, max_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS)
     scripts_before = scripts_run(client)
@@ -284,7 +284,7 @@ def test_a_listing_continues_after_messages_that_are_done_meanwhile(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     ids = publish(client, *"ABCDE")
-    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    delegator.group_stream.enqueue_new(count=100, max_pending=1_000)
     views = Queries(client, registry, SETTINGS)
     first = views.tickets(None, 2)
     assert [one.ticket_id for one in first.tickets] == ["A", "B"]
@@ -301,7 +301,7 @@ def test_a_page_without_open_tickets_returns_a_cursor_to_continue(
     client: Client, registry: Registry, delegator: Delegator
 ) -> None:
     publish(client, *(f"T{number:04}" for number in range(1_200)))
-    while delegator.group_stream.enqueue_new(count=1_000, most_pending=100_000):
+    while delegator.group_stream.enqueue_new(count=1_000, max_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS, clock=ManualClock())
     cursor = views.tickets(None, 1).cursor

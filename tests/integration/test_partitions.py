@@ -260,13 +260,13 @@ def test_a_key_waits_in_its_new_partition_even_if_many_streams_are_enqueued_toge
 ) -> None:
     _, worker, key, old, new = grown(client, sent)
     layout, stream = worker.moves.partition_map, worker.streams[new]
-    client.run(stream.enqueue_call((), most_pending=MANY))  # it knows where the routing stands
-    read = stream.read_call(count=10, most_pending=MANY)
+    client.run(stream.enqueue_call((), max_pending=MANY))  # it knows where the routing stands
+    read = stream.read_call(count=10, max_pending=MANY)
     assert read is not None
     client.script(READ_RANGE, (read.command[3],), read.command[4:])  # so that the server has it
     entries, _ = client.run(read)
     assert len(entries) == 2
-    client.run(stream.enqueue_call(entries, most_pending=MANY))
+    client.run(stream.enqueue_call(entries, max_pending=MANY))
     queue = b"k" + key.encode()
     assert waiting_in(client, layout, new) == {queue: b"migrating from " + layout.stream(old).encode()}
     assert worker.lease_keys(new) == []

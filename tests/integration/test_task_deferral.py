@@ -241,7 +241,7 @@ def test_parked_keys_move_from_spark_to_workers_and_back_in_order(bench: Deferra
     (bench.run if advance else lambda h, r: bench.process(h, bench.rows(*r)))(handler, rows)
     bench.add(4, 5, keys="AB")
     keyed = worker(bench.client)
-    keyed.enqueue_new(count=10, most_pending=100)
+    keyed.enqueue_new(count=10, max_pending=100)
     assert bench.queues() == {b"A": ("parked", 3), b"B": ("ready", 1)}
     bench.check()
     bench.begin(handler)
@@ -423,7 +423,7 @@ def test_keys_that_half_a_batch_has_deferred_are_not_lost_when_workers_come_and_
     bench.process(handler, bench.rows(*rows))
     joined = worker(bench.client)
     if routed:
-        joined.enqueue_new(count=1, most_pending=100)
+        joined.enqueue_new(count=1, max_pending=100)
     bench.begin(handler)
     committed_id = bench._commit_store(handler).begin_run(["in"])["in"].committed_id or EntryId(0, 0)
     bench.run(works_of(handler), [row for row in rows if row[0] > committed_id.ms])

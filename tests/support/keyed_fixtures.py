@@ -39,7 +39,7 @@ def publish(client: Client, keys: str, *, first: int = 1, stream: str = "in") ->
 def routed(client: Client, keys: str, name: str = "w1") -> KeyedStream:
     publish(client, keys)
     worker = keyed(client, name)
-    worker.enqueue_new(count=1_000, most_pending=MANY)
+    worker.enqueue_new(count=1_000, max_pending=MANY)
     return worker
 
 
@@ -115,11 +115,11 @@ def expected(keys: str) -> dict[str, list[int]]:
     return dict(found)
 
 
-def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
+def drain(worker: KeyedStream, *, max_pending: int = MANY) -> None:
     """Process all entries that can be processed."""
     idle = 0
     while idle < 3:
-        routed = worker.enqueue_new(count=100, most_pending=most_pending)
+        routed = worker.enqueue_new(count=100, max_pending=max_pending)
         leases = lease_keys(worker).leases
         for lease in leases:
             assert commit(lease, len(lease.queued))
@@ -177,7 +177,7 @@ def keys_in_each_state(client: Client) -> KeyedStream:
     for key, count in (("a", 5), ("b", 3), ("c", 2), ("d", 1)):
         for n in range(count):
             client.execute("XADD", "orders", "*", "key", key, "n", n)
-    opened.enqueue_new(count=100, most_pending=1_000)
+    opened.enqueue_new(count=100, max_pending=1_000)
     leased = opened.lease_keys(queues=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
     _, b, c = leased.leases
     opened.release_leases(

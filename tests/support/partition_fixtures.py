@@ -89,7 +89,7 @@ class Worker:
                 self.streams[place] = stream
 
     def route(self, place: int, count: int = 100) -> int:
-        return self.streams[place].enqueue_new(count=count, most_pending=MANY) if place in self.streams else 0
+        return self.streams[place].enqueue_new(count=count, max_pending=MANY) if place in self.streams else 0
 
     def move(self) -> int:
         """Run one maintenance round over all partitions."""

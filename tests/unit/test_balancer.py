@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.balancer]
         ({"moves": 0}, "moves=0"),
         ({"moves": 1.5}, "moves=1.5"),
         ({"recover": "never"}, "recover='never'"),
-        ({"most_streams": 0}, "most_streams=0"),
-        ({"most_waiting": 0}, "most_waiting=0"),
-        ({"most_losses": 0}, "most_losses=0"),
+        ({"max_streams": 0}, "max_streams=0"),
+        ({"max_waiting": 0}, "max_waiting=0"),
+        ({"max_losses": 0}, "max_losses=0"),
         ({"drain_ms": 0}, "drain_ms=0"),
     ],
 )
@@ -44,8 +44,8 @@ def test_a_policy_that_makes_no_sense_is_refused(option: dict[str, Any], message
     "option",
     [
         {"lease_ms": 300}, {"lease_ms": 300_000}, {"weight": 0.001}, {"weight": 1_000_000}, {"moves": 1}, {"moves": 1e-9},
-        {"recover": "claim"}, {"most_streams": 1}, {"most_waiting": 1}, {"most_losses": 1}, {"drain_ms": 1},
-        {"most_streams": None, "most_losses": None},
+        {"recover": "claim"}, {"max_streams": 1}, {"max_waiting": 1}, {"max_losses": 1}, {"drain_ms": 1},
+        {"max_streams": None, "max_losses": None},
     ],
 )  # fmt: skip
 def test_a_policy_at_the_limits_of_its_ranges_is_accepted(option: dict[str, Any]) -> None:

@@ -347,7 +347,7 @@ class Balancer:
             ]
             request = self._request(stuck, overran)
             reply = self._service.heartbeat(request)
-            self._is_full = len(reply.added) >= request.most_new and reply.held < reply.share
+            self._is_full = len(reply.added) >= request.max_new and reply.held < reply.share
             self._metrics.heartbeat(reply, self._clock.monotonic_ms() - now_ms)
             self._apply(reply, [*stuck, *overran], now_ms)
             return reply
@@ -357,13 +357,13 @@ class Balancer:
         return HeartbeatRequest(
             lease_ms=policy.lease_ms,
             weight=policy.weight_now(),
-            limit=policy.most_streams,
-            most_new=max(0, policy.most_waiting - len(self._notifications)),
+            limit=policy.max_streams,
+            max_new=max(0, policy.max_waiting - len(self._notifications)),
             recovers=policy.recover == "share",
             releasing=sum(1 for one in self._held.values() if one.revoke_at_ms is not None),
             requests_all=self._requests_all,
             moves=policy.moves if policy.recover == "share" else 0,
-            most_losses=policy.most_losses,
+            max_losses=policy.max_losses,
             replaces=self._replaces and self._created is None,
             stuck=[one.lease for one in stuck],
             overran=[one.lease for one in overran],
@@ -449,7 +449,7 @@ class Balancer:
         again_ms = now_ms - self.policy.lease_ms
         announced_ms = {stream: self._announced_unassigned.get(stream, float("-inf")) for stream in unassigned}
         for stream in unassigned:
-            if announced_ms[stream] <= again_ms and len(self._notifications) < self.policy.most_waiting:
+            if announced_ms[stream] <= again_ms and len(self._notifications) < self.policy.max_waiting:
                 announced_ms[stream] = now_ms
                 self._notify(StreamExpired(stream=stream))
         self._announced_unassigned = announced_ms

@@ -15,28 +15,28 @@ class BalancerPolicy:
 
     * `lease_ms`: milliseconds without a heartbeat after which a consumer's streams are reassigned; it sends three
       heartbeats in that time. The price of a short lease: a pause of the process costs it its streams.
-    * `most_streams`: the most streams; None = its whole share
+    * `max_streams`: the most streams; None = its whole share
     * `weight`: its share of all streams, relative to the weights of the others. A function is called at every
       heartbeat, so that a consumer with a backlog can have fewer streams.
     * `recover`: "share" takes streams that other consumers lost or released, up to the share of this one. "claim"
       leaves that to the program, which gets `StreamExpired` and calls `claim`; no stream is moved for balance then.
     * `moves`: fraction of all streams that may be moved in a second for the sake of balance; ten may in any case
     * `drain_ms`: milliseconds after which a revoked stream that was not released is taken away
-    * `most_waiting`: while so many notifications are queued, no more streams are taken
-    * `most_losses`: a stream that lost so many owners without a release in between becomes a dead letter of the
+    * `max_waiting`: while so many notifications are queued, no more streams are taken
+    * `max_losses`: a stream that lost so many owners without a release in between becomes a dead letter of the
       service; None = never
 
     Raises ConfigError for values out of range.
     """
 
     lease_ms: int = 5_000
-    most_streams: int | None = None
+    max_streams: int | None = None
     weight: float | Callable[[], float] = 1.0
     recover: Literal["share", "claim"] = "share"
     moves: float = 0.05
     drain_ms: int = 30_000
-    most_waiting: int = 500
-    most_losses: int | None = None
+    max_waiting: int = 500
+    max_losses: int | None = None
 
     def __post_init__(self) -> None:
         if not _LEAST_LEASE_MS <= self.lease_ms <= _MOST_LEASE_MS:
@@ -47,7 +47,7 @@ class BalancerPolicy:
             raise ConfigError(f"moves={self.moves}: use a fraction of the streams, like 0.05")
         if self.recover not in ("share", "claim"):
             raise ConfigError(f'recover={self.recover!r}: use "share" or "claim"')
-        for name in ("most_streams", "most_waiting", "most_losses", "drain_ms"):
+        for name in ("max_streams", "max_waiting", "max_losses", "drain_ms"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: use 1 or more")

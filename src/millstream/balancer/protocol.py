@@ -38,7 +38,7 @@ _AT_ONCE = 1_000
 class HeartbeatRequest:
     """One heartbeat of a consumer. Fields of the same name are as in BalancerPolicy.
 
-    * `most_new`: the most streams to assign now; `releasing`: how many it is releasing already
+    * `max_new`: the most streams to assign now; `releasing`: how many it is releasing already
     * `replaces`: the previous process of this name is known to be dead
     * `stuck`, `overran`: leases not to be renewed: without progress, or past the time to release them
     * `requests_all`: ask for all leases of the consumer
@@ -47,12 +47,12 @@ class HeartbeatRequest:
     lease_ms: int
     weight: float
     limit: int | None
-    most_new: int
+    max_new: int
     recovers: bool
     releasing: int
     requests_all: bool
     moves: float
-    most_losses: int | None
+    max_losses: int | None
     replaces: bool = False
     stuck: Sequence[Lease] = ()
     overran: Sequence[Lease] = ()
@@ -112,14 +112,14 @@ class Service:
             request.limit or 0,
         ]
         fixed += (
-            request.most_new,
+            request.max_new,
             int(request.recovers),
             request.releasing,
             int(request.requests_all),
             _MOVES_PERIOD_MS,
             request.moves,
         )
-        fixed += (request.most_losses or 0, int(request.replaces))
+        fixed += (request.max_losses or 0, int(request.replaces))
         for why, leases in (("stuck", request.stuck), ("overran", request.overran)):
             fixed += [part for lease in leases for part in (to_wire(lease.stream), lease.token, why)]
         reply = self._run(HEARTBEAT, fixed)

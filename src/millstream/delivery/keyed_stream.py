@@ -141,22 +141,22 @@ class KeyedStream(ReliableStream):
 
     # Enqueueing
 
-    def enqueue_new(self, *, count: int, most_pending: int) -> int:
+    def enqueue_new(self, *, count: int, max_pending: int) -> int:
         """Append up to `count` new entries to their key queues; return how many were new.
 
-        The queues hold no more than `most_pending` entries: beyond that, the rest stay in the stream.
+        The queues hold no more than `max_pending` entries: beyond that, the rest stay in the stream.
         """
-        return self._with_rejoin(lambda: self._enqueue_new(count, most_pending))
+        return self._with_rejoin(lambda: self._enqueue_new(count, max_pending))
 
     @property
     def enqueued_id(self) -> bytes:
         """The id up to which all entries are enqueued, as far as this worker knows."""
         return self._enqueued_id or b"0-0"
 
-    def _enqueue_new(self, count: int, most_pending: int) -> int:
-        if self._enqueued_id is None or self.pending_count >= most_pending:
-            self._enqueue_all([self._enqueue_args(self.enqueued_id, (), most_pending)])
-        count = min(count, most_pending - self.pending_count, self.max_read_count)
+    def _enqueue_new(self, count: int, max_pending: int) -> int:
+        if self._enqueued_id is None or self.pending_count >= max_pending:
+            self._enqueue_all([self._enqueue_args(self.enqueued_id, (), max_pending)])
+        count = min(count, max_pending - self.pending_count, self.max_read_count)
         if count <= 0:
             return 0
         after = self.enqueued_id  # another thread may advance it meanwhile
@@ -167,7 +167,7 @@ class KeyedStream(ReliableStream):
             some = entries[at : at + _ENQUEUED_AT_ONCE]
             queues = self._queue_args(some)
             self._before_enqueue(queues[1::2])
-            calls.append(self._enqueue_args(after, queues, most_pending))
+            calls.append(self._enqueue_args(after, queues, max_pending))
             if len(queues) < 2 * len(some):
                 break
             after = some[-1][0] if some else after
@@ -209,22 +209,22 @@ class KeyedStream(ReliableStream):
     def _queue_name(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         return self._queue_of(entry_id, pairs)
 
-    def _enqueue_args(self, after: bytes, queues: Sequence[Arg], most_pending: int) -> Sequence[Arg]:
-        return (self.token, self.group, after, most_pending, *queues)
+    def _enqueue_args(self, after: bytes, queues: Sequence[Arg], max_pending: int) -> Sequence[Arg]:
+        return (self.token, self.group, after, max_pending, *queues)
 
     # The steps of `enqueue_new`, for callers that pipeline many streams. If one fails, `enqueue_new` repeats it safely
 
     def read_call(
-        self, *, count: int, most_pending: int, most_bytes: int = READ_BYTES, one_at_least: bool = True
+        self, *, count: int, max_pending: int, max_bytes: int = READ_BYTES, one_at_least: bool = True
     ) -> Call[tuple[Sequence[Any], int]] | None:
         """Return the call that reads the entries to enqueue next; None if `enqueue_new` has to ask Redis first.
 
         Its result: the entries, and the size of the first that did not fit, 0 if all did.
         """
-        if self._enqueued_id in (None, _LAST_ID) or self.pending_count >= most_pending:
+        if self._enqueued_id in (None, _LAST_ID) or self.pending_count >= max_pending:
             return None
-        count = min(count, most_pending - self.pending_count, self.max_read_count)
-        args = (self.stream, self.enqueued_id, count, most_bytes, int(one_at_least))
+        count = min(count, max_pending - self.pending_count, self.max_read_count)
+        args = (self.stream, self.enqueued_id, count, max_bytes, int(one_at_least))
         return Call(("EVALSHA", READ_RANGE.sha, 1, *args), self._parse_read)
 
     def _parse_read(self, reply: Reply) -> tuple[Sequence[Any], int]:
@@ -235,11 +235,11 @@ class KeyedStream(ReliableStream):
             self.entry_sizes.record(1, unfit)
         return entries, unfit
 
-    def enqueue_call(self, entries: Sequence[Any], *, most_pending: int) -> Call[int]:
+    def enqueue_call(self, entries: Sequence[Any], *, max_pending: int) -> Call[int]:
         """Return the call that enqueues the entries of `read_call`. Its result: how many of them were new."""
         queues = self._queue_args(entries)
         self._before_enqueue(queues[1::2])
-        args = self._enqueue_args(self.enqueued_id, queues, most_pending)
+        args = self._enqueue_args(self.enqueued_id, queues, max_pending)
         return Call(self._store.script_command(ROUTE, self.stream, args), self._apply_enqueue)
 
     def _apply_enqueue(self, reply: Reply) -> int:
@@ -257,15 +257,15 @@ class KeyedStream(ReliableStream):
 
     def lease_keys(
         self, *, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
-        most_bytes: int = NO_LIMIT, one_at_least: bool = True,
+        max_bytes: int = NO_LIMIT, one_at_least: bool = True,
     ) -> LeaseResult:  # fmt: skip
         """Lease up to `queues` key queues with up to `entries` entries, `run` of each queue, for `lease_ms`
         milliseconds.
 
-        `most_bytes`: limit for the names and values together; with `one_at_least`, one entry is given out however large
+        `max_bytes`: limit for the names and values together; with `one_at_least`, one entry is given out however large
         it is. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited are logged.
         """
-        room = (most_bytes, one_at_least)
+        room = (max_bytes, one_at_least)
         return self._with_rejoin(
             lambda: self._lease_keys(queues, entries, run, lease_ms, now_ms, with_state, room=room)
         )
@@ -281,16 +281,16 @@ class KeyedStream(ReliableStream):
         self, queues: int, entries: int, run: int, lease_ms: int, with_state: bool, room: tuple[int, bool]
     ) -> Sequence[Arg]:
         consumer = (self.token, self.group, self.consumer, self._incarnation)
-        most_bytes, one_at_least = room
-        limits = (queues, entries, run, int(with_state), most_bytes, self.entry_sizes.average, int(one_at_least))
+        max_bytes, one_at_least = room
+        limits = (queues, entries, run, int(with_state), max_bytes, self.entry_sizes.average, int(one_at_least))
         return (*consumer, lease_ms, *limits)
 
     def lease_keys_call(
         self, *, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
-        most_bytes: int = NO_LIMIT, one_at_least: bool = True,
+        max_bytes: int = NO_LIMIT, one_at_least: bool = True,
     ) -> Call[LeaseResult]:  # fmt: skip
         """Return the call that `lease_keys` makes, for callers that pipeline many streams."""
-        args = self._lease_args(queues, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
+        args = self._lease_args(queues, entries, run, lease_ms, with_state, (max_bytes, one_at_least))
         command = self._store.script_command(LEASE_KEYS, self.stream, args)
         return Call(command, partial(self._parse_lease_keys, now_ms + lease_ms))
 

@@ -288,20 +288,20 @@ class ReliableStream:
 
     # The same within a number of bytes (except one entry) and without a wait, for callers that pipeline many streams
 
-    def fetch_call(self, *, count: int, most_bytes: int) -> Call[list[Delivery]]:
-        """Return the call that fetches up to `count` new entries, of at most `most_bytes` if they are several."""
-        command = ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._fetch_args(count, most_bytes))
+    def fetch_call(self, *, count: int, max_bytes: int) -> Call[list[Delivery]]:
+        """Return the call that fetches up to `count` new entries, of at most `max_bytes` if they are several."""
+        command = ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._fetch_args(count, max_bytes))
         return Call(command, self._parse_fetch)
 
-    def fetch_within(self, *, count: int, most_bytes: int) -> list[Delivery]:
+    def fetch_within(self, *, count: int, max_bytes: int) -> list[Delivery]:
         """Make the call of `fetch_call`. Raises GroupMissing as `fetch` does."""
-        return self._parse_fetch(self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, most_bytes)))
+        return self._parse_fetch(self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, max_bytes)))
 
     def _parse_fetch(self, reply: Reply) -> list[Delivery]:
         return self.to_deliveries([Batch(self.stream, reply)])
 
-    def _fetch_args(self, count: int, most_bytes: int) -> Sequence[Arg]:
-        return (self.group, self.consumer, count, most_bytes)
+    def _fetch_args(self, count: int, max_bytes: int) -> Sequence[Arg]:
+        return (self.group, self.consumer, count, max_bytes)
 
     def to_deliveries(self, batches: Iterable[Batch]) -> list[Delivery]:
         """Return the fetched entries, without (but acknowledging) those that Spark committed beyond its

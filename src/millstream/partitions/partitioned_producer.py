@@ -106,7 +106,7 @@ class PartitionedProducer(Publishing):
         with self._tracing.publish_span(self._base, len(messages_with_ids)):
             items = list(self._items(messages_with_ids, self._tracing.trace_fields()))
             layout = self._load_map()
-            step = self._most_entries * layout.count
+            step = self._max_entries * layout.count
             for at in range(0, len(items), step):
                 layout = self._publish(layout, items[at : at + step], options, found)
         return [found[number] for number in range(len(messages_with_ids))]
@@ -208,7 +208,7 @@ class PartitionedProducer(Publishing):
     def _batches(self, items: Sequence[_Item]) -> Iterator[tuple[Batch, list[int]]]:
         batch, numbers = Batch(), list[int]()
         for one in items:
-            if batch.entries >= min(self._most_entries, BATCH_ENTRIES) or batch.size + one.size > BATCH_SIZE:
+            if batch.entries >= min(self._max_entries, BATCH_ENTRIES) or batch.size + one.size > BATCH_SIZE:
                 if numbers:
                     yield batch, numbers
                 batch, numbers = Batch(), []

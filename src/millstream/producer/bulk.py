@@ -48,7 +48,7 @@ class Publisher:
         self._rate = rate
         self._clock = clock
         # At a low rate, entries go out evenly rather than in bursts.
-        self._most_entries = BATCH_ENTRIES if rate is None else max(1, min(BATCH_ENTRIES, int(rate / 10)))
+        self._max_entries = BATCH_ENTRIES if rate is None else max(1, min(BATCH_ENTRIES, int(rate / 10)))
         self._next_send_ms = clock.monotonic_ms()
         self._batch = Batch()
         self._sender = _Sender(self._send)
@@ -85,7 +85,7 @@ class Publisher:
         Raises OutputError for an entry without fields or with too many, and RedisError for an earlier batch.
         """
         self._batch.add(names, values)
-        if self._batch.entries >= self._most_entries or self._batch.size >= BATCH_SIZE:
+        if self._batch.entries >= self._max_entries or self._batch.size >= BATCH_SIZE:
             self._submit()
 
     def flush(self) -> None:
@@ -124,13 +124,13 @@ class _Sender:
 
     def submit(self, batch: Batch) -> None:
         """Send `batch` from the thread. Raises the error of an earlier one."""
-        self.wait(most_left=1)
+        self.wait(max_left=1)
         self._submitted += 1
         self._batches.put(batch)
 
-    def wait(self, *, most_left: int = 0) -> None:
-        """Wait until at most `most_left` batches are unconfirmed. Raises the error of one."""
-        while self._submitted > most_left:
+    def wait(self, *, max_left: int = 0) -> None:
+        """Wait until at most `max_left` batches are unconfirmed. Raises the error of one."""
+        while self._submitted > max_left:
             failure = self._outcomes.get()
             self._submitted -= 1
             if failure is not None:

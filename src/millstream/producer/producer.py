@@ -71,7 +71,7 @@ class Publishing:
             init_series(metrics, m.PUBLISH_ERRORS, error=error.__name__)
         self._tracing = tracing()
         # A batch larger than the limit would wait for ever.
-        self._most_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
+        self._max_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
         self._lock = Lock()
         # One thread, so that messages keep the order in which the event loop published them.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="millstream-producer")
@@ -240,7 +240,7 @@ class Producer(Publishing):
         batch = Batch()
         for message, own_id in identified:
             _add_message(batch, message, own_id, trace)
-            if batch.entries >= self._most_entries or batch.size >= BATCH_SIZE:
+            if batch.entries >= self._max_entries or batch.size >= BATCH_SIZE:
                 yield batch
                 batch = Batch()
         if batch.entries:

@@ -15,16 +15,16 @@ _ENTRY_BYTES, _PART_BYTES = 180, 41
 
 
 class Budget:
-    """Limits read-ahead to `most_bytes`. `spent`: the limit was reached, and not yet a quarter of it is free again.
+    """Limits read-ahead to `max_bytes`. `spent`: the limit was reached, and not yet a quarter of it is free again.
 
     Any thread may read `spent` and call `release`, even while an object is destroyed; the rest is for the router's
     thread.
     """
 
-    __slots__ = ("_freed", "_held", "most_bytes", "spent")
+    __slots__ = ("_freed", "_held", "max_bytes", "spent")
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.spent = False
         self._held = 0
         self._freed: deque[int] = deque()
@@ -32,7 +32,7 @@ class Budget:
     def add(self, size: int) -> None:
         """Add bytes that are held from now on."""
         self._held += size
-        if self._held >= self.most_bytes and not self.spent:
+        if self._held >= self.max_bytes and not self.spent:
             self.update()
 
     def release(self, size: int) -> None:
@@ -43,9 +43,9 @@ class Budget:
         """Update `spent`; returns the bytes held."""
         while self._freed:
             self._held -= self._freed.popleft()
-        if self._held >= self.most_bytes:
+        if self._held >= self.max_bytes:
             self.spent = True
-        elif self._held < self.most_bytes // 4 * 3:
+        elif self._held < self.max_bytes // 4 * 3:
             self.spent = False
         return self._held
 

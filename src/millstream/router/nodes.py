@@ -221,7 +221,7 @@ class ClusterNodes:
                 "router is at its budget: %d bytes buffered for slow subscribers, of %d (budget_bytes); "
                 "reading ahead only %d bytes or one message for each until a quarter of the budget is free",
                 held,
-                budget.most_bytes,
+                budget.max_bytes,
                 LEAST_BYTES,
             )
             self._warned_spent = True

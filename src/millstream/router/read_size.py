@@ -34,14 +34,14 @@ class ReadSize:
         return self._safe_bytes < self._reply_bytes
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The target size of the next reply."""
         return min(self._safe_bytes, LEAST_BYTES) if self._budget.spent else self._safe_bytes
 
     @property
     def share_bytes(self) -> int:
         """The most bytes for one entry of each stream in a request: several entries of few streams beat one of many."""
-        return self.most_bytes // _FEW
+        return self.max_bytes // _FEW
 
     def entry_bytes(self, cursor: Cursor) -> int:
         """About the size of an entry of the cursor's stream."""
@@ -51,7 +51,7 @@ class ReadSize:
         """How many entries of each stream to request; the counters of those in `careful` are requested too."""
         if not all(cursor.size_log2 for cursor in cursors):
             return 1
-        room = self.most_bytes - _ENDS * sum(map(self.entry_bytes, careful))
+        room = self.max_bytes - _ENDS * sum(map(self.entry_bytes, careful))
         return max(1, min(self._count, room // sum(map(self.entry_bytes, cursors))))
 
     def learn(self, cursors: Iterable[Cursor]) -> None:

@@ -59,7 +59,7 @@ class StreamReader:
         self._connection = connection
         self._cursors = cursors
         self._callbacks = callbacks
-        self._most_streams = streams
+        self._max_streams = streams
         self._by_slot = by_slot
         self._queues: tuple[deque[Cursor], ...] = (deque(), deque(), deque())
         self._in_flight: list[Request | None] = [None, None, None]
@@ -175,7 +175,7 @@ class StreamReader:
     def _dequeue(self, queue: int) -> Iterable[Cursor]:
         """Dequeue the cursors of the next request."""
         pending = self._queues[queue]
-        most, room = self._most_streams, self._read_size.share_bytes
+        most, room = self._max_streams, self._read_size.share_bytes
         if queue == _SUSPECTS:
             most = min(most, *map(self._oversized.group_size, islice(pending, most)))
         chosen: dict[bytes, Cursor] = {}

@@ -94,10 +94,10 @@ class SubscriberBuffer:
     @property
     def drained(self) -> bool:
         """True when enough is free that reading on is worth a round trip: then the next entry fits."""
-        return self.held <= self.limit // 2 and self.held_bytes <= self._most_bytes // 2
+        return self.held <= self.limit // 2 and self.held_bytes <= self._max_bytes // 2
 
     @property
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
         return min(self.limit_bytes, LEAST_BYTES) if self.budget.spent else self.limit_bytes
 
     def fits(self, batch: Batch) -> bool:
@@ -110,7 +110,7 @@ class SubscriberBuffer:
 
     def fitting(self, batch: Batch) -> int:
         """How many entries of the batch fit, from its start. Once `drained`, a single entry fits whatever its size."""
-        room, room_bytes = self.limit - self.held, self._most_bytes - self.held_bytes
+        room, room_bytes = self.limit - self.held, self._max_bytes - self.held_bytes
         if len(batch) <= room and batch.size <= room_bytes:
             return len(batch)
         count = 0
@@ -153,7 +153,7 @@ class SubscriberBuffer:
     def _excess(self, batch: Batch) -> int:
         """How many of the oldest entries have no room beside the newest ones. The very newest always fits."""
         over = self.held + len(batch) - self.limit
-        over_bytes = self.held_bytes + batch.size - self._most_bytes
+        over_bytes = self.held_bytes + batch.size - self._max_bytes
         excess = 0
         for size in self._sizes(batch):
             if over <= excess and over_bytes <= 0:

@@ -74,7 +74,7 @@ def operate_queues(url: str, admin: Client) -> None:
     """The commands for the keys of a handler, for a key in progress and for others."""
     stream = keyed(admin)
     stream.join()
-    stream.enqueue_new(count=100, most_pending=100)
+    stream.enqueue_new(count=100, max_pending=100)
     queue = next(name for name in admin.execute("LRANGE", KEYS.ready, 0, -1) if name.startswith(b"k"))
     admin.execute("LREM", KEYS.ready, 1, queue)
     admin.execute("LPUSH", KEYS.ready, queue)

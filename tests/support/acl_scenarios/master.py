@@ -48,7 +48,7 @@ def publish(admin: Client, *tickets: str) -> list[str]:
 def give(delegator: Delegator, registry: Registry, name: str, count: int = 10) -> list[str]:
     """Register a consumer with a new incarnation; return the ids assigned to it."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1)
-    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    delegator.group_stream.enqueue_new(count=100, max_pending=1_000)
     return [one.decode() for one in delegator.assign(name, found, count=count)]
 
 
@@ -94,7 +94,7 @@ def take_in(client: Client, delegator: Delegator, registry: Registry, admin: Cli
     delegator.fail("c1", c, "why", retry=False)
     delegator.release("c1", d)
     delegator.release("c1")
-    while delegator.group_stream.enqueue_new(count=100, most_pending=1_000):
+    while delegator.group_stream.enqueue_new(count=100, max_pending=1_000):
         pass
 
 
@@ -106,7 +106,7 @@ def look_after(client: Client, delegator: Delegator, registry: Registry, admin: 
         give(delegator, registry, "c2", count=0)
         delegator.group_stream.renew_consumer_leases()
     (done,) = publish(admin, "F")
-    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    delegator.group_stream.enqueue_new(count=100, max_pending=1_000)
     admin.execute("XACK", "orders", KEYS.group, done)
     assert acknowledge(client, delegator, "c2", done)
 
@@ -120,7 +120,7 @@ def take_over(client: Client, admin: Client) -> None:
     delegator = Delegator(client, Registry(client, settings.keys), settings)
     delegator.join()
     publish(admin, "A")
-    delegator.group_stream.enqueue_new(count=100, most_pending=1_000)
+    delegator.group_stream.enqueue_new(count=100, max_pending=1_000)
     eventually(
         lambda: delegator.group_stream.claim_idle_messages(0.0) == [older.encode()], "the entry to have been idle"
     )

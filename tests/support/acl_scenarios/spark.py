@@ -77,7 +77,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         committed_id = store.with_token(store.new_token(["orders"])).begin_run(["orders"])["orders"].committed_id
         assert str(committed_id).encode() == ids[9]
         keyed(admin).join()  # workers of a keyed handler take over, and have entries in key queues
-        keyed(admin).enqueue_new(count=4, most_pending=100)
+        keyed(admin).enqueue_new(count=4, max_pending=100)
         store.with_token(store.new_token(["orders"])).begin_run(["orders"])
         read_figures(client)
         keep_queues(client, admin, KEYS)

@@ -134,7 +134,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     stream.join()
     add(admin, 6)
     client.execute("XREAD", "COUNT", 1, "STREAMS", "orders", "0")
-    while stream.enqueue_new(count=100, most_pending=100):
+    while stream.enqueue_new(count=100, max_pending=100):
         stream.trim()
     assert client.execute("BLPOP", KEYS.notify, 1) is not None
     leases = [lease_one(stream) for _ in range(4)]
@@ -156,7 +156,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     admin.execute("XDEL", "orders", lease.queued[0].id)
     lease_one(again)
     admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-    again.enqueue_new(count=1, most_pending=1)
+    again.enqueue_new(count=1, max_pending=1)
     reliable(client).join()
 
 

@@ -127,7 +127,7 @@ class DelegationLoop:
 
     def _enqueue_new(self) -> None:
         enqueued = self._delegator.group_stream.enqueue_new(
-            count=_ENQUEUED_AT_ONCE, most_pending=self._settings.max_queued
+            count=_ENQUEUED_AT_ONCE, max_pending=self._settings.max_queued
         )
         self._metrics.count(m.READ, enqueued, handler=self._settings.label)
 

@@ -71,8 +71,8 @@ class GroupStream(KeyedStream):
     def renew_consumer_leases(self) -> RenewResult:
         """Renew the leases of live consumers within the delegation time, revoke all others, and detect XACKs."""
         retry = self._settings.retry
-        most_lost = 0 if retry.then == "block" else retry.attempts
-        args = (self._settings.lease_ms, self._settings.delegation_ms, most_lost, CONSUMERS_CRASHED)
+        max_lost = 0 if retry.then == "block" else retry.attempts
+        args = (self._settings.lease_ms, self._settings.delegation_ms, max_lost, CONSUMERS_CRASHED)
         extended, done, *lost = self._with_rejoin(
             lambda: self._run_script(RENEW_LEASES, (self.token, self.group, *args))
         )

@@ -93,5 +93,5 @@ def idle_wait(began_s: float) -> None:
 
     Spark polls again at once, 90 times a second. The sleep is twice as long as the poll took, 50 to 500 ms.
     """
-    least_ms, most_ms = _IDLE_MS
-    time.sleep(min(max((time.monotonic() - began_s) * _IDLE_SHARE, least_ms / 1000), most_ms / 1000))
+    least_ms, max_ms = _IDLE_MS
+    time.sleep(min(max((time.monotonic() - began_s) * _IDLE_SHARE, least_ms / 1000), max_ms / 1000))

@@ -98,7 +98,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     def _read_some(self, streams: Sequence[ReliableStream], count: int) -> tuple[dict[str, int], int]:
         """Read these streams in one round trip; return the counts of those that had entries, and the bytes in total."""
-        options = {"count": count, "most_bytes": self._in_flight.free_bytes // len(streams)}
+        options = {"count": count, "max_bytes": self._in_flight.free_bytes // len(streams)}
         calls = [one.fetch_call(**options) for one in streams]
         replies = self._client.pipeline([call.command for call in calls])
         found: dict[str, int] = {}

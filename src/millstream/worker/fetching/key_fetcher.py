@@ -39,7 +39,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         return {
             "queues": lines, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
             "lease_ms": self._policy.claim_ms, "with_state": self._context.handler.wants_state,
-            "most_bytes": self._in_flight.free_bytes // streams, "one_at_least": streams == 1 and self._in_flight.is_empty,
+            "max_bytes": self._in_flight.free_bytes // streams, "one_at_least": streams == 1 and self._in_flight.is_empty,
         }  # fmt: skip
 
     def _add_in_flight(self, stream: KeyedStream, leased: LeaseResult) -> int:

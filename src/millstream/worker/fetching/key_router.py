@@ -127,7 +127,7 @@ class KeyRouter:
         before = stream.enqueued_id
         count = 0
         with exclude_on_error(stream):
-            count = stream.enqueue_new(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
+            count = stream.enqueue_new(count=_ROUTED_AT_ONCE, max_pending=self._policy.look_ahead)
         if stream.leaving:
             self.streams.pop(stream.stream, None)
         # Without new entries a changed position means that Redis lost writes, or that a reply was lost.

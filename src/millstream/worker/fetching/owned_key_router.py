@@ -159,7 +159,7 @@ class OwnedKeyRouter(KeyRouter):
         found, one_by_one, more = self._read_pipelined(streams)
         before = [(one.enqueued_id, one.pending_count) for one in found]
         look_ahead = self._policy.look_ahead
-        calls = [one.enqueue_call(entries, most_pending=look_ahead) for one, entries in found.items()]
+        calls = [one.enqueue_call(entries, max_pending=look_ahead) for one, entries in found.items()]
         replies = self._client.pipeline([call.command for call in calls])
         for (stream, entries), call, reply, (routed, pending) in zip(
             found.items(), calls, replies, before, strict=True
@@ -189,7 +189,7 @@ class OwnedKeyRouter(KeyRouter):
         look_ahead, share = self._policy.look_ahead, READ_BYTES // len(streams)
         counts = [min(_ROUTED_AT_ONCE, one.max_read_count) // len(streams) or 1 for one in streams]
         reads = [
-            one.read_call(count=count, most_bytes=share, one_at_least=len(streams) == 1, most_pending=look_ahead)
+            one.read_call(count=count, max_bytes=share, one_at_least=len(streams) == 1, max_pending=look_ahead)
             for one, count in zip(streams, counts, strict=True)
         ]
         # Reading a key makes Redis report its next change.

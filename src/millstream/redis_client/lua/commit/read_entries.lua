@@ -14,8 +14,8 @@
 local AT_ONCE = 8
 
 local delivered, left, bytes, step = {}, tonumber(ARGV[3]), 0, 1
-local most_bytes = tonumber(ARGV[4])
-while left > 0 and (#delivered == 0 or bytes < most_bytes) do
+local max_bytes = tonumber(ARGV[4])
+while left > 0 and (#delivered == 0 or bytes < max_bytes) do
   local asked = math.min(left, step)
   local found = redis.pcall('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', asked, 'STREAMS', KEYS[1], '>')
   if found and found.err then return found end
@@ -27,6 +27,6 @@ while left > 0 and (#delivered == 0 or bytes < most_bytes) do
   end
   if #entries < asked then break end
   left = left - #entries
-  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((most_bytes - bytes) * #delivered / bytes)))
+  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((max_bytes - bytes) * #delivered / bytes)))
 end
 return delivered

@@ -13,14 +13,14 @@ local AT_ONCE = 16
 local LAST = '18446744073709551615-18446744073709551615' -- Redis allows no id after it
 
 local found, after, left, bytes = {}, ARGV[1], tonumber(ARGV[2]), 0
-local most_bytes, is_one_wanted = tonumber(ARGV[3]), ARGV[4] == '1'
+local max_bytes, is_one_wanted = tonumber(ARGV[3]), ARGV[4] == '1'
 while left > 0 and after ~= LAST do
   local count = math.min(left, #found == 0 and 1 or AT_ONCE)
   local entries = redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', count)
   if #entries == 0 then break end
   for _, entry in ipairs(entries) do
     local size = size_of(entry)
-    if bytes + size > most_bytes and not (is_one_wanted and #found == 0) then return {size, found} end
+    if bytes + size > max_bytes and not (is_one_wanted and #found == 0) then return {size, found} end
     found[#found + 1] = entry
     bytes = bytes + size
   end

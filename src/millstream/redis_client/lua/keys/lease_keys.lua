@@ -21,8 +21,8 @@
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local lease_ms, longest = tonumber(ARGV[5]), tonumber(ARGV[8])
-local most_queues, most_entries = tonumber(ARGV[6]), tonumber(ARGV[7])
-local most_bytes, about, is_one_wanted = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12] == '1'
+local max_queues, max_entries = tonumber(ARGV[6]), tonumber(ARGV[7])
+local max_bytes, about, is_one_wanted = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12] == '1'
 local AT_ONCE, FURTHEST_MS, STEP_MS = 200, 600000, 1000
 
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'fence', 'clock')
@@ -70,7 +70,7 @@ if ARGV[13] then
   for _, owner in ipairs(redis.call('HVALS', OWNERS)) do
     if string.match(owner, '^%d+ %S+ (.*)$') == consumer then held = held + 1 end
   end
-  most_queues = math.min(most_queues, tonumber(ARGV[13]) - held)
+  max_queues = math.min(max_queues, tonumber(ARGV[13]) - held)
 end
 
 local gone = {}
@@ -128,7 +128,7 @@ local leased, count, used, bytes, unfit = {}, 0, 0, 0, 0
 local function fitting(entries)
   for i, entry in ipairs(entries) do
     local size = size_of(entry)
-    if bytes + size > most_bytes and not (is_one_wanted and count == 0 and i == 1) then
+    if bytes + size > max_bytes and not (is_one_wanted and count == 0 and i == 1) then
       unfit = size
       local rest = {}
       for j = i, #entries do rest[#rest + 1] = entries[j][1] end
@@ -142,8 +142,8 @@ end
 
 local function lease_queue(name)
   -- No more than the estimate allows: claimed entries are in Redis' memory once more.
-  local affordable = math.max(1, math.floor((most_bytes - bytes) / about))
-  local entries = claim(name, math.min(longest, most_entries - count, affordable))
+  local affordable = math.max(1, math.floor((max_bytes - bytes) / about))
+  local entries = claim(name, math.min(longest, max_entries - count, affordable))
   if not entries then return end
   entries = fitting(entries)
   if #entries == 0 and unfit > 0 then return end
@@ -177,8 +177,8 @@ local function store_leases(from, to)
 end
 
 -- Queues are removed from the ready list at the end, together: if anything fails before, they are still ready.
-while #leased < most_queues and count < most_entries and #gone < MOST_GONE and unfit == 0 do
-  local least = math.min(most_queues - #leased, math.ceil((most_entries - count) / longest))
+while #leased < max_queues and count < max_entries and #gone < MOST_GONE and unfit == 0 do
+  local least = math.min(max_queues - #leased, math.ceil((max_entries - count) / longest))
   local names = redis.call('LRANGE', READY, used, used + least - 1)
   if #names == 0 then break end
   for _, name in ipairs(names) do
@@ -192,7 +192,7 @@ if #leased > 0 then
 end
 if redis.call('LLEN', READY) == 0 then
   redis.call('UNLINK', NOTIFY) -- no worker needs to fetch
-elseif #leased >= most_queues or count >= most_entries or unfit > 0 then
+elseif #leased >= max_queues or count >= max_entries or unfit > 0 then
   notify_idle(1)
 end
 

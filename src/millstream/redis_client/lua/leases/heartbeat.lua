@@ -30,7 +30,7 @@
 local group, consumer, incarnation, lease_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local weight, limit, most = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local recovers, leaving, wants_all = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10] == '1'
-local period_ms, fraction, most_losses = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
+local period_ms, fraction, max_losses = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local replaces = ARGV[14] == '1'
 local AT_ONCE, FURTHEST_MS, MOST_ITEMS, LEAST_MOVES = 1000, 600000, 1000, 10
 local FIELD = 'lbs-input'
@@ -206,7 +206,7 @@ while recovers and room > 0 and steps > 0 do
   local stream = redis.call('LPOP', UNASSIGNED)
   if not stream then break end
   local losses = tonumber(redis.call('HGET', LOSSES, stream) or 0)
-  if most_losses > 0 and losses >= most_losses then
+  if max_losses > 0 and losses >= max_losses then
     local id = redis.call('HGET', STREAMS, stream)
     dead_letter(stream, id, describe(id), 'its owner was lost ' .. losses .. ' times')
     forget_stream(group, stream)
