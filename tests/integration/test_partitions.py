@@ -372,7 +372,7 @@ def test_a_state_is_imported_once_even_if_a_late_worker_imports_it_again(
 
     real, late.moves._run = late.moves._run, keep  # type: ignore[method-assign, assignment]
     late.moves._query_past_owners = worker.moves._query_past_owners  # type: ignore[method-assign]
-    late.moves._delete_imported = lambda place: None  # type: ignore[method-assign]
+    late.moves._delete_imported = lambda partition: None  # type: ignore[method-assign]
     late.moves._import_keys(new)
     worker.work()
     worker.moves._await_keys(new, [key.encode()])  # by one who had asked before that

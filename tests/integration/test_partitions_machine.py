@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
         """A round; without `clears`, its worker dies when it has put states down and not removed them where they were."""
         moves = self.workers[index].moves
         if not clears:
-            moves._delete_imported = lambda place: None  # type: ignore[method-assign]
+            moves._delete_imported = lambda partition: None  # type: ignore[method-assign]
         self.workers[index].move()
         moves.__dict__.pop("_delete_imported", None)
 
@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             return real(calls)  # type: ignore[arg-type]
 
         moves._run = run  # type: ignore[method-assign, assignment]
-        moves._delete_imported = lambda place: None  # type: ignore[method-assign]
+        moves._delete_imported = lambda partition: None  # type: ignore[method-assign]
         moves._refreshed_ms = float("-inf")
         moves.import_keys([place])
         del moves._run, moves._delete_imported

@@ -98,7 +98,7 @@ class Pipeline:
 
     def catch_up(self) -> bool:
         found = runnable_keys(self.store, self.streams, 100)
-        rows = [{"stream": stream, "line": queue} for stream, ready in found.items() for queue in ready.queues]
+        rows = [{"stream": stream, "queue": queue} for stream, ready in found.items() for queue in ready.queues]
         asyncio.run(
             self._task().process_deferred([pa.RecordBatch.from_pylist(rows, schema=QUEUE_SCHEMA)] if rows else [])
         )

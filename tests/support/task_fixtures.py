@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
         ("fields", pa.binary()),
     ]
 )
-QUEUE_SCHEMA = pa.schema([("stream", pa.string()), ("line", pa.binary())])
+QUEUE_SCHEMA = pa.schema([("stream", pa.string()), ("queue", pa.binary())])
 Row = tuple[int, bytes | None, dict[Any, Any]]
 
 
@@ -79,7 +79,7 @@ class TaskFixture:
 
     def process_deferred(self, handler: Handler) -> dict[str, Any]:
         """Run the runnable deferred keys."""
-        rows = [{"stream": "in", "line": queue} for queue in self.runnable(handler).queues]
+        rows = [{"stream": "in", "queue": queue} for queue in self.runnable(handler).queues]
         task = self.task(handler)
         asyncio.run(task.process_deferred([pa.RecordBatch.from_pylist(rows, schema=QUEUE_SCHEMA)] if rows else []))
         found = task.report().to_pylist()

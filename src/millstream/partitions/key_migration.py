@@ -89,101 +89,101 @@ class KeyMigration:
         self._cursors: dict[int, bytes] = {}
         self._scans: dict[PastOwner, _StateScan] = {}
 
-    def keys_of(self, place: int) -> HandlerKeys:
+    def keys_of(self, partition: int) -> HandlerKeys:
         """The handler's keys on a partition."""
-        return HandlerKeys(*self._owner, self.partition_map.stream(place))
+        return HandlerKeys(*self._owner, self.partition_map.stream(partition))
 
     # Enqueueing
 
-    def await_keys(self, place: int, lines: Iterable[bytes]) -> int:
+    def await_keys(self, partition: int, queues: Iterable[bytes]) -> int:
         """Make key queues of a partition wait whose keys may not have left an older one; return how many began to wait.
 
-        Call it before the first entries of `lines` are enqueued there.
+        Call it before the first entries of `queues` are enqueued there.
         """
-        if self._are_older_drained(place):
+        if self._are_older_drained(partition):
             return 0
-        keys = [line[1:] for line in dict.fromkeys(lines) if line.startswith(KEY_PREFIX)]
-        found = self._query_past_owners(place, keys)
+        keys = [name[1:] for name in dict.fromkeys(queues) if name.startswith(KEY_PREFIX)]
+        found = self._query_past_owners(partition, keys)
         # A state is imported while the queue waits, so that no worker runs the key without it.
-        return self._await_keys(place, [key for key in keys if found.exported.get(key) != b""])
+        return self._await_keys(partition, [key for key in keys if found.exported.get(key) != b""])
 
-    def _await_keys(self, place: int, keys: Sequence[bytes]) -> int:
+    def _await_keys(self, partition: int, keys: Sequence[bytes]) -> int:
         args: list[Arg] = []
         for key in keys:
-            if past_owners := self.partition_map.past_owners(key, place):
+            if past_owners := self.partition_map.past_owners(key, partition):
                 args += (KEY_PREFIX + key, self.partition_map.stream(past_owners[-1].partition))
-        return int(self._run([(AWAIT_KEYS, place, args)])[0]) if args else 0
+        return int(self._run([(AWAIT_KEYS, partition, args)])[0]) if args else 0
 
     # Maintenance
 
-    def import_keys(self, places: Sequence[int]) -> int:
+    def import_keys(self, partitions: Sequence[int]) -> int:
         """Let key queues of these partitions go on whose keys have left the older ones; return how many."""
-        new = [place for place in places if self.partition_map.created_in(place) > 1]
-        keys = [self.keys_of(place) for place in new]
+        new = [partition for partition in partitions if self.partition_map.created_in(partition) > 1]
+        keys = [self.keys_of(partition) for partition in new]
         some = self._pipeline([("EXISTS", k.awaiting, k.imported) for k in keys])
-        busy = [place for place, count in zip(new, some, strict=True) if count]
+        busy = [partition for partition, count in zip(new, some, strict=True) if count]
         return sum(map(self._import_keys, busy))
 
-    def _import_keys(self, place: int) -> int:
-        names = self.keys_of(place)
+    def _import_keys(self, partition: int) -> int:
+        names = self.keys_of(partition)
         cursor, items = self._client.execute(
-            "HSCAN", names.awaiting, self._cursors.get(place, _START), "COUNT", _AT_ONCE
+            "HSCAN", names.awaiting, self._cursors.get(partition, _START), "COUNT", _AT_ONCE
         )
-        self._cursors[place] = cursor
-        awaiting = {line[1:]: reason for line, reason in pairs_of(items)}
-        found = self._query_past_owners(place, list(awaiting))
+        self._cursors[partition] = cursor
+        awaiting = {name[1:]: reason for name, reason in pairs_of(items)}
+        found = self._query_past_owners(partition, list(awaiting))
         for detour, keys in found.detours.items():
             self._await_keys(detour, keys)
         ended = 0
         if found.exported:
             imported = [(KEY_PREFIX + key, awaiting[key], state) for key, state in found.exported.items()]
-            (ended,) = self._run([(IMPORT_KEYS, place, [found.max_fence, *chain.from_iterable(imported)])])
-        self._delete_imported(place)
+            (ended,) = self._run([(IMPORT_KEYS, partition, [found.max_fence, *chain.from_iterable(imported)])])
+        self._delete_imported(partition)
         return ended
 
-    def _delete_imported(self, place: int) -> None:
+    def _delete_imported(self, partition: int) -> None:
         """Remove from older partitions the states that were imported here."""
-        names = self.keys_of(place)
+        names = self.keys_of(partition)
         _, items = self._client.execute("HSCAN", names.imported, 0, "COUNT", _AT_ONCE)
         moved = items[::2]
         by_owner: dict[int, list[bytes]] = defaultdict(list)
         for key in moved:
-            for owner in self.partition_map.past_owners(key, place)[-1:]:
+            for owner in self.partition_map.past_owners(key, partition)[-1:]:
                 by_owner[owner.partition].append(key)
         self._pipeline([("HDEL", self.keys_of(owner).state, *keys) for owner, keys in by_owner.items()])
         if moved:
             self._client.execute("HDEL", names.imported, *moved)
 
-    def drain(self, places: Sequence[int]) -> int:
+    def drain(self, partitions: Sequence[int]) -> int:
         """Check which of these partitions have drained the keys that left them; return how many made progress.
 
         States of keys without new messages are moved on.
         """
         self._refresh()
-        return sum(map(self._drain, places))
+        return sum(map(self._drain, partitions))
 
-    def _undrained_since(self, place: int) -> int | None:
+    def _undrained_since(self, partition: int) -> int | None:
         """The first generation in which keys left a partition that may not have drained them."""
-        first = max(self.partition_map.created_in(place), self._drained.get(place, 0)) + 1
+        first = max(self.partition_map.created_in(partition), self._drained.get(partition, 0)) + 1
         return first if first <= self.partition_map.generation else None
 
-    def _drain(self, place: int) -> bool:
-        left = self._undrained_since(place)
+    def _drain(self, partition: int) -> bool:
+        left = self._undrained_since(partition)
         # Keys that are still to come from older partitions would have to go on from here.
-        if left is None or not self._are_older_drained(place):
+        if left is None or not self._are_older_drained(partition):
             return False
-        past_owner = PastOwner(place, left)
-        if not self._run([(IS_DRAINED, place, (self.partition_map.close_id(past_owner), self.keys_of(place).group))])[
-            0
-        ]:
+        past_owner = PastOwner(partition, left)
+        if not self._run(
+            [(IS_DRAINED, partition, (self.partition_map.close_id(past_owner), self.keys_of(partition).group))]
+        )[0]:
             return False
         scan = self._scans.setdefault(past_owner, _StateScan())
         for _ in range(_PAGES_AT_ONCE):
             scan.cursor, items = self._client.execute(
-                "HSCAN", self.keys_of(place).state, scan.cursor, "COUNT", _AT_ONCE
+                "HSCAN", self.keys_of(partition).state, scan.cursor, "COUNT", _AT_ONCE
             )
             leaving: dict[int, list[bytes]] = defaultdict(list)
-            for key, after in moved_away(self.partition_map, place, items[::2], left):
+            for key, after in moved_away(self.partition_map, partition, items[::2], left):
                 leaving[after].append(key)
             for after, keys in leaving.items():
                 self._await_keys(after, keys)
@@ -193,30 +193,30 @@ class KeyMigration:
         if scan.cursor == _START:
             del self._scans[past_owner]
             if not scan.found_any:
-                self._client.execute("HSET", self.keys_of(place).meta, "drained", left)
-                self._drained[place] = left
+                self._client.execute("HSET", self.keys_of(partition).meta, "drained", left)
+                self._drained[partition] = left
         return True
 
     def undrained(self) -> list[UndrainedPartition]:
         """Return the partitions that keys may still leave, or wait to come to."""
         self._refresh()
         layout = self.partition_map
-        counts = self._pipeline([("HLEN", self.keys_of(place).awaiting) for place in range(layout.count)])
+        counts = self._pipeline([("HLEN", self.keys_of(partition).awaiting) for partition in range(layout.count)])
         found = [
-            UndrainedPartition(stream=layout.stream(place), since=self._undrained_since(place), awaiting=count)
-            for place, count in enumerate(counts)
+            UndrainedPartition(stream=layout.stream(partition), since=self._undrained_since(partition), awaiting=count)
+            for partition, count in enumerate(counts)
         ]
         return [one for one in found if one.since is not None or one.awaiting]
 
     # Asking older partitions
 
-    def _query_past_owners(self, place: int, keys: Sequence[bytes]) -> _ExportedKeys:
+    def _query_past_owners(self, partition: int, keys: Sequence[bytes]) -> _ExportedKeys:
         """Ask the older partitions about keys that come from there, the oldest first.
 
         In this order, since a state that has left one partition for the next is seen in the next.
         """
         found = _ExportedKeys()
-        asked = {key: self.partition_map.past_owners(key, place) for key in keys}
+        asked = {key: self.partition_map.past_owners(key, partition) for key in keys}
         found.exported = dict.fromkeys(asked, b"")
         for level in range(max(map(len, asked.values()), default=0)):
             by_owner: dict[PastOwner, list[bytes]] = defaultdict(list)
@@ -257,12 +257,12 @@ class KeyMigration:
 
     # Known drained partitions
 
-    def _is_drained(self, home: PastOwner) -> bool:
-        return self._drained.get(home.partition, 0) >= home.left_in
+    def _is_drained(self, past_owner: PastOwner) -> bool:
+        return self._drained.get(past_owner.partition, 0) >= past_owner.left_in
 
-    def _are_older_drained(self, place: int) -> bool:
+    def _are_older_drained(self, partition: int) -> bool:
         """Whether all older partitions have drained the keys that this one owns."""
-        created_in = self.partition_map.created_in(place)
+        created_in = self.partition_map.created_in(partition)
         if created_in == 1:
             return True
         older = range(self.partition_map.counts[created_in - 2])
@@ -275,9 +275,11 @@ class KeyMigration:
         now_ms = self._clock.monotonic_ms()
         if now_ms - self._refreshed_ms < _REFRESH_EVERY_MS:
             return
-        places = [place for place in range(self.partition_map.count) if self._undrained_since(place) is not None]
-        known = self._pipeline([("HGET", self.keys_of(place).meta, "drained") for place in places])
-        self._drained.update({place: int(text) for place, text in zip(places, known, strict=True) if text})
+        partitions = [
+            partition for partition in range(self.partition_map.count) if self._undrained_since(partition) is not None
+        ]
+        known = self._pipeline([("HGET", self.keys_of(partition).meta, "drained") for partition in partitions])
+        self._drained.update({partition: int(text) for partition, text in zip(partitions, known, strict=True) if text})
         self._refreshed_ms = now_ms
 
     def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
@@ -285,8 +287,8 @@ class KeyMigration:
 
     def _run(self, calls: Sequence[tuple[Script, int, Sequence[Arg]]]) -> list[Reply]:
         wanted = []
-        for script, place, args in calls:
-            k = self.keys_of(place)
+        for script, partition, args in calls:
+            k = self.keys_of(partition)
             wanted.append(
                 (script, (k.meta, k.offsets, k.state, k.crashes, k.dead_letters, k.incomplete, k.stream), args)
             )
@@ -330,28 +332,28 @@ class PartitionStream(KeyedStream):
 
     def _queue_name(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         """A redriven dead letter returns to its old partition, and its key may have left it since."""
-        line = super()._queue_name(entry_id, pairs)
-        if pairs[0] != REDRIVE_FIELD or not line.startswith(KEY_PREFIX):
-            return line
-        return b"" if self.forward(self.stream, line[1:], entry_id, pairs) else line
+        queue = super()._queue_name(entry_id, pairs)
+        if pairs[0] != REDRIVE_FIELD or not queue.startswith(KEY_PREFIX):
+            return queue
+        return b"" if self.forward(self.stream, queue[1:], entry_id, pairs) else queue
 
-    def _before_enqueue(self, lines: Sequence[Arg]) -> None:
-        names = [line for line in lines if isinstance(line, bytes)]
+    def _before_enqueue(self, queues: Sequence[Arg]) -> None:
+        names = [name for name in queues if isinstance(name, bytes)]
         if names:
             self._check_key(names[0])
             self.migration.await_keys(self.partition, names)
 
-    def _check_key(self, line: bytes) -> None:
+    def _check_key(self, queue: bytes) -> None:
         """Warn if producer and handler do not use the same key."""
         if (
             not self._warned
-            and line.startswith(KEY_PREFIX)
-            and self.partition not in self.migration.partition_map.owners(line[1:])
+            and queue.startswith(KEY_PREFIX)
+            and self.partition not in self.migration.partition_map.owners(queue[1:])
         ):
             self._warned = True
             logger.warning(
                 "a message in %s has the key %r, which another partition owns: publish with PartitionedProducer and the "
                 "handler's key, or the order of keys is lost when the partitions grow",
                 self.stream,
-                line[1:100],
+                queue[1:100],
             )

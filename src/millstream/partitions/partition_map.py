@@ -54,36 +54,37 @@ class PartitionMap:
     @property
     def streams(self) -> list[str]:
         """The partitions in use, by number."""
-        return [self.stream(place) for place in range(self.count)]
+        return [self.stream(partition) for partition in range(self.count)]
 
-    def stream(self, place: int) -> str:
+    def stream(self, partition: int) -> str:
         """The name of a partition."""
-        return partition_name(self.base, place)
+        return partition_name(self.base, partition)
 
     def partition_of(self, key: bytes) -> int:
         """The partition that owns a key now."""
         return _jump(_number(key), self.count)
 
-    def created_in(self, place: int) -> int:
+    def created_in(self, partition: int) -> int:
         """The generation in which a partition was created."""
-        return next(number for number, count in enumerate(self.counts, 1) if place < count)
+        return next(number for number, count in enumerate(self.counts, 1) if partition < count)
 
-    def close_id(self, home: PastOwner) -> str:
+    def close_id(self, past_owner: PastOwner) -> str:
         """The id at which a partition was closed when keys left it."""
-        return self.close_ids[home.left_in - 2][home.partition]
+        return self.close_ids[past_owner.left_in - 2][past_owner.partition]
 
     def owners(self, key: bytes) -> list[int]:
         """The partitions that have owned a key, in order; the last owns it now."""
         number = _number(key)
         return list(dict.fromkeys(_jump(number, count) for count in self.counts))
 
-    def past_owners(self, key: bytes, place: int) -> list[PastOwner]:
+    def past_owners(self, key: bytes, partition: int) -> list[PastOwner]:
         """The partitions that owned a key before this one, in order; none if this one never owned it."""
         owners = self.owners(key)
-        if place not in owners:
+        if partition not in owners:
             return []
         return [
-            PastOwner(before, self.created_in(after)) for before, after in pairwise(owners[: owners.index(place) + 1])
+            PastOwner(before, self.created_in(after))
+            for before, after in pairwise(owners[: owners.index(partition) + 1])
         ]
 
     # The form in Redis
@@ -119,14 +120,14 @@ def check_growth(layout: PartitionMap, count: int) -> None:
         )
 
 
-def moved_away(layout: PartitionMap, place: int, keys: Sequence[bytes], generation: int) -> list[tuple[bytes, int]]:
+def moved_away(layout: PartitionMap, partition: int, keys: Sequence[bytes], generation: int) -> list[tuple[bytes, int]]:
     """Return those of `keys` that had left a partition by a generation, each with the partition it went to from
     there.
     """
     found = []
     for key in keys:
         owners = layout.owners(key)
-        at = owners.index(place) if place in owners else len(owners)
+        at = owners.index(partition) if partition in owners else len(owners)
         if at + 1 < len(owners) and layout.created_in(owners[at + 1]) <= generation:
             found.append((key, owners[at + 1]))
     return found

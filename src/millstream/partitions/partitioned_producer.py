@@ -199,8 +199,8 @@ class PartitionedProducer(Publishing):
         for one in items:
             if one.number not in found:
                 by_partition[layout.partition_of(one.partition_key)].append(one)
-        for place, some in by_partition.items():
-            stream = layout.stream(place)
+        for partition, some in by_partition.items():
+            stream = layout.stream(partition)
             for batch, numbers in self._batches(some):
                 ids = self._send(self._session(stream), batch, options, layout.generation).decode().split()
                 found |= {number: Published(stream, one) for number, one in zip(numbers, ids, strict=True)}
@@ -221,16 +221,16 @@ class PartitionedProducer(Publishing):
 
     def _published_before(self, layout: PartitionMap, items: Sequence[_Item]) -> Mapping[int, Published]:
         """Return those that were published, under their own ids, to partitions that their keys have left."""
-        places = [
-            (one, layout.stream(place))
+        partitions = [
+            (one, layout.stream(partition))
             for one in items
             if one.dedupe_id is not None and layout.generation > 1
-            for place in layout.owners(one.partition_key)[:-1]
+            for partition in layout.owners(one.partition_key)[:-1]
         ]
-        commands = [("GET", to_wire(StreamKeys(stream).dedupe(one.dedupe_id or b""))) for one, stream in places]
+        commands = [("GET", to_wire(StreamKeys(stream).dedupe(one.dedupe_id or b""))) for one, stream in partitions]
         replies = self._patiently(lambda: self._client.pipeline(commands)) if commands else []
         return {
             one.number: Published(stream, raise_if_error(reply).decode())
-            for (one, stream), reply in zip(places, replies, strict=True)
+            for (one, stream), reply in zip(partitions, replies, strict=True)
             if reply is not None
         }

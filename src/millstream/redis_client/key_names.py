@@ -114,9 +114,9 @@ def run_name(pipeline: str) -> str:
     return f"spark:{pipeline}"
 
 
-def partition_name(base: str, place: int) -> str:
-    """Return the stream of a base's partition number `place`, from 0 on. Each has a hash slot of its own."""
-    return f"{{{base}.{place}}}"
+def partition_name(base: str, partition: int) -> str:
+    """Return the stream of a base's partition number `partition`, from 0 on. Each has a hash slot of its own."""
+    return f"{{{base}.{partition}}}"
 
 
 def to_wire(name: str) -> bytes:

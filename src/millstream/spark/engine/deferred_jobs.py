@@ -35,7 +35,7 @@ MAX_DEFERRED_ENTRIES = 250_000
 
 _CAPACITY_POLL_MS = 500.0
 _REFRESH_MS, _REFRESH_SHARE = 150.0, 20
-_SCHEMA = "stream string, line binary"
+_SCHEMA = "stream string, queue binary"
 
 
 class _Snapshot(NamedTuple):
@@ -196,5 +196,5 @@ class DeferredJobs:
 
 def _round_robin(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:
     """The runnable key queues of all streams, round robin, so that one stream cannot starve the others."""
-    rows = zip_longest(*([(stream, line) for line in ready.queues] for stream, ready in found))
+    rows = zip_longest(*([(stream, queue) for queue in ready.queues] for stream, ready in found))
     return [one for row in rows for one in row if one is not None]

@@ -140,7 +140,7 @@ class PartitionTask:
                 await self._process_runs(runs)
 
     async def process_deferred(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Run deferred keys; `batches` have the columns `stream` and `line`. Runs the head of each key queue only."""
+        """Run deferred keys; `batches` have the columns `stream` and `queue`. Runs the head of each key queue only."""
         for batch in batches:
             if self._breaker.is_open:
                 continue
@@ -294,9 +294,9 @@ class PartitionTask:
                 metrics.last_id = entry.id
         return runs
 
-    def _run_of_queue(self, stream: str, line: bytes) -> KeyRun:
+    def _run_of_queue(self, stream: str, queue: bytes) -> KeyRun:
         self._metrics_of(stream, ZERO_ID)
-        return KeyRun(stream, line[1:] if line.startswith(KEY_PREFIX) else None, line, deque(), from_queue=True)
+        return KeyRun(stream, queue[1:] if queue.startswith(KEY_PREFIX) else None, queue, deque(), from_queue=True)
 
     def _metrics_of(self, stream: str, entry_id: EntryId) -> TaskMetrics:
         metrics = self._metrics.get(stream)

@@ -34,10 +34,10 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         super().__init__(context, streams)
         self._isolated_after = isolated_after(context.handler.retry)
 
-    def _lease_options(self, lines: int, count: int, streams: int = 1) -> dict[str, Any]:
-        """Return the options of a lease of `lines` keys. One stream alone may give an entry larger than the room."""
+    def _lease_options(self, queues: int, count: int, streams: int = 1) -> dict[str, Any]:
+        """Return the options of a lease of `queues` keys. One stream alone may give an entry larger than the room."""
         return {
-            "queues": lines, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
+            "queues": queues, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
             "lease_ms": self._policy.claim_ms, "with_state": self._context.handler.wants_state,
             "max_bytes": self._in_flight.free_bytes // streams, "one_at_least": streams == 1 and self._in_flight.is_empty,
         }  # fmt: skip
@@ -91,9 +91,9 @@ class KeyFetcher(LeaseFetcher):
         if not (leased or self._in_flight.oversized_bytes):
             self._block(permit.streams, permit.until_ms, stopping)
 
-    def _lease_from(self, stream: KeyedStream, lines: int, count: int) -> int:
+    def _lease_from(self, stream: KeyedStream, queues: int, count: int) -> int:
         now_ms = self._clock.monotonic_ms()
-        leased = stream.lease_keys(now_ms=now_ms, **self._lease_options(lines, count))
+        leased = stream.lease_keys(now_ms=now_ms, **self._lease_options(queues, count))
         self._in_flight.oversized_bytes = leased.unfit_bytes
         if not (leased.leases or leased.unfit_bytes):
             # Leases of other workers may expire meanwhile, too. The more streams there are, the less often each is
