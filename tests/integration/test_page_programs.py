@@ -36,6 +36,7 @@ from tests.support.commandline import free_port
 from tests.support.databases import postgres_server
 from tests.support.pages import ROOT, run_python, write_files
 from tests.support.replicas import FOLLOWS
+from tests.support.service_process import get
 from tests.support.waiting import FAIL_SAFE_S, eventually, eventually_async
 
 pytestmark = [pytest.mark.cli]
@@ -318,8 +319,8 @@ def test_the_health_of_the_page_on_metrics_is_served(monkeypatch: pytest.MonkeyP
 
     def process(batch: Iterable[int]) -> None:
         assert list(batch) == [1, 2]
-        answers.append(httpx.get(f"http://127.0.0.1:{port}/healthz"))
-        answers.append(httpx.get(f"http://127.0.0.1:{port}/metrics"))
+        answers.append(get(f"http://127.0.0.1:{port}/healthz"))
+        answers.append(get(f"http://127.0.0.1:{port}/metrics"))
 
     with pytest.raises(EndOfTest):
         run_python("docs/metrics.md", {"read": read, "process": process}, {"9464": str(port)}, only=[1, 2])

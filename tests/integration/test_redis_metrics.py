@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from millstream import App, Message
@@ -26,6 +25,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.clocks import ManualClock
 from tests.support.keyed_fixtures import keys_in_each_state
+from tests.support.service_process import get
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
@@ -241,8 +241,8 @@ def test_the_value_that_the_page_on_scaling_names_is_a_number_in_the_answer(clie
     locations = re.findall(r'valueLocation: "(\w+)"', page)
     assert (len(paths), len(locations)) == (1, 3)
     with HealthServer(None, recorder, pages={"/scale": figures.scale_page}) as server:
-        answer = httpx.get(f"{server.url}{paths.pop()}shop.pay", trust_env=False)
-        refused = httpx.get(f"{server.url}/scale", trust_env=False)
+        answer = get(f"{server.url}{paths.pop()}shop.pay")
+        refused = get(f"{server.url}/scale")
     assert answer.headers["content-type"] == "application/json"
     assert {name: answer.json()[name] for name in locations} == {"waiting": 11, "keys_ready": 1, "in_flight": 2}
     assert set(re.findall(r'"(\w+)":', page.partition("curl")[2].partition("```")[0])) == answer.json().keys()

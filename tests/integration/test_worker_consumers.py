@@ -3,7 +3,6 @@
 import threading
 from typing import Any
 
-import httpx
 import pytest
 
 from millstream import Message, Reject, Retry
@@ -16,6 +15,7 @@ from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import worker_name_key
 from tests.support.clocks import LeapClock
+from tests.support.service_process import get
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, double, ending, figure, fill, make, outputs, pending, working
 
@@ -102,7 +102,7 @@ def test_every_counter_is_exported_before_the_first_message(client: Client) -> N
     recorder, health = Recorder(), Health()
 
     def shown() -> list[str]:
-        return httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+        return get(f"{server.url}/metrics").text.splitlines()
 
     def fail(message: Message) -> None:
         raise ValueError("always")

@@ -68,6 +68,11 @@ class ServiceProcess:
         return end(self.process)
 
 
+def get(url: str) -> httpx.Response:
+    """One page of a service on this machine, whatever proxy the environment names."""
+    return httpx.get(url, timeout=FAIL_SAFE_S, trust_env=False)
+
+
 def http_client(url: str, headers: Mapping[str, str] | None = None) -> httpx.Client:
     """A client of a service on this machine, whatever proxy the environment names."""
     return httpx.Client(base_url=url, headers=headers, timeout=FAIL_SAFE_S, trust_env=False, verify=False)

@@ -13,6 +13,7 @@ from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
 from millstream.worker.loop_metrics import LoopMetrics
 from tests.support.clocks import ManualClock
+from tests.support.service_process import get
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
@@ -36,7 +37,7 @@ def server(health: Health) -> Iterator[HealthServer]:
 
 def ask(server: HealthServer, page: str) -> tuple[int, list[str]]:
     """The status and the reasons that a page gives."""
-    answer = httpx.get(f"{server.url}{page}")
+    answer = get(f"{server.url}{page}")
     body = answer.json()
     assert (body["status"] == "ok") == (answer.status_code == 200) == (not body["reasons"])
     return answer.status_code, body["reasons"]
@@ -146,7 +147,7 @@ def test_the_page_shows_the_progress_of_each_handler(server: HealthServer, healt
     clock.sleep_ms(1_500)
     progress.on_read()
     clock.sleep_ms(500)
-    answer = httpx.get(f"{server.url}/healthz")
+    answer = get(f"{server.url}/healthz")
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["handlers"] == {
         "shop.total": {"running": 3, "seconds_since_read": 0.5, "seconds_since_run_ended": 2.0}
@@ -157,26 +158,26 @@ def test_metrics_are_served_with_those_of_the_process(health: Health) -> None:
     recorder = Recorder()
     with HealthServer(health, recorder) as server:
         recorder.count(metrics.READ, 7, handler="shop.total")
-        text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+        text = get(f"{server.url}/metrics").raise_for_status().text
     assert 'millstream_messages_read_total{handler="shop.total"} 7.0' in text
     assert "process_resident_memory_bytes" in text
 
 
 def test_without_a_recorder_there_is_no_metrics_page(health: Health) -> None:
     with HealthServer(health) as server:
-        assert httpx.get(f"{server.url}/metrics").status_code == 404
+        assert get(f"{server.url}/metrics").status_code == 404
 
 
 def test_other_pages_and_methods_are_refused(server: HealthServer) -> None:
-    assert httpx.get(f"{server.url}/").status_code == 404
-    assert httpx.post(f"{server.url}/healthz").status_code == 405
+    assert get(f"{server.url}/").status_code == 404
+    assert httpx.post(f"{server.url}/healthz", timeout=FAIL_SAFE_S, trust_env=False).status_code == 405
 
 
 def test_a_silent_client_does_not_delay_other_clients(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.observability.health._CLIENT_TIMEOUT_S", 10 * FAIL_SAFE_S)
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))):
-        assert httpx.get(f"{server.url}/healthz", timeout=FAIL_SAFE_S).status_code == 200
+        assert get(f"{server.url}/healthz").status_code == 200
 
 
 def test_the_server_listens_on_loopback_alone_and_ends_when_closed(health: Health) -> None:
@@ -186,7 +187,7 @@ def test_the_server_listens_on_loopback_alone_and_ends_when_closed(health: Healt
     ask(server, "/healthz")
     server.close()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/healthz")
+        get(f"{server.url}/healthz")
     eventually(lambda: threading.active_count() <= before)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -13,6 +12,7 @@ from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
 from millstream.worker.process.process_reports import ProcessReports, make_report
 from tests.support.clocks import ManualClock
+from tests.support.service_process import get
 
 pytestmark = [pytest.mark.worker]
 
@@ -153,8 +153,8 @@ def test_the_pages_show_the_supervisor_and_its_processes_with_each_metric_family
 
     reports.on_report("w-0", os.getpid(), process.report())
     with HealthServer(reports, [recorder, reports]) as server:
-        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
-        page = httpx.get(f"{server.url}/readyz", trust_env=False)
+        text = get(f"{server.url}/metrics").text
+        page = get(f"{server.url}/readyz")
     assert f'{READ}{{handler="shop.pay",worker="w-0"}} 3.0' in text
     assert 'process_cpu_seconds_total{worker="w-0"}' in text
     assert text.count(f"# TYPE {READ} ") == text.count("# TYPE process_cpu_seconds_total ") == 1

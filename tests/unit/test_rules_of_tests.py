@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("rules of tests")]  # wha
 TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "monotonic_ms", "monotonic_ns", "perf_counter", "time"}
 GUARDS = {"join", "wait", "communicate", "result", "wait_procs"}
+REQUESTS = {"get", "post", "Client"}
+"""What httpx ends after five seconds, unless it is told otherwise."""
 LONG_S = 2.0
 WAITERS = {"waiting.py", "processes_left_behind.py"}
 """The files that implement waiting."""
@@ -46,6 +48,15 @@ def fail_safes_of_ones_own(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: .{node.func.attr}() gives up after a number of seconds; use FAIL_SAFE_S"
 
 
+def requests_of_five_seconds(tree: ast.Module) -> Iterator[str]:
+    """Requests without a fail-safe: the library's own is one that a slow machine can outlast."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in REQUESTS:
+            is_httpx = isinstance(node.func.value, ast.Name) and node.func.value.id == "httpx"
+            if is_httpx and not {"timeout", "transport"} & {one.arg for one in node.keywords}:
+                yield f"{node.lineno}: httpx gives up after five seconds; use `get` or `http_client` of tests/support"
+
+
 def imports_of_test_files(tree: ast.Module) -> Iterator[str]:
     """What several test files need is in tests/support."""
     for node in ast.walk(tree):
@@ -70,6 +81,7 @@ RULES: list[tuple[Callable[[ast.Module], Iterator[str]], str]] = [
     (deadlines_of_ones_own, "if time.monotonic() > end:\n    raise AssertionError"),
     (fail_safes_of_ones_own, "thread.join(5)"),
     (fail_safes_of_ones_own, "process.communicate(timeout=40)"),
+    (requests_of_five_seconds, "httpx.get(url, trust_env=False)"),
     (imports_of_test_files, "from tests.integration.test_worker import working"),
 ]
 SOUND = """
@@ -77,6 +89,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 assert time.monotonic() - began >= 0.5
 thread.join(FAIL_SAFE_S)
 over.wait(0.02)
+httpx.get(url, timeout=FAIL_SAFE_S)
 ", ".join(["a"])
 eventually(lambda: found, "an entry")
 """
