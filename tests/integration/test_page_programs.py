@@ -282,6 +282,7 @@ def test_the_coroutine_of_the_page_on_leases_releases_its_streams_when_it_is_can
             await task
 
     asyncio.run(begin_and_cancel())
+    assert not owned(), "nobody has to wait for the end of its lease"
     with Balancer(client.url, "calls", consumer="next") as balancer:
         eventually(
             lambda: [lease.stream for lease in balancer.leases] == ["call:1"], "a lease of the stream that was released"
