@@ -307,6 +307,10 @@ def test_the_program_of_the_page_on_the_router_prints_new_entries(client: Client
 # --- Observing and testing ---
 
 
+def test_the_call_of_the_page_on_testing_gives_what_it_shows() -> None:
+    run_python("docs/testing.md", run_python("docs/start/workers.md", only=[0]), only=[0])
+
+
 def test_the_health_of_the_page_on_metrics_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
     answers: list[httpx.Response] = []

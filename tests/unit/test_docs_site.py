@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,16 @@ DOCS = ROOT / "docs"
 
 NOT_RUN: Mapping[str, str] = {
     "docs/start/install.md": "`make wheels` installs the wheel with each extra",
+    "docs/start/spark.md": "one command that publishes the orders; test_readme publishes them by itself",
     "docs/operations/production.md": "containers: their commands are checked by test_deploy",
 }
 """Pages whose consoles no test runs, with the reason."""
+COMPARED: Mapping[str, str] = {
+    "docs/spark-connect.md": "test_connect runs the first block in a program, and compares the second with the example",
+}
+"""Pages whose Python is checked in another way."""
+PYTHON_RUNNERS = {"run_python", "program", "write_files", "run_consoles"}
+CONSOLE_RUNNERS = {"run_consoles", "service", "consoles_of"}
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -52,41 +59,57 @@ def pages_with(language: str) -> dict[str, int]:
     return {page: count for page, count in counts.items() if count}
 
 
-def calls_with_a_page() -> Iterator[tuple[str, list[int] | None]]:
-    """The pages that tests name, each with the numbers of the blocks that the same call names; None: all of them."""
-    for path in (ROOT / "tests").rglob("test_*.py"):
+def runs_of_pages(runners: Container[str]) -> Iterator[tuple[str, str, list[int] | None]]:
+    """The calls of these functions in tests: the function, the page, and the numbers of blocks, if the call has any."""
+    for path in (path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)):
         tree = ast.parse(path.read_text())
-        names = {
+        constants = {
             target.id: statement.value
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             for target in statement.targets
             if isinstance(target, ast.Name)
         }
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            numbers = next((word.value for word in call.keywords if word.arg in ("only", "number")), None)
-            values = [names.get(one.id, one) if isinstance(one, ast.Name) else one for one in call.args]
-            for value in values:
-                for leaf in ast.walk(value):
-                    if isinstance(leaf, ast.Constant) and str(leaf.value).endswith(".md"):
-                        yield str(leaf.value), None if numbers is None else [*_numbers(numbers)]
+        for test in (one for one in tree.body if isinstance(one, ast.FunctionDef)):
+            for call in (node for node in ast.walk(test) if isinstance(node, ast.Call)):
+                if isinstance(call.func, ast.Name) and call.func.id in runners:
+                    numbers = next((word.value for word in call.keywords if word.arg in ("only", "number")), None)
+                    for page in pages_named(call, constants) or pages_named(test, constants):
+                        yield call.func.id, page, None if numbers is None else [*_numbers(numbers)]
+
+
+def pages_named(node: ast.AST, constants: Mapping[str, ast.expr]) -> set[str]:
+    """The pages that a piece of a program names, itself or by a constant of its file."""
+    names = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
+    parts = [node, *(value for name, value in constants.items() if name in names)]
+    texts = (leaf.value for part in parts for leaf in ast.walk(part) if isinstance(leaf, ast.Constant))
+    return {text for text in texts if isinstance(text, str) and text.endswith(".md")}
 
 
 def _numbers(value: ast.expr) -> Iterator[int]:
     return (leaf.value for leaf in ast.walk(value) if isinstance(leaf, ast.Constant) and isinstance(leaf.value, int))
 
 
+def blocks_run(runner: str, page: str, numbers: list[int] | None) -> set[int]:
+    """The numbers of the Python blocks that such a call runs."""
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    if runner in ("write_files", "run_consoles"):
+        return {number for number, block in enumerate(blocks) if block.file}
+    every = range(1) if runner == "program" else range(len(blocks))
+    return set(every if numbers is None else numbers)
+
+
 def test_every_python_block_of_every_page_runs_in_a_test() -> None:
-    run: dict[str, set[int]] = {}
     blocks = pages_with("python")
-    for page, numbers in calls_with_a_page():
-        if page in blocks:
-            run.setdefault(page, set()).update(range(blocks[page]) if numbers is None else numbers)
-    missing = {page: sorted(set(range(count)) - run.get(page, set())) for page, count in blocks.items()}
     assert len(blocks) > 20
-    assert {page: numbers for page, numbers in missing.items() if numbers} == {}
+    run: dict[str, set[int]] = {}
+    for runner, page, numbers in runs_of_pages(PYTHON_RUNNERS):
+        run.setdefault(page, set()).update(blocks_run(runner, page, numbers))
+    missing = {page: sorted(set(range(count)) - run.get(page, set())) for page, count in blocks.items()}
+    assert {page: numbers for page, numbers in missing.items() if numbers and page not in COMPARED} == {}
 
 
 def test_every_console_of_every_page_runs_in_a_test() -> None:
-    named = {page for page, _ in calls_with_a_page()}
+    named = {page for _, page, _ in runs_of_pages(CONSOLE_RUNNERS)}
     assert [page for page in pages_with("console") if page not in named and page not in NOT_RUN] == []
+    assert not named & NOT_RUN.keys()
