@@ -10,6 +10,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from millstream.observability.metrics import SPARK_ROWS
 from millstream.spark.versions import HAS_FILTERS, HAS_LIMITS
 from tests.support.pages import run_python
 from tests.support.sources import Bench
@@ -23,11 +24,12 @@ ORDERS = (["customer", "ann", "amount", "10"], ["customer", "bob", "amount", "5"
 
 @pytest.fixture
 def shop(bench: Bench) -> Iterator[Bench]:
-    """A Redis with two orders; queries that programs leave running end with the test."""
+    """A Redis with two orders; queries that programs leave running, and what they set, end with the test."""
     bench.add_raw("orders", map(list, ORDERS))
     yield bench
     for query in bench.spark.streams.active:
         query.stop()
+    bench.spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
 def orders(shop: Bench) -> DataFrame:
@@ -88,7 +90,9 @@ def test_the_group_query_of_the_page_on_the_source_reads_the_group(shop: Bench) 
 
 
 def test_the_session_of_the_page_on_the_source_has_the_setting(shop: Bench) -> None:
-    assert run_python("docs/spark-source.md", only=[4])["spark"] is not None
+    for value in ("121s", "120s"):  # the session had the latter before
+        spark = run_python("docs/spark-source.md", replaced={'"120s"': f'"{value}"'}, only=[4])["spark"]
+        assert spark.conf.get("spark.python.authenticate.socketTimeout") == value
 
 
 # --- The sink ---
@@ -149,15 +153,19 @@ def test_the_cells_of_the_page_on_notebooks_show_history_and_a_live_table(
 def test_the_listener_of_the_page_on_metrics_counts_rows(shop: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
-    run_python("docs/metrics.md", {"spark": shop.spark}, only=[0])
-    shop.collect(orders(shop))
-    eventually(lambda: b'"progress"' in prometheus_client.generate_latest(registry) or has_rows(registry), "a figure")
+    added = {"QueryMetrics(recorder)": "listener := QueryMetrics(recorder)"}
+    module = run_python("docs/metrics.md", {"spark": shop.spark}, added, only=[0])
+    try:
+        shop.collect(orders(shop))
+        eventually(lambda: rows_counted(registry) == len(ORDERS), "the rows of the query")
+    finally:
+        shop.spark.streams.removeListener(module["listener"])
 
 
-def has_rows(registry: prometheus_client.CollectorRegistry) -> bool:
-    """Whether rows of a query were counted."""
-    metrics = [metric for metric in registry.collect() if metric.name == "millstream_spark_rows"]
-    return any(sample.value == len(ORDERS) for metric in metrics for sample in metric.samples)
+def rows_counted(registry: prometheus_client.CollectorRegistry) -> float:
+    """How many rows all queries have read."""
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    return sum(sample.value for sample in samples if sample.name == SPARK_ROWS.name)
 
 
 def test_the_app_of_the_page_on_stages_has_a_handler_and_two_stages(shop: Bench) -> None:
