@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests.support.processes import kill_with_descendants
 from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]
@@ -111,21 +112,19 @@ def run_consoles(page: str, folder: Path, port: int) -> None:
     consoles = consoles_of(page)
     script = "\n".join(block.commands for block in consoles).replace(REDIS, address)
     script = script.replace("millstream dev ", f"millstream dev --port {port} ")
-    done = subprocess.run(
-        ["bash", "-c", _TRAP + script],
-        cwd=folder,
-        env={
-            **os.environ,
-            "MILLSTREAM_URL": f"redis://{address}/0",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
-        capture_output=True,
-        text=True,
-        timeout=FAIL_SAFE_S,
-        check=False,
-    )
-    missing = not_printed([line for block in consoles for line in block.outputs], done.stdout.splitlines())
-    assert not missing, f"{page}: not printed: {missing}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shell = subprocess.Popen(
+        ["bash", "-c", _TRAP + script], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "MILLSTREAM_URL": f"redis://{address}/0", "PATH": path},
+    )  # fmt: skip
+    try:
+        printed, errors = shell.communicate(timeout=FAIL_SAFE_S)
+    except subprocess.TimeoutExpired as late:
+        kill_with_descendants(shell)  # what runs in the background outlives a shell that is killed
+        printed, errors = shell.communicate()
+        raise AssertionError(f"{page}: its commands do not end\n{printed[-3000:]}\n{errors[-3000:]}") from late
+    missing = not_printed([line for block in consoles for line in block.outputs], printed.splitlines())
+    assert not missing, f"{page}: not printed: {missing}\n{printed[-3000:]}\n{errors[-3000:]}"
 
 
 def not_printed(wanted: Sequence[str], printed: Sequence[str]) -> list[str]:
