@@ -15,6 +15,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.faults]
 QUICK = ReadPolicy(block_ms=50)
+DAY_MS = 86_400_000
 Memory = tuple[GroupInfo | None, list[str], list[PendingEntry]]
 
 
@@ -33,18 +34,18 @@ def fill(client: Client) -> None:
     consumers["a"].read_new(count=4, noack=True)
     group.ack([b"1-0", b"9-0"])
     group.pending.claim([b"2-0"], consumer="b", min_idle_ms=0)
-    group.pending.claim([b"3-0"], consumer="b", min_idle_ms=0, options=ClaimOptions(deliveries=7, idle_ms=90_000))
+    group.pending.claim([b"3-0"], consumer="b", min_idle_ms=0, options=ClaimOptions(deliveries=7, idle_ms=2 * DAY_MS))
     group.pending.claim_ids([b"4-0"], consumer="b", min_idle_ms=0)
-    list(group.pending.auto_claim("a", min_idle_ms=60_000))  # 3-0 again
+    list(group.pending.auto_claim("a", min_idle_ms=DAY_MS))  # 3-0 again
     group.create_consumer("idle")
     group.delete_consumer("c", transfer_to="b")
     group.set_id("33-0", entries_read=33)
 
 
 def memory(client: Client) -> Memory:
-    """All that a group remembers, but idle times and the figures that Redis estimates."""
+    """All that a group remembers, idle times in days, but not the figures that Redis estimates."""
     group = Group(client, "s", "g")
-    entries = [entry._replace(idle_ms=entry.idle_ms // 60_000) for entry in group.pending.iter_entries()]
+    entries = [entry._replace(idle_ms=entry.idle_ms // DAY_MS) for entry in group.pending.iter_entries()]
     return group.info(), [one.name for one in group.consumers()], entries
 
 

@@ -208,7 +208,6 @@ def _released(client: Client) -> int:
 def test_one_port_serves_health_and_metrics_of_all_processes_even_when_one_of_them_dies(
     client: Client, app: str
 ) -> None:
-    fill(client, 5)
     restarts = "millstream_worker_restarts_total"
     with running(
         "worker", app, "--processes", "2", "--name", "till", "--metrics-address", "0.0.0.0:0", "--json", url=client.url
@@ -228,6 +227,7 @@ def test_one_port_serves_health_and_metrics_of_all_processes_even_when_one_of_th
 
         committed_total = "millstream_messages_committed_total"
         assert committed() == 0, "the counters of all processes are there from the beginning"
+        fill(client, 5)
         eventually(lambda: committed() == 5, "the figures of both processes")
         eventually(lambda: page("/readyz").status_code == 200, "both processes to be ready")
         assert page("/healthz").json()["status"] == "ok"
