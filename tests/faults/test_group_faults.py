@@ -14,7 +14,8 @@ import pytest
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support.copying import Copying, published
+from tests.support.copying import Copying
+from tests.support.sink_fixtures import published
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]

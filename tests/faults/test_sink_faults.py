@@ -8,7 +8,8 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support.copying import Copying, published
+from tests.support.copying import Copying
+from tests.support.sink_fixtures import published
 
 pytestmark = [pytest.mark.sink, pytest.mark.drivers, pytest.mark.faults, pytest.mark.spark]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from millstream.redis_client.client import Client
 from tests.support.processes import kill_with_descendants
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -60,7 +59,3 @@ class Copying:
     def output(self) -> str:
         """The end of what drivers said."""
         return (self._folder / "stderr.log").read_text()[-3_000:]
-
-
-def published(client: Client, stream: str) -> list[int]:
-    return [int(items[1]) for _, items in client.execute("XRANGE", stream, "-", "+")]
