@@ -2,7 +2,7 @@
 
 A client needs no token to open connections and send little or nothing. So a connection that keeps the server waiting is
 closed: after a while in any case, and at once where there are too many, the longest wait first. A connection that has
-sent its request is never closed to make room ([docs/decisions/0024-one-guard-of-connections.md]).
+sent its request is never closed to make room ([docs/decisions/0024-connection-limits.md]).
 """
 
 import logging

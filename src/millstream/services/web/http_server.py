@@ -1,7 +1,7 @@
 """Server: uvicorn, extended to register for each connection whether the server awaits something from its client.
 
 uvicorn itself limits neither the time until a request arrives nor WebSockets, and cannot choose which connection to
-close ([docs/decisions/0024-one-guard-of-connections.md]).
+close ([docs/decisions/0024-connection-limits.md]).
 """
 
 import asyncio
