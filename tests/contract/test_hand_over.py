@@ -3,7 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,28 @@ class Bench:
         """Wait until all messages are done."""
         self._reaches(len(self.ids))
 
+    def runs_in_part(self, engine: "Engine", count: int, is_left: Callable[[], bool]) -> None:
+        """Run an engine until `count` more messages are done, and stop it in mid-stream; again if it was quicker."""
+
+        def is_stopped_in_mid_stream() -> bool:
+            with engine() as running:
+                self.goes_on(count)
+            assert running.error is None
+            if not is_left():
+                self.publish(PART)
+                return False
+            return True
+
+        eventually(is_stopped_in_mid_stream, "an engine that was stopped in mid-stream")
+
+    def is_pending(self) -> bool:
+        """Whether workers have read messages that are not done."""
+        return self.pending() > 0
+
+    def is_undone(self) -> bool:
+        """Whether messages are not done."""
+        return self.done() < len(self.ids)
+
     def _reaches(self, aim: int) -> None:
         eventually(lambda: self.done() >= aim, f"{aim} done", log=self.done)
 
@@ -130,6 +153,9 @@ class Bench:
         assert len(last) == KEY_COUNT
 
 
+Engine = Callable[[], AbstractContextManager["Running"]]
+
+
 class Running(threading.Thread):
     """An engine in the background; `error` is what ended it."""
 
@@ -170,14 +196,8 @@ def test_an_app_with_keys_moves_between_the_engines_in_mid_stream_and_keeps_orde
     bench = Bench(client, spark, tmp_path, keyed=True)
     for _ in range(2):
         bench.publish(PART)
-        with bench.worker() as worker:
-            bench.goes_on(60)
-        assert worker.error is None
-        assert bench.pending() > 0
-        with bench.pipeline("same") as pipeline:
-            bench.goes_on(80)
-        assert pipeline.error is None
-    assert bench.done() < len(bench.ids)
+        bench.runs_in_part(bench.worker, 60, bench.is_pending)
+        bench.runs_in_part(partial(bench.pipeline, "same"), 80, bench.is_undone)
     with bench.worker():
         bench.ends()
     bench.check()
@@ -215,14 +235,8 @@ def test_both_engines_run_an_app_at_once_on_different_streams_with_one_output(
 def test_an_app_moves_from_workers_to_spark_and_back_in_mid_stream(bench: Bench, checkpoints: tuple[str, ...]) -> None:
     for checkpoint in checkpoints:
         bench.publish(PART)
-        with bench.worker() as worker:
-            bench.goes_on(60)
-        assert worker.error is None
-        assert bench.pending() > 0
-        with bench.pipeline(checkpoint) as pipeline:
-            bench.goes_on(80)
-        assert pipeline.error is None
-    assert bench.done() < len(bench.ids)
+        bench.runs_in_part(bench.worker, 60, bench.is_pending)
+        bench.runs_in_part(partial(bench.pipeline, checkpoint), 80, bench.is_undone)
     with bench.worker():
         bench.ends()
         bench.publish(10)

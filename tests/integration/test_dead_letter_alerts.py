@@ -167,11 +167,12 @@ def test_closing_sends_the_remaining_alerts_at_once() -> None:
         assert len(hook.received) == 2
 
 
-def test_an_alert_sender_without_a_webhook_or_command_sends_nothing() -> None:
+def test_an_alert_sender_without_a_webhook_or_command_sends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with DeadLetterAlerts() as alert_sender:
         alert_sender.send(LETTER)
     with DeadLetterAlerts("", "") as alert_sender:
         alert_sender.send(LETTER)
+    assert not caplog.records, "an attempt to send would have failed"
 
 
 # --- What goes wrong ---

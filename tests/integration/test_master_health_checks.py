@@ -82,12 +82,12 @@ def test_consumers_that_never_answer_do_not_prevent_pings_of_others(registry: Re
 
 def test_a_master_that_stood_still_finds_no_consumer_dead(registry: Registry) -> None:
     async def stand_still(page: HealthPage) -> list[str]:
-        async with pinging(registry, ping_ms=1_500, failures=1) as deaths:
-            for _ in range(2):
+        async with pinging(registry, ping_ms=1_500, failures=2) as deaths:
+            for _ in range(3):
                 before = page.calls
                 await eventually_async(lambda: page.calls > before, "a ping")  # noqa: B023 - it is awaited here
                 time.sleep(2)  # noqa: ASYNC251 - the event loop stands still, as if the process did, while it is answered
-            await eventually_async(lambda: page.calls > 2, "a ping after that")
+            await eventually_async(lambda: page.calls > 3, "a ping after that")
             return deaths
 
     with HealthPage() as page:

@@ -299,6 +299,13 @@ def test_a_lost_reply_is_not_reported_as_a_refusal_when_redis_runs_out_of_memory
 
 # --- Replicas ---
 
+PATIENT_MS = round(FAIL_SAFE_S * 1000)
+
+
+def patient(url: str) -> Client:
+    """A client that may wait that long for replicas."""
+    return Client(url, timeout_ms=2 * PATIENT_MS)
+
 
 @pytest.fixture
 def replica(millstream_fresh_server: EmbeddedServer) -> Iterator[EmbeddedServer]:
@@ -312,18 +319,18 @@ def replica(millstream_fresh_server: EmbeddedServer) -> Iterator[EmbeddedServer]
 def test_a_replicated_publish_is_on_the_replica_when_it_returns(
     millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
 ) -> None:
-    with Producer(millstream_fresh_server.url) as producer:
+    with patient(millstream_fresh_server.url) as client, Producer(client) as producer:
         for n in range(20):
-            producer.publish("s", {"n": n}, replicas=1, timeout_ms=10_000)
+            producer.publish("s", {"n": n}, replicas=1, timeout_ms=PATIENT_MS)
             assert replica.call("XLEN", "s") == n + 1
-        producer.publish_many("s", [{"n": n} for n in range(20, 1_100)], replicas=1, timeout_ms=10_000)
+        producer.publish_many("s", [{"n": n} for n in range(20, 1_100)], replicas=1, timeout_ms=PATIENT_MS)
         assert replica.call("XLEN", "s") == 1_100
 
 
 def test_a_message_that_no_replica_confirms_is_reported_as_published_but_not_replicated(
     millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
 ) -> None:
-    with Client(millstream_fresh_server.url) as client, Producer(client) as producer:
+    with patient(millstream_fresh_server.url) as client, Producer(client) as producer:
         producer.publish("s", {"n": 0})
         replica.pause()
         with pytest.raises(NotReplicated, match="only 0 of 1 replicas") as caught:
@@ -333,7 +340,7 @@ def test_a_message_that_no_replica_confirms_is_reported_as_published_but_not_rep
             producer.publish_many("s", [{"n": n} for n in range(2, 10)], replicas=1, timeout_ms=200)
         assert caught.value.ids == [entry_id for entry_id, _ in entries(client)[2:]]
         replica.resume()
-        again = producer.publish("s", {"n": 9}, dedupe_id="a", replicas=1, timeout_ms=10_000)
+        again = producer.publish("s", {"n": 9}, dedupe_id="a", replicas=1, timeout_ms=PATIENT_MS)
         assert again == entries(client)[1][0]
         assert replica.call("XLEN", "s") == 10
 
@@ -341,8 +348,8 @@ def test_a_message_that_no_replica_confirms_is_reported_as_published_but_not_rep
 def test_a_repeat_over_a_new_connection_does_not_count_as_confirmed(
     millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
 ) -> None:
-    with Proxy(millstream_fresh_server.port) as proxy, Producer(proxy.url) as producer:
-        producer.publish("s", {"n": 0}, replicas=1, timeout_ms=10_000)
+    with Proxy(millstream_fresh_server.port) as proxy, patient(proxy.url) as client, Producer(client) as producer:
+        producer.publish("s", {"n": 0}, replicas=1, timeout_ms=PATIENT_MS)
         replica.pause()
         proxy.cut_after("EVALSHA")
         with pytest.raises(NotReplicated):

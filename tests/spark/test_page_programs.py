@@ -86,7 +86,9 @@ def test_the_filter_of_the_page_on_the_source_is_pushed_down(shop: Bench) -> Non
 
 def test_the_group_query_of_the_page_on_the_source_reads_the_group(shop: Bench) -> None:
     frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[3])["stream"]
-    assert frame.isStreaming
+    shop.client.execute("XGROUP", "CREATE", "orders", "billing", "0")
+    assert len(shop.collect(frame).rows) == len(ORDERS)
+    assert shop.groups("orders")["billing"]["pending"] == 0
 
 
 def test_the_session_of_the_page_on_the_source_has_the_setting(shop: Bench) -> None:

@@ -24,7 +24,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 _ID = re.compile(r"\b\d{13}-\d+\b")
 _AGE = re.compile(r"\b\d+(\.\d+)? ?(ms|s|min)\b")
 _NO_COMMAND = ("$ pip ", "$ make ", "$ source ", "$ python3 -m venv")
-_TRAP = "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n"
+_TRAP = "set -e\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,7 @@ def run_consoles(page: str, folder: Path, port: int) -> None:
         kill_with_descendants(shell)  # what runs in the background outlives a shell that is killed
         printed, errors = shell.communicate()
         raise AssertionError(f"{page}: its commands do not end\n{printed[-3000:]}\n{errors[-3000:]}") from late
+    assert shell.returncode == 0, f"{page}: a command has failed\n{printed[-3000:]}\n{errors[-3000:]}"
     missing = not_printed([line for block in consoles for line in block.outputs], printed.splitlines())
     assert not missing, f"{page}: not printed: {missing}\n{printed[-3000:]}\n{errors[-3000:]}"
 
