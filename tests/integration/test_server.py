@@ -378,28 +378,28 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_server(server: EmbeddedServer
 
 
 @pytest.fixture
-def taken_port() -> Iterator[int]:
+def used_port() -> Iterator[int]:
     """A port where another server answers PING."""
     with EmbeddedServer() as other:
         yield other.port
 
 
-def test_a_picked_port_that_another_process_uses_is_replaced(monkeypatch: pytest.MonkeyPatch, taken_port: int) -> None:
-    pick, lost = server_module._pick_port, iter([taken_port, taken_port])
+def test_a_picked_port_that_another_process_uses_is_replaced(monkeypatch: pytest.MonkeyPatch, used_port: int) -> None:
+    pick, lost = server_module._pick_port, iter([used_port, used_port])
     monkeypatch.setattr(server_module, "_pick_port", lambda: next(lost, None) or pick())
     with EmbeddedServer() as server:
         assert next(lost, None) is None
-        assert server.port != taken_port
+        assert server.port != used_port
         assert server.call("CONFIG", "GET", "dir") == [b"dir", str(server.data_dir).encode()]
 
 
-def test_a_fixed_port_that_is_in_use_is_a_clear_error(taken_port: int, tmp_path: Path) -> None:
-    server = EmbeddedServer(port=taken_port, data_dir=tmp_path)
-    with pytest.raises(ServerError, match=f"port {taken_port} is in use: stop the server"):
+def test_a_fixed_port_that_is_in_use_is_a_clear_error(used_port: int, tmp_path: Path) -> None:
+    server = EmbeddedServer(port=used_port, data_dir=tmp_path)
+    with pytest.raises(ServerError, match=f"port {used_port} is in use: stop the server"):
         server.start()
     assert not server.running
     with EmbeddedServer(data_dir=tmp_path) as next_one:
-        assert next_one.port != taken_port
+        assert next_one.port != used_port
 
 
 def test_many_servers_started_at_once_get_ports_of_their_own() -> None:

@@ -24,7 +24,7 @@ class Knot:
 
 
 @pytest.fixture(autouse=True)
-def collections_by_hand() -> Iterator[None]:
+def no_automatic_collections() -> Iterator[None]:
     """Nothing is collected but by who asks for it, and nothing stays frozen."""
     gc.collect()
     gc.disable()

@@ -30,6 +30,18 @@ ALLOWED: Mapping[str, str] = {
     "print_line": "a line of text",
 }
 
+TESTS = ROOT / "tests"
+IN_TESTS = (RETIRED - {"line", "lines", "look"}) | {
+    "nobody",
+    "somebody",
+    "everybody",
+    "anybody",
+    "who",
+    "whom",
+    "whoever",
+}
+"""Words that names in tests do without; a line of text, or how something looks, may be what is tested."""
+
 # "Somebody" and "nobody" stand in for a component that has a name.
 PRONOUNS = re.compile(r"\b(?:some|no)body\b", re.IGNORECASE)
 
@@ -67,6 +79,14 @@ def prose_pronouns(src: Path) -> int:
     return sum(not word.isupper() for text in texts for word in PRONOUNS.findall(text))
 
 
+def unclear_names(tests: Path) -> Iterator[str]:
+    """Each function or class below `tests`, public or a test, with a word that names no component or is retired."""
+    for path in sorted(tests.rglob("*.py")):
+        for name in names_in(ast.parse(path.read_text())):
+            words = parts(name.replace("taken_over", ""))
+            yield from (f"{path.name}: {name!r} has {word!r}" for word in words if word in IN_TESTS)
+
+
 def missing_modules(page: str, root: Path) -> Iterator[str]:
     """Every module, script, folder or page that the text of a page names and the tree lacks."""
     package = root / "src" / "millstream"
@@ -91,6 +111,16 @@ def test_names_hold_no_word_of_an_earlier_vocabulary() -> None:
 
 def test_prose_names_the_component_instead_of_a_pronoun() -> None:
     assert prose_pronouns(SRC) == 0
+
+
+def test_names_in_tests_hold_no_retired_word_and_name_the_component() -> None:
+    assert list(unclear_names(TESTS)) == []
+
+
+@pytest.mark.parametrize("text", ["def test_nobody_hears_it(): ...", "class X:\n def whoever(self): ..."])
+def test_an_unclear_name_of_a_test_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "test_x.py").write_text(text)
+    assert list(unclear_names(tmp_path))
 
 
 @pytest.mark.parametrize("page", PAGES)
