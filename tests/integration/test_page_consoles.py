@@ -51,51 +51,49 @@ def environment(url: str, more: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def service(page: str, folder: Path, url: str, **more: str) -> Iterator["subprocess.Popen[str]"]:
-    """The commands of a page's only console, the last of which is a service; Ctrl-C ends it."""
+def service(page: str, folder: Path, url: str, output: Path, **more: str) -> Iterator[None]:
+    """The commands of a page's only console, the last of which is a service; Ctrl-C ends it. It prints to `output`."""
     (console,) = consoles_of(page)
-    shell = subprocess.Popen(
-        ["bash", "-c", console.commands], cwd=folder, env=environment(url, more), text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    with output.open("w") as file:
+        shell = subprocess.Popen(
+            ["bash", "-c", console.commands], cwd=folder, env=environment(url, more), start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+        )  # fmt: skip
     try:
-        yield shell
+        yield
         os.killpg(shell.pid, signal.SIGINT)
-        shell.communicate(timeout=FAIL_SAFE_S)
+        shell.wait(FAIL_SAFE_S)
     finally:
         with suppress(ProcessLookupError):  # all of it has ended
             os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()
-        if shell.stdout is not None:
-            shell.stdout.close()
 
 
-def await_line(shell: "subprocess.Popen[str]", wanted: str) -> None:
+def await_line(output: Path, wanted: str) -> None:
     """Wait until the service has printed this line; a warning may come before."""
-    assert shell.stdout is not None
-    printed: list[str] = []
-    while wanted.strip() not in printed:
-        line = shell.stdout.readline()
-        assert line, f"the service ended without {wanted!r}: {printed}"
-        printed.append(line.strip())
+
+    def is_printed() -> bool:
+        return wanted.strip() in (line.strip() for line in output.read_text().splitlines())
+
+    eventually(is_printed, f"the line {wanted!r}", log=output.read_text)
 
 
-def test_serve_starts_with_the_line_of_its_page(client: Client) -> None:
+def test_serve_starts_with_the_line_of_its_page(client: Client, tmp_path: Path) -> None:
     (shown,) = consoles_of("docs/serve.md")[0].outputs
     with (
         commandline.reserved_port() as port,
-        service("docs/serve.md", ROOT, client.url, MILLSTREAM_SERVE_PORT=str(port)) as shell,
+        service("docs/serve.md", ROOT, client.url, tmp_path / "output", MILLSTREAM_SERVE_PORT=str(port)),
     ):
-        await_line(shell, shown.replace("8000", str(port)))
+        await_line(tmp_path / "output", shown.replace("8000", str(port)))
 
 
-def test_the_master_starts_with_the_line_of_its_page(client: Client) -> None:
+def test_the_master_starts_with_the_line_of_its_page(client: Client, tmp_path: Path) -> None:
     (shown,) = consoles_of("docs/master.md")[0].outputs
     with (
         commandline.reserved_port() as port,
-        service("docs/master.md", ROOT, client.url, MILLSTREAM_MASTER_PORT=str(port)) as shell,
+        service("docs/master.md", ROOT, client.url, tmp_path / "output", MILLSTREAM_MASTER_PORT=str(port)),
     ):
-        await_line(shell, shown.replace("8000", str(port)))
+        await_line(tmp_path / "output", shown.replace("8000", str(port)))
 
 
 def test_dev_starts_with_the_lines_of_its_page(client: Client, tmp_path: Path) -> None:
@@ -103,10 +101,10 @@ def test_dev_starts_with_the_lines_of_its_page(client: Client, tmp_path: Path) -
     url, _server, *others = console.outputs  # which server it is, the machine decides
     with (
         commandline.reserved_port() as port,
-        service("docs/servers.md", tmp_path, client.url, MILLSTREAM_DEV_PORT=str(port)) as shell,
+        service("docs/servers.md", tmp_path, client.url, tmp_path / "output", MILLSTREAM_DEV_PORT=str(port)),
     ):
         for line in (url, *others):
-            await_line(shell, line.replace("6379", str(port)))
+            await_line(tmp_path / "output", line.replace("6379", str(port)))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +121,9 @@ def test_the_workers_of_a_page_process_a_message(
     shutil.copy(ROOT / "examples" / "shop.py", tmp_path)
     client.execute("XADD", stream, "*", *entry)
 
-    with service(page, tmp_path, client.url):
-        eventually(lambda: client.execute("XLEN", output), "an output")
+    log = tmp_path / "log"
+    with service(page, tmp_path, client.url, log):
+        eventually(lambda: client.execute("XLEN", output), "an output", log=log.read_text)
 
 
 # --- What operators type ---

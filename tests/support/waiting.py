@@ -36,10 +36,10 @@ def slowness() -> float:
     return float(os.environ[SLOWNESS_VARIABLE])
 
 
-FAIL_SAFE_S = (1_800.0 if os.environ.get("MILLSTREAM_SOAK") else 180.0) * slowness()
-"""After this long a test gives up on a condition; with full counts it has ten times as much to wait for."""
+FAIL_SAFE_S = (3_600.0 if os.environ.get("MILLSTREAM_SOAK") else 400.0) * slowness()
+"""After this long a test gives up on a condition; with full counts it has much more to wait for."""
 
-TEST_TIMEOUT_S = 4 * FAIL_SAFE_S
+TEST_TIMEOUT_S = 3 * FAIL_SAFE_S
 """After this long a test that waits for no condition of its own is ended."""
 
 
