@@ -142,10 +142,12 @@ def test_the_client_of_the_page_shows_what_is_in_a_stream(
     server: ConnectServer, millstream_url: str, tmp_path: Path
 ) -> None:
     with Client(millstream_url) as client:
-        client.execute("XADD", "orders", "1-0", "customer", "ann")
+        client.execute("XADD", "orders", "1-0", "customer", "ann", "amount", "10")
     places = {"sc://spark.internal:15002": server.remote, "redis://redis.internal:6379/0": millstream_url}
     program = f"from tests.support.pages import run_python; run_python({PAGE!r}, replaced={places!r}, only=[0])"
-    assert "{customer -> ann}" in run([sys.executable, "-c", program], cwd=tmp_path, PYTHONPATH=str(HERE.parents[1]))
+    assert "|1-0|     ann|  10.0|" in run(
+        [sys.executable, "-c", program], cwd=tmp_path, PYTHONPATH=str(HERE.parents[1])
+    )
 
 
 def test_the_pipeline_of_the_page_is_that_of_the_example() -> None:
