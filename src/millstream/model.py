@@ -119,6 +119,11 @@ class Retry:
             raise ConfigError(f"Retry(attempts={self.attempts}): use 1 or more")
         if self.delay_ms < 0 or self.max_delay_ms < 0 or self.jitter < 0:
             raise ConfigError("Retry: delay_ms, max_delay_ms and jitter must not be negative")
+        if self.delay_ms > self.max_delay_ms:
+            raise ConfigError(
+                f"Retry(delay_ms={self.delay_ms:g}): it is above max_delay_ms={self.max_delay_ms:g}, the limit of every "
+                "back-off; raise max_delay_ms"
+            )
         if self.factor < 1:
             raise ConfigError(f"Retry(factor={self.factor}): back-off must not shrink; use 1 or more")
 

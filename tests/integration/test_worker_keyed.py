@@ -378,7 +378,9 @@ def test_a_worker_warns_before_one_key_fills_the_look_ahead(client: Client, capl
         if message.key == b"k0":
             raise RuntimeError("not yet")
 
-    handler = make(work, key="key", into=None, retry=Retry(attempts=2, delay_ms=3_600_000, then="block"))
+    handler = make(
+        work, key="key", into=None, retry=Retry(attempts=2, delay_ms=3_600_000, max_delay_ms=3_600_000, then="block")
+    )
     with working(client, handler, policy=replace(QUICK, look_ahead=50)):
         fill(client, 30, 1)
         eventually(lambda: pending(client) == 30)

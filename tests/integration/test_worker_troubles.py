@@ -398,7 +398,7 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_gets_no_crash_count
             release.wait(FAIL_SAFE_S)
         raise ValueError
 
-    with working(client, make(handle, retry=Retry(attempts=5, delay_ms=60_000))) as loop:
+    with working(client, make(handle, retry=Retry(attempts=5, delay_ms=60_000, max_delay_ms=60_000))) as loop:
         eventually(running.is_set)
         if how == "failed":
             eventually(lambda: loop.loop_metrics.retried == 1)

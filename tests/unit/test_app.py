@@ -135,7 +135,9 @@ def test_two_handlers_of_one_name_are_refused() -> None:
         app.handler("b")(takes_order)
 
 
-@pytest.mark.parametrize("values", [{"attempts": 0}, {"delay_ms": -1}, {"factor": 0.5}, {"jitter": -0.1}])
+@pytest.mark.parametrize(
+    "values", [{"attempts": 0}, {"delay_ms": -1}, {"factor": 0.5}, {"jitter": -0.1}, {"delay_ms": 10_001}]
+)
 def test_a_retry_policy_that_makes_no_sense_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Retry"):
         Retry(**values)

@@ -121,7 +121,7 @@ def master(
         ticket_stream=ticket_stream, group=concurrency_stream_group, master=name, key=key, max_tickets=max_tickets,
         ping_ms=ping_interval.ms, ping_failures=ping_failures, claim_idle_ms=min_idle.ms,
         lease_ms=lease.ms, delegation_ms=delegation_limit.ms,
-        retry=Retry(attempts=attempts, delay_ms=retry_delay.ms, max_delay_ms=_MAX_RETRY_DELAY_MS, then=then),
+        retry=Retry(attempts=attempts, delay_ms=retry_delay.ms, max_delay_ms=max(_MAX_RETRY_DELAY_MS, retry_delay.ms), then=then),
     )  # fmt: skip
     tokens = _tokens(token, token_file, insecure=insecure_no_token)
     serving = MasterServerOptions(
