@@ -98,7 +98,7 @@ class HandlerBreaker:
                 self._report(stream.pause)
             elif stream.stream not in self._paused:
                 self._paused.add(stream.stream)
-                logger.info("%s is paused by an operator on %s", self._label, stream.stream)
+                logger.warning("%s is paused by an operator on %s", self._label, stream.stream)
             return False
         if opened is not None and stream.stream not in self._stored:
             stream.store_pause(opened)
@@ -110,7 +110,7 @@ class HandlerBreaker:
         self._paused.discard(stream.stream)
         self._reset()
         self._opened = None
-        logger.info("%s is resumed on %s", self._label, stream.stream)
+        logger.warning("%s is resumed on %s", self._label, stream.stream)
         return True
 
     def _reset(self) -> None:
