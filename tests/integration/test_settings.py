@@ -76,7 +76,7 @@ def test_an_error_in_the_file_is_reported_in_one_line(client: Client, folder: Pa
 def test_a_misspelt_variable_is_a_warning_and_variables_of_other_programs_are_none(
     client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MILLSTREAM_TAIL_LIMT", "MILLSTREAM_REDIS_URL"):
+    for name in ("MILLSTREAM_TAIL_LIMT", "MILLSTREAM_REDIS_URL", "MILLSTREAM_ULR", "MILLSTREM_URL"):
         monkeypatch.setenv(name, "2")
     for name in (
         "SERVICE_HOST",
@@ -94,8 +94,10 @@ def test_a_misspelt_variable_is_a_warning_and_variables_of_other_programs_are_no
     outcome = call("tail", "s", "--no-follow", url=client.url)
     assert (outcome.code, outcome.out.count("\n")) == (0, 9)
     assert outcome.err == (
+        "warning: the environment variable MILLSTREM_URL has no effect; did you mean MILLSTREAM_URL?\n"
         "warning: the environment variable MILLSTREAM_REDIS_URL has no effect; did you mean MILLSTREAM_URL?\n"
         "warning: the environment variable MILLSTREAM_TAIL_LIMT has no effect; did you mean MILLSTREAM_TAIL_LIMIT?\n"
+        "warning: the environment variable MILLSTREAM_ULR has no effect; did you mean MILLSTREAM_URL?\n"
     )
 
 

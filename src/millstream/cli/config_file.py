@@ -73,13 +73,18 @@ def _warn_of_misspelt(path: Sequence[str], variables: Sequence[str], commands: I
     others = tuple(f"{_PREFIX}{name.upper()}_" for name in commands)
     own = "_".join(("millstream", *path, "")).replace("-", "_").upper()
     common = {*_COMMON, *(one for one in variables if not one.startswith(own))}
+    for name in sorted(os.environ):
+        first, _, rest = name.partition("_")
+        meant = f"{_PREFIX}{rest}"
+        if name != meant in {*variables, *common} and get_close_matches(first, ["MILLSTREAM"], n=1, cutoff=_SIMILAR):
+            print_message(f"warning: the environment variable {name} has no effect; did you mean {meant}?")
     for name in sorted(os.environ.keys() - set(variables) - common):
         if not name.startswith(own) and (not name.startswith(_PREFIX) or name.startswith(others)):
             continue
         prefix = own if name.startswith(own) else _PREFIX
         known = [one.removeprefix(prefix) for one in (variables if prefix == own else common) if one.startswith(prefix)]
         similar = get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=_SIMILAR)
-        similar += [one for one in known if name.endswith(f"_{one}")]
+        similar += [one for one in known if name.endswith(f"_{one}") or sorted(name) == sorted(f"{prefix}{one}")]
         if similar:
             print_message(f"warning: the environment variable {name} has no effect; did you mean {prefix}{similar[0]}?")
 
