@@ -112,13 +112,12 @@ def check_growth(data: Data) -> Iterator[Finding]:
     growing = {name: count for name, count in finished.items() if count >= _FINISHED_ENTRIES}
     if growing:
         worst = sorted(growing, key=lambda name: -growing[name])
+        trim = f"{data.cli} XTRIM {_quote(worst[0])} MAXLEN '~' {_FINISHED_ENTRIES}"
         yield Finding(
             check="growth", severity="warning",
             what=f"{_streams(worst)}: {sum(growing.values()):,} entries that all groups have finished, and nothing trims",
             why="a stream that is never trimmed grows until Redis is full",
-            mend=(
-                f"{data.cli} XTRIM {_quote(worst[0])} MAXLEN '~' {_FINISHED_ENTRIES}  # or: millstream worker APP --trim",
-            ),
+            mend=(f"{trim}  # while no group is further behind; better: millstream worker APP --trim",),
         )  # fmt: skip
     unread = [one for one in data.found.streams if not one.groups and one.added == one.length >= _UNREAD_ENTRIES]
     if unread:

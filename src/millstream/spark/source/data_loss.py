@@ -81,7 +81,8 @@ class LossPolicy:
             raise DataLoss(
                 f"{loss}. To go on without them set failOnDataLoss=false (`millstream run`: --allow-data-loss), which counts losses in the log and reads "
                 "on at the next entry that is left (a recreated stream from its beginning); to avoid losses keep more "
-                "of the stream (MAXLEN, XTRIM) or run the query more often"
+                "of the stream (MAXLEN, XTRIM) or run the query more often. If workers have processed these entries, nothing is "
+                "lost: start `millstream run` with a new --checkpoint and --from-committed"
             )
         start, reported = self._reported.get(loss.stream, (None, 0))
         count = loss.count or 0

@@ -1,6 +1,7 @@
 """StartingOffsets: the start of a query in each stream, by a bound in the options, a group or a committed id."""
 
 import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -104,8 +105,8 @@ class StartingOffsets:
         positions = group_positions(self._client, group, existing)
         if not positions and group != self._options.group:
             raise ConfigError(
-                f"startingOffsets=group: no stream has the consumer group {group!r}; `millstream group list` lists them, "
-                "or set another start"
+                f"startingOffsets=group: no stream has the consumer group {group!r}; `millstream group list "
+                f"{shlex.quote(existing[0])}` lists those that there are, or set another start"
             )
         pending = {name: group_position.pending for name, group_position in positions.items() if group_position.pending}
         if pending:
