@@ -14,6 +14,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.commandline import call
 from tests.support.keyed_fixtures import keys_in_each_state
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.keys]
 
@@ -76,6 +77,22 @@ def test_a_key_that_backs_off_is_listed_with_its_attempts(client: Client, stream
     assert (row["attempts"], row["blocked"]) == (5, False)
     assert row["why"].startswith("attempt 3 of its first entry is due in ")
     assert row["why"].endswith(", of 5 attempts")
+
+
+def test_a_key_whose_first_message_has_failed_is_stuck_also_while_it_is_attempted_again(
+    client: Client, stream: KeyedStream
+) -> None:
+    (lease,) = stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
+    error = LastError(error="RuntimeError: no gateway", attempts=2, blocks=True)
+    stream.release_leases([LeaseRelease(lease, "backoff", 0, 2, error.pack())])
+    again = eventually(lambda: stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases)
+    assert [one.key for one in again] == [b"d"]
+    rows = {row["key"]: row for row in listed(client)}
+    assert (rows["d"]["state"], rows["d"]["blocked"]) == ("leased", True)
+    assert sorted(rows) == ["b", "c", "d"], "the leased one that has not failed is not stuck"
+    call("key", "unpark", "shop.pay", "c", url=client.url)
+    call("key", "skip", "shop.pay", "b", "--yes", url=client.url)
+    assert "d" in {row["key"] for row in listed(client)}, "where no key is parked or backs off"
 
 
 def test_stuck_keys_of_all_handlers_are_listed_if_no_handler_is_given(client: Client, stream: KeyedStream) -> None:

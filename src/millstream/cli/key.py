@@ -1,7 +1,7 @@
 """`millstream key`: shows and controls the queued keys of handlers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -24,10 +24,10 @@ from millstream.cli.terminal import (
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import (
     KeyQueue,
-    QueueState,
     explain,
     having_stuck_keys,
     is_blocked,
+    is_stuck,
     last_errors,
     list_queues,
     parked_queues,
@@ -65,7 +65,6 @@ key = command_group("List the keys that wait, and why; park, unpark and skip.")
 _MOST = 100_000
 """Keys that are read of a handler on a stream."""
 
-_STUCK: tuple[QueueState, ...] = ("parked", "backing off", "unreadable")
 _NEARLY_FULL = 0.8
 _WHY_CHARS, _ERROR_CHARS = 200, 120
 
@@ -87,7 +86,7 @@ def list_(
 ) -> None:  # fmt: skip
     """List the keys of handlers that are in progress, queued or parked, why they wait, and their numbers of messages.
 
-    Without a handler it lists the stuck keys of all handlers: those that are parked, blocked or backing off.
+    Without a handler it lists the stuck keys of all handlers: those that are parked, or whose first message has failed.
     """
     one_handler = handlers is not None and split_name(handlers)[1] is not None
     with Client(url) as client:
@@ -100,12 +99,12 @@ def list_(
         existing = existing_handlers(client, selected) if selected else []
         pauses = _read_pauses(client, existing)
         places = _read_places(client, existing, pauses, stuck_only=stuck_only)
-        wanted = _STUCK if stuck_only else None if state is None else (state.replace("-", " "),)
-        found = [(place.keys, one) for place in places for one in place.queues if wanted is None or one.state in wanted]
+        is_wanted = is_stuck if stuck_only else lambda one: state is None or one.state == state.replace("-", " ")
+        found = [(place.keys, one) for place in places for one in place.queues if is_wanted(one)]
         found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
         errors = [] if count else last_errors(client, found[:limit])
     if count:
-        _print_counts(places, wanted, as_json=as_json)
+        _print_counts(places, is_wanted, as_json=as_json)
     elif as_json:
         for (keys, queue), last in zip(found, errors, strict=False):
             print_json(_as_json(keys, queue, last))
@@ -200,9 +199,9 @@ def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, A
     }  # fmt: skip
 
 
-def _print_counts(places: Sequence[_HandlerOnStream], wanted: Collection[str] | None, *, as_json: bool) -> None:
+def _print_counts(places: Sequence[_HandlerOnStream], is_wanted: Callable[[KeyQueue], bool], *, as_json: bool) -> None:
     for place in places:
-        chosen = [one for one in place.queues if wanted is None or one.state in wanted]
+        chosen = [one for one in place.queues if is_wanted(one)]
         states = Counter(str(one.state) for one in chosen)
         messages = sum(one.length for one in chosen)
         name = place.keys.label

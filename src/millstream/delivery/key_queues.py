@@ -86,14 +86,23 @@ def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> lis
 
 
 def having_stuck_keys(client: Client, places: Sequence[HandlerKeys]) -> list[HandlerKeys]:
-    """Return those of these handlers on their streams that have parked keys, or keys that back off. Raises RedisError.
+    """Return those of these handlers on their streams that may have stuck keys. Raises RedisError.
 
-    Those that cannot be read are among them, so that reading their keys tells why.
+    These have parked keys, keys that back off, or entries with failed attempts. Those that cannot be read are among
+    them, so that reading their keys tells why.
     """
-    replies = send_all(
-        client, [one for keys in places for one in (("HLEN", keys.parked), ("ZRANGE", keys.backoff, 0, 0))]
-    )
-    return [keys for keys, *found in zip(places, replies[::2], replies[1::2], strict=True) if any(found)]
+    commands = [
+        one
+        for keys in places
+        for one in (("HLEN", keys.parked), ("ZRANGE", keys.backoff, 0, 0), ("HLEN", keys.crashes))
+    ]
+    replies = iter(send_all(client, commands))
+    return [keys for keys, *found in zip(places, replies, replies, replies, strict=True) if any(found)]
+
+
+def is_stuck(queue: KeyQueue) -> bool:
+    """True if a key is parked, unreadable, or its first entry has failed: it backs off, or is attempted again."""
+    return queue.state in ("parked", "backing off", "unreadable") or queue.failed_attempts > 0
 
 
 def _describe(client: Client, keys: HandlerKeys, snapshot: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
