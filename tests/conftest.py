@@ -63,6 +63,17 @@ def spark() -> "Iterator[SparkSession]":
         yield session
 
 
+@pytest.fixture(autouse=True)
+def own_import_path() -> Iterator[None]:
+    """What a test makes importable for child processes ends with it: another test may have an app of the same name."""
+    before = os.environ.get("PYTHONPATH")
+    yield
+    if before is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
 @pytest.fixture
 def tls() -> None:
     """Skip the test if the server of this run was chosen, and built without TLS."""

@@ -186,7 +186,7 @@ def test_the_commands_of_the_cookbook_remove_a_key(client: Client, tmp_path: Pat
     shutil.copy(ROOT / "examples" / "shop.py", tmp_path)
     with running("worker", str(tmp_path / "shop.py:app"), url=client.url) as worker:
         client.execute("XADD", "orders", "*", "customer", "ann", "amount", "10")
-        eventually(lambda: client.execute("XLEN", "totals"), "an output")
+        eventually(lambda: worker.poll() is not None or client.execute("XLEN", "totals"), "an output, or its end")
         assert end(worker) == 0, "a worker that is killed may leave the key leased"
     (console,) = consoles_of("docs/guides/cookbook.md")
     done = subprocess.run(
