@@ -83,7 +83,8 @@ def test_messages_in_key_queues_count_as_waiting_though_the_lag_of_redis_is_zero
     oldest_s = answer.pop("oldest_age_s")
     assert isinstance(oldest_s, float)
     assert 0 < oldest_s < 600
-    assert (status, answer) == (200, {"handler": "shop.pay", "waiting": 13, "keys_ready": 1, "in_flight": 2})
+    assert answer == {"handler": "shop.pay", "waiting": 13, "keys_ready": 1, "in_flight": 2, "paused": False}
+    assert status == 200
 
 
 def test_unread_and_pending_messages_count_as_waiting_without_a_key(client: Client, recorder: Recorder) -> None:
@@ -153,6 +154,7 @@ def test_delayed_messages_and_a_pause_are_shown(client: Client, recorder: Record
     CommitStore(client, app="shop", handler="pay").set_paused(["orders"], paused=True)
     figures.read_all()
     assert recorder.value(m.PAUSED, handler="shop.pay") == 1
+    assert scale(figures, "shop.pay")[1]["paused"] is True
 
 
 def test_the_figures_of_a_handler_are_the_sums_over_its_streams(

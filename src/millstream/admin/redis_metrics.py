@@ -132,6 +132,7 @@ class RedisMetrics:
             answer = {
                 "handler": label, "waiting": figures.waiting, "oldest_age_s": oldest_s,
                 "keys_ready": figures.keys["ready"], "in_flight": figures.in_flight,
+                "paused": 0 < figures.streams == figures.paused,
             }  # fmt: skip
             return 200, msgspec.json.encode(answer)
         if self._failure is not None or not self._ever_read:
