@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from millstream.delivery import DeadLetterFilter, DeadLetterQueue
 from millstream.redis_client.client import Client
 from tests.support import commandline
 from tests.support.commandline import running
-from tests.support.pages import ROOT, consoles_of
+from tests.support.pages import ROOT, consoles_of, shell_environment
 from tests.support.processes import end
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -44,19 +43,13 @@ def old(message: Message) -> None:
 """
 
 
-def environment(url: str, more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a shell that finds the program and this Redis."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "MILLSTREAM_URL": url, "PATH": path, "PYTHONUNBUFFERED": "1", **more}
-
-
 @contextmanager
 def service(page: str, folder: Path, url: str, output: Path, **more: str) -> Iterator[None]:
     """The commands of a page's only console, the last of which is a service; Ctrl-C ends it. It prints to `output`."""
     (console,) = consoles_of(page)
     with output.open("w") as file:
         shell = subprocess.Popen(
-            ["bash", "-c", console.commands], cwd=folder, env=environment(url, more), start_new_session=True,
+            ["bash", "-c", console.commands], cwd=folder, env=shell_environment(url, {"PYTHONUNBUFFERED": "1", **more}), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=file, stderr=file,
         )  # fmt: skip
     try:
@@ -78,22 +71,14 @@ def await_line(output: Path, wanted: str) -> None:
     eventually(is_printed, f"the line {wanted!r}", log=output.read_text)
 
 
-def test_serve_starts_with_the_line_of_its_page(client: Client, tmp_path: Path) -> None:
-    (shown,) = consoles_of("docs/serve.md")[0].outputs
-    with (
-        commandline.reserved_port() as port,
-        service("docs/serve.md", ROOT, client.url, tmp_path / "output", MILLSTREAM_SERVE_PORT=str(port)),
-    ):
-        await_line(tmp_path / "output", shown.replace("8000", str(port)))
-
-
-def test_the_master_starts_with_the_line_of_its_page(client: Client, tmp_path: Path) -> None:
-    (shown,) = consoles_of("docs/master.md")[0].outputs
-    with (
-        commandline.reserved_port() as port,
-        service("docs/master.md", ROOT, client.url, tmp_path / "output", MILLSTREAM_MASTER_PORT=str(port)),
-    ):
-        await_line(tmp_path / "output", shown.replace("8000", str(port)))
+@pytest.mark.parametrize(
+    ("page", "variable"), [("docs/serve.md", "MILLSTREAM_SERVE_PORT"), ("docs/master.md", "MILLSTREAM_MASTER_PORT")]
+)
+def test_a_service_starts_with_the_line_of_its_page(client: Client, tmp_path: Path, page: str, variable: str) -> None:
+    (shown,) = consoles_of(page)[0].outputs
+    output = tmp_path / "output"
+    with commandline.reserved_port() as port, service(page, ROOT, client.url, output, **{variable: str(port)}):
+        await_line(output, shown.replace("8000", str(port)))
 
 
 def test_dev_starts_with_the_lines_of_its_page(client: Client, tmp_path: Path) -> None:
@@ -171,7 +156,7 @@ def test_the_commands_of_the_runbook_succeed_where_keys_are_stuck(client: Client
         for old, new in names.items():
             command = command.replace(old, new)
         done = subprocess.run(
-            ["bash", "-c", command], cwd=broken_shop, env=environment(client.url, {}), capture_output=True, text=True,
+            ["bash", "-c", command], cwd=broken_shop, env=shell_environment(client.url), capture_output=True, text=True,
             timeout=FAIL_SAFE_S, check=False,
         )  # fmt: skip
         assert done.returncode == expected(command), f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -190,7 +175,7 @@ def test_the_commands_of_the_cookbook_remove_a_key(client: Client, tmp_path: Pat
         assert end(worker) == 0, "a worker that is killed may leave the key leased"
     (console,) = consoles_of("docs/guides/cookbook.md")
     done = subprocess.run(
-        ["bash", "-e", "-c", console.commands], cwd=tmp_path, env=environment(client.url, {}), capture_output=True,
+        ["bash", "-e", "-c", console.commands], cwd=tmp_path, env=shell_environment(client.url), capture_output=True,
         text=True, timeout=FAIL_SAFE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

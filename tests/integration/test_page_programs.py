@@ -34,7 +34,7 @@ from millstream.testing.history import HistoryError
 from millstream.testing.topologies import cluster
 from tests.support.commandline import free_port
 from tests.support.databases import postgres_server
-from tests.support.pages import ROOT, run_python, write_files
+from tests.support.pages import ROOT, run_python, run_tests
 from tests.support.replicas import FOLLOWS
 from tests.support.service_process import get
 from tests.support.waiting import FAIL_SAFE_S, eventually, eventually_async
@@ -344,10 +344,4 @@ def test_the_blocks_of_the_page_on_histories_print_and_find_what_they_show(
 
 
 def test_the_engine_of_the_page_on_the_contract_keeps_it(tmp_path: Path) -> None:
-    files = write_files("docs/contract.md", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        cwd=tmp_path, env={**os.environ, "CI": "1"}, capture_output=True, text=True, timeout=FAIL_SAFE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "1 passed" in done.stdout
+    assert "1 passed" in run_tests("docs/contract.md", tmp_path)

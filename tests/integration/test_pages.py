@@ -1,10 +1,7 @@
 """What pages show runs as they print it, and prints what they show."""
 
 import asyncio
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -13,8 +10,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.testing import run
 from tests.support.commandline import reserved_port
-from tests.support.pages import REDIS, Block, not_printed, run_consoles, write_files
-from tests.support.waiting import FAIL_SAFE_S
+from tests.support.pages import REDIS, Block, not_printed, run_consoles, run_tests, write_files
 
 pytestmark = [pytest.mark.cli]
 
@@ -28,13 +24,7 @@ def test_the_console_examples_of_a_page_print_the_output_that_it_shows(page: str
 
 
 def test_the_tests_of_the_page_on_testing_pass(tmp_path: Path) -> None:
-    files = write_files("docs/testing.md", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        cwd=tmp_path, env={**os.environ, "CI": "1"}, capture_output=True, text=True, timeout=FAIL_SAFE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "5 passed" in done.stdout
+    assert "5 passed" in run_tests("docs/testing.md", tmp_path)
 
 
 @pytest.fixture

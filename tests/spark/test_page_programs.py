@@ -12,6 +12,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from millstream.observability.metrics import SPARK_ROWS
 from millstream.spark.versions import HAS_FILTERS, HAS_LIMITS
+from tests.support.fields import text_fields
 from tests.support.pages import run_python
 from tests.support.sources import Bench
 from tests.support.waiting import eventually
@@ -55,8 +56,8 @@ def option(name: str, folder: Path) -> dict[str, str]:
 
 
 def entries(shop: Bench, stream: str) -> list[dict[str, str]]:
-    found = [fields for _, fields in shop.client.execute("XRANGE", stream, "-", "+")]
-    return [dict(zip(map(bytes.decode, f[::2]), map(bytes.decode, f[1::2]), strict=True)) for f in found]
+    """The fields of the entries of a stream."""
+    return [text_fields(pairs) for _, pairs in shop.client.execute("XRANGE", stream, "-", "+")]
 
 
 # --- The source ---

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests.support.commandline import environment
 from tests.support.processes import kill_with_descendants
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -102,6 +103,23 @@ def consoles_of(page: str) -> list[Block]:
     return [block for block in blocks_of(page) if block.language == "console" and block.commands]
 
 
+def shell_environment(url: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a shell that finds the program and this Redis."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return environment(url, {"PATH": path, **(more or {})})
+
+
+def run_tests(page: str, folder: Path) -> str:
+    """Run the named files of a page as tests, in `folder`; return what pytest prints. They must pass."""
+    files = write_files(page, folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        cwd=folder, env={**os.environ, "CI": "1"}, capture_output=True, text=True, timeout=FAIL_SAFE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
 def run_consoles(page: str, folder: Path, port: int) -> None:
     """Run all consoles of a page in one shell in `folder`, with Redis at `port`, and compare what they print.
 
@@ -112,10 +130,9 @@ def run_consoles(page: str, folder: Path, port: int) -> None:
     consoles = consoles_of(page)
     script = "\n".join(block.commands for block in consoles).replace(REDIS, address)
     script = script.replace("millstream dev ", f"millstream dev --port {port} ")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     shell = subprocess.Popen(
         ["bash", "-c", _TRAP + script], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "MILLSTREAM_URL": f"redis://{address}/0", "PATH": path},
+        env=shell_environment(f"redis://{address}/0"),
     )  # fmt: skip
     try:
         printed, errors = shell.communicate(timeout=FAIL_SAFE_S)

@@ -24,7 +24,7 @@ COMPARED: Mapping[str, str] = {
     "docs/spark-connect.md": "test_connect runs the first block in a program, and compares the second with the example",
 }
 """Pages whose Python is checked in another way."""
-PYTHON_RUNNERS = {"run_python", "program", "write_files", "run_consoles"}
+PYTHON_RUNNERS = {"run_python", "program", "write_files", "run_consoles", "run_tests"}
 CONSOLE_RUNNERS = {"run_consoles", "service", "consoles_of"}
 
 
@@ -93,7 +93,7 @@ def _numbers(value: ast.expr) -> Iterator[int]:
 def blocks_run(runner: str, page: str, numbers: list[int] | None) -> set[int]:
     """The numbers of the Python blocks that such a call runs."""
     blocks = [block for block in blocks_of(page) if block.language == "python"]
-    if runner in ("write_files", "run_consoles"):
+    if runner in ("write_files", "run_consoles", "run_tests"):
         return {number for number, block in enumerate(blocks) if block.file}
     every = range(1) if runner == "program" else range(len(blocks))
     return set(every if numbers is None else numbers)

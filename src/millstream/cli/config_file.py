@@ -73,12 +73,13 @@ def _warn_of_misspelt(path: Sequence[str], variables: Sequence[str], commands: I
     others = tuple(f"{_PREFIX}{name.upper()}_" for name in commands)
     own = "_".join(("millstream", *path, "")).replace("-", "_").upper()
     common = {*_COMMON, *(one for one in variables if not one.startswith(own))}
+    settings = {*variables, *common}
     for name in sorted(os.environ):
         first, _, rest = name.partition("_")
         meant = f"{_PREFIX}{rest}"
-        if name != meant in {*variables, *common} and get_close_matches(first, ["MILLSTREAM"], n=1, cutoff=_SIMILAR):
+        if name != meant in settings and get_close_matches(first, ["MILLSTREAM"], n=1, cutoff=_SIMILAR):
             print_message(f"warning: the environment variable {name} has no effect; did you mean {meant}?")
-    for name in sorted(os.environ.keys() - set(variables) - common):
+    for name in sorted(os.environ.keys() - settings):
         if not name.startswith(own) and (not name.startswith(_PREFIX) or name.startswith(others)):
             continue
         prefix = own if name.startswith(own) else _PREFIX
