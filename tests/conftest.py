@@ -43,6 +43,8 @@ settings.register_profile(
 )
 settings.load_profile("untimed")
 
+IMPORT_PATH = os.environ.get("PYTHONPATH")
+
 guardian_key = pytest.StashKey[RunGuardian]()
 left_key = pytest.StashKey[list[str]]()
 
@@ -65,13 +67,17 @@ def spark() -> "Iterator[SparkSession]":
 
 @pytest.fixture(autouse=True)
 def own_import_path() -> Iterator[None]:
-    """What a test makes importable for child processes ends with it: another test may have an app of the same name."""
-    before = os.environ.get("PYTHONPATH")
+    """What tests and fixtures of modules make importable is not so in child processes of others: apps share names."""
+    _reset_import_path()  # a fixture of a module may have loaded an app before the first of its tests
     yield
-    if before is None:
+    _reset_import_path()
+
+
+def _reset_import_path() -> None:
+    if IMPORT_PATH is None:
         os.environ.pop("PYTHONPATH", None)
     else:
-        os.environ["PYTHONPATH"] = before
+        os.environ["PYTHONPATH"] = IMPORT_PATH
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ Redis closes a connection whose reply is larger than its client-output-buffer-li
 the next dial the same request would be as large. The streams of a request in flight when the server hung up are
 suspected, and read again later, in ever smaller groups, while no other request is in flight. A reply clears its
 streams. A break with another cause delays the streams it met by a few milliseconds; only a stream that ends several
-connections in a row, the last ones in a group of its own, is given up.
+connections in a row, the last ones in a group of its own, is given up. Before each read of a stream alone the reader
+reads it from its end, which has an empty reply: a break before that reply does not count.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,10 @@ from millstream.router.subscriber_buffer import Cursor
 _FIRST_GROUP = 64
 _FIRST_WAIT_MS, _SECOND_WAIT_MS, _LAST_WAIT_MS = 20.0, 100.0, 800.0
 MOST_BREAKS = 16
-"""Breaks in a row after which a stream is given up. The last twelve met no other stream, which rules out chance."""
+"""Breaks in a row after which a stream is given up.
+
+The last twelve met no other stream, each after an empty reply for the same stream, which rules out chance.
+"""
 
 
 class OversizedStreams:

@@ -29,13 +29,14 @@ class ReaderCallbacks:
 class Request:
     """One round trip: the cursors of each command, those read with counters, and the most entries of each.
 
-    `queue`: the queue they came from; None: none.
+    `queue`: the queue they came from; None: none. `awaits_control`: only the control read of a suspect has been sent.
     """
 
     groups: list[list[Cursor]]
     with_counters: list[Cursor]
     count: int
     queue: int | None
+    awaits_control: bool = False
 
     @property
     def cursors(self) -> list[Cursor]:

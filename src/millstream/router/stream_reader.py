@@ -115,7 +115,9 @@ class StreamReader:
 
         `hung_up`: the server closed the connection, perhaps because of the reply to what is in flight.
         """
-        in_flight = [cursor for request in (*self._in_flight, *self._one_off) if request for cursor in request.cursors]
+        requests = [request for request in (*self._in_flight, *self._one_off) if request]
+        in_flight = [cursor for request in requests for cursor in request.cursors]
+        suspected = [cursor for request in requests if not request.awaits_control for cursor in request.cursors]
         for cursor in in_flight:
             cursor.in_flight = cursor.stale = False
         queued = [cursor for queue in self._queues for cursor in queue]
@@ -126,8 +128,8 @@ class StreamReader:
         self._in_flight = [None, None, None]
         self._one_off.clear()
         self._interrupted = [*in_flight, *queued] or self._interrupted
-        if hung_up and in_flight:
-            self._on_hang_up([cursor for cursor in in_flight if cursor.buffers])
+        if hung_up and suspected:
+            self._on_hang_up([cursor for cursor in suspected if cursor.buffers])
 
     def pop_interrupted(self) -> list[Cursor]:
         """The cursors queued or in flight when the connection broke.
@@ -160,9 +162,19 @@ class StreamReader:
         self._in_flight[queue] = request
         commands = self._commands(request)
         if queue == _SUSPECTS and self._oversized.isolated(request.cursors[0]):
-            self._send_one_by_one(request, commands, [])
+            self._send_control(request, commands)
         else:
             self._connection.request(commands, lambda replies: self._on_replies(request, replies))
+
+    def _send_control(self, request: Request, commands: list[Command]) -> None:
+        """Read the stream from its end first: a break before that empty reply has another cause than a large one."""
+
+        def on_reply(_: list[Any]) -> None:
+            request.awaits_control = False
+            self._send_one_by_one(request, commands, [])
+
+        request.awaits_control = True
+        self._connection.request([("XREAD", "COUNT", 1, "STREAMS", request.cursors[0].key, "$")], on_reply)
 
     def _send_one_by_one(self, request: Request, commands: list[Command], replies: list[Any]) -> None:
         """Send one command at a time, so that no reply adds to the size of another."""
