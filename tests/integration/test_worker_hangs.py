@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from millstream import Message, Retry
+from millstream.admin.doctor import diagnose
+from millstream.admin.inspection import inspect
 from millstream.delivery.key_queues import skip
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.errors import HandlerStuck
 from millstream.redis_client.client import Client
 from tests.support.clocks import LeapClock
+from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
     KEYS,
@@ -73,7 +76,42 @@ def test_a_key_whose_run_exceeds_its_time_limit_shows_that_as_its_error(client: 
         clock.leap(602_000)
     stored = LastError.parse(client.execute("HGET", KEYS.crashes, "1-0e"))
     assert (stored.error, stored.attempts) == ("it took longer than its time limit of 600,000 ms", 3)
+    assert "release.wait(FAIL_SAFE_S)" in stored.traceback
     release.set()
+
+
+@pytest.mark.parametrize("key", [b"a key", None], ids=["key", "no key"])
+def test_a_run_of_over_a_minute_is_shown_to_operators_with_where_it_is_until_it_ends(
+    client: Client, caplog: pytest.LogCaptureFixture, key: bytes | None
+) -> None:
+    hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
+
+    def handle(message: Message) -> None:
+        hangs.set()
+        release.wait(FAIL_SAFE_S)
+
+    client.execute("XADD", "in", "1-0", "key", "a key")
+    handler = make(handle, time_limit_ms=600_000, into=None, **({"key": "key"} if key else {}))
+    with working(client, handler, "w1", clock=clock, policy=replace(QUICK, claim_ms=3_600_000)):
+        eventually(hangs.is_set)
+        assert not inspect(client).long_runs
+        clock.leap(90_000)
+        (run,) = eventually(lambda: inspect(client).long_runs, "its report")
+        assert (run.handler, run.stream, run.id, run.worker) == ("app.handle", "in", "1-0", "w1")
+        assert (run.key, run.time_limit_ms, run.isolated) == (key and key.decode(), 600_000, False)
+        shown = f"app.handle: message 1-0 of in{', key a key,' if key else ''} has been running for "
+        assert shown in call("info", url=client.url).out
+        (row,) = call("info", "--json", url=client.url).json()["long_runs"]
+        assert (row["id"], row["started_ms"]) == ("1-0", run.started_ms)
+        (finding,) = (one for one in diagnose(client).findings if one.check == "long-runs")
+        assert finding.what.startswith(shown)
+        listed = call("key", "list", "--json", url=client.url).json_lines()
+        assert [(one["key"], one["state"]) for one in listed] == ([("a key", "leased")] if key else [])
+        release.set()
+        eventually(lambda: not inspect(client).long_runs, "the removal of its report")
+    (record,) = (one for one in caplog.records if "has been running for" in one.message)
+    assert "release.wait(FAIL_SAFE_S)" in (record.exc_text or "")
+    assert vars(record)["key"] == (key and key.decode())
 
 
 def test_a_process_that_runs_a_suspect_in_isolation_reads_nothing_until_that_run_has_ended(

@@ -109,7 +109,8 @@ def make_context(
         handler=handler, steps=HandlerSteps(handler), in_flight=in_flight or InFlight(WorkerPolicy(), 1), clock=clock,
         loop_metrics=LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms), policy=WorkerPolicy(),
         consumer="w", start="earliest", url=client.url, client=client, blocking_client=client,
-        on_suspect=lambda delivery: None, cancel_run=lambda delivery: None, breaker=HandlerBreaker(handler, "w"),
+        on_suspect=lambda delivery: None, cancel_run=lambda delivery: None,
+        traceback_of_run=lambda delivery: None, breaker=HandlerBreaker(handler, "w"),
         give_up=lambda: False,
     )  # fmt: skip
 

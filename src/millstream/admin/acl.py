@@ -316,7 +316,7 @@ ROLES: Mapping[RoleName, Role] = {
         ),
         direct="client|setname exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time unlink "
         "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
-        "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zcard zrange",
+        "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zcard zmscore zrange",
         optional="client|tracking",
         never_executed="hkeys sadd scard srandmember",
         scans="always",

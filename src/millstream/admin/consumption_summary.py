@@ -1,7 +1,7 @@
 """ReaderReport: sums up each handler, stage and other consumer group over its streams. No I/O."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +9,9 @@ from millstream.admin.reports import GroupReport, HandlerReport, Inspection, Str
 from millstream.redis_client.key_names import stage_of
 
 ReaderKind = Literal["handler", "stage", "group"]
-Status = Literal["unreadable", "no consumers", "paused", "not running", "partly paused", "running", "idle"]
+Status = Literal[
+    "unreadable", "no consumers", "paused", "crash loop", "not running", "partly paused", "running", "idle"
+]
 
 _LARGEST = 20
 
@@ -23,7 +25,8 @@ class ReaderReport:
       "consumers", or "spark, readAs=group" if a query is one of the consumers
     * `alive`: number of live workers, runs or consumers
     * `status`: the first of these that holds. "unreadable": its keys on a stream hold foreign data; "no
-      consumers": a group that has none; "paused" on all its streams; "not running": entries wait and nothing is alive;
+      consumers": a group that has none; "paused" on all its streams; "crash loop": its app's worker processes end again and
+      again; "not running": entries wait and nothing is alive;
       "partly paused"; "running"; "idle": nothing waits and nothing is alive
     * `lag`: uncommitted entries over all its streams: a lower bound unless `lag_exact`; None if unknown for all
       streams. `lag_min`, `lag_avg`, `lag_max`: the same per stream
@@ -31,7 +34,7 @@ class ReaderReport:
     * `oldest_age_ms`: age of the first uncommitted entry
     * `pending`: entries in flight, or deferred by Spark
     * `parked`, `backing_off`: parked keys, and keys that wait for the next attempt: both are stuck
-    * `blocked`: those of the latter whose first message has failed all its attempts
+    * `blocked`: keys whose first message has failed all its attempts, whether they back off or run again just now
     * `dead_letters`: dead letters in Redis
     * `paused`: number of its paused streams
     * `added`: entries ever added to its streams; `done`: the number of them that a handler has committed, a group was
@@ -63,7 +66,7 @@ class ReaderReport:
     @property
     def is_sick(self) -> bool:
         """True if an operator has to act."""
-        ill = self.status in ("unreadable", "not running", "paused", "partly paused")
+        ill = self.status in ("unreadable", "not running", "crash loop", "paused", "partly paused")
         return ill or self.dead_letters > 0 or self.parked > 0 or self.blocked > 0
 
 
@@ -98,7 +101,8 @@ def summarize_readers(found: Inspection) -> tuple[ReaderReport, ...]:
                 grouped[kind, name].append((stream.name, one))
     order: tuple[ReaderKind, ...] = ("handler", "stage", "group")
     names = sorted(grouped, key=lambda name: (order.index(name[0]), name[1]))
-    return tuple(_summed(*name, grouped[name]) for name in names)
+    crashing = frozenset(one.app for one in found.restarts if one.is_crash_loop)
+    return tuple(_summed(*name, grouped[name], crashing) for name in names)
 
 
 def _identify(group: GroupReport) -> tuple[ReaderKind, str, str]:
@@ -108,7 +112,9 @@ def _identify(group: GroupReport) -> tuple[ReaderKind, str, str]:
     return "group", group.name, "spark, readAs=group" if group.shared else "consumers"
 
 
-def _summed(kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _ReaderOnStream]]) -> ReaderReport:
+def _summed(
+    kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _ReaderOnStream]], crashing: Collection[str]
+) -> ReaderReport:
     reports = [one.report for _, one in on_streams]
     handlers = [report for report in reports if isinstance(report, HandlerReport)]
     known = [(stream, one.report.lag) for stream, one in on_streams if one.report.lag is not None]
@@ -120,7 +126,7 @@ def _summed(kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _Reader
         name=name, kind=kind,
         modes=tuple(sorted({one.mode for _, one in on_streams})),
         alive=alive,
-        status=_status(kind, reports, alive=alive),
+        status=_status(kind, reports, crashing, alive=alive),
         streams=len(on_streams),
         lag=sum(lags) if lags else None,
         lag_exact=all(report.lag_exact for report in reports),
@@ -140,7 +146,9 @@ def _summed(kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _Reader
     )  # fmt: skip
 
 
-def _status(kind: ReaderKind, reports: Sequence[HandlerReport | GroupReport], *, alive: int) -> Status:
+def _status(
+    kind: ReaderKind, reports: Sequence[HandlerReport | GroupReport], crashing: Collection[str], *, alive: int
+) -> Status:
     handlers = [report for report in reports if isinstance(report, HandlerReport)]
     if any(one.problem is not None for one in handlers):
         return "unreadable"
@@ -149,6 +157,8 @@ def _status(kind: ReaderKind, reports: Sequence[HandlerReport | GroupReport], *,
     paused = sum(one.paused for one in handlers)
     if paused and paused == len(handlers):
         return "paused"
+    if any(one.app in crashing and one.engine == "workers" for one in handlers):
+        return "crash loop"
     if not alive and any(report.lag for report in reports):
         return "not running"
     return "partly paused" if paused else "running" if alive else "idle"

@@ -4,6 +4,7 @@ Findings are summed up by handler: a handler of 100,000 streams has one line for
 """
 
 import shlex
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from millstream.admin.inspection import inspect
 from millstream.admin.reports import Engine, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import WAITING
+from millstream.delivery.restarts import CRASH_LOOP
 from millstream.errors import RedisError
 from millstream.formats import format_age, pluralize
 from millstream.groups.group import ConsumerInfo, consumers_of
@@ -26,7 +28,6 @@ from millstream.redis_client.pipelining import call_all, send_all
 _FINISHED_ENTRIES = 10_000
 _UNREAD_ENTRIES = 1_000_000
 _NAMED = 3
-_CRASH_LOOP = 3
 _RESTART_MS = 30_000  # as long as a worker or run may be away for a restart
 _WATCHED = 100
 _MEASURED_STREAMS = 100
@@ -204,10 +205,24 @@ def check_restarts(data: Data) -> Iterator[Finding]:
     """Worker processes that have ended without being told to."""
     for one in data.found.restarts:
         yield Finding(
-            check="restarts", severity="problem" if one.count >= _CRASH_LOOP else "warning", what=one.describe(),
+            check="restarts", severity="problem" if one.count >= CRASH_LOOP else "warning", what=one.describe(),
             why="the messages that a process ran are run again each time, and one that crashes its process becomes a dead "
             "letter in the end; its log has the cause",
             mend=("millstream dlq list --reason crashed",),
+        )  # fmt: skip
+
+
+def check_long_runs(data: Data) -> Iterator[Finding]:
+    """Messages that workers have been running for long."""
+    runs = data.found.long_runs
+    now_ms = time.time() * 1000
+    for label in dict.fromkeys(one.handler for one in runs):
+        some = [one for one in runs if one.handler == label]
+        more = f"; and {pluralize(len(some) - 1, 'more message')}" if some[1:] else ""
+        yield Finding(
+            check="long-runs", severity="warning", what=f"{some[0].describe(now_ms)}{more}",
+            why="the handler may hang, and the messages behind it wait; the log of that worker shows where the handler is",
+            mend=(f"millstream key list {label}", f"py-spy dump --pid PID  # of the worker {some[0].worker}"),
         )  # fmt: skip
 
 
@@ -296,6 +311,7 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
     "idle-entries": check_idle_entries,
     "waiting": check_waiting,
     "restarts": check_restarts,
+    "long-runs": check_long_runs,
     "dead-letters": check_dead_letters,
     "parked": check_parked,
     "blocked": check_blocked,

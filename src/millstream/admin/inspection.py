@@ -13,6 +13,7 @@ from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import blocked_queues
+from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.restarts import read_restarts
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
@@ -59,9 +60,10 @@ def inspect(
     shown |= {keys.stream: streams[keys.stream] for keys in found if keys.stream in streams}
     places = other_groups(shown.values(), known, app)
     left_ms = end_ms - clock.monotonic_ms()
+    apps = [app] if app else {keys.app for keys in found}
     return Inspection(
         streams=complete_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
-        restarts=read_restarts(client, [app] if app else {keys.app for keys in found}),
+        restarts=read_restarts(client, apps), long_runs=read_long_runs(client, apps),
         hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers), is_sample=is_sample,
     )  # fmt: skip
 
@@ -251,14 +253,17 @@ class _Meta:
     dead_letters: int = 0
     parked: int = 0
     backing_off: int = 0
+    failed: int = 0
     problem: str | None = None
 
     @classmethod
-    def read(cls, values: Reply, dead_letters: Reply, parked: Reply, awaiting: Reply, backing_off: Reply) -> "_Meta":
+    def read(
+        cls, values: Reply, dead_letters: Reply, parked: Reply, awaiting: Reply, backing_off: Reply, failed: Reply
+    ) -> "_Meta":
         """Parse the replies: the fields of the hash, and the numbers of dead letters, parked keys, those of them that
-        only wait until they have left another partition, and keys that back off.
+        only wait until they have left another partition, keys that back off, and counts of failures.
         """
-        for reply in (values, dead_letters, parked, awaiting, backing_off):
+        for reply in (values, dead_letters, parked, awaiting, backing_off, failed):
             if isinstance(reply, WrongType) or (isinstance(reply, AccessDenied) and reply.concerns_key):
                 return cls(problem=str(reply))
             raise_if_error(reply)
@@ -273,6 +278,7 @@ class _Meta:
                 dead_letters=dead_letters,
                 parked=max(0, parked - awaiting),
                 backing_off=backing_off,
+                failed=failed,
             )
         except (ValueError, ConfigError) as error:
             return cls(problem=str(error))
@@ -286,10 +292,11 @@ def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDeni
     parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in visible])
     awaiting = send_all(client, [("HLEN", to_wire(keys.awaiting)) for keys in visible])
     backing_off = send_all(client, [("ZCARD", to_wire(keys.backoff)) for keys in visible])
+    failed = send_all(client, [("HLEN", to_wire(keys.crashes)) for keys in visible])
     by_keys = dict(zip(found, values, strict=True))
     return {
         keys: _Meta.read(by_keys[keys], *counts)
-        for keys, *counts in zip(visible, dead_letters, parked, awaiting, backing_off, strict=True)
+        for keys, *counts in zip(visible, dead_letters, parked, awaiting, backing_off, failed, strict=True)
     }
 
 
@@ -368,9 +375,11 @@ def _handler_reports(
 
 
 def _count_blocked(client: Client, metas: Mapping[HandlerKeys, _Meta]) -> dict[HandlerKeys, int]:
-    """How many keys are blocked, of each of the first handlers on a stream that have keys that back off."""
+    """How many keys are blocked, of each of the first handlers on a stream that have keys with failures."""
     blocked: dict[HandlerKeys, int] = {}
-    for keys in islice((keys for keys, meta in metas.items() if meta.backing_off), _MAX_BLOCKED):
+    for keys in islice(
+        (keys for keys, meta in metas.items() if meta.failed and (meta.keyed or meta.backing_off)), _MAX_BLOCKED
+    ):
         with suppress(AccessDenied, WrongType):
             blocked[keys] = len(blocked_queues(client, keys))
     return blocked

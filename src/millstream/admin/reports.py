@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from millstream.delivery.long_runs import LongRun
 from millstream.delivery.pause import Pause
 from millstream.delivery.restarts import RecentRestarts
 
@@ -66,8 +67,8 @@ class HandlerReport:
     * `processed`, `dead`: totals of messages that were processed, and that became dead letters; `committed`: both
     * `written`, `refused`: totals of written outputs, and of commits refused because another run had made them
     * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked; `backing_off`: keys that wait for
-      the next attempt; `blocked`: those of them whose first message has failed all its attempts, and is retried without
-      end, of some hundred
+      the next attempt; `blocked`: keys whose first message has failed all its attempts, and is retried without end, of
+      some hundred; one that is attempted again just now does not back off
     * `paused`: its workers read no new entries; `pause`: why, and since when
     * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
       readable
@@ -109,7 +110,8 @@ class HandlerReport:
 class Inspection:
     """Streams, sorted by name, and handlers on them, sorted by handler.
 
-    `restarts`: recent restarts of the apps' worker processes.
+    `restarts`: recent restarts of the apps' worker processes. `long_runs`: messages that workers have been running for
+    over a minute, or in isolation for some seconds.
     `hidden_streams`, `hidden_handlers`: numbers of those that this user may not access. `is_sample`: there may be more
     streams.
     """
@@ -117,6 +119,7 @@ class Inspection:
     streams: tuple[StreamReport, ...]
     handlers: tuple[HandlerReport, ...]
     restarts: tuple[RecentRestarts, ...] = ()
+    long_runs: tuple[LongRun, ...] = ()
     hidden_streams: int = 0
     hidden_handlers: int = 0
     is_sample: bool = False

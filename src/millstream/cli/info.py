@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from typer.core import TyperCommand
 
@@ -112,7 +113,8 @@ def show(
     def print_one(snapshot: _Snapshot) -> None:
         if as_json:
             readers = [_row(one, snapshot.rates) for one in snapshot.readers]
-            print_json({"readers": readers, "problems": snapshot.problems, **asdict(snapshot.found)}, flush=True)
+            found = asdict(snapshot.found) | {"long_runs": msgspec.to_builtins(snapshot.found.long_runs)}
+            print_json({"readers": readers, "problems": snapshot.problems, **found}, flush=True)
         else:
             for problem in snapshot.problems:
                 print_message(f"{problem}; see: millstream doctor")

@@ -1,11 +1,13 @@
 """The tables of `millstream info`: compact ones, which fit 80 columns, and wide ones."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.admin.consumption_summary import ReaderKind, ReaderReport
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.cli.terminal import ProblemCell, WarningCell, print_line, print_message, print_table
+from millstream.delivery.long_runs import LongRun
 from millstream.delivery.restarts import RecentRestarts
 from millstream.formats import format_age, format_count, pluralize
 from millstream.redis_client.escaping import escape
@@ -14,7 +16,7 @@ from millstream.redis_client.key_names import stage_of
 _LARGEST = 2
 _STALLED_S = 10
 _STATUS_CELLS: Mapping[str, type[str]] = {
-    "unreadable": ProblemCell, "not running": ProblemCell, "paused": WarningCell, "partly paused": WarningCell,
+    "unreadable": ProblemCell, "not running": ProblemCell, "crash loop": ProblemCell, "paused": WarningCell, "partly paused": WarningCell,
     "no progress": WarningCell,
 }  # fmt: skip
 
@@ -58,6 +60,7 @@ def print_tables(
         print_line("")
     _print_breakers(found.handlers)
     _print_restarts(found.restarts)
+    _print_long_runs(found.long_runs, limit)
     if wide:
         _print_handlers(found.handlers, limit)
     _print_unreadable(found.handlers, limit)
@@ -154,6 +157,15 @@ def _print_restarts(restarts: Sequence[RecentRestarts]) -> None:
     for one in restarts:
         print_line(one.describe())
     if restarts:
+        print_line("")
+
+
+def _print_long_runs(runs: Sequence[LongRun], limit: int) -> None:
+    now_ms = time.time() * 1000
+    for one in runs[:limit]:
+        print_line(one.describe(now_ms))
+    _print_more(len(runs) - limit, "long run")
+    if runs:
         print_line("")
 
 

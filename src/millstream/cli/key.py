@@ -1,7 +1,7 @@
 """`millstream key`: shows and controls the queued keys of handlers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -39,6 +39,7 @@ from millstream.delivery.key_queues import skip as skip_first
 from millstream.delivery.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
+from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, WrongType
 from millstream.formats import format_time, pluralize
@@ -68,10 +69,14 @@ _MOST = 100_000
 _NEARLY_FULL = 0.8
 _WHY_CHARS, _ERROR_CHARS = 200, 120
 
+_MessageRef = tuple[str, str, str]
+"""Handler, stream and id, printable."""
+_IsWanted = Callable[[HandlerKeys, KeyQueue], bool]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _HandlerOnStream:
-    """A handler on a stream, with its key queues, and its pause; `usage`: how many messages they hold, and the limit."""
+    """A handler on a stream, with those of its key queues that are wanted, and its pause; `usage`: how many messages they hold, and the limit."""
 
     keys: HandlerKeys
     pause: Pause | None = None
@@ -86,7 +91,8 @@ def list_(
 ) -> None:  # fmt: skip
     """List the keys of handlers that are in progress, queued or parked, why they wait, and their numbers of messages.
 
-    Without a handler it lists the stuck keys of all handlers: those that are parked, or whose first message has failed.
+    Without a handler it lists the stuck keys of all handlers: those that are parked, or whose first message has failed
+    or has been running for over a minute.
     """
     one_handler = handlers is not None and split_name(handlers)[1] is not None
     with Client(url) as client:
@@ -98,13 +104,20 @@ def list_(
         stuck_only = state is None and not one_handler
         existing = existing_handlers(client, selected) if selected else []
         pauses = _read_pauses(client, existing)
-        places = _read_places(client, existing, pauses, stuck_only=stuck_only)
-        is_wanted = is_stuck if stuck_only else lambda one: state is None or one.state == state.replace("-", " ")
-        found = [(place.keys, one) for place in places for one in place.queues if is_wanted(one)]
+        long_runs = read_long_runs(client, {keys.app for keys in existing}) if stuck_only else ()
+        running = {(one.handler, one.stream, one.id) for one in long_runs}
+
+        def is_wanted(keys: HandlerKeys, one: KeyQueue) -> bool:
+            if stuck_only:
+                return is_stuck(one) or (keys.label, escape(keys.stream), one.first_id) in running
+            return state is None or one.state == state.replace("-", " ")
+
+        places = _read_places(client, existing, pauses, is_wanted, running=running, stuck_only=stuck_only)
+        found = [(place.keys, one) for place in places for one in place.queues]
         found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
         errors = [] if count else last_errors(client, found[:limit])
     if count:
-        _print_counts(places, is_wanted, as_json=as_json)
+        _print_counts(places, as_json=as_json)
     elif as_json:
         for (keys, queue), last in zip(found, errors, strict=False):
             print_json(_as_json(keys, queue, last))
@@ -168,14 +181,19 @@ def _read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[Handle
 
 
 def _read_places(
-    client: Client, existing: Sequence[HandlerKeys], pauses: Mapping[HandlerKeys, Pause], *, stuck_only: bool
-) -> list[_HandlerOnStream]:
+    client: Client, existing: Sequence[HandlerKeys], pauses: Mapping[HandlerKeys, Pause], is_wanted: _IsWanted, *,
+    running: Collection[_MessageRef], stuck_only: bool,
+) -> list[_HandlerOnStream]:  # fmt: skip
     """The key queues of these handlers. Leaves out what this user may not access, unless that is all of it."""
     places: list[_HandlerOnStream] = []
     refusals: list[AccessDenied] = []
-    for keys in having_stuck_keys(client, existing) if stuck_only else existing:
+    if stuck_only:
+        named = {(handler, stream) for handler, stream, _ in running}
+        stuck = set(having_stuck_keys(client, existing))
+        existing = [one for one in existing if one in stuck or (one.label, escape(one.stream)) in named]
+    for keys in existing:
         try:
-            queues = list_queues(client, keys, most=_MOST)
+            queues = [one for one in list_queues(client, keys, most=_MOST) if is_wanted(keys, one)]
             places.append(
                 _HandlerOnStream(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys))
             )
@@ -199,16 +217,15 @@ def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, A
     }  # fmt: skip
 
 
-def _print_counts(places: Sequence[_HandlerOnStream], is_wanted: Callable[[KeyQueue], bool], *, as_json: bool) -> None:
+def _print_counts(places: Sequence[_HandlerOnStream], *, as_json: bool) -> None:
     for place in places:
-        chosen = [one for one in place.queues if is_wanted(one)]
-        states = Counter(str(one.state) for one in chosen)
-        messages = sum(one.length for one in chosen)
+        states = Counter(str(one.state) for one in place.queues)
+        messages = sum(one.length for one in place.queues)
         name = place.keys.label
         if as_json:
             queued, look_ahead = place.usage or (None, None)
             figures = {
-                "keys": len(chosen), "messages": messages, "states": states, "queued": queued,
+                "keys": len(place.queues), "messages": messages, "states": states, "queued": queued,
                 "look_ahead": look_ahead, "pause": asdict(place.pause) if place.pause else None,
             }  # fmt: skip
             print_json({"handler": name, "stream": place.keys.stream, **figures})

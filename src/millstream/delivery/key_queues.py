@@ -257,8 +257,14 @@ def last_errors(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) 
 
 
 def blocked_queues(client: Client, keys: HandlerKeys, *, most: int = 100) -> list[KeyQueue]:
-    """Return those that are blocked of the first `most` key queues that back off. Raises RedisError."""
-    queues = read_queues(client, keys, client.execute("ZRANGE", keys.backoff, 0, most - 1))
+    """Return those that are blocked, of `most` key queues that back off and `most` that are leased. Raises RedisError.
+
+    The first message of a blocked key runs again at times: then the key is leased.
+    """
+    backing_off, leased = call_all(
+        client, [("ZRANGE", keys.backoff, 0, most - 1), ("ZRANGE", keys.leases, 0, most - 1)]
+    )
+    queues = [one for one in read_queues(client, keys, [*backing_off, *leased]) if one.failed_attempts]
     errors = last_errors(client, [(keys, one) for one in queues])
     return [one for one, last in zip(queues, errors, strict=True) if is_blocked(one, last)]
 

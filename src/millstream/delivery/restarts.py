@@ -17,6 +17,10 @@ HOLD_MEMBERS = Script("shared/hold_members")
 
 KEPT_MS = 600_000
 """How long a restart is kept."""
+CRASH_LOOP = 3
+"""So many restarts are a crash loop, if the last was within two minutes."""
+
+_RECENT_MS = 120_000
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +40,11 @@ class RecentRestarts:
     worker: str
     cause: str
     age_ms: int
+
+    @property
+    def is_crash_loop(self) -> bool:
+        """True if processes end again and again, up to now."""
+        return self.count >= CRASH_LOOP and self.age_ms < _RECENT_MS
 
     def describe(self) -> str:
         """Return it in one line."""

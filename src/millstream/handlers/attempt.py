@@ -128,9 +128,13 @@ def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLi
     return _outcome_of(handler, message, state, _run_plain(handler, arguments, guard))
 
 
-def timed_out(handler: Handler, message: Message, *, alone: bool = True) -> Outcome:
-    """Return the outcome of an attempt, `alone` or in a batch, that exceeded its time limit and did not end."""
-    return _failure_outcome(handler, message, TimeLimit()) if alone else _retry_singly(handler, TimeLimit())
+def timed_out(handler: Handler, message: Message, *, where: TracebackType | None = None, alone: bool = True) -> Outcome:
+    """Return the outcome of an attempt, `alone` or in a batch, that exceeded its time limit and did not end.
+
+    `where`: where the handler is, for the log and the dead letter.
+    """
+    error = TimeLimit().with_traceback(where)
+    return _failure_outcome(handler, message, error) if alone else _retry_singly(handler, error)
 
 
 async def attempt_batch(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
@@ -310,19 +314,20 @@ def _place_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the traceback of what a handler raised; "" if there is none.
-
-    The frames above the user's own are left out: they are millstream's and tell a reader nothing.
-    """
+    """Return the traceback of what a handler raised; "" if there is none. It begins with the user's own frames."""
     if error is None or error.__traceback__ is None:
         return ""
-    frame: TracebackType | None = error.__traceback__
-    user_frames = frame
+    return "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
+
+
+def user_frames(frame: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback below millstream's frames, which tell a reader nothing."""
+    found = frame
     while frame is not None:
         if frame.tb_frame.f_globals is globals():
-            user_frames = frame.tb_next
+            found = frame.tb_next
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, user_frames))
+    return found
 
 
 def outcome_after_last_attempt(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:

@@ -64,16 +64,20 @@ class Failure:
 
 def log_failure(failure: Failure, is_new: bool) -> None:
     """Log a failure; its traceback too if it `is_new`, the first of its kind, or nothing follows it."""
-    if not logger.isEnabledFor(failure.level):
+    log_with_traceback(
+        logger, failure.level, failure.text, failure.traceback if is_new or failure.is_last else "",
+        handler=failure.handler, stream=failure.stream, id=failure.id, key=json_value(failure.key),
+        attempt=failure.attempt, exception=failure.error,
+    )  # fmt: skip
+
+
+def log_with_traceback(log: logging.Logger, level: int, text: str, traceback: str, **fields: object) -> None:
+    """Log `text` with a traceback, and with fields that logs in JSON show."""
+    if not log.isEnabledFor(level):
         return
-    traceback = failure.traceback if is_new or failure.is_last else ""
-    fields = {
-        "handler": failure.handler, "stream": failure.stream, "id": failure.id, "key": json_value(failure.key),
-        "attempt": failure.attempt, "exception": failure.error, "traceback": traceback,
-    }  # fmt: skip
-    record = logger.makeRecord(logger.name, failure.level, __file__, 0, failure.text, (), None, extra=fields)
+    record = log.makeRecord(log.name, level, __file__, 0, text, (), None, extra={**fields, "traceback": traceback})
     record.exc_text = traceback.rstrip("\n") or None  # every formatter adds it, and no frame is kept alive
-    logger.handle(record)
+    log.handle(record)
 
 
 class _Window:
@@ -143,7 +147,7 @@ class FailureLog:
         of = "" if blocks else f" of {max(attempt, retry.attempts)}"
         failure = Failure(
             kind=kind,
-            text=f"{self._handler.label}: attempt {attempt}{of} failed on {_name(stream, entry_id, key)}: {error}; "
+            text=f"{self._handler.label}: attempt {attempt}{of} failed on {message_name(stream, entry_id, key)}: {error}; "
             f"{self._action(outcome, attempt, key, delay_ms)}",
             handler=self._handler.label, stream=escape(stream), id=entry_id, key=key, attempt=attempt, error=error,
             traceback=_lines(traceback), is_last=is_last,
@@ -174,7 +178,7 @@ class FailureLog:
         key = key if isinstance(key, bytes) else None
         return Failure(
             kind=kind, reason=reason,
-            text=f"{self._handler.label}: dead letter ({reason}{after}): {_name(stream, entry_id, key)}: {error}; "
+            text=f"{self._handler.label}: dead letter ({reason}{after}): {message_name(stream, entry_id, key)}: {error}; "
             "see: millstream dlq list",
             handler=self._handler.label, stream=escape(stream), id=entry_id, key=key, attempt=attempt, error=error,
             traceback=_lines(_text(found["traceback"])), is_last=True,
@@ -264,7 +268,8 @@ def _kind_of_text(error: str, otherwise: str) -> str:
     return otherwise if found is None else found[0]
 
 
-def _name(stream: str, entry_id: str, key: bytes | None) -> str:
+def message_name(stream: str, entry_id: str, key: bytes | None) -> str:
+    """Return the name of a message in a log line."""
     named = f"message {entry_id} of {_clip(escape(stream), _MAX_NAME)}"
     return named if key is None else f"{named}, key {_clip(escape(key), _MAX_NAME)}"
 

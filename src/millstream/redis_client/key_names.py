@@ -107,6 +107,13 @@ def restarts_key(app: str) -> str:
     return worker_name_key(app, ":restarts")
 
 
+def long_runs_key(app: str) -> str:
+    """Sorted set, with a time to live: messages that workers of an app have been running for long, until when. No
+    worker can have this name.
+    """
+    return worker_name_key(app, ":long-runs")
+
+
 def run_name(pipeline: str) -> str:
     """Return the worker name under which a Spark run of a handler or stage announces that it is alive: no worker can
     have it.

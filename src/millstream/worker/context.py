@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal
 
 from millstream.clock import Clock
@@ -23,6 +24,7 @@ class WorkerContext:
     * `client`, `blocking_client`: connections for quick commands, and for reads that block
     * `on_suspect`: called with an entry that may have crashed its worker
     * `cancel_run`: called with an entry that must not run any longer
+    * `traceback_of_run`: returns where the handler is in its run of an entry, if that is known
     * `breaker`: the handler's breaker in this process
     * `give_up`: returns True when waiting for Redis is pointless, as the stop deadline has passed
     """
@@ -40,6 +42,7 @@ class WorkerContext:
     blocking_client: Client
     on_suspect: Callable[[Delivery], None]
     cancel_run: Callable[[Delivery], None]
+    traceback_of_run: Callable[[Delivery], TracebackType | None]
     breaker: HandlerBreaker
     give_up: Callable[[], bool]
 

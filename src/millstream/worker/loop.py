@@ -109,7 +109,8 @@ class ReadingLoop:
         context = WorkerContext(
             handler=handler, steps=self._steps, in_flight=self._in_flight, loop_metrics=self.loop_metrics, clock=clock,
             policy=policy, consumer=consumer, start=start, url=url, client=self._client, blocking_client=self._blocking_client,
-            on_suspect=self._isolation.add_suspect, cancel_run=self._runner.cancel_run, give_up=self._is_past_deadline,
+            on_suspect=self._isolation.add_suspect, cancel_run=self._runner.cancel_run,
+            traceback_of_run=self._runner.traceback_of_run, give_up=self._is_past_deadline,
             breaker=HandlerBreaker(handler, consumer),
         )  # fmt: skip
         self._ordering = _make_ordering(context)

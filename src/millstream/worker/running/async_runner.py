@@ -5,9 +5,10 @@ import contextlib
 import select
 import selectors
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from queue import Empty
+from typing import Any
 
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
@@ -101,6 +102,9 @@ class AsyncRunner(_Start):
         self._is_cancelled = True
         if self._main_task is not None:
             self._call_soon(self._main_task.cancel)
+
+    def _live_tasks(self) -> Iterable[asyncio.Task[Any]]:
+        return () if self._loop is None else asyncio.all_tasks(self._loop)
 
     def _call_soon(self, callback: Callable[[], object]) -> None:
         # Before the loop runs there is nothing to wake: it checks the buffer first.

@@ -4,12 +4,15 @@ Both pause before their next message while the gate is closed: then a poison-pil
 blamed on no other message.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
 
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import Outcome
+from millstream.handlers.live_traceback import live_traceback
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -33,6 +36,9 @@ class Runner(Protocol):
     def cancel_all(self) -> None:
         """Cancel all runs, if that is possible."""
 
+    def traceback_of_run(self, delivery: Delivery) -> TracebackType | None:
+        """Return where the handler is in its run of a message; None if that is not known. Called from another thread."""
+
 
 class _Start:
     """Start and end of a run, for both runners."""
@@ -54,6 +60,14 @@ class _Start:
         for _ in started or ():
             self._loop_metrics.on_run_started()
         return started
+
+    def traceback_of_run(self, delivery: Delivery) -> TracebackType | None:
+        """See Runner."""
+        return live_traceback(delivery.stream.stream, delivery.id.decode(), self._live_tasks())
+
+    def _live_tasks(self) -> Iterable[asyncio.Task[Any]]:
+        """The tasks that may run messages."""
+        return ()
 
     def _finish(self, delivery: Delivery) -> None:
         delivery.attempt_ms = self._clock.monotonic_ms() - delivery.state_since_ms

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 
 from millstream.delivery.effects import Effects
+from millstream.delivery.long_runs import report_long_runs
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
@@ -15,7 +16,7 @@ from millstream.redis_client.resp import Reply
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.poison_isolation import isolated_after
-from millstream.worker.settling.long_runs import LongRuns
+from millstream.worker.settling.hang_detector import HangDetector
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class ClaimRenewal:
         self._policy = context.policy
         self._release = release
         self._breaker = context.breaker
-        self._long_runs = LongRuns(context.handler)
+        self._hang_detector = HangDetector(context.handler, context.consumer, context.traceback_of_run)
         self._claim_lock = threading.Lock()
         self._renew_due_ms = 0.0
         self._longest_in_flight_ms = _longest_in_flight_ms(context.handler, context.policy)
@@ -108,6 +109,8 @@ class ClaimRenewal:
         self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
         self._loop_metrics.on_reply()
         self._steps.failures.report_omitted()
+        runs, ended = self._hang_detector.due_reports(self._clock.monotonic_ms())
+        report_long_runs(self._client, self._steps.handler.app, runs, ended)
         if unavailable is not None:
             raise unavailable
 
@@ -251,7 +254,7 @@ class ClaimRenewal:
         given_up: list[Delivery] = []
         try:
             runs = self._in_flight.runs
-            self._long_runs.check(runs, now_ms)
+            self._hang_detector.check(runs, now_ms)
             for one in runs:
                 if now_ms - one.state_since_ms > limit_ms + TIME_LIMIT_GRACE_MS:
                     if one in self._in_flight:  # else another worker, or an operator, has taken the entry meanwhile
@@ -273,7 +276,8 @@ class ClaimRenewal:
         stream = delivery.stream
         message = self._steps.decode(delivery)
         if message is not None:
-            outcome = timed_out(self._steps.handler, message, alone=not delivery.in_batch)
+            where = self._context.traceback_of_run(delivery)
+            outcome = timed_out(self._steps.handler, message, where=where, alone=not delivery.in_batch)
             if isinstance(outcome, DeadLettered):
                 effects: Effects = self._steps.dead_letter(delivery, outcome)
                 if not stream.commit([effects]):

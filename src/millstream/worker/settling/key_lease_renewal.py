@@ -122,7 +122,7 @@ class KeyLeaseRenewal(ClaimRenewal):
         message = self._steps.decode(delivery)
         assert message is not None
         lease.releasing = True
-        outcome = timed_out(self._steps.handler, message)
+        outcome = timed_out(self._steps.handler, message, where=self._context.traceback_of_run(delivery))
         if isinstance(outcome, DeadLettered):
             effects = self._steps.commit_key(lease, [(delivery, outcome)])
             if not lease.stream.commit([effects]):

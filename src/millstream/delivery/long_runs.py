@@ -1,0 +1,79 @@
+"""LongRun: a message that a handler of a worker has been running for long, reported so that operators see it."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from millstream.delivery.restarts import HOLD_MEMBERS
+from millstream.errors import AccessDenied, WrongType
+from millstream.formats import format_age
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.key_names import long_runs_key
+from millstream.redis_client.pipelining import send_all, server_time_ms
+from millstream.redis_client.replies import pairs_of
+
+LONG_MS = 60_000.0
+"""A run that takes longer than this is reported."""
+LONG_ISOLATED_MS = 5_000.0
+"""The same for a run in isolation: its process starts nothing else meanwhile."""
+HELD_MS = 30_000
+"""How long a report is kept, unless it is repeated."""
+
+_MAX_REPORTS = 20
+
+
+class LongRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that has not ended.
+
+    * `handler`: its label; `stream`, `id`, `key`: the message, printable; `worker`: the consumer that runs it
+    * `started_ms`: when the run started (Unix milliseconds); `time_limit_ms`: after how long it is ended
+    * `isolated`: its process starts no other message until it has ended
+    """
+
+    handler: str
+    stream: str
+    id: str
+    key: str | None
+    worker: str
+    started_ms: int
+    time_limit_ms: int
+    isolated: bool = False
+
+    def describe(self, now_ms: float) -> str:
+        """Return it in one line; `now_ms`: Unix milliseconds."""
+        key = "" if self.key is None else f", key {self.key},"
+        isolated = "; it runs in isolation: that process starts no other message" if self.isolated else ""
+        return (
+            f"{self.handler}: message {self.id} of {self.stream}{key} has been running for "
+            f"{format_age(max(0.0, now_ms - self.started_ms))} on worker {self.worker}; its time limit ends it after "
+            f"{format_age(self.time_limit_ms)}{isolated}"
+        )
+
+
+def report_long_runs(client: Client, app: str, runs: Sequence[LongRun], ended: Sequence[LongRun] = ()) -> None:
+    """Report runs, the longest of them; repeat it before `HELD_MS`, with equal values. Raises RedisError.
+
+    The reports of those that have `ended` are removed.
+    """
+    longest = sorted(runs, key=lambda one: one.started_ms)[:_MAX_REPORTS]
+    key = long_runs_key(app)
+    for held_ms, some in ((0, ended), (HELD_MS, longest)):
+        if some:
+            client.script(HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, some)))
+
+
+def read_long_runs(client: Client, apps: Iterable[str]) -> tuple[LongRun, ...]:
+    """Return the reported runs of `apps`, the longest first, as far as this user may read them. Raises RedisError."""
+    asked = sorted(set(apps))
+    now_ms = server_time_ms(client)
+    found = []
+    for reply in send_all(client, [("ZRANGE", long_runs_key(app), 0, -1, "WITHSCORES") for app in asked]):
+        if isinstance(reply, AccessDenied | WrongType):
+            continue
+        for member, until_ms in pairs_of(raise_if_error(reply)):
+            if float(until_ms) > now_ms:
+                try:
+                    found.append(msgspec.json.decode(member, type=LongRun))
+                except (msgspec.MsgspecError, UnicodeDecodeError):  # another program has written there
+                    continue
+    return tuple(sorted(found, key=lambda one: one.started_ms))
