@@ -1,8 +1,11 @@
 """What a run of tests starts and writes is gone when the run is, however it ends."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +69,11 @@ def test_a_process_that_a_test_leaves_running_is_named(tmp_path: Path) -> None:
         finally:
             forgotten.kill()
     assert not processes_of("of-this-test", tmp_path)
+
+
+def test_java_makes_its_temporary_files_in_the_folder_of_the_run() -> None:
+    java = shutil.which("java", path=os.environ.get("JAVA_HOME", "") + "/bin" + os.pathsep + os.environ["PATH"])
+    assert java is not None
+    shown = subprocess.run([java, "-XshowSettings:properties", "-version"], capture_output=True, text=True, check=True)
+    assert f"java.io.tmpdir = {tempfile.gettempdir()}\n" in shown.stderr
+    assert Path(tempfile.gettempdir()).name.startswith("ms-")

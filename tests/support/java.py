@@ -12,6 +12,7 @@ imported as it is installed: 1.7 s of processor time a query become 1.2. `test_c
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,17 +21,20 @@ from typing import Any
 HOME = Path(sys.prefix) / "spark-home"  # beside the PySpark that it is of
 ARCHIVE = HOME / "classes.jsa"
 VARIABLE = "JAVA_TOOL_OPTIONS"
-_QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:cds=off -Xlog:cds+dynamic=off"
+_QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Xlog:cds=off -Xlog:cds+dynamic=off"
 
 
 def start_java_quickly() -> None:
     """Set the options of every Java that this process and its children start, and Spark's home.
 
+    Java's temporary files are made where those of the run are: it does not read TMPDIR, and a killed one leaves them.
     And one thread for numpy in every Python, which otherwise starts one a core whenever it is imported.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["SPARK_HOME"] = str(_home())
-    options = f"{_QUICK} -XX:SharedArchiveFile={ARCHIVE}" if ARCHIVE.exists() else _QUICK
+    options = f"{_QUICK} -Djava.io.tmpdir={tempfile.gettempdir()}"
+    if ARCHIVE.exists():
+        options += f" -XX:SharedArchiveFile={ARCHIVE}"
     os.environ[VARIABLE] = f"{os.environ.get(VARIABLE, '')} {options}".strip()
 
 
