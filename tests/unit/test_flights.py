@@ -34,8 +34,19 @@ def year() -> Flights:
 
 
 @pytest.fixture(scope="module")
-def expected(year: Flights) -> Expected:
-    return expected_results(year)
+def some(year: Flights) -> list[dict[str, str]]:
+    """The flights of every twentieth aircraft, all year; of all of them with MILLSTREAM_SOAK=1. And those without one."""
+    tailnum = year.columns.index("tailnum")
+    aircraft = sorted({row[tailnum] for row in year.rows} - {"NA"})
+    chosen = {*aircraft[:: 1 if os.environ.get("MILLSTREAM_SOAK") else 20], "NA"}
+    rows = [(number, row) for number, row in enumerate(year.rows) if row[tailnum] in chosen]
+    fields = Flights(year.columns, [row for _, row in rows])
+    return [{**one, "row": str(number)} for (number, _), one in zip(rows, fields, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(some: list[dict[str, str]]) -> Expected:
+    return expected_results(some)
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +108,14 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch: py
 # --- The example ---
 
 
-def test_the_example_computes_the_results_of_the_reference_for_every_flight(year: Flights, expected: Expected) -> None:
-    """Of every twentieth aircraft, all year; of all of them with MILLSTREAM_SOAK=1."""
-    chosen = {*sorted(expected.departures)[:: 1 if os.environ.get("MILLSTREAM_SOAK") else 20]}
+def test_the_example_computes_the_results_of_the_reference_for_every_flight(
+    some: list[dict[str, str]], expected: Expected
+) -> None:
     handler = load_app(f"{EXAMPLE}:app").handlers["departure"]
     states: dict[str, State] = defaultdict(State)
     entries: dict[str, list[dict[str, Any]]] = defaultdict(list)
     unkeyed = set()
-    for fields in year:
-        if "tailnum" in fields and fields["tailnum"] not in chosen:
-            continue
+    for fields in some:
         message = Message("flights", "0-1", [part.encode() for pair in fields.items() for part in pair])
         if handler.key_of(message) is None:
             unkeyed.add(int(fields["row"]))
@@ -114,9 +123,8 @@ def test_the_example_computes_the_results_of_the_reference_for_every_flight(year
             tailnum = fields["tailnum"]
             entries[tailnum].append(handler.function(**handler.bind(message, states[tailnum])))
     assert unkeyed == expected.unkeyed
-    assert entries.keys() == chosen
-    for tailnum in chosen:
-        career = expected.departures[tailnum]
+    assert entries.keys() == expected.departures.keys()
+    for tailnum, career in expected.departures.items():
         assert [written(entry) for entry in entries[tailnum]] == [written(right._asdict()) for right in career]
         assert expected.states[tailnum].items() <= states[tailnum].items()
 
@@ -128,10 +136,10 @@ def written(entry: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_year_has_flights_of_every_kind_that_the_example_distinguishes(expected: Expected) -> None:
     entries = [entry for career in expected.departures.values() for entry in career]
-    assert len(entries) == 336_776 - 2_512
-    assert sum(entry.dep_delay is None for entry in entries) == 8_255 - 2_512
+    assert len(expected.unkeyed) == 2_512
+    assert sum(entry.dep_delay is None for entry in entries) > 200
     assert any(entry.recovered is None for entry in entries if entry.dep_delay is not None)
-    assert sum(entry.late_again is True for entry in entries) > 10_000
+    assert sum(entry.late_again is True for entry in entries) > 500
     assert max(entry.cancellations for entry in entries) > 10
 
 
