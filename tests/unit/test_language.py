@@ -1,7 +1,9 @@
 """One language: names in the code use the field's terms (`docs/glossary.md`), and pages name modules that exist."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,6 +30,25 @@ ALLOWED: Mapping[str, str] = {
     "escape_line": "a line of text",
     "escape_lines": "lines of text",
     "print_line": "a line of text",
+}
+
+# Names in backticks that nothing in the code is called, with the reason. Each part of a dotted name counts for itself.
+NAMES_OF_OTHERS: Mapping[str, str] = {
+    "attrs": "a package on PyPI",
+    "basicConfig": "logging",
+    "dictConfig": "logging",
+    "isfuture": "asyncio",
+    "millstream_redis_up": "a metric, with the prefix that all have",
+    "psycopg": "a package on PyPI",
+    "paramstyle": "psycopg",
+    "readlink": "POSIX",
+    "sentinelProcessHelloMessage": "a function of Redis",
+    "_idms": "a field of an entry, misspelt as in the text beside it",
+    "_index": "a field of an entry, misspelt as in the text beside it",
+    "_time": "a field of an entry, misspelt as in the text beside it",
+    "_timestmp": "a field of an entry, misspelt as in the text beside it",
+    "_uid": "a field of an entry, misspelt as in the text beside it",
+    "REGISTRY": "prometheus_client",
 }
 
 TESTS = ROOT / "tests"
@@ -87,6 +108,47 @@ def unclear_names(tests: Path) -> Iterator[str]:
             yield from (f"{path.name}: {name!r} has {word!r}" for word in words if word in IN_TESTS)
 
 
+def prose_of(text: str) -> Iterator[str]:
+    """The docstrings and comments of a module."""
+    yield from (str(each.value) for each in docstrings(ast.parse(text)))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def docstrings(tree: ast.AST) -> list[ast.Constant]:
+    """Every string that stands alone."""
+    lone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return [value for value in lone if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+
+
+def words_of_code(text: str) -> Iterator[str]:
+    """The words of all names and of all strings in the code of a module, without its prose."""
+    tree = ast.parse(text)
+    prose = {id(value) for value in docstrings(tree)}
+    for node in ast.walk(tree):
+        texts = [getattr(node, each, None) for each in ("name", "id", "attr", "arg", "asname", "module")]
+        if isinstance(node, ast.Constant) and id(node) not in prose:
+            texts = [node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value]
+        for each in texts:
+            if isinstance(each, str):
+                yield from re.findall(r"\w+", each)
+
+
+def names_that_nothing_has(src: Path) -> Iterator[str]:
+    """Each name in backticks in a docstring or comment below `src` that is no name, string or file in the code there."""
+    modules = {path: path.read_text() for path in sorted(src.rglob("*.py"))}
+    scripts = {path: path.read_text() for path in sorted(src.rglob("*.lua"))}
+    known = {path.stem for path in src.rglob("*")} | NAMES_OF_OTHERS.keys()
+    known.update(word for text in modules.values() for word in words_of_code(text))
+    known.update(word for text in scripts.values() for word in re.findall(r"\w+", re.sub(r"--.*", "", text)))
+    prose = {path: " ".join(prose_of(text)) for path, text in modules.items()}
+    prose.update({path: " ".join(re.findall(r"--.*", text)) for path, text in scripts.items()})
+    for path, text in prose.items():
+        for name in re.findall(r"`([a-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`", text):
+            yield from (f"{path.name}: `{name}`" for word in name.split(".") if word not in known)
+
+
 def missing_modules(page: str, root: Path) -> Iterator[str]:
     """Every module, script, folder or page that the text of a page names and the tree lacks."""
     package = root / "src" / "millstream"
@@ -111,6 +173,16 @@ def test_names_hold_no_word_of_an_earlier_vocabulary() -> None:
 
 def test_prose_names_the_component_instead_of_a_pronoun() -> None:
     assert prose_pronouns(SRC) == 0
+
+
+def test_prose_in_the_code_names_only_what_exists() -> None:
+    assert list(names_that_nothing_has(SRC)) == []
+
+
+def test_a_name_of_the_past_in_prose_is_found(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("def fetch():\n    '''As `fetch`, or `take`.'''\n    # until `x.hold_on()` ends\n")
+    (tmp_path / "y.lua").write_text("-- `seal`: of `shut`\nlocal seal = 1")
+    assert list(names_that_nothing_has(tmp_path)) == ["x.py: `take`", "x.py: `x.hold_on`", "y.lua: `shut`"]
 
 
 def test_names_in_tests_hold_no_retired_word_and_name_the_component() -> None:

@@ -8,32 +8,24 @@ from millstream.redis_client.resp import Arg
 
 T = TypeVar("T")
 
-
 FAILED_SUFFIX = "f"
 """Suffix of the crash-count field for failed attempts; the field without one counts runs that may have died."""
-
 
 FROM_QUEUE = b"queue"
 """Takes the place of the expected key offset for entries that Spark runs from a key queue, where they were deferred."""
 
-
 ERROR_SUFFIX = "e"
 """Suffix of the field beside the crash counts that says why the last attempt failed (`last_error.py`)."""
 
-
 EXPIRED_SUFFIX = "l"
 """Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
-
 
 ISOLATED_SUFFIX = "a"
 """Suffix of the crash-count field that names the process which runs the entry in isolation
 (`worker/incarnations.py`).
 """
 
-
 _CHUNK_BYTES = 8 << 20
-
-
 _OUTPUT_KEY = 8
 
 

@@ -52,7 +52,7 @@ acts.
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class KeyLease(LeasedKey):
-    """A worker's lease of one key queue of `stream`, as `take` returns it."""
+    """A worker's lease of one key queue of `stream`, as `lease_keys` returns it."""
 
     stream: "KeyedStream"
 
@@ -78,7 +78,7 @@ class LeaseRelease(NamedTuple):
 
 
 class LeaseResult(NamedTuple):
-    """The result of `take`: the leases, and why there are no more.
+    """The result of `lease_keys`: the leases, and why there are no more.
 
     * `wait_ms`: milliseconds until a key queue may become ready by itself; None if none waits
     * `expired_count`: how many expired leases were found

@@ -321,8 +321,8 @@ def forward_entry(
 class PartitionStream(KeyedStream):
     """One worker's membership in one partition: it lets a key wait that may not have left another partition.
 
-    Set `partition`, and `migration` and `forward_entry` before it enqueues; `forward_entry` publishes a redriven entry to the partition
-    that owns its key now, under a new id, and returns False if that is this one.
+    Set `partition`, and `migration` and `forward` before it enqueues; `forward` publishes a redriven entry to the
+    partition that owns its key now, under a new id, and returns False if that is this one.
     """
 
     partition: int

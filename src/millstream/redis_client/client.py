@@ -59,20 +59,11 @@ _SCAN_PAGE = 1_000
 _SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
 
 
-# --- Deployments ------------------------------------------------------------------------------------------------
-
-
-# --- Scripts ----------------------------------------------------------------------------------------------------
-
-
 def raise_if_error(reply: Reply) -> Reply:
     """Return a reply of `Client.pipeline`, or raise it if it is an error."""
     if isinstance(reply, RedisError):
         raise reply
     return reply
-
-
-# --- The client -------------------------------------------------------------------------------------------------
 
 
 class Client:

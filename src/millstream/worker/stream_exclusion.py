@@ -14,7 +14,7 @@ def concerns_one_stream(error: MillstreamError) -> bool:
 
 @contextlib.contextmanager
 def exclude_on_error(stream: ReliableStream) -> Iterator[None]:
-    """Stop work on a stream and call its `leave_out`, if an error concerns that stream alone. Raises other errors."""
+    """Stop work on a stream and call its `on_stream_error`, if an error concerns that stream alone. Raises other errors."""
     try:
         yield
     except (WrongType, AccessDenied) as error:

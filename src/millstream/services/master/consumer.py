@@ -212,7 +212,7 @@ class DelegatedConsumer:
                 logger.warning(
                     "message %s was reassigned during its run: another consumer processes it again", entry_id.decode()
                 )
-        except RedisError as error:  # Unavailable: only when the consumer stops; until then `patiently` waits
+        except RedisError as error:  # Unavailable: only when the consumer stops; `_acknowledge` tries again until then
             if not isinstance(error, Unavailable):
                 self._failures.append(error)
                 self._stopping.set()

@@ -108,7 +108,7 @@ class GroupStream(KeyedStream):
     def claim_idle_messages(self, now_ms: float) -> list[bytes]:
         """Claim idle messages that consumers read from the group without a master, into their key queues.
 
-        A message is idle if it has been pending with one consumer for `min_idle_ms`: by Redis' idle time, or, as
+        A message is idle if it has been pending with one consumer for the setting `claim_idle_ms`: by Redis' idle time, or, as
         consumers reset that whenever they read their messages again, by this master's own observation. `now_ms` is the
         time of the master's clock. Return their ids.
         """

@@ -15,11 +15,7 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.redis_client.resp import Arg
 
 _unpack = msgspec.msgpack.Decoder(list[bytes]).decode
-
-
 _pack = msgspec.msgpack.Encoder().encode
-
-
 _DELETED = _pack([REDRIVE_FIELD, b""])  # a deleted entry: meant for no handler, so it is skipped
 
 

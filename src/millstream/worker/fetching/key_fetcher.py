@@ -22,8 +22,6 @@ class WakeUp(Protocol):
 
 
 _IDLE_S = 0.02
-
-
 _SWEEP_MS_EACH = 1.0
 
 

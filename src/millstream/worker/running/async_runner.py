@@ -20,8 +20,6 @@ from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.runner import _Start
 
 GATE_POLL_S = 0.01
-
-
 _FD_SETSIZE = 1024
 
 

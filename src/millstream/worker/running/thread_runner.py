@@ -14,14 +14,8 @@ from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.runner import _Start
 
 _SAMPLE_MS = 5.0
-
-
 _LONG_MS = 50.0
-
-
 _BUSY_SHARE = 0.7
-
-
 _SHORT_MS = 0.2
 
 

@@ -212,7 +212,7 @@ class ClaimRenewal:
         checkpoint = stream.checkpoint()
         if checkpoint == "too many":
             self._warn(
-                "cannot checkpoint %s: too many entries are pending, so commit marks in Redis grow until there are "
+                "cannot checkpoint %s: too many entries are pending, so the key offsets in Redis grow until there are "
                 "fewer; run fewer workers at once, or use a smaller prefetch", stream.stream,
             )  # fmt: skip
         return checkpoint == "noted"
