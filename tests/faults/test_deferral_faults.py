@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millstream.delivery.key_queues import check_invariants, list_queues
+from millstream.delivery.key_queues import list_queues
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
+from millstream.testing.invariants import check_invariants
 from tests.support.commandline import call
 from tests.support.drivers import APPS, Driver
 from tests.support.fields import text_fields

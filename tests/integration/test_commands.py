@@ -23,11 +23,11 @@ from millstream.cli.main import COMMANDS, load_command
 from millstream.cli.options import parse_start, parse_time_ms
 from millstream.cli.terminal import truncate
 from millstream.errors import ConfigError
-from millstream.formats import format_age, format_size, pluralize
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.escaping import escape, escape_lines, json_fields, unescape
+from millstream.redis_client.formats import format_age, format_size, pluralize
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.server_program import find_server_program
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, in_a_terminal, run, running

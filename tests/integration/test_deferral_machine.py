@@ -7,12 +7,13 @@ import pytest
 
 from millstream import App, Message, Retry
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.key_queues import check_invariants, list_queues, park, skip, unpark
+from millstream.delivery.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
+from millstream.testing.invariants import check_invariants
 from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, queue_of
 from tests.support.task_fixtures import Row, TaskFixture
 

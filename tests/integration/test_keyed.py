@@ -32,6 +32,7 @@ from tests.support.keyed_fixtures import (
     routed,
     spark,
     unit_of,
+    violations,
 )
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -43,7 +44,7 @@ pytestmark = [pytest.mark.keys]
 def test_entries_are_enqueued_by_key_in_stream_order_and_without_a_key_in_a_queue_of_their_own(client: Client) -> None:
     worker = routed(client, "ABA-A-")
     assert queued_ids(client, "kA", "kB", "i4-0", "i6-0") == [[1, 3, 5], [2], [4], [6]]
-    assert (pending_by_consumer(client), worker.check_invariants()) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
+    assert (pending_by_consumer(client), violations(worker)) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
 
 
 def test_a_router_that_is_behind_enqueues_nothing_twice_and_continues_where_the_other_stopped(client: Client) -> None:
@@ -53,7 +54,7 @@ def test_a_router_that_is_behind_enqueues_nothing_twice_and_continues_where_the_
     assert ahead.enqueue_new(count=3, max_pending=MANY) == 3
     assert behind.enqueue_new(count=10, max_pending=MANY) == 0
     assert behind.enqueue_new(count=10, max_pending=MANY) == 2
-    assert (queued_ids(client, "kA", "kB"), behind.check_invariants()) == ([[1, 3, 5], [2, 4, 6]], [])
+    assert (queued_ids(client, "kA", "kB"), violations(behind)) == ([[1, 3, 5], [2, 4, 6]], [])
 
 
 def test_routers_that_race_enqueue_all_once_and_in_stream_order(client: Client) -> None:
@@ -72,7 +73,7 @@ def test_routers_that_race_enqueue_all_once_and_in_stream_order(client: Client) 
     for thread in threads:
         thread.join(FAIL_SAFE_S)
     found = dict(zip(expected(keys), queued_ids(client, *expected(keys)), strict=True))
-    assert (found, keyed(client).check_invariants()) == (expected(keys), [])
+    assert (found, violations(keyed(client))) == (expected(keys), [])
 
 
 def test_a_large_enqueue_in_portions_is_done_once_in_stream_order_and_within_the_look_ahead(
@@ -88,7 +89,7 @@ def test_a_large_enqueue_in_portions_is_done_once_in_stream_order_and_within_the
     client.execute("SCRIPT", "FLUSH")
     assert worker.enqueue_new(count=8_000, max_pending=MANY) == 900
     found = dict(zip(expected(keys), queued_ids(client, *expected(keys)), strict=True))
-    assert (found, worker.check_invariants()) == (expected(keys), [])
+    assert (found, violations(worker)) == (expected(keys), [])
 
 
 def test_few_large_entries_are_read_at_once(client: Client) -> None:
@@ -112,7 +113,7 @@ def test_an_entry_that_is_larger_than_the_read_limit_is_read_alone(client: Clien
     publish(client, "AB", first=4)
     worker = keyed(client)
     assert [worker.enqueue_new(count=100, max_pending=MANY) for _ in range(5)] == [2, 1, 1, 1, 0]
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
 
 
 def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_stays_queued(client: Client) -> None:
@@ -124,13 +125,13 @@ def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_stays_queu
     leased = lease_keys(worker, max_bytes=110_000)
     assert (sorted(n for one in leased.leases for n in ids(one)), leased.unfit_bytes) == ([1, 3, 5], 100_009)
     assert pending_by_consumer(client) == {"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
     assert [ids(one) for one in lease_keys(worker, max_bytes=2_100).leases] == [[2]]
     worker.release_leases([LeaseRelease(one, "requeue") for one in leased.leases])
     small = lease_keys(worker, max_bytes=10, one_at_least=False)
     assert (small.leases, small.unfit_bytes) == ([], 1_009)
     assert [ids(one) for one in lease_keys(worker, max_bytes=10).leases] == [[1]]
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
 
 
 def test_a_read_that_is_too_large_for_the_server_is_repeated_with_less(
@@ -150,7 +151,7 @@ def test_a_read_that_is_too_large_for_the_server_is_repeated_with_less(
             with suppress(Unavailable):
                 routed += worker.enqueue_new(count=8_000, max_pending=MANY)
         assert routed == 100
-        assert worker.check_invariants() == []
+        assert violations(worker) == []
 
 
 def test_the_router_reads_nothing_after_the_greatest_id(client: Client) -> None:
@@ -162,7 +163,7 @@ def test_the_router_reads_nothing_after_the_greatest_id(client: Client) -> None:
     assert worker.enqueue_new(count=100, max_pending=MANY) == 0
     assert worker.read_call(count=100, max_pending=MANY) is None
     assert queued_ids(client, "kA", "kB") == [[1, 2**64 - 1], [2]]
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
 
 
 def test_key_queues_have_no_more_entries_than_the_look_ahead(client: Client) -> None:
@@ -189,7 +190,7 @@ def test_an_entry_for_another_handler_is_not_enqueued(client: Client) -> None:
     worker = keyed(client)
     worker._queue_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
     worker.enqueue_new(count=10, max_pending=MANY)
-    assert (queued_ids(client, "kA"), worker.enqueued_id, worker.check_invariants()) == ([[1, 3]], b"3-0", [])
+    assert (queued_ids(client, "kA"), worker.enqueued_id, violations(worker)) == ([[1, 3]], b"3-0", [])
 
 
 # --- Leasing ---
@@ -213,10 +214,10 @@ def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_in_pa
     lease = lease_one(worker, run=4)
     assert (ids(lease), lease.key) == ([1, 2, 3, 4], b"A")
     assert commit(lease, 2)
-    assert (pending_by_consumer(client), worker.check_invariants()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
+    assert (pending_by_consumer(client), violations(worker)) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
     assert commit(lease)
     worker.release_leases([LeaseRelease(lease, "requeue")])
-    assert (pending_by_consumer(client), worker.check_invariants()) == ({"waiting": [4, 5, 6]}, [])
+    assert (pending_by_consumer(client), violations(worker)) == ({"waiting": [4, 5, 6]}, [])
     drain(worker)
     assert outputs(client) == expected("AAAAAB")
 
@@ -254,7 +255,7 @@ def test_workers_that_race_lease_each_key_queue_one_at_a_time_and_commit_in_orde
         thread.start()
     for thread in threads:
         thread.join(FAIL_SAFE_S)
-    assert (outputs(client), overlaps, keyed(client).check_invariants()) == (expected(keys), [], [])
+    assert (outputs(client), overlaps, violations(keyed(client))) == (expected(keys), [], [])
 
 
 def test_one_call_leases_no_more_entries_and_key_queues_than_asked(client: Client) -> None:
@@ -361,7 +362,7 @@ def test_no_entry_of_another_key_queue_is_committed_under_a_lease(client: Client
     a, b = lease_keys(worker).leases
     assert worker.commit([worker.key_effects_of(a, list(b.queued))]) != []
     assert worker.commit([Effects(b.queue, a.token, first_id="2-0", last_id="2-0", message_count=1)]) != []
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
 
 
 def test_no_entry_of_a_key_queue_is_committed_without_a_lease(client: Client) -> None:
@@ -372,7 +373,7 @@ def test_no_entry_of_a_key_queue_is_committed_without_a_lease(client: Client) ->
     unleased = worker.effects_of(lease.queued[0])
     unleased.add_outputs([[b"x", b"1"]])
     assert worker.commit([unleased]) == [unleased]
-    assert (outputs(client), worker.check_invariants()) == ({}, [])
+    assert (outputs(client), violations(worker)) == ({}, [])
 
 
 def commit_store_of(worker: KeyedStream) -> CommitStore:
@@ -407,7 +408,7 @@ def test_a_commit_can_release_its_lease(client: Client) -> None:
     unit = unit_of(a)
     unit.unfinished = 1
     assert worker.commit([unit]) == []
-    assert (pending_by_consumer(client), worker.check_invariants()) == ({"w1": [4], "waiting": [2, 3]}, [])
+    assert (pending_by_consumer(client), violations(worker)) == ({"w1": [4], "waiting": [2, 3]}, [])
     assert ids(lease_one(keyed(client, "w2"))) == [2, 3]
 
 
@@ -418,7 +419,7 @@ def test_nothing_is_committed_under_a_released_lease_not_even_in_the_same_call(c
     second.first_id, second.other_ids = second.last_id, []
     first.unfinished, other.unfinished = 1, 0
     assert worker.commit([first, second, other]) == [second]
-    assert (outputs(client), worker.check_invariants()) == ({"kA": [1], "kB": [3]}, [])
+    assert (outputs(client), violations(worker)) == ({"kA": [1], "kB": [3]}, [])
     assert ids(lease_one(worker)) == [2]
 
 
@@ -430,7 +431,7 @@ def test_a_commit_that_releases_its_lease_keeps_a_key_parked_that_was_parked_mea
     for unit in units:
         unit.unfinished = 0
     assert worker.commit(units) == []
-    assert (lease_keys(worker).leases, worker.check_invariants()) == ([], [])
+    assert (lease_keys(worker).leases, violations(worker)) == ([], [])
     unpark(client, KEYS, b"kA")
     assert ids(lease_one(worker)) == [2]
 
@@ -468,7 +469,7 @@ def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(cl
     a = lease_one(keyed(client, "w2"))
     assert (ids(a), [one.attempt for one in a.queued]) == ([1], [2])
     assert commit(a)
-    assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
+    assert (client.execute("EXISTS", KEYS.crashes), violations(worker)) == (0, [])
 
 
 def test_leases_and_back_offs_end_in_time_after_the_clock_of_redis_went_back(client: Client) -> None:
@@ -507,7 +508,7 @@ def test_an_entry_that_a_worker_died_of_is_counted_and_leased_alone(client: Clie
     expire(client)
     again = lease_one(worker)
     assert (ids(again), again.queued[0].deliveries) == ([2], 3)
-    assert (pending_by_consumer(client), worker.check_invariants()) == ({"w1": [2], "waiting": [3, 4]}, [])
+    assert (pending_by_consumer(client), violations(worker)) == ({"w1": [2], "waiting": [3, 4]}, [])
     assert commit(again)
     worker.release_leases([LeaseRelease(again, "requeue")])
     assert (ids(lease_one(worker)), client.execute("EXISTS", KEYS.crashes)) == ([3, 4], 0)
@@ -532,8 +533,7 @@ def test_one_call_clears_about_a_thousand_trimmed_entries_of_key_queues(client: 
     while not (leases := lease_keys(worker, run=100).leases):
         left.append(sum(map(len, queued_ids(client, "kA", "kB"))))
     assert left == [2_000, 1_000, 0]
-    assert [ids(lease) for lease in leases] == [[3_001]]
-    assert worker.check_invariants() == []
+    assert ([ids(lease) for lease in leases], violations(worker)) == ([[3_001]], [])
 
 
 def test_an_isolated_entry_is_leased_alone_until_an_attempt_ends(client: Client) -> None:
@@ -573,7 +573,7 @@ def test_a_restarted_worker_ends_the_leases_of_its_former_incarnation_at_once(cl
     again = keyed(client, "w1")
     assert again.recover_leases([], run=100) == (2, 0)
     assert again.recover_leases([], run=100) == (0, 0)
-    assert (pending_by_consumer(client), again.check_invariants()) == ({"waiting": [1, 2, 3, 4], "w2": [5]}, [])
+    assert (pending_by_consumer(client), violations(again)) == ({"waiting": [1, 2, 3, 4], "w2": [5]}, [])
     found = lease_keys(again).leases
     assert sorted((ids(one), one.queued[0].deliveries) for one in found) == [([1], 2), ([3], 2)]
     assert old.commit([unit_of(mine[0])]) != []

@@ -26,6 +26,7 @@ from tests.support.keyed_fixtures import (
     run_on_spark,
     spark,
     unit_of,
+    violations,
 )
 
 pytestmark = [pytest.mark.keys]
@@ -69,7 +70,7 @@ def test_spark_continues_where_keyed_workers_stopped_and_they_where_spark_stoppe
     again = keyed(client, "w2")
     drain(again)
     assert outputs(client) == expected("ABABABAB")
-    assert (client.execute("EXISTS", KEYS.incomplete, KEYS.offsets), again.check_invariants()) == (0, [])
+    assert (client.execute("EXISTS", KEYS.incomplete, KEYS.offsets), violations(again)) == (0, [])
     assert not commit(lease)
 
 
@@ -289,7 +290,7 @@ def test_parked_keys_must_be_settled_before_another_engine_takes_over(
     with pytest.raises(ConfigError, match="parked"):
         successor(client)
     assert client.execute("HGETALL", KEYS.meta) == before
-    assert keyed(client, "w2").check_invariants() == []
+    assert violations(keyed(client, "w2")) == []
     unpark(client, KEYS, b"kA")
     successor(client)
 
@@ -298,7 +299,7 @@ def test_a_key_that_is_parked_without_entries_does_not_prevent_a_takeover(client
     worker, _ = some_of_two_queues(client)
     park(client, KEYS, b"kZ", "just in case")
     run_on_spark(client)
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
     assert outputs(client) == expected("ABABABAB")
 
 

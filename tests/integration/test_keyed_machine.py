@@ -34,6 +34,7 @@ from tests.support.keyed_fixtures import (
     queue_of,
     run_on_spark,
     unit_of,
+    violations,
 )  # fmt: skip
 
 pytestmark = [pytest.mark.keys]
@@ -265,7 +266,7 @@ class KeyedMachine(RuleBasedStateMachine):
             assert self.client.execute("EXISTS", KEYS.owners, KEYS.ready, KEYS.leases, KEYS.backoff, KEYS.parked) == 0
             return
         try:
-            wrong = [one for one in self.workers[0].check_invariants() if "under the fence" not in one]
+            wrong = [one for one in violations(self.workers[0]) if "under the fence" not in one]
         except GroupMissing:  # until a worker notices
             assert self.disturbed
             return

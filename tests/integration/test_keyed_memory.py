@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from millstream.delivery.key_queues import check_invariants
 from millstream.delivery.keyed_stream import LeaseRelease
 from millstream.errors import OutOfMemory
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.replies import mapping_of
+from millstream.testing.invariants import check_invariants
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -23,6 +23,7 @@ from tests.support.keyed_fixtures import (
     pending_by_consumer,
     queued_ids,
     routed,
+    violations,
 )
 from tests.support.memory import more_for_pending
 
@@ -99,7 +100,7 @@ def test_leases_are_renewed_and_released_at_maxmemory_and_effects_wait(client: C
         assert worker.commit([worker.key_effects_of(a, list(a.queued)[:1])], allow_oom=True) == []
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
-    assert (worker.check_invariants(), queued_ids(client, "kA", "kB")) == ([], [[2], [3]])
+    assert (violations(worker), queued_ids(client, "kA", "kB")) == ([], [[2], [3]])
 
 
 def test_the_check_of_the_key_queues_finds_every_violation(client: Client) -> None:
@@ -111,12 +112,12 @@ def test_the_check_of_the_key_queues_finds_every_violation(client: Client) -> No
         ("HSET", KEYS.meta, "fence", 1), ("HSET", KEYS.parked, "kB", "1 x"), ("HSET", KEYS.crashes, "9-0", 1),
         ("XCLAIM", "in", KEYS.group, "w2", 0, "1-0"), ("RPUSH", KEYS.ready, "kZ"),
     ]  # fmt: skip
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
     dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
     for command in breaks:
         client.execute(*command)  # type: ignore[arg-type]
         assert check_invariants(client, KEYS, "in") != [], command
         client.execute("FLUSHDB")
         client.pipeline([("RESTORE", key, 0, dump) for key, dump in dumps.items()])
-        assert worker.check_invariants() == [], command
+        assert violations(worker) == [], command
     assert EntryId.parse(worker.enqueued_id) == EntryId(4, 0)

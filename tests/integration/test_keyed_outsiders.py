@@ -25,6 +25,7 @@ from tests.support.keyed_fixtures import (
     outputs,
     publish,
     run_on_spark,
+    violations,
 )
 
 pytestmark = [pytest.mark.keys]
@@ -91,7 +92,7 @@ def test_workers_commit_all_that_is_left_in_order_and_once_after_any_interferenc
     assert outputs(client) == left_after(client)
     assert client.execute("EXISTS", KEYS.owners, KEYS.leases, KEYS.ready, KEYS.crashes) == 0
     if deed != "all entries are read" and deed != "entries are claimed before their time":  # of which some were done
-        assert second.check_invariants() == []
+        assert violations(second) == []
 
 
 @pytest.mark.parametrize("deed", DEEDS)
@@ -146,7 +147,7 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
     with contextlib.suppress(GroupMissing):
         step(worker, lease)
     worker.join()
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
     expire(client)
     drain(worker)
     skipped = [int(pairs[1].partition(b"-")[0]) for _, pairs in client.execute("XRANGE", KEYS.dead_letters, "-", "+")]
@@ -205,7 +206,7 @@ def test_a_parked_key_and_foreign_entries_do_not_fill_the_look_ahead_together(cl
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
     drain(worker, max_pending=5)
     assert outputs(client) == {"kB": [4], "kC": list(range(5, 25))}
-    assert (client.execute("XPENDING", "in", GROUP)[0], worker.check_invariants()) == (3, [])
+    assert (client.execute("XPENDING", "in", GROUP)[0], violations(worker)) == (3, [])
 
 
 def test_entries_that_were_deleted_while_they_waited_are_named_in_the_log(
@@ -217,7 +218,7 @@ def test_entries_that_were_deleted_while_they_waited_are_named_in_the_log(
     client.execute("XDEL", "in", "1-0", "3-0")
     assert [one.queue for one in lease_keys(worker).leases] == [b"kA"]
     assert "2 pending entries of stream in were trimmed or deleted before they were processed: 1-0, 3-0" in caplog.text
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
 
 
 def test_the_failures_of_a_deleted_entry_are_removed_with_it(client: Client) -> None:
@@ -228,7 +229,7 @@ def test_the_failures_of_a_deleted_entry_are_removed_with_it(client: Client) -> 
     client.execute("XDEL", "in", "1-0")
     lease = next(one for one in lease_keys(worker).leases if one.queue == b"kA")
     assert (lease.queued[0].id, lease.queued[0].attempt) == (b"2-0", 1)
-    assert (client.execute("EXISTS", KEYS.crashes), worker.check_invariants()) == (0, [])
+    assert (client.execute("EXISTS", KEYS.crashes), violations(worker)) == (0, [])
 
 
 def test_entries_that_another_consumer_read_ahead_of_the_router_are_enqueued_once(client: Client) -> None:
@@ -239,7 +240,7 @@ def test_entries_that_another_consumer_read_ahead_of_the_router_are_enqueued_onc
     items = [part for n, letter in enumerate(LETTERS, 1) for part in (f"{n}-0", f"k{letter}")]
     assert worker._run_script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == []
     drain(worker)
-    assert (outputs(client), worker.check_invariants()) == (expected(LETTERS), [])
+    assert (outputs(client), violations(worker)) == (expected(LETTERS), [])
 
 
 def test_entries_that_were_pending_before_the_handler_joined_are_enqueued_in_order(client: Client) -> None:
@@ -254,6 +255,6 @@ def test_entries_that_were_pending_before_the_handler_joined_are_enqueued_in_ord
         b"1-0",
         b"2-0",
     ]
-    assert worker.check_invariants() == []
+    assert violations(worker) == []
     drain(worker)
     assert outputs(client) == {"kB": [4, 2], "kA": [1, 3]}

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from millstream.delivery.key_queues import check_invariants, park
+from millstream.delivery.key_queues import park
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.testing.invariants import check_invariants
 from tests.support.commandline import call
 from tests.support.masters import (
     GROUP,

@@ -10,7 +10,7 @@ import pytest
 from millstream import App, Message, Retry, State
 from millstream.admin.inspection import inspect
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.key_queues import check_invariants, list_queues, park, skip, unpark
+from millstream.delivery.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
 from millstream.delivery.reliable_stream import TRIM, ReliableStream
 from millstream.errors import ConfigError
@@ -19,6 +19,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.replies import mapping_of
+from millstream.testing.invariants import check_invariants
 from tests.support.task_fixtures import Item, Row, TaskFixture, only
 from tests.support.waiting import FAIL_SAFE_S
 

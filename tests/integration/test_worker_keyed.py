@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry, State
-from millstream.delivery.key_queues import check_invariants, list_queues, unpark
+from millstream.delivery.key_queues import list_queues, unpark
 from millstream.errors import HandlerStuck
 from millstream.observability import metrics as m
 from millstream.redis_client.client import Client
 from millstream.redis_client.scripts import Script
+from millstream.testing.invariants import check_invariants
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import LeapClock
 from tests.support.fields import text_fields

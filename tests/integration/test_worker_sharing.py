@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from millstream import Message, State
-from millstream.delivery.key_queues import check_invariants, park, unpark
+from millstream.delivery.key_queues import park, unpark
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.testing.invariants import check_invariants
 from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, make, working

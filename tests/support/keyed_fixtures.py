@@ -11,6 +11,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.replies import mapping_of
+from millstream.testing.invariants import check_invariants
 
 KEYS = HandlerKeys("app", "handle", "in")
 MANY = 1_000_000
@@ -56,6 +57,10 @@ def pending_by_consumer(client: Client) -> dict[str, list[int]]:
     for entry_id, name, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 10_000):
         found.setdefault(name.decode(), []).append(int(entry_id.partition(b"-")[0]))
     return found
+
+
+def violations(worker: KeyedStream) -> list[str]:
+    return check_invariants(worker._client, worker._store.keys(worker.stream), worker.stream)
 
 
 def lease_keys(

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.testing.history import Event, Report, check
+from millstream.testing.invariants import check_invariants
 from tests.support.waiting import eventually
 from tests.support.worker_processes import Expectations
 

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import httpx
 
-from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.testing.invariants import check_invariants
 from tests.support.fields import text_fields
 from tests.support.service_process import ServiceProcess, http_client
 from tests.support.waiting import eventually

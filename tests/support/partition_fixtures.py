@@ -3,7 +3,6 @@
 import string
 from collections import defaultdict
 
-from millstream.delivery.key_queues import check_invariants
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease, queue_of_key
 from millstream.model import EntryId
 from millstream.partitions.key_migration import KeyMigration, PartitionStream
@@ -12,6 +11,7 @@ from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.testing.invariants import check_invariants
 from tests.support.waiting import FAIL_SAFE_S
 
 BASE = "orders"

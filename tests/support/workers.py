@@ -21,10 +21,10 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.replies import time_us_of
 from millstream.worker import HandlerSteps, ReadingLoop, WorkerPolicy
+from millstream.worker.breaker import HandlerBreaker
 from millstream.worker.context import WorkerContext
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
-from millstream.worker.settling.breaker import HandlerBreaker
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

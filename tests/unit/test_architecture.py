@@ -19,11 +19,17 @@ MAX_FUNCTION_LINES = 60
 
 # One total order: a part imports only those before it. `docs/architecture.md` says what each is.
 PARTS = (
-    "errors", "clock", "formats", "model", "lazy", "redis_client", "handlers", "app", "groups", "delivery", "observability",
+    "errors", "clock", "model", "lazy", "redis_client", "handlers", "app", "groups", "delivery", "observability",
     "producer", "partitions", "balancer", "router", "admin", "worker", "services", "spark", "millstream",
     "pyspark_millstream", "testing", "demo", "cli",
 )  # fmt: skip
 LEVELS = {name: level for level, name in enumerate(PARTS)}
+MAX_TOP_LEVEL_ENTRIES = 22
+# The order inside the engines: the modules that are not named here come first, in any order, and the package's own last.
+INNER_ORDER = {
+    "worker": ("running", "fetching", "settling", "ordering", "loop", "process"),
+    "spark": ("sink", "source", "engine", "run"),
+}
 SPARK = ("spark", "pyspark_millstream")
 HOMES = {
     "redis": ("redis_client",), "hiredis": ("redis_client",), "pyspark": SPARK, "py4j": SPARK,
@@ -127,6 +133,21 @@ def imports_upwards(root: Path) -> Iterator[str]:
             yield f"{where} imports {found.target}, which is above it"
 
 
+def inner_level(name: str) -> int:
+    """The place of a module in INNER_ORDER: 0 for the modules that come first."""
+    order = INNER_ORDER[part(name)]
+    inner = name.split(".")[2:3]
+    return order.index(inner[0]) + 1 if inner and inner[0] in order else 0 if inner else len(order) + 1
+
+
+def inner_imports_upwards(root: Path) -> Iterator[str]:
+    for module, found, where in each_import(root / "src"):
+        here = part(module.name)
+        inside = here in INNER_ORDER and here == part(found.target)
+        if inside and inner_level(found.target) > inner_level(module.name):
+            yield f"{where} imports {found.target}, which is above it inside {here}/"
+
+
 def relative_imports(root: Path) -> Iterator[str]:
     for _, found, where in each_import(root / "src"):
         if found.target.startswith("."):
@@ -195,8 +216,12 @@ RULES: list[tuple[Callable[[Path], Iterator[str]], str, str]] = [
     (modules_of_no_part, "millstream/novelty.py", ""),
     (imports_upwards, "millstream/clock.py", "def now():\n    from millstream.redis_client.client import Client"),
     (imports_upwards, "millstream/handlers/attempt.py", "import millstream"),
-    (relative_imports, "millstream/spark/plan.py", "from . import source"),
-    (import_cycles, "millstream/spark/source.py", "from millstream.spark import plan"),
+    (inner_imports_upwards, "millstream/worker/context.py", "from millstream.worker.settling import committer"),
+    (inner_imports_upwards, "millstream/worker/running/runner.py", "from millstream.worker.fetching import fetcher"),
+    (inner_imports_upwards, "millstream/worker/ordering/by_key.py", "from millstream.worker.loop import ReadingLoop"),
+    (inner_imports_upwards, "millstream/spark/sink/writer.py", "from millstream.spark.source import provider"),
+    (relative_imports, "millstream/spark/run/plan.py", "from . import source"),
+    (import_cycles, "millstream/spark/source/provider.py", "from millstream.spark.source import backlog"),
     (third_parties_out_of_their_home, "millstream/worker/loop.py", "from redis.client import Redis"),
     (third_parties_out_of_their_home, "millstream/cli/run.py", "def run():\n    import pyspark"),
     (spark_needed_by_everyone, "millstream/cli/run.py", "from millstream.spark import source"),
@@ -217,7 +242,10 @@ def plant(root: Path, files: dict[str, str]) -> None:
         "millstream/redis_client/client.py": "import redis\nfrom millstream import model",
         "millstream/app.py": "from millstream.model import State",
         "millstream/spark/source/provider.py": "import pyspark\nfrom millstream.redis_client import client",
-        "millstream/spark/plan.py": "from millstream.spark import source",
+        "millstream/spark/source/backlog.py": "from millstream.spark.source import provider",
+        "millstream/spark/run/plan.py": "from millstream.spark.source import provider",
+        "millstream/worker/__init__.py": "from millstream.worker.loop import ReadingLoop",
+        "millstream/worker/loop.py": "from millstream.worker.running import runner",
         "millstream/cli/run.py": "def run():\n    from millstream.spark import source",
     }
     for name, text in (sound | files).items():
@@ -245,3 +273,16 @@ def test_a_broken_rule_is_noticed_by_its_check_alone(
 def test_every_part_that_the_levels_name_exists() -> None:
     parts = {part(module.name) for module in read_modules(ROOT / "src")}
     assert set(LEVELS) <= parts
+
+
+@pytest.mark.parametrize("package", INNER_ORDER)
+def test_every_part_that_an_inner_order_names_exists(package: str) -> None:
+    names = {module.name for module in read_modules(ROOT / "src")}
+    assert {f"millstream.{package}.{each}" for each in INNER_ORDER[package]} <= names
+
+
+def test_the_package_has_few_entries_at_its_top() -> None:
+    entries = [
+        path.name for path in (ROOT / "src/millstream").iterdir() if path.name not in ("py.typed", "__pycache__")
+    ]
+    assert len(entries) <= MAX_TOP_LEVEL_ENTRIES, entries

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from millstream.worker.fetching.timers import DelayQueue
+from millstream.worker.timers import DelayQueue
 
 pytestmark = [pytest.mark.worker]
 

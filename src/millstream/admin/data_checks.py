@@ -17,11 +17,11 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.restarts import CRASH_LOOP
 from millstream.errors import RedisError
-from millstream.formats import format_age, pluralize
 from millstream.groups.group import ConsumerInfo, consumers_of
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import HandlerKeys, to_wire
 from millstream.redis_client.pipelining import call_all, send_all
 

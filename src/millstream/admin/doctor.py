@@ -10,8 +10,8 @@ from millstream.admin.machine_checks import MACHINE_CHECKS
 from millstream.admin.rights_check import check_rights
 from millstream.admin.server_checks import SERVER_CHECKS, Server, check_buffers, check_cluster, read_servers, redis_cli
 from millstream.errors import AccessDenied, RedisError
-from millstream.formats import pluralize
 from millstream.redis_client.client import Client
+from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import stage_of
 
 _DEFAULT_OLD_MS = 600_000

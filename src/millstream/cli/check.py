@@ -10,10 +10,10 @@ from millstream.app import load_app
 from millstream.cli.options import Json, Url, Yes
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_text
 from millstream.errors import ConfigError
-from millstream.formats import pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import pluralize
 from millstream.redis_client.redaction import redact_text
 from millstream.worker.dry_run import DryRun, dry_run
 

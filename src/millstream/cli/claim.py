@@ -11,12 +11,12 @@ from millstream.admin.inspection import handler_of
 from millstream.cli.options import DryRun, Duration, Json, Url, Yes, duration
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.errors import ConfigError, MillstreamError
-from millstream.formats import pluralize
 from millstream.groups import Group, PendingEntry
 from millstream.model import EntryId
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import to_wire
 
 _PAGE = 500

@@ -8,10 +8,10 @@ from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_gr
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate_on_screen
 from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
-from millstream.formats import format_age, format_time, pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields
+from millstream.redis_client.formats import format_age, format_time, pluralize
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.replies import pairs_of
 

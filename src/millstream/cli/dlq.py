@@ -38,11 +38,11 @@ from millstream.delivery.dead_letter_queue import (
     DeadLetterRef,
 )
 from millstream.errors import ConfigError, MillstreamError
-from millstream.formats import format_age, format_time, pluralize
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields, json_value, unescape
+from millstream.redis_client.formats import format_age, format_time, pluralize
 from millstream.redis_client.replies import pairs_of
 
 _LETTER_ID = re.compile(r"\d+-\d+")

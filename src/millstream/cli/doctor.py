@@ -12,9 +12,9 @@ from millstream.admin.findings import Finding
 from millstream.app import load_app
 from millstream.cli.options import Duration, Json, Url, duration
 from millstream.cli.terminal import print_json, print_line, print_message
-from millstream.formats import pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
+from millstream.redis_client.formats import pluralize
 
 AppOption = Annotated[
     str | None,

@@ -10,9 +10,9 @@ from millstream.cli.handler_names import split_name
 from millstream.cli.options import DryRun, Json, Url, Yes
 from millstream.cli.terminal import confirm, print_json, print_message, print_table
 from millstream.errors import MillstreamError
-from millstream.formats import pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
+from millstream.redis_client.formats import pluralize
 
 Name = Annotated[str, typer.Argument(help="The handler or stage, or all of the app.", metavar="APP[.HANDLER]")]
 DeadLetters = Annotated[bool, typer.Option("--dead-letters", help="Remove its dead letters, too.")]

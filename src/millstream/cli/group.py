@@ -12,12 +12,12 @@ from millstream.cli.options import DryRun, Duration, Json, JsonLines, Url, Yes, 
 from millstream.cli.pending import pending
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError, GroupMissing, MillstreamError
-from millstream.formats import format_age, pluralize
 from millstream.groups import BEGINNING, END, ConsumerInfo, Group, GroupInfo, groups_of
 from millstream.model import EntryId
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import to_wire
 
 Stream = Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")]

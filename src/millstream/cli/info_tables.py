@@ -9,8 +9,8 @@ from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.cli.terminal import ProblemCell, WarningCell, print_line, print_message, print_table
 from millstream.delivery.long_runs import LongRun
 from millstream.delivery.restarts import RecentRestarts
-from millstream.formats import format_age, format_count, pluralize
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import format_age, format_count, pluralize
 from millstream.redis_client.key_names import stage_of
 
 _LARGEST = 2

@@ -42,10 +42,10 @@ from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, WrongType
-from millstream.formats import format_time, pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
+from millstream.redis_client.formats import format_time, pluralize
 from millstream.redis_client.key_names import HandlerKeys
 
 _KEY_HELP = "The key; write bytes that are not text as \\xNN."

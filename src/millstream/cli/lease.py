@@ -16,11 +16,11 @@ from millstream.balancer.service_status import ServiceState, StreamState, fetch_
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
-from millstream.formats import format_age, pluralize
 from millstream.groups import groups_of
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire
 
 Service = Annotated[str, typer.Argument(help="The service, or APP.HANDLER.", metavar="SERVICE")]

@@ -9,7 +9,6 @@ from millstream.admin.inspection import handler_of
 from millstream.cli.options import Json, Url, command_group
 from millstream.cli.terminal import print_json, print_line, print_message, print_table
 from millstream.errors import GroupMissing, MillstreamError
-from millstream.formats import pluralize
 from millstream.groups import groups_of
 from millstream.partitions.key_migration import KeyMigration, UndrainedPartition
 from millstream.partitions.partition_map import PartitionMap
@@ -17,6 +16,7 @@ from millstream.partitions.partitions import Partitions
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import HandlerKeys
 
 Base = Annotated[

@@ -8,12 +8,12 @@ import typer
 from millstream.cli.options import Duration, JsonLines, OnlyCount, Url, duration
 from millstream.cli.terminal import print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError
-from millstream.formats import format_age, pluralize
 from millstream.groups import Group, PendingEntry, PendingSummary
 from millstream.model import EntryId
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import format_age, pluralize
 
 
 def pending(

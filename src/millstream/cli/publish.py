@@ -15,10 +15,10 @@ from millstream.cli.options import Duration, Json, Url, duration
 from millstream.cli.records import Input, read_csv, read_jsonl
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.errors import ConfigError, DecodeError, MillstreamError
-from millstream.formats import format_size, pluralize
 from millstream.producer.bulk import Publisher
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
+from millstream.redis_client.formats import format_size, pluralize
 
 
 class Format(StrEnum):

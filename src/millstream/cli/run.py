@@ -25,12 +25,12 @@ from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, print_message
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, SessionEnded, install_hint
-from millstream.formats import pluralize
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics, Recorder
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.escaping import escape_line
+from millstream.redis_client.formats import pluralize
 from millstream.redis_client.redaction import redact_text
 
 if TYPE_CHECKING:

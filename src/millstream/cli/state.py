@@ -11,10 +11,10 @@ from millstream.cli.handler_names import HandlerName, handler_on
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, print_text, truncate
 from millstream.errors import DecodeError, MillstreamError
-from millstream.formats import format_size, pluralize
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
+from millstream.redis_client.formats import format_size, pluralize
 
 Stream = Annotated[
     str | None,

@@ -13,11 +13,11 @@ from millstream.cli.follow import Follower
 from millstream.cli.options import JsonLines, Url, parse_start
 from millstream.cli.terminal import print_json, print_line, print_message, truncate
 from millstream.errors import ConfigError
-from millstream.formats import format_time, pluralize
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.escaping import escape, json_fields
+from millstream.redis_client.formats import format_time, pluralize
 from millstream.redis_client.key_names import is_pattern
 from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Reply

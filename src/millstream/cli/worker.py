@@ -22,11 +22,11 @@ from millstream.cli.options import Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message
 from millstream.cli.worker_child import WorkerJob
-from millstream.formats import pluralize
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.metrics import Recorder
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
+from millstream.redis_client.formats import pluralize
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process.process_reports import ProcessReports
 from millstream.worker.process.supervisor import Launch, Program, Supervisor

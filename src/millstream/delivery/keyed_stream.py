@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
 from millstream.delivery.effects import ERROR_SUFFIX, Effects
-from millstream.delivery.key_queues import check_invariants
 from millstream.delivery.reliable_stream import (
     NO_LIMIT,
     Delivery,
@@ -373,10 +372,6 @@ class KeyedStream(ReliableStream):
             if one.deliveries > 1 or one.attempt > 1:
                 unit.clear_crash_counts(*crash_counts_of(entry_id))
         return unit
-
-    def check_invariants(self) -> list[str]:
-        """Return the violated invariants of the key queues, for tests; nothing else may change the stream meanwhile."""
-        return check_invariants(self._client, self._store.keys(self.stream), self.stream)
 
     def _run_script(self, script: Script, args: Sequence[Arg]) -> Any:
         return self._store.run_script(script, self.stream, args)

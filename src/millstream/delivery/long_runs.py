@@ -6,8 +6,8 @@ import msgspec
 
 from millstream.delivery.restarts import HOLD_MEMBERS
 from millstream.errors import AccessDenied, WrongType
-from millstream.formats import format_age
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.formats import format_age
 from millstream.redis_client.key_names import long_runs_key
 from millstream.redis_client.pipelining import send_all, server_time_ms
 from millstream.redis_client.replies import pairs_of

@@ -5,6 +5,7 @@
 `millstream.testing.topologies`: Cluster, Sentinel, TLS and ACL deployments of local processes.
 `millstream.testing.contract`: the handler contract, which every engine keeps; `contract_cases` has the cases.
 `millstream.testing.history`: the history checker, which finds lost, duplicated and out-of-order messages.
+`millstream.testing.invariants`: the invariants of key queues.
 `millstream.testing.proxy`: a TCP proxy that breaks connections to Redis at chosen commands.
 """
 

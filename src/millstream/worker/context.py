@@ -10,11 +10,11 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.worker.breaker import HandlerBreaker
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.settling.breaker import HandlerBreaker
 
 
 @dataclass(frozen=True, kw_only=True)

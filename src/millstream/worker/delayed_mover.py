@@ -9,7 +9,7 @@ from millstream.errors import RedisError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys
 from millstream.redis_client.key_tracking import KeyTracker
-from millstream.worker.fetching.timers import DelayQueue, RoundRobin
+from millstream.worker.timers import DelayQueue, RoundRobin
 
 _SWEEP_MS = 1_000.0
 

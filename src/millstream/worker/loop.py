@@ -22,6 +22,7 @@ from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
+from millstream.worker.breaker import HandlerBreaker
 from millstream.worker.context import WorkerContext
 from millstream.worker.handler_steps import HandlerSteps, MakeHandlerSteps
 from millstream.worker.in_flight import InFlight
@@ -36,7 +37,6 @@ from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatc
 from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import ThreadRunner
-from millstream.worker.settling.breaker import HandlerBreaker
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)

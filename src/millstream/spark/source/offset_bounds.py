@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, cast
 
 from millstream.errors import ConfigError
-from millstream.formats import format_time
 from millstream.model import ZERO_ID, EntryId
+from millstream.redis_client.formats import format_time
 from millstream.spark.option_parser import OptionParser, suggestion
 
 BoundWord = Literal["earliest", "latest", "group", "committed"]

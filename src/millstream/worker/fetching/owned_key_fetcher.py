@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import LeaseFetcher
-from millstream.worker.fetching.timers import DelayQueue
 from millstream.worker.stream_exclusion import exclude_on_error
+from millstream.worker.timers import DelayQueue
 
 _AT_ONCE = 100
 _SWEEP_MS_EACH = 5.0

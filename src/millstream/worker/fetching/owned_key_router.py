@@ -15,7 +15,7 @@ from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import WakeUp
 from millstream.worker.fetching.key_router import KeyRouter
-from millstream.worker.fetching.timers import DelayQueue, RoundRobin
+from millstream.worker.timers import DelayQueue, RoundRobin
 
 logger = logging.getLogger(__name__)
 

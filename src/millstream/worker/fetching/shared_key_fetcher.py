@@ -12,7 +12,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, to_wire, worker_name_key
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
-from millstream.worker.fetching.timers import DelayQueue
+from millstream.worker.timers import DelayQueue
 
 _AT_ONCE = 100
 _MOST_HINTS = 10_000

@@ -7,11 +7,11 @@ from types import TracebackType
 
 from millstream.delivery.long_runs import HELD_MS, LONG_ISOLATED_MS, LONG_MS, LongRun
 from millstream.delivery.reliable_stream import Delivery
-from millstream.formats import format_age, pluralize
 from millstream.handlers.handler import Handler
 from millstream.handlers.live_traceback import describe_traceback
 from millstream.observability.failure_log import log_with_traceback, message_name
 from millstream.redis_client.escaping import escape, json_value
+from millstream.redis_client.formats import format_age, pluralize
 
 logger = logging.getLogger(__name__)
 
