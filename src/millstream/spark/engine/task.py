@@ -113,7 +113,7 @@ class PartitionTask:
         self._to_defer: list[KeyRun] = []
         self._staged_messages = 0
         self._staged_bytes = 0
-        self._refused: list[KeyRun] = []
+        self._refused: dict[KeyRun, None] = {}  # a set in the order of refusal: a zombie may have thousands
         self._time_limit = AttemptTimeLimit()
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._isolation_lock = asyncio.Lock()
@@ -156,7 +156,7 @@ class PartitionTask:
                 if self._breaker.is_open:
                     return
                 _check_finished(run for run in runs if run not in self._refused)
-                runs, self._refused = self._refused, []
+                runs, self._refused = list(self._refused), {}
                 self._load_positions({run.stream for run in runs}, again=True)
         finally:
             self._disarm()
@@ -491,7 +491,7 @@ class PartitionTask:
             metrics = self._metrics[run.stream]
             if id(run.effects) in refused:
                 metrics.refused += 1
-                self._refused += (run, *run.others)
+                self._refused |= dict.fromkeys((run, *run.others))
             else:
                 metrics.committed += run.effects.message_count
                 metrics.dead += len(run.effects.dead_letters)
@@ -512,7 +512,7 @@ class PartitionTask:
             for run, deferral in some:
                 if id(deferral) in refused:
                     metrics.refused += 1
-                    self._refused.append(run)
+                    self._refused[run] = None
                 else:
                     metrics.deferred += len(deferral.ids)
                     run.entries.clear()
