@@ -16,7 +16,7 @@ import psutil
 
 from millstream import App, Message, Retry, State
 from millstream.delivery.commit_store import CommitStore
-from millstream.spark.engine import task
+from millstream.spark.engine import run_committer, run_loader, task
 
 app = App("bank")
 
@@ -72,11 +72,13 @@ def _noting(step: Callable[..., Any], *, deferred: bool) -> Any:
 
 
 _task: Any = task
+_committer: Any = run_committer
+_loader: Any = run_loader
 _commit_store: Any = CommitStore
 _task.PartitionTask.process = _noting(_task.PartitionTask.process, deferred=False)
 _task.PartitionTask.process_deferred = _noting(_task.PartitionTask.process_deferred, deferred=True)
-_task.defer = _around(_task.defer, "before-defer", "after-defer", deferred=False)
-_task.read_queue = _around(_task.read_queue, after="queue-loaded")
+_committer.defer = _around(_committer.defer, "before-defer", "after-defer", deferred=False)
+_loader.read_queue = _around(_loader.read_queue, after="queue-loaded")
 _commit_store.commit = _around(_commit_store.commit, "queue-run", "queue-committed", deferred=True)
 _commit_store.advance_committed = _around(_commit_store.advance_committed, "before-advance", "after-advance")
 

@@ -9,31 +9,22 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
 
-from millstream.handlers.attempt import (
-    NO_EFFECTS,
-    BatchOutcome,
-    Done,
-    Outcome,
-    Parked,
-    RetryLater,
-    attempt_batch,
-    attempt_batch_plain,
-)
+from millstream.handlers.attempt import NO_EFFECTS, Done, Outcome, Parked, RetryLater
 from millstream.model import Message
 from millstream.spark.engine.key_run import KeyRun
-from millstream.spark.engine.task import PartitionTask, make_defer_reason
+from millstream.spark.engine.task import PartitionTask
 
 
 class BatchTask(PartitionTask):
     """PartitionTask for a batch handler. Its messages have no keys: each is a run of its own."""
 
     async def _run_all(self, runs: list[KeyRun]) -> None:
-        if self._isolated_left or any(run.from_queue for run in runs):
+        if self._cautious.is_on or any(run.from_queue for run in runs):
             await super()._run_all(runs)
             return
         remaining = _batches(runs, self._handler.batch_size)
         coroutines = self._handler.concurrency if self._handler.is_async else 1
-        async with self._heartbeat.watched(), asyncio.TaskGroup() as group:
+        async with self._attempts.watched(), asyncio.TaskGroup() as group:
             for _ in range(min(coroutines, len(runs))):
                 group.create_task(self._run_batches(remaining, group))
 
@@ -47,42 +38,55 @@ class BatchTask(PartitionTask):
         self, batch: list[KeyRun], remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup
     ) -> None:
         """Run the handler on a batch, then on each failed message by itself."""
-        stream, unpacked = batch[0].stream, [(run, *self._unpack_next(run)) for run in batch]
+        unpacked = [(run, *self._loader.next_message(run, self._token)) for run in batch]
         wanted = [(run, message) for run, message, is_meant in unpacked if is_meant]
         for run, message, is_meant in unpacked:
             if not is_meant:
                 self._stage_together([(run, message)], NO_EFFECTS)
         if not wanted:
             return
-        await self._rate_limit.acquire(stream, len(wanted))
-        dead, outcome = await self._attempt_batch([message for _, message in wanted])
+        await self._rate_limit.acquire(batch[0].stream, len(wanted))
+        dead, outcome = await self._attempts.run_batch([message for _, message in wanted])
         outcomes = [(run, message, refusal or outcome) for (run, message), refusal in zip(wanted, dead, strict=True)]
         outcomes = [one for one in outcomes if self._admits(one[0], one[2])]
-        done = [(run, message) for run, message, one in outcomes if isinstance(one, Done)]
-        has_outputs = isinstance(outcome, Done) and outcome.outputs
-        for some in [done] * bool(done) if has_outputs else [[one] for one in done]:
-            self._stage_together(some, outcome)
-        for run, message, one in outcomes:
-            if not isinstance(one, (Done, RetryLater)):
-                self._stage_together([(run, message)], one)
+        self._stage_processed(outcomes, outcome)
         self._flush_if_full()
-        failed = [run for run, _, one in outcomes if isinstance(one, RetryLater)]
+        failed = [(run, message) for run, message, one in outcomes if isinstance(one, RetryLater)]
         if failed and isinstance(outcome, RetryLater):
-            self._metrics[stream].retries += len(failed)
-            for run, message, one in outcomes:
-                if isinstance(one, RetryLater):
-                    self._failures.attempt_failed(
-                        stream, message.id, run.key, message.attempt, one, delay_ms=one.delay_ms
-                    )
-            if self._must_defer(failed[0], outcome):
-                for run in failed:
-                    self._defer_later(run, make_defer_reason(outcome, run.attempt, self._handler.retry))
-                return
-            self._flush()
-            group.create_task(self._run_batches(remaining, group))  # other batches go on while these back off
-            await self._back_off(failed, outcome)
-            for run in failed:
-                await self._run_key(run, iter(()), group)
+            await self._retry_singly(failed, outcome, remaining, group)
+
+    async def _retry_singly(
+        self,
+        failed: Sequence[tuple[KeyRun, Message]],
+        outcome: RetryLater,
+        remaining: Iterator[list[KeyRun]],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Run each message of a batch that failed by itself, after a back-off, or defer all of them."""
+        for run, message in failed:
+            self._on_failed(run, message, outcome)
+        runs = [run for run, _ in failed]
+        if self._must_defer(runs[0], outcome):
+            for run in runs:
+                self._defer_later(run, outcome, run.attempt)
+            return
+        self._flush()
+        group.create_task(self._run_batches(remaining, group))  # other batches go on while these back off
+        await self._back_off(runs, outcome.delay_ms)
+        for run in runs:
+            await self._run_key(run, iter(()), group)
+
+    def _stage_processed(self, outcomes: Sequence[tuple[KeyRun, Message, Outcome]], common: Outcome) -> None:
+        """Stage what need not run again. The outputs of a batch belong to all its messages, which commit together."""
+        done = [(run, message) for run, message, one in outcomes if isinstance(one, Done)]
+        if done and isinstance(common, Done) and common.outputs:
+            self._stage_together(done, common)
+        else:
+            for one in done:
+                self._stage_together([one], common)
+        for run, message, outcome in outcomes:
+            if not isinstance(outcome, (Done, RetryLater)):
+                self._stage_together([(run, message)], outcome)
 
     def _stage_together(self, some: Sequence[tuple[KeyRun, Message]], outcome: Outcome) -> None:
         """Stage processed messages as one commit: the effects of the first run cover the others too."""
@@ -94,16 +98,11 @@ class BatchTask(PartitionTask):
         lead.others = [run for run, _ in rest]
         for run in lead.others:
             run.covered.append(run.entries.popleft())
-        self._stage_commit(lead)
+        self._buffer.stage(lead)
 
     async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
-        (dead,), outcome = await self._attempt_batch([message])
+        (dead,), outcome = await self._attempts.run_batch([message])
         return dead or outcome
-
-    async def _attempt_batch(self, messages: Sequence[Message]) -> BatchOutcome:
-        if self._handler.is_async:
-            return await self._run_in_task(attempt_batch(self._handler, messages))
-        return attempt_batch_plain(self._handler, messages, self._time_limit.guard)
 
 
 def _batches(runs: Sequence[KeyRun], size: int) -> Iterator[list[KeyRun]]:

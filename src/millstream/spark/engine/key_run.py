@@ -9,12 +9,16 @@ import msgspec
 
 from millstream.delivery.deferral import DeferMode, Deferral, DeferredKey
 from millstream.delivery.effects import FROM_QUEUE, Effects
+from millstream.delivery.last_error import LastError
 from millstream.errors import Unfinished
-from millstream.model import ZERO_ID, EntryId
+from millstream.handlers.attempt import Parked, RetryLater
+from millstream.model import ZERO_ID, EntryId, Retry
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.redis_client.resp import Arg
 
-_unpack = msgspec.msgpack.Decoder(list[bytes]).decode
+unpack = msgspec.msgpack.Decoder(list[bytes]).decode
+"""Unpacks the names and values of an entry."""
+
 _pack = msgspec.msgpack.Encoder().encode
 _DELETED = _pack([REDRIVE_FIELD, b""])  # a deleted entry: meant for no handler, so it is skipped
 
@@ -34,6 +38,14 @@ class DeferReason(NamedTuple):
     detail: Arg = ""
     failed_attempts: int | None = None
     last_error: bytes = b""
+
+    @classmethod
+    def of(cls, outcome: RetryLater | Parked, attempt: int, retry: Retry) -> "DeferReason":
+        """Return why a run is deferred after a failed attempt on its first message, under this retry policy."""
+        error = LastError.of(outcome, retry).pack()
+        if isinstance(outcome, Parked):
+            return cls("park", f"{outcome.reason}: {outcome.error}", attempt, error)
+        return cls("backoff", round(outcome.delay_ms), attempt, error)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +106,11 @@ class KeyRun:
             last_error=last_error, ids=ids[:1] if self.from_queue else ids,
         )  # fmt: skip
 
+    def add_state(self) -> None:
+        """Add its state to its effects, if it has changed since the last commit."""
+        if self.key is not None and self.state != self.committed_state:
+            self.effects.state = self.state
+
     def on_committed(self) -> None:
         """Continue after a successful commit of its effects."""
         self.committed_state = self.state
@@ -105,7 +122,7 @@ class KeyRun:
         self.effects = Effects(self.offset_field, FROM_QUEUE if self.from_queue else key_offset, self.key or b"")
 
 
-def _check_finished(runs: Iterable[KeyRun]) -> None:
+def check_finished(runs: Iterable[KeyRun]) -> None:
     """Raise Unfinished if messages are left, so Spark repeats the task: the committed offset must not pass them."""
     for run in runs:
         if run.entries or run.covered:
@@ -117,7 +134,7 @@ def _check_finished(runs: Iterable[KeyRun]) -> None:
 
 def unpack_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
     """Unpack an entry's fields; return them and, if it was redriven, the handler that it was redriven for."""
-    pairs = _unpack(packed)
+    pairs = unpack(packed)
     if pairs and pairs[0] == REDRIVE_FIELD:
         return pairs[2:], pairs[1]
     return pairs, None
