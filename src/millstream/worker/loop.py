@@ -16,7 +16,7 @@ from typing import Literal
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.output_check import check_output
-from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
+from millstream.delivery.reliable_stream import Delivery, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, OutOfMemory, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
@@ -37,6 +37,7 @@ from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatc
 from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import ThreadRunner
+from millstream.worker.settling.lease_watchdog import LeaseWatchdog
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -143,10 +144,9 @@ class ReadingLoop:
         ]
         for name, work in self._ordering.background_loops().items():
             fetching.append(self._start_thread(name, partial(work, self._stopping)))
-        renewals = [
-            self._start_thread("renewal", self._run_renewal),
-            self._start_thread("lease-watchdog", self._run_lease_watchdog),
-        ]
+        renewals = [self._start_thread("renewal", self._run_maintenance)]
+        if self._ordering.lease_watchdog is not None:
+            renewals.append(self._start_thread("lease-watchdog", partial(self._watch, self._ordering.lease_watchdog)))
         self._stopping.wait()
         self._isolation.add_suspect(None)
         # Entries that have not started are released first: other workers need not wait for the running ones to end.
@@ -222,8 +222,8 @@ class ReadingLoop:
         backoff = Backoff(*_WAITS_MS)
         while not self._stopping.is_set():
             self._runner.notify()
-            if self._ordering.renewal.reread_pending.is_set():
-                self._ordering.renewal.reread_pending.clear()
+            if self._ordering.maintenance.reread_pending.is_set():
+                self._ordering.maintenance.reread_pending.clear()
                 self._retry_while_unavailable(self._recover_pending)
             room = min(self._in_flight.free_slots(), self._policy.batch)
             self.loop_metrics.set_bytes_in_flight(
@@ -267,29 +267,27 @@ class ReadingLoop:
         self._refused_since_ms, self._is_short_of_memory = None, False
 
     def _rejoin_streams(self) -> None:
-        self._for_each_stream(lambda stream: stream.join())
-
-    def _recover_pending(self) -> None:
-        self._for_each_stream(self._ordering.renewal.recover)
-
-    def _for_each_stream(self, step: Callable[[ReliableStream], None]) -> None:
-        for stream in self._ordering.renewal.streams:
+        for stream in list(self._ordering.streams.values()):
             if not stream.leaving:
                 with exclude_on_error(stream):
-                    step(stream)
+                    stream.join()
         self._ordering.fetcher.refresh()
 
-    def _run_renewal(self) -> None:
+    def _recover_pending(self) -> None:
+        self._ordering.maintenance.recover()
+        self._ordering.fetcher.refresh()
+
+    def _run_maintenance(self) -> None:
         try:
-            self._ordering.renewal.run(self._stopping)
+            self._ordering.maintenance.run(self._stopping)
         except HandlerStuck as error:  # other running messages may still finish
             self._failures.append(error)
             self.stop()
-        self._ordering.renewal.run_until_ended(self._runs_ended)
+        self._ordering.maintenance.run_until_ended(self._runs_ended)
 
-    def _run_lease_watchdog(self) -> None:
+    def _watch(self, lease_watchdog: LeaseWatchdog) -> None:
         try:
-            self._ordering.renewal.run_watchdog(self._runs_ended)
+            lease_watchdog.run(self._runs_ended)
         except HandlerStuck as error:  # an orderly stop would take longer than the lease lasts
             self._process_isolation.end_process(error)
             raise

@@ -1,12 +1,12 @@
 """Workers of a handler with a key."""
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Literal
 
-from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, lease_of
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, lease_of
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
@@ -20,7 +20,10 @@ from millstream.worker.fetching.shared_key_router import SharedKeyRouter
 from millstream.worker.ordering.ordering import BackgroundLoop, S, _warn_not_released, existing_streams
 from millstream.worker.settling.committer import Committer
 from millstream.worker.settling.key_committer import KeyCommitter
-from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewal
+from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewer
+from millstream.worker.settling.lease_release import release_leases
+from millstream.worker.settling.lease_watchdog import LeaseWatchdog
+from millstream.worker.settling.maintenance import Maintenance
 
 _FEW_STREAMS = 8
 
@@ -38,7 +41,9 @@ class ByKey:
         self._joined_streams: SimpleQueue[str] = SimpleQueue()
         self._routing_client = Client(context.url, clock=context.clock)
         self._router, self.fetcher = self._make_router_and_fetcher(ready_streams)
-        self.renewal = KeyLeaseRenewal(context, self.streams, release=self.release)
+        self._renewer = KeyLeaseRenewer(context)
+        self.maintenance = Maintenance(context, self.streams, self._renewer)
+        self.lease_watchdog: LeaseWatchdog | None = LeaseWatchdog(context)
         on_lease_end = (lambda name: None) if ready_streams is None else ready_streams.put
         self.committer: Committer = KeyCommitter(context, release=self.release, on_lease_end=on_lease_end)
 
@@ -98,7 +103,7 @@ class ByKey:
     def _add_stream(self, stream: KeyedStream) -> None:
         stream.remove_idle_consumers()
         stream.refresh()
-        self.renewal.recover(stream)
+        self._renewer.recover(stream)
         self.streams[stream.stream] = stream
         self._joined_streams.put(stream.stream)
 
@@ -109,20 +114,19 @@ class ByKey:
     def release(self, deliveries: Sequence[Delivery]) -> None:
         """See Ordering. Skips a key that is being run: the committer releases its lease when the run is settled."""
         in_flight = self._context.in_flight
-        releases: dict[KeyedStream, list[LeaseRelease]] = defaultdict(list)
+        dropped: list[KeyLease] = []
         for lease in dict.fromkeys(map(lease_of, deliveries)):
             if not any(one in in_flight for one in lease.entries):
                 in_flight.remove_lease(lease)
-                releases[lease.stream].append(LeaseRelease(lease, "return"))
-        for stream, some in releases.items():
-            count = sum(release.lease.in_flight_count for release in some)
-            try:
-                stream.end_isolation([one for release in some for one in release.lease.entries])
-                lost = stream.release_leases(some)
-            except MillstreamError as error:
-                _warn_not_released(self._context.handler, count, error)
-            else:
-                self._context.loop_metrics.count_released(count - sum(lease.in_flight_count for lease in lost))
+                dropped.append(lease)
+        release_leases(dropped, self._context.loop_metrics, guard=self._log_not_released)
+
+    @contextlib.contextmanager
+    def _log_not_released(self, stream: KeyedStream, leases: Sequence[KeyLease]) -> Iterator[None]:
+        try:
+            yield
+        except MillstreamError as error:
+            _warn_not_released(self._context.handler, sum(one.in_flight_count for one in leases), error)
 
     def close(self) -> None:
         """See Ordering."""

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
@@ -11,8 +11,9 @@ from millstream.errors import MillstreamError
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.worker.fetching.fetcher import Fetcher
-from millstream.worker.settling.claim_renewal import ClaimRenewal
 from millstream.worker.settling.committer import Committer
+from millstream.worker.settling.lease_watchdog import LeaseWatchdog
+from millstream.worker.settling.maintenance import Maintenance
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,12 @@ class Ordering(Protocol):
         """Fetches entries."""
 
     @property
-    def renewal(self) -> ClaimRenewal:
-        """Renews the claims on entries in flight, and claims idle entries."""
+    def maintenance(self) -> Maintenance[Any]:
+        """Renews what is in flight, follows the streams, and ends runs that hang."""
+
+    @property
+    def lease_watchdog(self) -> LeaseWatchdog | None:
+        """Ends runs whose lease expires; None where an expired claim stops no run."""
 
     @property
     def committer(self) -> Committer:

@@ -10,8 +10,10 @@ from millstream.redis_client.client import Client
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.entry_fetcher import EntryFetcher
 from millstream.worker.ordering.ordering import BackgroundLoop, _warn_not_released, existing_streams
-from millstream.worker.settling.claim_renewal import ClaimRenewal
+from millstream.worker.settling.claim_renewal import ClaimRenewer
 from millstream.worker.settling.committer import Committer
+from millstream.worker.settling.lease_watchdog import LeaseWatchdog
+from millstream.worker.settling.maintenance import Maintenance
 
 _BACK_OFF_STEPS = 100
 
@@ -22,7 +24,10 @@ class Unordered:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self.streams: dict[str, ReliableStream] = {}
-        self.renewal = ClaimRenewal(context, self.streams, release=self.release)
+        self._renewer = ClaimRenewer(context, self.streams, release=self.release)
+        self.maintenance = Maintenance(context, self.streams, self._renewer)
+        # Another worker may run an entry whose claim is not renewed; the commit here is then refused.
+        self.lease_watchdog: LeaseWatchdog | None = None
         self.committer = Committer(context, release=self.release)
         self.fetcher = EntryFetcher(context, self.streams)
 
@@ -42,7 +47,7 @@ class Unordered:
         stream.join()
         stream.remove_idle_consumers()
         stream.refresh()
-        self.renewal.recover(stream)
+        self._renewer.recover(stream)
         self.streams[name] = stream
 
     def background_loops(self) -> Mapping[str, BackgroundLoop]:

@@ -1,0 +1,218 @@
+"""Maintenance: what a worker repeats while it works: renew what is in flight, follow its streams, end runs that hang."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+from millstream.delivery.long_runs import report_long_runs
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
+from millstream.redis_client.resp import Reply
+from millstream.worker.context import WorkerContext
+from millstream.worker.policy import TIME_LIMIT_GRACE_MS
+from millstream.worker.settling.hang_detector import HangDetector
+from millstream.worker.settling.repeated_warnings import RepeatedWarnings
+from millstream.worker.stream_exclusion import exclude_on_error
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=ReliableStream)
+S_contra = TypeVar("S_contra", bound=ReliableStream, contravariant=True)
+
+_REFRESH_MS_EACH = 2.0
+_REFRESHED_AT_ONCE = 100
+_RENEWALS_PER_CLAIM = 3
+_SOON_S = 0.02
+
+
+class Renewer(Protocol[S_contra]):
+    """What maintenance does to the entries in flight, which depends on how a worker holds them. Raises RedisError."""
+
+    def recover(self, stream: S_contra) -> None:
+        """Settle what this worker holds in Redis only: from before a restart, or from a reply that was lost.
+
+        Call it only in the thread that reads the stream, or before there is one: what that thread has just read is held
+        in Redis, too, and not in flight yet.
+        """
+
+    def renew(self, stream: S_contra) -> None:
+        """Renew what is in flight; drop from flight what other workers have by now."""
+
+    def maintain(self, stream: S_contra, *, renews: bool, has_committed: bool) -> bool:
+        """Do what is due on a stream: renew if `renews`, and record progress if anything was committed since the last time.
+
+        Return False if the progress has to be recorded again soon.
+        """
+
+    def claim_idle(self) -> bool:
+        """Claim what other workers have left idle, as far as there is room; return True if there may be more."""
+
+    def release_surplus(self) -> None:
+        """Release what has not started and what other workers could start earlier."""
+
+    def give_up(self, delivery: Delivery) -> None:
+        """Record the failed attempt of a run that hangs and cannot be ended; remove it from flight."""
+
+
+class Maintenance(Generic[S]):
+    """The maintenance loop of a worker. Used by one thread, except `recover`.
+
+    `streams`: the streams that this worker has joined; other threads add to it.
+    """
+
+    def __init__(self, context: WorkerContext, streams: Mapping[str, S], renewer: Renewer[S]) -> None:
+        self._context = context
+        self._streams = streams
+        self._renewer = renewer
+        self._in_flight = context.in_flight
+        self._loop_metrics = context.loop_metrics
+        self._clock = context.clock
+        self._policy = context.policy
+        self._hang_detector = HangDetector(context.handler, context.consumer, context.traceback_of_run)
+        self._warnings = RepeatedWarnings(logger, context)
+        self._renew_due_ms = 0.0
+        self._committed_at_checkpoint = -1
+        self.reread_pending = threading.Event()
+        """Set when the pending entries of this worker have to be read again: a reply that may have held entries was
+        lost, or a stream is no longer paused."""
+
+    def run(self, stopping: threading.Event) -> None:
+        """Do maintenance until `stopping`. Raises HandlerStuck, StaleOwner, and RedisError except Unavailable."""
+        while not stopping.wait(self._interval_ms / 1000):
+            try:
+                self.run_once()
+                due_ms = self._clock.monotonic_ms() + self._interval_ms
+                while self._renewer.claim_idle() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
+                    pass
+            except Unavailable as error:
+                self.reread_pending.set()
+                logger.debug("maintenance failed, Redis is unavailable: %s; retrying", error)
+
+    def run_until_ended(self, over: threading.Event) -> None:
+        """Renew what still runs until `over`. Raises StaleOwner, and RedisError except Unavailable."""
+        while not over.wait(self._interval_ms / 1000):
+            if self._clock.monotonic_ms() >= self._renew_due_ms:
+                self._renew_due_ms = self._clock.monotonic_ms() + self._renew_ms
+                try:
+                    for stream in list(self._streams.values()):
+                        with exclude_on_error(stream):
+                            self._renewer.renew(stream)
+                except Unavailable as error:
+                    logger.debug("cannot renew what still runs, Redis is unavailable: %s", error)
+
+    def run_once(self) -> None:
+        """Renew, record progress, check time limits, and report figures, once."""
+        self._renewer.release_surplus()
+        unavailable = self._maintain_all()  # perhaps of one node only: the time limits hold all the same
+        self._check_time_limits()
+        self._report()
+        if unavailable is not None:
+            raise unavailable
+
+    def recover(self) -> None:
+        """Recover what this worker holds in Redis only, on all streams. See Renewer."""
+        for stream in list(self._streams.values()):
+            if not stream.leaving:
+                with exclude_on_error(stream):
+                    self._renewer.recover(stream)
+
+    @property
+    def _renew_ms(self) -> float:
+        return self._policy.claim_ms / _RENEWALS_PER_CLAIM
+
+    @property
+    def _interval_ms(self) -> float:
+        # The more streams there are, the less often each is refreshed.
+        return min(max(self._policy.sweep_ms, _REFRESH_MS_EACH * len(self._streams)), self._renew_ms)
+
+    # Streams
+
+    def _maintain_all(self) -> Unavailable | None:
+        """Maintain each stream. Return the error that kept some streams from it, except OutOfMemory."""
+        began_ms = self._clock.monotonic_ms()
+        renews = began_ms >= self._renew_due_ms
+        committed = self._loop_metrics.committed
+        unavailable: Unavailable | None = None
+        all_recorded = True
+        for stream, refresh in self._refresh_all():
+            try:
+                with exclude_on_error(stream):
+                    all_recorded = self._maintain(stream, refresh, renews=renews) and all_recorded
+            except OutOfMemory as error:
+                all_recorded = False
+                self._warnings.warn("maintenance of %s is incomplete: %s; retrying", stream.stream, error)
+            except Unavailable as error:
+                unavailable = error  # perhaps only the server of this stream is unavailable
+                if self._clock.monotonic_ms() - began_ms > self._renew_ms:
+                    break
+        if unavailable is not None:
+            return unavailable
+        if renews:
+            self._renew_due_ms = began_ms + self._renew_ms
+        if all_recorded:
+            self._committed_at_checkpoint = committed
+        return None
+
+    def _refresh_all(self) -> Iterator[tuple[S, Callable[[], None]]]:
+        """Yield each stream with a function that applies the reply to its refresh; a round trip carries many."""
+        streams = iter(list(self._streams.values()))
+        while some := list(islice(streams, _REFRESHED_AT_ONCE)):
+            calls = [one.refresh_call() for one in some]
+            replies: Sequence[Reply]
+            try:
+                replies = self._context.client.pipeline([call.command for call in calls])
+            except Unavailable as error:  # perhaps only one server is unavailable
+                replies = [error] * len(some)
+            for stream, call, reply in zip(some, calls, replies, strict=True):
+                yield stream, partial(call.parse, reply)
+
+    def _maintain(self, stream: S, refresh: Callable[[], None], *, renews: bool) -> bool:
+        """Maintain one stream; return False if its progress has to be recorded again."""
+        if stream.leaving:  # only entries that still run are kept
+            if renews:
+                self._renewer.renew(stream)
+            return True
+        before = stream.pause
+        refresh()
+        if self._context.breaker.follow(stream, before):
+            self.reread_pending.set()
+        has_committed = self._committed_at_checkpoint != self._loop_metrics.committed
+        is_recorded = self._renewer.maintain(stream, renews=renews, has_committed=has_committed)
+        if has_committed and self._policy.trim:
+            stream.trim()
+        return is_recorded
+
+    # Runs and figures
+
+    def _check_time_limits(self) -> None:
+        handler = self._context.handler
+        now_ms = self._clock.monotonic_ms()
+        given_up: list[Delivery] = []
+        try:
+            runs = self._in_flight.runs
+            self._hang_detector.check(runs, now_ms)
+            for one in runs:
+                if now_ms - one.state_since_ms > handler.time_limit_ms + TIME_LIMIT_GRACE_MS:
+                    if one in self._in_flight:  # else another worker, or an operator, has taken the entry meanwhile
+                        self._renewer.give_up(one)
+                    given_up.append(one)
+        except Unavailable as error:
+            if not given_up and not isinstance(error, OutOfMemory):
+                raise
+            # The run hangs on, and others go on beside it, until its attempt can be recorded.
+            self._warnings.warn("cannot give up a run that hangs: %s; retrying", error)
+        if given_up:
+            raise HandlerStuck(
+                f"{handler.label} has run on message {given_up[0].id.decode()} of {given_up[0].stream.stream} for longer "
+                f"than its time limit of {handler.time_limit_ms:,.0f} ms, and cannot be ended"
+            )
+
+    def _report(self) -> None:
+        self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
+        self._loop_metrics.on_reply()
+        self._context.steps.failures.report_omitted()
+        runs, ended = self._hang_detector.due_reports(self._clock.monotonic_ms())
+        report_long_runs(self._context.client, self._context.handler.app, runs, ended)
