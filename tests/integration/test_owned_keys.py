@@ -14,7 +14,7 @@ from millstream.errors import OutOfMemory, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_tracking import KeyTracker
-from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
+from millstream.worker.fetching.tracked_key_router import TrackedKeyRouter
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import scripts_run
 from tests.support.waiting import eventually
@@ -37,7 +37,7 @@ class Routing:
         self.names = [f"s:{number}" for number in range(streams)]
         joined: dict[str, KeyedStream] = {}
         context = make_context(self.client, make(lambda message: None, key="n"), clock=clock)
-        self.router = OwnedKeyRouter(context, self.client, joined, ready_streams=self.woken)
+        self.router = TrackedKeyRouter(context, self.client, joined, ready_streams=self.woken)
         self.router._check_due_ms = inf
         for name in self.names:
             stream = KeyedStream(

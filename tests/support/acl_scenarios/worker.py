@@ -22,7 +22,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from millstream.worker import ReadingLoop
 from millstream.worker.delayed_mover import TrackedDelayedMessages
-from millstream.worker.fetching.shared_key_fetcher import ReadyHints
+from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.ordering.by_partition import ByPartition
 from millstream.worker.static_membership import StaticMembership

@@ -1,11 +1,8 @@
-"""Key router and key fetcher: one worker at a time routes new entries to key queues; all workers lease ready keys."""
+"""Key router: one worker at a time routes the new entries of a stream to key queues."""
 
-import contextlib
 import logging
-import math
-import secrets
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import AccessDenied, Unavailable, WrongType
@@ -14,14 +11,12 @@ from millstream.redis_client.key_names import from_wire
 from millstream.redis_client.resp import Arg
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import _IDLE_S
-from millstream.worker.static_membership import HOLD_NAME
+from millstream.worker.fetching.router_role import ROLE_MS, RouterRole
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)
 
 
-_ROUTER_MS = 3_000
-_ROUTER_MS_EACH = 15.0
 _ROUTED_AT_ONCE = 4_000
 """Large: entries routed further ahead make lease slices longer, and a slice costs Redis as much as some messages."""
 _WARN_AFTER_FAILURES = 10
@@ -33,27 +28,20 @@ _NEARLY_FULL = 0.8
 class KeyRouter:
     """Routes new entries to key queues, of each stream on which this worker is the router. Used by one thread.
 
-    One worker at a time is the router of a stream, so that the others need not read all entries, too. It keeps the role
-    by renewing it; after three seconds without renewal, or 15 ms for each stream if those are thousands, another worker
-    takes the role. Correctness does not depend on there being one router only.
-
     * `client`: a connection for routing
     * `joined`: the streams that the worker has joined; only those are routed that may be read
+    * `role`: the role that this worker has to acquire; None: no other worker routes these streams
     """
 
-    _is_shared = True
-    """Other workers may route these streams, too, so this worker has to acquire the role."""
-
-    def __init__(self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream]) -> None:
+    def __init__(
+        self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream], role: RouterRole | None
+    ) -> None:
         self._context = context
         self._client = client
         self._clock = context.clock
         self._policy = context.policy
         self._joined = joined
-        self._token = secrets.token_hex(8)
-        self._role_due_ms = 0.0
-        self._role_requested: set[str] = set()
-        self._owned_names: set[str] = set()
+        self._role = role
         self._nearly_full: set[str] = set()
         self._full: set[str] = set()
         self._with_new: set[str] = set()
@@ -69,8 +57,11 @@ class KeyRouter:
 
     @property
     def owned(self) -> Sequence[str]:
-        """The streams on which this worker is the router, as far as it knows."""
-        return tuple(self._owned_names)
+        """The streams of which this worker has acquired the role of router, as far as it knows."""
+        return () if self._role is None else tuple(self._role.held)
+
+    def _is_owned(self, name: str) -> bool:
+        return self._role is None or name in self._role.held
 
     def _readable(self, name: str) -> bool:
         return name in self._joined and self._joined[name].readable
@@ -90,14 +81,16 @@ class KeyRouter:
                 elif self._clock.monotonic_ms() >= self._poll_due_ms and not self._client.is_cluster:
                     self._poll(not_full)  # a stream that always has new entries must not hide the others
             except Unavailable as error:
-                self._role_due_ms = 0.0
+                if self._role is not None:
+                    self._role.make_due()
                 self._log_unavailable(error)
                 stopping.wait(self._policy.sweep_ms / 1000)
             except (WrongType, AccessDenied) as error:  # concerns one of the streams it blocked on
-                if self._is_shared or not concerns_one_stream(error):
+                if self._role is not None or not concerns_one_stream(error):
                     raise
                 self._check_all_due_ms = 0.0
-        self._release_roles()
+        if self._role is not None:
+            self._role.release()
 
     def _log_unavailable(self, error: Unavailable) -> None:
         """Warn once it has lasted. Other parts log that Redis is unavailable, but not that it refuses these reads."""
@@ -143,36 +136,16 @@ class KeyRouter:
         """Return the streams on which this worker is the router, as of a second ago at most."""
         # Other threads may remove some meanwhile.
         streams = self.streams.copy()
-        names: Collection[str] = streams
-        if self._is_shared:
-            self._acquire_roles(streams)
-            names = [name for name in streams if name in self._owned_names]
-        return [streams[name] for name in names if self._readable(name)]
-
-    def _acquire_roles(self, names: Collection[str]) -> None:
-        """Acquire or renew the role of router: on new streams at once, on all of them every second."""
-        now_ms = self._clock.monotonic_ms()
-        held_ms = max(_ROUTER_MS, math.ceil(_ROUTER_MS_EACH * len(names)))
-        if now_ms >= self._role_due_ms:
-            self._role_due_ms = now_ms + held_ms / 3
-            self._role_requested.clear()
-        new = [name for name in names if name not in self._role_requested]
-        if not new:
-            return
-        held = self._client.scripts(
-            [(HOLD_NAME, (self._context.keys_of(name).router,), (self._token, held_ms)) for name in new]
-        )
-        if not self._role_requested:
-            self._owned_names = set()
-        self._role_requested.update(new)
-        self._owned_names = self._owned_names | {name for name, is_held in zip(new, held, strict=True) if is_held}
+        if self._role is not None:
+            self._role.acquire(streams)
+        return [stream for name, stream in streams.items() if self._is_owned(name) and self._readable(name)]
 
     def _due_streams(self, mine: Sequence[KeyedStream]) -> Sequence[KeyedStream]:
         """Return the streams with new entries, as far as known; from time to time all, as notifications may be lost."""
         now_ms = self._clock.monotonic_ms()
         if now_ms < self._check_all_due_ms:
             return [one for one in mine if one.stream in self._with_new or one.stream in self._full]
-        self._check_all_due_ms = now_ms + max(_ROUTER_MS / 3, _POLL_MS_EACH * len(mine))
+        self._check_all_due_ms = now_ms + max(ROLE_MS / 3, _POLL_MS_EACH * len(mine))
         return mine
 
     def _warn_full(self, mine: Sequence[KeyedStream]) -> None:
@@ -205,7 +178,7 @@ class KeyRouter:
             stopping.wait(_IDLE_S if mine else self._policy.sweep_ms / 1000)
             self._with_new = {one.stream for one in mine}
             return
-        self._poll(mine, "BLOCK", min(self._policy.block_ms, _ROUTER_MS // 3))
+        self._poll(mine, "BLOCK", min(self._policy.block_ms, ROLE_MS // 3))
 
     def _poll(self, mine: Sequence[KeyedStream], *block: Arg) -> None:
         """Find out which streams have new entries."""
@@ -214,9 +187,3 @@ class KeyRouter:
         found = self._client.execute("XREAD", "COUNT", 1, *block, "STREAMS", *names, *after) if mine else ()
         self._with_new |= {from_wire(name) for name, _ in found or ()}
         self._poll_due_ms = self._clock.monotonic_ms() + _OTHERS_MS
-
-    def _release_roles(self) -> None:
-        with contextlib.suppress(Unavailable):
-            self._client.scripts(
-                [(HOLD_NAME, (self._context.keys_of(name).router,), (self._token, 0)) for name in self._owned_names]
-            )

@@ -11,12 +11,13 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
 from millstream.worker.context import WorkerContext
+from millstream.worker.fetching.hinted_key_fetcher import HintedKeyFetcher
+from millstream.worker.fetching.hinting_key_router import HintingKeyRouter
 from millstream.worker.fetching.key_fetcher import KeyFetcher, LeaseFetcher
 from millstream.worker.fetching.key_router import KeyRouter
-from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
-from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
-from millstream.worker.fetching.shared_key_fetcher import SharedKeyFetcher
-from millstream.worker.fetching.shared_key_router import SharedKeyRouter
+from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
+from millstream.worker.fetching.router_role import RouterRole
+from millstream.worker.fetching.tracked_key_router import TrackedKeyRouter
 from millstream.worker.ordering.ordering import BackgroundLoop, S, _warn_not_released, existing_streams
 from millstream.worker.settling.committer import Committer
 from millstream.worker.settling.key_committer import KeyCommitter
@@ -51,13 +52,14 @@ class ByKey:
         c, routing, streams = self._context, self._routing_client, self.streams
         if ready_streams is not None:
             return (
-                OwnedKeyRouter(c, routing, streams, ready_streams=ready_streams),
-                OwnedKeyFetcher(c, streams, ready_streams=ready_streams),
+                TrackedKeyRouter(c, routing, streams, ready_streams=ready_streams),
+                PipelinedKeyFetcher(c, streams, ready_streams=ready_streams),
             )
+        role = RouterRole(c, routing)
         if self._shares_many:
-            fetcher = SharedKeyFetcher(c, streams, ready_streams=self._joined_streams)
-            return SharedKeyRouter(c, routing, streams), fetcher
-        return KeyRouter(c, routing, streams), KeyFetcher(c, streams)
+            fetcher = HintedKeyFetcher(c, streams, ready_streams=self._joined_streams)
+            return HintingKeyRouter(c, routing, streams, role), fetcher
+        return KeyRouter(c, routing, streams, role), KeyFetcher(c, streams)
 
     @property
     def _shares_many(self) -> bool:

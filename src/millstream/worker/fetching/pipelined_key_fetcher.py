@@ -1,4 +1,4 @@
-"""Owned key fetcher: leases keys of thousands of streams that one worker alone works on, many in one round trip."""
+"""Pipelined key fetcher: leases keys of thousands of streams, those of many streams in one round trip."""
 
 import contextlib
 import threading
@@ -16,8 +16,8 @@ _SWEEP_MS_EACH = 5.0
 _FOREIGN_LEASE_MS = 100.0
 
 
-class OwnedKeyFetcher(LeaseFetcher):
-    """Leases the key queues of streams that only this worker works on; each stream has one.
+class PipelinedKeyFetcher(LeaseFetcher):
+    """Leases one key queue of each stream that is due.
 
     `ready_streams`: a queue of names of streams that may have entries. Each stream is polled from time to time, too.
     """

@@ -1,4 +1,4 @@
-"""Shared key fetcher: leases keys of thousands of streams that workers share, at a cost that follows the work to do."""
+"""Hinted key fetcher: leases keys of thousands of streams that workers share, at a cost that follows the work to do."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, to_wire, worker_name_key
 from millstream.worker.context import WorkerContext
-from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
+from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
 from millstream.worker.timers import DelayQueue
 
 _AT_ONCE = 100
@@ -49,8 +49,8 @@ class ReadyHints:
         return [from_wire(name) for name in dict.fromkeys(self._client.execute("LPOP", self.key, most) or ())]
 
 
-class SharedKeyFetcher(OwnedKeyFetcher):
-    """Leases keys of streams that other workers work on, too.
+class HintedKeyFetcher(PipelinedKeyFetcher):
+    """A PipelinedKeyFetcher of streams that other workers work on, too: it leases several key queues of each.
 
     It blocks on the hints, and on the wake-up lists of active streams: those known to have entries in key queues. The
     other streams are idle: the fetcher polls a fixed number of them a second for entries, however many there are.

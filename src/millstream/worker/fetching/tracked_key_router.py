@@ -1,4 +1,4 @@
-"""Owned key router: routes entries of streams that one worker alone works on, thousands of them, by key tracking."""
+"""Tracked key router: routes entries of thousands of streams; key tracking says which have new ones."""
 
 import contextlib
 import logging
@@ -15,6 +15,7 @@ from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import WakeUp
 from millstream.worker.fetching.key_router import KeyRouter
+from millstream.worker.fetching.router_role import RouterRole
 from millstream.worker.timers import DelayQueue, RoundRobin
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,17 @@ _PAUSE_MS_EACH = 10.0
 _FALSE_MS_EACH = 0.2
 
 
-class OwnedKeyRouter(KeyRouter):
-    """A KeyRouter that a `KeyTracker` notifies of changed streams; without key tracking in Redis, a plain KeyRouter."""
+class TrackedKeyRouter(KeyRouter):
+    """A KeyRouter that a `KeyTracker` notifies of changed streams; without key tracking in Redis, a plain KeyRouter.
 
-    _is_shared = False
+    `ready_streams`: receives the names of streams that may have keys to lease
+    """
 
     def __init__(
-        self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream], *, ready_streams: WakeUp
-    ) -> None:
-        super().__init__(context, client, joined)
+        self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream], role: RouterRole | None = None,
+        *, ready_streams: WakeUp,
+    ) -> None:  # fmt: skip
+        super().__init__(context, client, joined, role)
         self._tracker = KeyTracker(client)
         self._ready_streams = ready_streams
         self._added: SimpleQueue[str] = SimpleQueue()
@@ -69,6 +72,10 @@ class OwnedKeyRouter(KeyRouter):
 
     def _collect(self, stopping: threading.Event) -> None:
         """Wait a little for invalidations; note the streams to route."""
+        if self._role is not None:
+            before = self._role.held
+            self._role.acquire(self.streams.copy())
+            self._to_route |= dict.fromkeys(self._role.held - before)
         now_ms = self._clock.monotonic_ms()
         is_check_due = now_ms >= self._check_due_ms
         if now_ms < self._collect_due_ms:
@@ -144,11 +151,8 @@ class OwnedKeyRouter(KeyRouter):
             names.append(name)
         return names
 
-    def _is_owned(self, name: str) -> bool:
-        return True
-
     def _notify(self, stream: KeyedStream) -> None:
-        """Notify the fetcher that the stream has a key to lease."""
+        """Notify the fetcher that the stream may have a key to lease."""
         self._ready_streams.put(stream.stream)
 
     def _delay(self, name: str, for_ms: float) -> None:
