@@ -10,12 +10,12 @@ import logging
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from millstream.balancer.lease_metrics import LeaseMetrics
+from millstream.balancer.lease_table import Change, LeaseEnded, LeaseTable, UnrenewedLeases
 from millstream.balancer.notification_queue import NotificationQueue
-from millstream.balancer.notifications import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
+from millstream.balancer.notifications import Lease, Notice, StreamAdded, Terminated
 from millstream.balancer.policy import BalancerPolicy
 from millstream.balancer.protocol import UNASSIGNED, HeartbeatReply, HeartbeatRequest, Service, announce
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
@@ -32,16 +32,6 @@ _SERVER_TICK_MS = 100.0  # an idle Redis checks timeouts this often, and ends a 
 _CHECK_LIMITS_MS = 100.0
 _FIRST_BACKOFF_MS, _LAST_BACKOFF_MS = 50.0, 1000.0
 _LEAST_TIMEOUT_MS = 100
-
-
-@dataclass(slots=True, eq=False)
-class _HeldLease:
-    """A lease with its local state. Times are of the monotonic clock."""
-
-    lease: Lease
-    since_ms: float
-    deadline_ms: float | None = None
-    revoke_at_ms: float | None = None
 
 
 class Balancer:
@@ -85,14 +75,8 @@ class Balancer:
         self._clock = clock
         # One call to Redis at a time, so that an older reply never overwrites a newer one.
         self._lock = threading.RLock()
-        self._held: dict[str, _HeldLease] = {}
-        self._lost_leases: list[Lease] = []  # lost since the last heartbeat: Redis may have forgotten them
-        self._valid_until_ms = 0.0
-        self._created: str | None = None
-        self._requests_all = False  # the leases in Redis may differ from those held here
-        self._uncertain = False  # a call failed, and may have been executed
+        self._table = LeaseTable(lease_ms=self.policy.lease_ms, drain_ms=self.policy.drain_ms)
         self._is_full = False  # more streams to take, but too many notifications queued
-        self._announced_unassigned: dict[str, float] = {}
         self._notifications: NotificationQueue[Notice] = NotificationQueue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -156,14 +140,12 @@ class Balancer:
                 lease = self._service.claim(stream)
             except MillstreamError as error:
                 if isinstance(error, Unavailable):
-                    self._mark_uncertain()  # the claim may have succeeded
+                    self._table.mark_uncertain()  # the claim may have succeeded
                 self._metrics.claimed(type(error).__name__, self._clock.monotonic_ms() - began_ms)
                 raise
-            self._metrics.claimed("ok", self._clock.monotonic_ms() - began_ms)
-            self._announced_unassigned.pop(stream, None)
-            known = self._held.get(stream)
-            if known is None or known.lease.token != lease.token:
-                self._add_lease(lease)
+            now_ms = self._clock.monotonic_ms()
+            self._metrics.claimed("ok", now_ms - began_ms)
+            self._table.add_claimed(lease, now_ms)
             return lease
 
     def done(self, *streams: str | Lease) -> None:
@@ -180,13 +162,12 @@ class Balancer:
 
     def lease(self, stream: str) -> Lease | None:
         """The lease on a stream, while it is valid by the local clock; else None."""
-        held = self._held.get(stream)
-        return held.lease if held is not None and self._is_valid() else None
+        return None if self._stopping.is_set() else self._table.lease(stream, self._clock.monotonic_ms())
 
     @property
     def leases(self) -> Sequence[Lease]:
         """All leases that are valid by the local clock."""
-        return [held.lease for held in list(self._held.values())] if self._is_valid() else []
+        return [] if self._stopping.is_set() else self._table.leases(self._clock.monotonic_ms())
 
     def expect(self, stream: str, within_ms: float | None) -> None:
         """Set a deadline for progress on a stream: unless it is renewed within so many milliseconds, the lease ends.
@@ -194,9 +175,7 @@ class Balancer:
         However healthy the process: a stuck stream goes to other consumers, if their shares have room for it, or comes
         back under a new token; the other streams stay. None removes the deadline.
         """
-        held = self._held.get(stream)
-        if held is not None:
-            held.deadline_ms = None if within_ms is None else self._clock.monotonic_ms() + within_ms
+        self._table.expect(stream, within_ms, self._clock.monotonic_ms())
 
     def close(self, timeout_s: float = 10.0) -> int:
         """Leave: take no more streams, release all, and put Terminated. Return how many streams were released.
@@ -207,7 +186,7 @@ class Balancer:
         if self._stopping.is_set():
             return 0
         self._stopping.set()
-        end_ms, count = self._clock.monotonic_ms() + timeout_s * 1000, len(self._held)
+        end_ms, count = self._clock.monotonic_ms() + timeout_s * 1000, len(self._table)
         outcome: list[int | str] = []
         leaving = threading.Thread(target=lambda: outcome.append(self._leave()), name="balancer-leaves", daemon=True)
         leaving.start()
@@ -232,32 +211,24 @@ class Balancer:
         """Leave the service, after a call in progress; how many streams were released, or the error text."""
         with self._lock:
             try:
-                return self._service.leave(self._end_reason())
+                return self._service.leave(self._table.end_reason(self._clock.monotonic_ms()))
             except MillstreamError as error:
                 return text_of(error)
             finally:
-                for held in list(self._held.values()):
-                    self._remove_lease(held, "closed")
+                self._publish(self._table.end_all("closed", self._clock.monotonic_ms()))
                 self._client.close()
 
     def _end_leases(self, how: Literal["done", "released"], streams: Sequence[str | Lease]) -> None:
         with self._lock:
-            ours: dict[str, _HeldLease] = {}
-            lost: list[str] = []
-            for item in streams:
-                name = item if isinstance(item, str) else item.stream
-                found = self._held.get(name)
-                if found is None or (isinstance(item, Lease) and item.token != found.lease.token):
-                    lost.append(name)
-                else:
-                    ours[name] = found
+            ours, lost = self._table.held(streams)
             try:
-                refused = self._service.end_leases(how, [item.lease for item in ours.values()])
+                refused = self._service.end_leases(how, ours)
             except Unavailable:
-                self._mark_uncertain()  # the leases may have ended
+                self._table.mark_uncertain()  # the leases may have ended
                 raise
-            for name, ended in ours.items():
-                self._remove_lease(ended, "refused" if name in refused else how)
+            now_ms = self._clock.monotonic_ms()
+            for lease in ours:
+                self._publish(self._table.end([lease.stream], "refused" if lease.stream in refused else how, now_ms))
         lost += sorted(refused)
         if lost:
             raise LeaseLost(
@@ -274,7 +245,7 @@ class Balancer:
             try:
                 return self._heartbeat()
             except Unavailable:
-                self._mark_uncertain()
+                self._table.mark_uncertain()
                 raise
             except NameHeld:
                 if self._clock.monotonic_ms() >= end_ms:
@@ -286,7 +257,7 @@ class Balancer:
         error: Exception | None = None
         try:
             while not self._stopping.is_set():
-                if self._requests_all:
+                if self._table.requests_all:
                     self._stopping.wait(_LEAST_GAP_MS / 1000)
                 elif not reply.has_more:
                     self._wait(reply)
@@ -302,7 +273,7 @@ class Balancer:
             )
             error = fatal
             with self._lock:
-                self._revoke_all("lost contact")
+                self._publish(self._table.revoke_all("lost contact", self._clock.monotonic_ms()))
         finally:
             self._blocking_client.close()
             self._terminate(error)
@@ -318,12 +289,13 @@ class Balancer:
             try:
                 reply = self._heartbeat()
             except (Unavailable, NameHeld) as error:
-                self._mark_uncertain()
+                self._table.mark_uncertain()
                 if not backoff.has_begun:
                     logger.warning("consumer %s lost contact with Redis: %s; retrying", self.consumer, error)
                 with self._lock:
-                    if self._held and self._clock.monotonic_ms() >= self._valid_until_ms:
-                        self._revoke_all("lost contact")
+                    now_ms = self._clock.monotonic_ms()
+                    if not self._table.is_valid(now_ms):
+                        self._publish(self._table.revoke_all("lost contact", now_ms))
                 self._stopping.wait(backoff.next_ms() / 1000)
             else:
                 if backoff.has_begun:
@@ -337,22 +309,26 @@ class Balancer:
         with self._lock:
             if self._stopping.is_set():
                 raise _Closed
-            if self._valid_until_ms and self._clock.monotonic_ms() >= self._valid_until_ms:
+            if self._table.has_lapsed(self._clock.monotonic_ms()):
                 self._rejoin()
-            now_ms = self._clock.monotonic_ms()
-            held = self._held.values()
-            stuck = [one for one in held if _is_past(one.deadline_ms, now_ms)]
-            overran = [
-                one for one in held if _is_past(one.revoke_at_ms, now_ms) and not _is_past(one.deadline_ms, now_ms)
-            ]
-            request = self._request(stuck, overran)
+            sent_ms = self._clock.monotonic_ms()
+            unrenewed = self._table.expired(sent_ms)
+            request = self._request(unrenewed)
             reply = self._service.heartbeat(request)
+            now_ms = self._clock.monotonic_ms()
             self._is_full = len(reply.added) >= request.max_new and reply.held < reply.share
-            self._metrics.heartbeat(reply, self._clock.monotonic_ms() - now_ms)
-            self._apply(reply, [*stuck, *overran], now_ms)
+            self._metrics.heartbeat(reply, now_ms - sent_ms)
+            if self._table.is_state_lost(reply):
+                logger.warning("Redis lost the state of %s; re-announcing its streams", self._service.keys.label)
+                for lease in self._table.recent_leases:
+                    self._reannounce(lease)
+            self._publish(self._table.apply(reply, unrenewed, sent_ms=sent_ms, now_ms=now_ms))
+            self._revoke_excess(reply.excess)
+            room = self.policy.max_waiting - len(self._notifications)
+            self._publish(self._table.announce_unassigned(reply.unassigned, room, sent_ms=sent_ms))
             return reply
 
-    def _request(self, stuck: Sequence[_HeldLease], overran: Sequence[_HeldLease]) -> HeartbeatRequest:
+    def _request(self, unrenewed: UnrenewedLeases) -> HeartbeatRequest:
         policy = self.policy
         return HeartbeatRequest(
             lease_ms=policy.lease_ms,
@@ -360,50 +336,14 @@ class Balancer:
             limit=policy.max_streams,
             max_new=max(0, policy.max_waiting - len(self._notifications)),
             recovers=policy.recover == "share",
-            releasing=sum(1 for one in self._held.values() if one.revoke_at_ms is not None),
-            requests_all=self._requests_all,
+            releasing=self._table.revoked_count,
+            requests_all=self._table.requests_all,
             moves=policy.moves if policy.recover == "share" else 0,
             max_losses=policy.max_losses,
-            replaces=self._replaces and self._created is None,
-            stuck=[one.lease for one in stuck],
-            overran=[one.lease for one in overran],
+            replaces=self._replaces and self._table.is_new,
+            stuck=[held.lease for held in unrenewed.stuck],
+            overran=[held.lease for held in unrenewed.overran],
         )
-
-    def _apply(self, reply: HeartbeatReply, expired: Sequence[_HeldLease], sent_ms: float) -> None:
-        self._handle_unknown(reply)
-        for held in [one for one in expired if self._held.get(one.lease.stream) is one]:
-            self._revoke(held, "stuck")
-        if self._requests_all and not reply.is_new:
-            tokens = {lease.stream: lease.token for lease in reply.all_held}
-            for held in list(self._held.values()):
-                if tokens.get(held.lease.stream) != held.lease.token:
-                    self._revoke(held, "forgotten" if self._uncertain else "taken away")
-            added = [lease for lease in reply.all_held if lease.stream not in self._held]  # those of lost replies, too
-        else:
-            added = [*reply.added]
-        self._created = reply.created
-        self._valid_until_ms = sent_ms + self.policy.lease_ms
-        self._lost_leases.clear()
-        for lease in added:
-            if lease.stream in self._held:  # the same heartbeat had ended it
-                self._revoke(self._held[lease.stream], "taken away")
-            self._add_lease(lease)
-            self._notify(StreamAdded(lease=lease))
-        self._uncertain = False
-        self._requests_all = reply.held != len(self._held)  # an operator has ended a lease
-        if reply.excess:
-            self._revoke_excess(reply.excess)
-        self._announce_unassigned(reply.unassigned, sent_ms)
-
-    def _handle_unknown(self, reply: HeartbeatReply) -> None:
-        """Handle a consumer that Redis did not know: it was evicted, or Redis lost the state of the service."""
-        if self._created not in (None, reply.created) and (reply.is_new or self._requests_all):
-            logger.warning("Redis lost the state of %s; re-announcing its streams", self._service.keys.label)
-            for lease in (*self._lost_leases, *(held.lease for held in self._held.values())):
-                self._reannounce(lease)
-            self._revoke_all("forgotten")
-        elif reply.is_new:
-            self._revoke_all("expired")
 
     def _reannounce(self, lease: Lease) -> None:
         try:
@@ -416,86 +356,46 @@ class Balancer:
 
         Redis may still count some as valid: they are ended, so that new leases get new tokens.
         """
-        how = self._end_reason()
-        self._revoke_all("lost contact" if self._uncertain else "expired")
+        now_ms = self._clock.monotonic_ms()
+        how = self._table.end_reason(now_ms)
+        self._publish(self._table.lapse(now_ms))
         self._service.leave(how)
         self._service.incarnation = secrets.token_hex(8)
-        self._valid_until_ms = 0.0
+        self._table.rejoin()
 
     def _revoke_excess(self, count: int) -> None:
-        """Revoke some streams: first those whose StreamAdded is still queued."""
-        queued = {id(notice.lease) for notice in self._notifications.queued() if isinstance(notice, StreamAdded)}
-        kept = [one.lease for one in self._held.values() if one.revoke_at_ms is None]
-        last = {id(lease) for lease in [lease for lease in kept if id(lease) in queued][-count:]}
+        """Release streams whose StreamAdded is still queued, the newest first; revoke others for the rest of `count`."""
+        if not count:
+            return
+        queued = [notice.lease for notice in self._notifications.queued() if isinstance(notice, StreamAdded)]
+        unseen = {(lease.stream, lease.token): lease for lease in self._table.not_revoked(queued)[-count:]}
         # The program may have taken some notifications meanwhile.
         taken_back = self._notifications.remove(
-            lambda notice: isinstance(notice, StreamAdded) and id(notice.lease) in last
+            lambda notice: isinstance(notice, StreamAdded) and (notice.stream, notice.lease.token) in unseen
         )
-        revoked = [self._held[notice.lease.stream] for notice in taken_back if isinstance(notice, StreamAdded)]
-        for held in revoked:  # if this release fails, the next heartbeat detects and reports it
-            self._remove_lease(held, "released")
-        self._service.end_leases("released", [held.lease for held in revoked])
-        idle = [one for one in self._held.values() if one.revoke_at_ms is None and one.deadline_ms is None]
-        busy = [one for one in self._held.values() if one.revoke_at_ms is None and one.deadline_ms is not None]
-        for held in (*reversed(idle), *reversed(busy)):
-            if len(revoked) >= count:
-                break
-            revoked.append(held)
-            held.revoke_at_ms = self._clock.monotonic_ms() + self.policy.drain_ms
-            self._notify(StreamDisowned(lease=held.lease, why="rebalanced", drain_ms=self.policy.drain_ms))
+        tokens = {(notice.stream, notice.lease.token) for notice in taken_back if isinstance(notice, StreamAdded)}
+        released = [lease for key, lease in unseen.items() if key in tokens]
+        now_ms = self._clock.monotonic_ms()
+        # If this release fails, the next heartbeat detects and reports it.
+        self._publish(self._table.end([lease.stream for lease in released], "released", now_ms))
+        self._service.end_leases("released", released)
+        self._publish(self._table.revoke_excess(count - len(released), self._clock.monotonic_ms()))
 
-    def _announce_unassigned(self, unassigned: Sequence[str], now_ms: float) -> None:
-        """Announce unassigned streams, and announce again those not claimed for the length of a lease."""
-        again_ms = now_ms - self.policy.lease_ms
-        announced_ms = {stream: self._announced_unassigned.get(stream, float("-inf")) for stream in unassigned}
-        for stream in unassigned:
-            if announced_ms[stream] <= again_ms and len(self._notifications) < self.policy.max_waiting:
-                announced_ms[stream] = now_ms
-                self._notify(StreamExpired(stream=stream))
-        self._announced_unassigned = announced_ms
-
-    def _is_valid(self) -> bool:
-        return self._clock.monotonic_ms() < self._valid_until_ms and not self._stopping.is_set()
-
-    def _end_reason(self) -> Literal["released", "expired", "lapsed"]:
-        """The reason under which the leases end if this consumer leaves now."""
-        if not self._valid_until_ms or self._clock.monotonic_ms() < self._valid_until_ms:
-            return "released"
-        return "lapsed" if self._uncertain else "expired"
-
-    def _mark_uncertain(self) -> None:
-        """A call has failed, and may have been executed: compare all leases in the next heartbeat."""
-        self._requests_all = self._uncertain = True
-
-    def _add_lease(self, lease: Lease) -> None:
-        self._held[lease.stream] = _HeldLease(lease, self._clock.monotonic_ms())
-
-    def _remove_lease(self, held: _HeldLease, how: str) -> None:
-        del self._held[held.lease.stream]
-        self._metrics.ended(how, self._clock.monotonic_ms() - held.since_ms)
-
-    def _revoke(self, held: _HeldLease, why: Why) -> None:
-        self._remove_lease(held, why)
-        self._notify(StreamDisowned(lease=held.lease, why=why))
-
-    def _revoke_all(self, why: Why) -> None:
-        for held in list(self._held.values()):
-            self._lost_leases.append(held.lease)
-            self._revoke(held, why)
-
-    def _notify(self, notice: Notice) -> None:
-        self._metrics.notified(type(notice).__name__)
-        self._notifications.put(notice)
+    def _publish(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, LeaseEnded):
+                self._metrics.ended(change.how, change.held_ms)
+            else:
+                self._metrics.notified(type(change).__name__)
+                self._notifications.put(change)
 
     def _wait(self, reply: HeartbeatReply) -> None:
         """Wait until something may have changed, but not beyond the next heartbeat."""
         now_ms = self._clock.monotonic_ms()
-        wait_ms = self._valid_until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms
+        wait_ms = self._table.valid_until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms
         if reply.next_expiry_ms is not None:
             wait_ms = min(wait_ms, reply.next_expiry_ms)
-        if self._is_full or any(
-            one.deadline_ms is not None or one.revoke_at_ms is not None for one in list(self._held.values())
-        ):
+        if self._is_full or self._table.has_limits:
             wait_ms = min(wait_ms, _CHECK_LIMITS_MS)
         if wait_ms <= _SERVER_TICK_MS:  # a blocking read is not that exact, and would end too late for the lease
             self._stopping.wait(max(wait_ms, _LEAST_GAP_MS) / 1000)
@@ -507,14 +407,10 @@ class Balancer:
                 "XREAD", "BLOCK", int(wait_ms), "STREAMS", keys.input, keys.events, *reply.newest_ids
             )
         except Unavailable:
-            self._mark_uncertain()
+            self._table.mark_uncertain()
             self._stopping.wait(_FIRST_BACKOFF_MS / 1000)
         else:
             self._stopping.wait(_LEAST_GAP_MS / 1000)  # collect a burst in one heartbeat
-
-
-def _is_past(end_ms: float | None, now_ms: float) -> bool:
-    return end_ms is not None and end_ms <= now_ms
 
 
 class _Closed(Exception):
