@@ -8,7 +8,7 @@ has left it once has left it for good, and every step may be repeated, late or b
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -50,6 +50,33 @@ class _ExportedKeys:
     exported: dict[bytes, bytes] = field(default_factory=dict)
     max_fence: int = 0
     detours: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportReply:
+    """The reply of one older partition about keys that come from it.
+
+    * `fence`: its newest fencing token
+    * `remaining`: keys that may still have entries there; `states`: the states of those that have left one
+    """
+
+    owner: PastOwner
+    fence: int
+    remaining: Sequence[bytes]
+    states: Mapping[bytes, bytes]
+
+    @classmethod
+    def parse(cls, owner: PastOwner, keys: Sequence[bytes], reply: Sequence[Reply]) -> "_ExportReply":
+        """Parse the reply of EXPORT_KEYS about `keys`."""
+        if not reply:  # it has entries that are in no key queue yet
+            return cls(owner, 0, keys, {})
+        answers = list(zip(keys, reply[1:], strict=True))
+        return cls(
+            owner,
+            int(reply[0]),
+            [key for key, answer in answers if answer == 0],
+            {key: answer for key, answer in answers if isinstance(answer, bytes)},
+        )
 
 
 @dataclass(slots=True)
@@ -223,22 +250,17 @@ class KeyMigration:
             for key in list(found.exported):
                 if level < len(asked[key]) and not self._is_drained(asked[key][level]):
                     by_owner[asked[key][level]].append(key)
-            for owner, some, reply in self._export_keys(by_owner):
-                found.max_fence = max([found.max_fence, *map(int, reply[:1])])
-                for key, reply_of_key in zip(some, reply[1:] or [0] * len(some), strict=True):
-                    if reply_of_key == 0:
-                        del found.exported[key]
-                    elif isinstance(reply_of_key, bytes):
-                        if owner == asked[key][-1]:
-                            found.exported[key] = reply_of_key
-                        else:
-                            del found.exported[key]
-                            found.detours[asked[key][level + 1].partition].append(key)
+            for reply in self._export_keys(by_owner):
+                found.max_fence = max(found.max_fence, reply.fence)
+                found.exported |= reply.states
+                on_the_way = [key for key in reply.states if reply.owner != asked[key][-1]]
+                for key in on_the_way:
+                    found.detours[asked[key][level + 1].partition].append(key)
+                for key in (*reply.remaining, *on_the_way):
+                    del found.exported[key]
         return found
 
-    def _export_keys(
-        self, by_owner: dict[PastOwner, list[bytes]]
-    ) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
+    def _export_keys(self, by_owner: dict[PastOwner, list[bytes]]) -> Iterator[_ExportReply]:
         calls: list[tuple[Script, int, Sequence[Arg]]] = []
         asked: list[tuple[PastOwner, list[bytes]]] = []
         for owner, keys in by_owner.items():
@@ -253,7 +275,7 @@ class KeyMigration:
                     )
                 )
         for (owner, some), reply in zip(asked, self._run(calls), strict=True):
-            yield owner, some, reply
+            yield _ExportReply.parse(owner, some, reply)
 
     # Known drained partitions
 
