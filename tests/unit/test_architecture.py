@@ -36,6 +36,10 @@ HOMES = {
     "prometheus_client": ("observability",), "opentelemetry": ("observability",),
     "fastapi": ("services",), "starlette": ("services",), "h11": ("services",), "uvicorn": ("services",), "websockets": ("services",),
 }  # fmt: skip
+SPARK_PRIVATE = {
+    "_gateway", "_jvm", "_jsc", "_jsparkSession", "_ensure_initialized", "_get_j_spark_session_class", "launch_gateway",
+}  # fmt: skip
+SPARK_VERSIONS = "millstream.spark.versions"
 BANNED = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
@@ -177,6 +181,18 @@ def spark_needed_by_everyone(root: Path) -> Iterator[str]:
             yield f"{where} imports {found.target} for everyone: import it in the function that needs Spark"
 
 
+def private_parts_of_spark(root: Path) -> Iterator[str]:
+    for module in read_modules(root / "src"):
+        if module.name == SPARK_VERSIONS:
+            continue
+        for node in ast.walk(parsed(module.path.read_text())):
+            names = {node.attr} if isinstance(node, ast.Attribute) else set()
+            if isinstance(node, ast.ImportFrom):
+                names = {alias.name for alias in node.names}
+            for name in sorted(names & SPARK_PRIVATE):
+                yield f"{module.name} uses {name}: only {SPARK_VERSIONS} uses private parts of Spark"
+
+
 def pickles(root: Path) -> Iterator[str]:
     for _, found, where in each_import(root / "src"):
         if found.target.partition(".")[0] in BANNED:
@@ -225,6 +241,12 @@ RULES: list[tuple[Callable[[Path], Iterator[str]], str, str]] = [
     (third_parties_out_of_their_home, "millstream/worker/loop.py", "from redis.client import Redis"),
     (third_parties_out_of_their_home, "millstream/cli/run.py", "def run():\n    import pyspark"),
     (spark_needed_by_everyone, "millstream/cli/run.py", "from millstream.spark import source"),
+    (private_parts_of_spark, "millstream/spark/plan.py", "def classes(spark):\n    return spark.sparkContext._jvm"),
+    (
+        private_parts_of_spark,
+        "millstream/spark/plan.py",
+        "def f():\n    from pyspark.java_gateway import launch_gateway",
+    ),
     (pickles, "millstream/delivery/commit_store.py", "import pickle"),
     (names_of_the_standard_library, "millstream/spark/types.py", ""),
     (long_files, "millstream/app.py", "\n" * (MAX_FILE_LINES + 1)),

@@ -1,16 +1,21 @@
-"""What differs between the versions of Spark that millstream runs on. Nothing else asks for a version.
+"""What differs between the versions of Spark that millstream runs on, and all use of its private parts.
+
+Nothing else asks for a version, or reaches for the Java side of a session.
 
 `docs/spark-versions.md` tells users what each version lacks.
 """
 
+import subprocess
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyspark
 from pyspark.sql import datasource
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark import SparkConf
+    from pyspark.sql import SparkSession
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
     from pyspark.sql.types import StructType
 
@@ -28,8 +33,16 @@ __all__ = [
     "ReadMaxRows",
     "ReadMinRows",
     "SupportsTriggerAvailableNow",
+    "activate",
     "arrow_schema",
+    "has_java",
+    "java_classes",
+    "java_context",
+    "java_process",
+    "java_session",
+    "launch_java",
     "spark_schema",
+    "use_java",
 ]
 
 SPARK_VERSION: str = pyspark.__version__
@@ -112,6 +125,60 @@ def spark_schema(schema: "pa.Schema") -> "StructType":
     from pyspark.sql.pandas.types import from_arrow_schema
 
     return from_arrow_schema(schema)
+
+
+# --- The Java side of PySpark, private in all versions ---
+
+
+def has_java() -> bool:
+    """True if this process is connected to a Java process of Spark."""
+    from pyspark import SparkContext
+
+    return SparkContext._gateway is not None
+
+
+def launch_java(conf: "SparkConf", *, stderr: int) -> Any:
+    """Start a Java process of Spark in a process group of its own, and return the gateway to it.
+
+    Its stderr goes to the file descriptor `stderr`. Raises what pyspark does.
+    """
+    from pyspark.java_gateway import launch_gateway
+
+    return launch_gateway(conf, popen_kwargs={"stderr": stderr, "process_group": 0})
+
+
+def use_java(gateway: Any) -> None:
+    """Let all sessions of this process use the Java process behind `gateway`."""
+    from pyspark import SparkContext
+
+    SparkContext._ensure_initialized(gateway=gateway)
+
+
+def java_process(spark: "SparkSession") -> "subprocess.Popen[bytes] | None":
+    """The Java process behind a session; None if another process has started it."""
+    return getattr(spark.sparkContext._gateway, "proc", None)
+
+
+def java_classes(spark: "SparkSession") -> Any:
+    """The Java classes of a session's process, by their names as attributes."""
+    classes = spark.sparkContext._jvm
+    assert classes is not None
+    return classes
+
+
+def java_context(spark: "SparkSession") -> Any:
+    """The `JavaSparkContext` of a session."""
+    return spark.sparkContext._jsc
+
+
+def java_session(spark: "SparkSession") -> Any:
+    """The `SparkSession` of Java behind a session."""
+    return spark._jsparkSession
+
+
+def activate(spark: "SparkSession") -> None:
+    """Make `spark` the active session of this thread in Java."""
+    type(spark)._get_j_spark_session_class(java_classes(spark)).setActiveSession(java_session(spark))
 
 
 # --- Java classes ---

@@ -15,16 +15,26 @@ from pathlib import Path
 
 from py4j.java_gateway import JavaObject
 from py4j.protocol import Py4JError, Py4JJavaError
-from pyspark import SparkConf, SparkContext
+from pyspark import SparkConf
 from pyspark.errors import PySparkException, PySparkRuntimeError
-from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
 from millstream.spark.run.connect_guard import refuse_connect
 from millstream.spark.run.failures import java_reason
-from millstream.spark.versions import LOCAL_CHECKPOINTS, SETTINGS
+from millstream.spark.versions import (
+    LOCAL_CHECKPOINTS,
+    SETTINGS,
+    activate,
+    has_java,
+    java_classes,
+    java_context,
+    java_process,
+    java_session,
+    launch_java,
+    use_java,
+)
 
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _KEPT_LINES = 20
@@ -97,7 +107,7 @@ def open_session(
     settings = default_settings(master, checkpoint) | dict(conf)
     settings[_JAVA_OPTIONS] = f"{java_options} {settings.get(_JAVA_OPTIONS, '')}".strip()
     whole = SparkConf().setAppName(name).setMaster(master).setAll(list(settings.items()))
-    if SparkContext._gateway is None:
+    if not has_java():
         _start_java(whole)
     try:
         return SparkSession.builder.config(conf=whole).getOrCreate()
@@ -122,9 +132,7 @@ def close_session(spark: SparkSession) -> None:
 
 def make_active(spark: SparkSession) -> None:
     """Make `spark` the active session of this thread, which some calls use, such as the lookup of a sink's format."""
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
-    SparkSession._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
+    activate(spark)
 
 
 def prefill_environment(spark: SparkSession) -> None:
@@ -143,7 +151,7 @@ def prefill_environment(spark: SparkSession) -> None:
         "SPARK_BUFFER_SIZE": "65536",
         "SPARK_PYTHON_RUNTIME": "PYTHON_WORKER",
     }
-    source = spark._jsparkSession.sessionState().dataSourceManager().lookupDataSource(_FORMAT)
+    source = java_session(spark).sessionState().dataSourceManager().lookupDataSource(_FORMAT)
     environment = source.dataSourceCls().envVars()
     for name, value in known.items():
         environment.putIfAbsent(name, value)
@@ -151,14 +159,14 @@ def prefill_environment(spark: SparkSession) -> None:
 
 def has_stopped(spark: SparkSession) -> bool:
     """Whether the session has stopped, as after its cluster removed it: none of its queries will run again."""
-    return bool(spark.sparkContext._jsc.sc().isStopped())
+    return bool(java_context(spark).sc().isStopped())
 
 
 def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
     """Whether the Java process behind `spark` has ended, or ends within so many seconds: then every call fails."""
-    process: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)
+    process = java_process(spark)
     if process is None:
-        return False  # another process has started it
+        return False
     with suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
     return process.returncode is not None
@@ -166,10 +174,9 @@ def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
 
 def has_executors(spark: SparkSession) -> bool:
     """Whether there is an executor to run tasks. Raises what pyspark does."""
-    context = spark.sparkContext
-    if not is_cluster(str(context.master)):
+    if not is_cluster(str(spark.sparkContext.master)):
         return True
-    return len(context._jsc.sc().statusTracker().getExecutorInfos()) > 1  # the driver is one of them
+    return len(java_context(spark).sc().statusTracker().getExecutorInfos()) > 1  # the driver is one of them
 
 
 def checkpoint_begun(spark: SparkSession, path: str, marker: str) -> bool:
@@ -206,10 +213,8 @@ def clear_unfinished(spark: SparkSession, path: str) -> None:
 
 def _folder(spark: SparkSession, path: str) -> tuple[JavaObject, JavaObject]:
     """Return the file system of `path`, and the path on it."""
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
-    folder = jvm.org.apache.hadoop.fs.Path(path)
-    return folder.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration()), folder
+    folder = java_classes(spark).org.apache.hadoop.fs.Path(path)
+    return folder.getFileSystem(java_context(spark).hadoopConfiguration()), folder
 
 
 def _listed(spark: SparkSession, path: str) -> list[JavaObject]:
@@ -237,7 +242,7 @@ def _start_java(conf: SparkConf) -> None:
     log.start()
     try:
         # A process group of its own: a signal to ours would otherwise end Java before its queries.
-        gateway = launch_gateway(conf, popen_kwargs={"stderr": writer, "process_group": 0})
+        gateway = launch_java(conf, stderr=writer)
     except (PySparkRuntimeError, Py4JError, OSError) as error:
         os.close(writer)
         log.join(_LOG_END_S)
@@ -247,7 +252,7 @@ def _start_java(conf: SparkConf) -> None:
         hint = "check --spark-master and --conf" if java else "install Java 17 or later, or set JAVA_HOME"
         raise ConfigError(f"Spark's Java process cannot start: {reason}; {hint}") from error
     os.close(writer)
-    SparkContext._ensure_initialized(gateway=gateway)
+    use_java(gateway)
     log.release()
 
 
