@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from benchmarks.common import FIELDS, cores, fill, laboratory, raw_streams
 from millstream.redis_client.client import Client
+from millstream.spark.source.batch_limits import Advance
 from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets, dump
 from millstream.spark.source.options import parse
@@ -97,8 +98,8 @@ def _looks(client: Client, names: list[str]) -> tuple[float, float]:
     at = planner.starting_offsets("latest")
     idle_ms, changed_ms = [], []
     for _ in range(_LOOKS):
-        planner.plan_next(at, limit=None, target=None)
-        idle_ms.append(_timed_ms(lambda: planner.plan_next(at, limit=None, target=None))[0])  # noqa: B023
+        planner.plan_next(at)
+        idle_ms.append(_timed_ms(lambda: planner.plan_next(at))[0])  # noqa: B023
         fill(client, names[::_CHANGED], 1)
         took_ms, at = _timed_ms(lambda: _plan(planner, at))  # noqa: B023
         changed_ms.append(took_ms)
@@ -106,9 +107,11 @@ def _looks(client: Client, names: list[str]) -> tuple[float, float]:
 
 
 def _plan(planner: BatchPlanner, at: Offsets) -> Offsets:
-    end = planner.plan_next(at, limit=None, target=None).end
-    planner.plan_tasks(at, end)
-    dump(end)
+    planned = planner.plan_next(at)
+    assert isinstance(planned, Advance)
+    end = planned.end
+    planner.plan_tasks(at.positions, end.positions)
+    dump(end.positions)
     return end
 
 

@@ -22,6 +22,7 @@ from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.options import parse
 from tests.support.clocks import ManualClock
 from tests.support.commandline import call
+from tests.support.planning import planned_group_end
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
@@ -219,7 +220,7 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_the_group(client: Client
     options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
     assert options.sharing is not None
     planner = GroupBatchPlanner(client, options, options.sharing, cores=2)
-    place = planner.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
+    place = planned_group_end(planner, BEFORE_FIRST_BATCH, limit=options.limits.max_per_trigger)
     planner.close()
     assert place.non_empty == {"a": 10}
     client.execute("XGROUP", "CREATECONSUMER", "a", "billing", "plain-7")

@@ -18,6 +18,7 @@ from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, GroupOffse
 from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
 from tests.support.deployments import lent_cluster
+from tests.support.planning import planned_group_end
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.spark]
@@ -56,7 +57,7 @@ class Query:
 
     def plan(self) -> GroupOffset:
         """What Spark would log next."""
-        found = self.reader.plan_next(self.place, target=None, may_delay=False).end
+        found = planned_group_end(self.reader, self.place, limit=self.options.limits.max_per_trigger)
         assert load(dump(found)) == found
         return found
 
@@ -319,12 +320,12 @@ def test_a_zombie_driver_reads_and_acknowledges_nothing(
     zombie = one.start()
     end = one.plan()
     with pytest.raises(StaleOwner, match="give each a consumer name of its own"):
-        zombie.plan_next(one.place, target=None, may_delay=False)
+        planned_group_end(zombie, one.place, limit=30)
     monkeypatch.setattr(zombie, zombie._fetch_infos.__name__, lost_connection(zombie._fetch_infos))
     with pytest.raises(Unavailable):
-        zombie.plan_next(end, target=None, may_delay=False)
+        planned_group_end(zombie, end, limit=30)
     with pytest.raises(StaleOwner):  # it begins anew, and is still the older one
-        zombie.plan_next(end, target=None, may_delay=False)
+        planned_group_end(zombie, end, limit=30)
     assert holders(client) == {"spark:0": 30}
     with pytest.raises(StaleOwner):
         zombie.plan_tasks(one.place, end)
@@ -467,11 +468,11 @@ def test_streams_share_a_batch_by_their_backlog(client: Client, query: Callable[
 def test_available_now_reads_no_entries_past_its_target(client: Client, query: Callable[..., Query]) -> None:
     add(client, range(10))
     one = query(maxOffsetsPerTrigger="10")
-    target = one.reader.latest_ids()
+    target = one.reader.latest_offsets()
     add(client, range(10, 15))
-    end = one.reader.plan_next(BEFORE_FIRST_BATCH, target=target, may_delay=False).end
+    end = planned_group_end(one.reader, BEFORE_FIRST_BATCH, limit=10, target=target)
     assert end.counts == {"s": 10}
-    assert one.reader.plan_next(end, target=target, may_delay=False).end == end
+    assert planned_group_end(one.reader, end, limit=10, target=target) == end
 
 
 def test_a_query_survives_a_redis_that_restarts_within_a_batch(millstream_fresh_server: EmbeddedServer) -> None:

@@ -12,6 +12,7 @@ from millstream.spark.source.options import parse
 from tests.support.clocks import ManualClock
 from tests.support.commandline import call
 from tests.support.pipelines import Pipelines
+from tests.support.planning import planned_end
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
@@ -113,12 +114,12 @@ def test_a_paused_stream_is_not_read_and_delays_no_other(client: Client) -> None
     )
     start = paused.starting_offsets("earliest")
     store.set_paused(["a"], paused=True)
-    ends = paused.plan_next(start, limit=10, target=None).end
+    ends = planned_end(paused, start, limit=10)
     assert ends["b"].id == EntryId(5, 0)
     assert ends.get("a") == start.get("a")
-    assert paused.plan_next(ends, limit=10, target=paused.latest_offsets()).end is ends, (
+    assert planned_end(paused, ends, limit=10, target=paused.latest_offsets()) is ends, (
         "and a run that ends at a target ends"
     )
     store.set_paused(["a"], paused=False)
     clock.now_ms += 60_000
-    assert paused.plan_next(ends, limit=10, target=None).end["a"].id == EntryId(10, 0)
+    assert planned_end(paused, ends, limit=10)["a"].id == EntryId(10, 0)

@@ -13,6 +13,7 @@ from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
+from tests.support.planning import planned_end
 from tests.support.sources import Bench, CollectedRows
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -36,7 +37,7 @@ class Query:
     ) -> list[tuple[str, str]]:
         """Read one batch; `planned` happens when its end is known, `dealt` when its tasks are."""
         start: Offsets = self.at
-        end = self.planner.plan_next(start, limit=None, target=None).end
+        end = planned_end(self.planner, start)
         planned()
         parts = [piece for task in self.planner.plan_tasks(start, end) for piece in task]
         dealt()

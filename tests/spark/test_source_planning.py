@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -33,6 +34,7 @@ from millstream.spark.source.subscription import Subscription
 from millstream.testing import topologies
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import commands_run
+from tests.support.planning import planned_end
 
 pytestmark = [pytest.mark.spark]
 
@@ -217,8 +219,8 @@ def test_the_error_of_a_user_without_rights_to_groups_names_the_rights() -> None
 # --- the planner ---
 
 
-def advance(plan: BatchPlanner, start: Offsets, limit: int | None) -> Offsets:
-    return plan.plan_next(start, limit=limit, target=None)[0]
+def advance(plan: BatchPlanner, start: Mapping[str, Position], limit: int | None) -> Offsets:
+    return planned_end(plan, start, limit=limit)
 
 
 def test_counts_stay_exact_batch_after_batch_while_the_stream_is_trimmed_behind_the_query(client: Client) -> None:
@@ -391,16 +393,17 @@ def test_progress_groups_of_many_streams_are_written_in_portions(client: Client)
         found = group_positions(client, "g", names)
         return sum(found[name].position == at[name] for name in found)
 
-    lag.publish(at)
+    lag.publish(Offsets(at))
     assert shown() == 2500, "as long as it takes no time"
     at = {name: Position(EntryId(2, 0), 2) for name in names}
     clock.step_ms = 200.0
+    offsets = Offsets(at)
     for expected in (500, 1000, 1500, 2000, 2500):
-        lag.publish(at)
+        lag.publish(offsets)
         assert shown() == expected
     at = at | {names[0]: Position(EntryId(3, 0), 3), names[2400]: Position(EntryId(3, 0), 3)}
     client.pipeline([("XGROUP", "DESTROY", names[0], "g"), ("DEL", names[2400])])
-    lag.publish(at)
+    lag.publish(Offsets(at))
     assert (shown(), len(group_positions(client, "g", names))) == (2499, 2499)
 
 

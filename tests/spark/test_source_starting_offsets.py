@@ -9,6 +9,7 @@ from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Position
 from millstream.spark.source.options import parse
 from millstream.spark.source.read_range import ReadRange
+from tests.support.planning import planned_end
 
 pytestmark = [pytest.mark.spark]
 
@@ -30,7 +31,7 @@ def starts(client: Client, subscribe: str = "s", **options: str) -> list[str]:
 def sizes(plan: BatchPlanner) -> dict[str, int]:
     """How many entries a first batch of all that is there would read of each stream."""
     start = plan.starting_offsets("latest")
-    ends = plan.plan_next(start, limit=None, target=None).end
+    ends = planned_end(plan, start)
     parts = [piece for task in plan.plan_tasks(start, ends) for piece in task]
     return {piece.stream: piece.size for piece in parts}
 
@@ -74,9 +75,9 @@ def test_the_error_counts_streams_without_entries_at_the_start_time_and_names_th
 def test_a_stream_that_does_not_exist_yet_is_read_from_the_start_time_on(client: Client) -> None:
     plan = planner(client, startingTimestamp="50")
     start = plan.starting_offsets("latest")
-    assert plan.plan_next(start, limit=None, target=None).end == start, "nothing to read, and nothing lost"
+    assert planned_end(plan, start) == start, "nothing to read, and nothing lost"
     fill(client, "s", "49-0", "50-0", "51-0")
-    ends = plan.plan_next(start, limit=None, target=None).end
+    ends = planned_end(plan, start)
     ((piece,),) = plan.plan_tasks(start, ends)
     assert (piece.after, piece.until) == (EntryId(49, 2**64 - 1), EntryId(51, 0))
 
@@ -159,7 +160,7 @@ def test_entries_trimmed_before_their_group_read_them_are_a_loss(client: Client)
     client.execute("XTRIM", "s", "MAXLEN", 10)
     plan = planner(client, startingOffsets="group", startingGroup="workers")
     with pytest.raises(DataLoss, match="lost 6 entries after 4-0"):
-        plan.plan_next(plan.starting_offsets("latest"), limit=None, target=None)
+        planned_end(plan, plan.starting_offsets("latest"))
 
 
 def test_a_group_that_no_stream_has_is_refused_unless_it_is_the_querys_own(client: Client) -> None:

@@ -17,6 +17,7 @@ from millstream.spark.source.stream_info import fetch
 from millstream.spark.source.stream_info_cache import StreamInfoCache
 from millstream.testing.topologies import acl_server, cluster
 from tests.support.clocks import ManualClock
+from tests.support.planning import planned_end
 from tests.support.slots import finish_move, move_slot
 from tests.support.waiting import eventually
 
@@ -180,6 +181,6 @@ def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_and_logged(
     assert list(start) == ["p:1"]
     for _ in range(3):
         clock.now_ms += 2_000
-        assert list(pattern.plan_next(start, limit=None, target=None).end) == ["p:1"]
+        assert list(planned_end(pattern, start)) == ["p:1"]
     (log_text,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert log_text == "1 streams are left out, as their names are not UTF-8 text: 'p:\\udcff\\udcfe'"

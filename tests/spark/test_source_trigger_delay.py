@@ -7,6 +7,7 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.spark.source import provider as source
+from millstream.spark.source.batch_limits import BatchLimits, NoAdvance
 from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets
 from millstream.spark.source.options import parse
@@ -15,6 +16,7 @@ from millstream.spark.source.reader_base import DELAY_POLL_S
 from millstream.spark.source.schema import default_schema
 from millstream.spark.versions import ReadAllAvailable, ReadMaxRows, ReadMinRows
 from tests.support.clocks import ManualClock
+from tests.support.planning import planned_end
 from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually
 
@@ -35,7 +37,7 @@ class Query:
 
     def trigger(self, *, limit: int | None = None, target: Offsets | None = None, may_delay: bool = True) -> int:
         """How many entries the next batch takes."""
-        ends = self.planner.plan_next(self.at, limit=limit, target=target, may_delay=may_delay).end
+        ends = planned_end(self.planner, self.at, limit=limit, target=target, may_delay=may_delay)
         collected = sum((end.entries_added or 0) - (self.at[name].entries_added or 0) for name, end in ends.items())
         self.at = ends
         return collected
@@ -75,10 +77,10 @@ def test_waiting_entries_are_delayed_for_the_rest_of_the_trigger_delay(client: C
     query.trigger()
     add(client, "s", 1)
     clock.now_ms += MINUTE_MS
-    assert query.planner.plan_next(query.at, limit=None, target=None, may_delay=True).delay_ms == 14 * MINUTE_MS
+    assert query.planner.plan_next(query.at, BatchLimits(may_delay=True)) == NoAdvance(14 * MINUTE_MS)
     assert query.trigger(may_delay=False) == 1
-    idle = query.planner.plan_next(query.at, limit=None, target=None, may_delay=True)
-    assert idle.delay_ms == 0, "nothing is held back, so it is looked at as often as ever"
+    idle = query.planner.plan_next(query.at, BatchLimits(may_delay=True))
+    assert idle == NoAdvance(0), "nothing is held back, so it is looked at as often as ever"
 
 
 def test_a_limited_batch_waits_too_and_one_with_a_fixed_end_does_not(client: Client) -> None:

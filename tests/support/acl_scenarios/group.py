@@ -7,6 +7,7 @@ from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
+from tests.support.planning import planned_group_end
 
 
 def take_from_group(url: str, admin: Client) -> None:
@@ -24,10 +25,10 @@ def take_from_group(url: str, admin: Client) -> None:
         first, reader, other = (GroupBatchPlanner(client, options, options.sharing, cores=2) for _ in range(3))
         for one in (first, reader, other):
             stack.callback(one.close)
-        end = first.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
+        end = planned_group_end(first, BEFORE_FIRST_BATCH, limit=4)
         assert sum(end.counts.values()) == 4
         (portions,) = reader.plan_tasks(BEFORE_FIRST_BATCH, end)
         reading = GroupPartitionReader(client, portions, limit_ms=0, fail_on_data_loss=True)
         assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs) == 4
-        assert sum(reader.plan_next(end, target=None, may_delay=False).end.counts.values()) == 4
-        assert sum(other.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end.counts.values()) == 4
+        assert sum(planned_group_end(reader, end, limit=4).counts.values()) == 4
+        assert sum(planned_group_end(other, BEFORE_FIRST_BATCH, limit=4).counts.values()) == 4

@@ -7,6 +7,7 @@ from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.progress_group import ProgressGroup
+from tests.support.planning import planned_end
 
 
 def read_as_log(url: str, admin: Client) -> None:
@@ -19,8 +20,8 @@ def read_as_log(url: str, admin: Client) -> None:
         planner, lag = BatchPlanner(client, options, cores=2), ProgressGroup(client, "progress")
         start = planner.starting_offsets("latest")
         lag.publish(start)
-        middle = planner.plan_next(start, limit=4, target=None).end
-        end = planner.plan_next(middle, limit=None, target=None).end
+        middle = planned_end(planner, start, limit=4)
+        end = planned_end(planner, middle)
         for at, until in ((start, middle), (middle, end)):
             for parts in planner.plan_tasks(at, until):
                 reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True)

@@ -34,6 +34,7 @@ def run_on_spark(url: str, admin: Client) -> None:
     from millstream.spark.source.batch_planner import BatchPlanner
     from millstream.spark.source.options import parse
     from millstream.spark.source.progress_group import ProgressGroup
+    from tests.support.planning import planned_end
 
     ids = add(admin, 30)
     with Client(url) as client:
@@ -46,7 +47,7 @@ def run_on_spark(url: str, admin: Client) -> None:
                          "group": KEYS.group, "startingOffsets": "committed"}, {})  # fmt: skip
         planner = BatchPlanner(client, options, cores=2)
         start = planner.starting_offsets("earliest")
-        ends = planner.plan_next(start, limit=10, target=None)[0]
+        ends = planned_end(planner, start, limit=10)
         assert ids[9] == str(ends["orders"].id).encode()
         ProgressGroup(client, KEYS.group).publish(ends)
         store = CommitStore(client, app="shop", handler="bill", into="out")

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
+from millstream.spark.source.batch_limits import NO_LIMITS, Advance, BatchLimits, NoAdvance
 from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import Loss, LossPolicy, after_loss, detect_loss, recreated_stream_error
-from millstream.spark.source.fair_shares import FairFill, divide, round_robin
+from millstream.spark.source.fair_shares import FairFill, Rotation
 from millstream.spark.source.offset_bounds import Bound, id_of
 from millstream.spark.source.offset_ranges import OffsetRange, TaskSizing, assign, split_at, split_evenly
 from millstream.spark.source.offset_seek import Seek, seek
-from millstream.spark.source.offsets import BEGINNING, Offsets, Position
+from millstream.spark.source.offsets import BEGINNING, Offsets, Position, Positions
 from millstream.spark.source.options import SourceOptions
 from millstream.spark.source.read_range import ReadRange
 from millstream.spark.source.starting_offsets import StartingOffsets, summarize_names
@@ -54,20 +55,20 @@ class BatchPlanner:
         self._trigger_delay = TriggerDelay(limits.min_per_trigger, limits.max_delay_ms, clock=clock)
         self._info_cache = StreamInfoCache(client, clock=clock)
         self._unchanged_streams = UnchangedStreams()
-        self._last_served = ""
+        self._rotation = Rotation()
         self._warned: set[str] = set()
 
     # --- offsets of a query ---
 
     def starting_offsets(self, default: Bound) -> Offsets:
         """The starting offsets of a query; `default` is the bound of streams that the options do not name."""
-        return self._starting.resolve(self._fetch_infos(self._subscription.names()), default)
+        return Offsets(self._starting.resolve(self._fetch_infos(self._subscription.names()), default))
 
-    def latest_offsets(self) -> Offsets:
+    def latest_offsets(self) -> Positions:
         """The newest entry of every subscribed stream."""
         return _tails(self._fetch_infos(self._subscription.names()))
 
-    def cached_latest_offsets(self) -> tuple[int, Callable[[], Offsets]]:
+    def cached_latest_offsets(self) -> tuple[int, Callable[[], Positions]]:
         """The newest entry of every stream as of the last refresh, and a version that changes when they do."""
         return self._info_cache.version, lambda: _tails(self._info_cache.all_known)
 
@@ -82,41 +83,37 @@ class BatchPlanner:
 
     # --- the end of a batch ---
 
-    def plan_next(
-        self, start: Offsets, *, limit: int | None, target: Offsets | None, may_delay: bool = False
-    ) -> "PlannedEnd":
-        """Plan the end of the batch that begins at `start`: `start` itself, the same object, if nothing is new.
+    def plan_next(self, start: Offsets, limits: BatchLimits = NO_LIMITS) -> Advance[Offsets] | NoAdvance:
+        """Plan the end of the batch that begins at `start`.
 
-        A batch has at most `limit` entries, none of them beyond `target`, if that is given. With `may_delay` an empty
-        batch is planned while fewer entries than `minOffsetsPerTrigger` are available, until `maxTriggerDelay` has
-        passed. Streams that are not in `start` get the offset before their earliest entry, and are read from the next
-        batch on: entries that are gone by then are lost. Raises DataLoss for lost entries, with `failOnDataLoss`.
+        An empty batch is planned while a small one is delayed and other streams are new. Streams that are not in
+        `start` get the offset before their earliest entry, and are read from the next batch on: entries that are gone
+        by then are lost. Raises DataLoss for lost entries, with `failOnDataLoss`.
 
-        The cost grows with the number of changed streams only, if `start` is the object that the last call was given,
-        or returned, and `target` is the same.
+        The cost grows with the number of changed streams only, if `start` has the version of the offsets that the last
+        call was given, or returned, and `limits.target` is the same.
         """
         self._refresh()
-        scan = self._scan(start, limit, target)
-        backlogs = scan.backlogs
-        delay_ms = (
-            self._trigger_delay.remaining_ms(sum(backlog.size for backlog in backlogs.values())) if may_delay else 0.0
-        )
-        batch_ends = {} if delay_ms else self._end_offsets(scan, limit)
-        self._refuse_recreated({name: backlogs[name] for name in batch_ends})
+        scan = self._scan(start, limits)
+        waiting = sum(backlog.size for backlog in scan.backlogs.values())
+        delay_ms = self._trigger_delay.remaining_ms(waiting) if limits.may_delay else 0.0
+        batch_ends = {} if delay_ms else self._end_positions(scan, limits.max_entries)
+        self._refuse_recreated({name: scan.backlogs[name] for name in batch_ends})
         if batch_ends:
             self._trigger_delay.on_batch()
-        reopened = self._committed.positions_to_reprocess(start)
-        changes = reopened | scan.changes | batch_ends
-        ends = start | changes if changes else start
-        self._unchanged_streams.mark_idle((name for name in scan.idle if name not in reopened), start, ends)
-        return PlannedEnd(ends, delay_ms)
+        reopened = self._committed.positions_to_reprocess(start.positions)
+        changes = {**reopened, **scan.changes, **batch_ends}
+        end = Offsets({**start.positions, **changes}) if changes else start
+        self._unchanged_streams.mark_idle((name for name in scan.idle if name not in reopened), start, end)
+        return Advance(end) if changes else NoAdvance(delay_ms)
 
-    def _scan(self, start: Offsets, limit: int | None, target: Offsets | None) -> "Scan":
-        """Check the streams that may have changed, round robin, until a batch of `limit` is full."""
-        subscribed = self._subscription.names()
+    def _scan(self, start: Offsets, limits: BatchLimits) -> "Scan":
+        """Check the streams that may have changed, round robin, until a batch is full."""
+        streams = self._subscription.streams()
+        positions, subscribed = start.positions, streams.names
         scan = Scan({}, {}, [])
-        fill = FairFill(limit, self._options.limits.min_per_trigger or 0)
-        names = round_robin(self._unchanged_streams.to_check(start, subscribed), self._last_served)
+        fill = FairFill(limits.max_entries, self._options.limits.min_per_trigger or 0)
+        names = self._rotation.order(self._unchanged_streams.to_check(start, streams))
         for begin in range(0, len(names), _STREAMS_AT_A_TIME):
             page = names[begin : begin + _STREAMS_AT_A_TIME]
             infos = self._info_cache.get(page)
@@ -124,16 +121,16 @@ class BatchPlanner:
                 self._warn_of_absent(name for name in page if name in subscribed and infos[name] is None)
             # A batch without entries records the starting offsets of new streams.
             scan.changes.update(
-                self._new_streams([name for name in page if name not in start and name in subscribed], infos)
+                self._new_streams([name for name in page if name not in positions and name in subscribed], infos)
             )
             paused = self._committed.paused(
-                [name for name in page if name in start and _has_more(infos[name], start[name])]
+                [name for name in page if name in positions and _has_more(infos[name], positions[name])]
             )
             for name in page:
-                if name not in start or name in paused:
+                if name not in positions or name in paused:
                     continue  # every call checks a paused stream again
                 result = self._check_stream(
-                    name, start[name], infos[name], subscribed=name in subscribed, target=target
+                    name, positions[name], infos[name], subscribed=name in subscribed, target=limits.target
                 )
                 if result is None:
                     scan.idle.append(name)
@@ -153,7 +150,7 @@ class BatchPlanner:
             logger.warning("subscribed streams do not exist: %s; reading them as soon as they do", summarize_names(new))
 
     def _check_stream(
-        self, name: str, at: Position, info: StreamInfo | None, *, subscribed: bool, target: Offsets | None
+        self, name: str, at: Position, info: StreamInfo | None, *, subscribed: bool, target: Positions | None
     ) -> "Position | Backlog | None":
         """Return another offset to go on at, the backlog to read, or None if there is nothing to do."""
         if info is not None and at == info.tail:
@@ -177,9 +174,9 @@ class BatchPlanner:
             self._loss_policy.warn_of_possible_loss(name, at.id)
         return Backlog(after_loss(at, info), until, info)
 
-    def _new_streams(self, names: Sequence[str], infos: Mapping[str, StreamInfo | None]) -> Offsets:
+    def _new_streams(self, names: Sequence[str], infos: Mapping[str, StreamInfo | None]) -> Positions:
         found = {name: info.earliest_position() for name in names if (info := infos[name]) is not None}
-        return found | self._starting.committed_positions(list(found), infos)
+        return {**found, **self._starting.committed_positions(list(found), infos)}
 
     def _refuse_recreated(self, backlogs: Mapping[str, "Backlog"]) -> None:
         """Raise DataLoss for a recreated stream whose first id is at or below the handler's committed id."""
@@ -208,14 +205,13 @@ class BatchPlanner:
             raise recreated_stream_error(loss.stream, committed_id)
         return BEGINNING
 
-    def _end_offsets(self, scan: "Scan", limit: int | None) -> Offsets:
-        """Return the end offsets of the streams with a backlog: their tails, or what fits into `limit`."""
+    def _end_positions(self, scan: "Scan", limit: int | None) -> Positions:
+        """Return the ends of the streams with a backlog: their tails, or what fits into `limit`."""
         backlogs = scan.backlogs
         if limit is None:
             return {name: backlog.end for name, backlog in backlogs.items()}
         sizes = {name: backlog.size for name, backlog in backlogs.items()}
-        shares = divide(sizes, limit, self._last_served)
-        self._last_served = "" if scan.is_all and len(shares) == len(sizes) else list(shares)[-1]
+        shares = self._rotation.divide(sizes, limit, are_all=scan.is_all)
         ends = {name: backlogs[name].end for name, share in shares.items() if share >= sizes[name]}
         partial = {name: share for name, share in shares.items() if name not in ends}
         results = seek(self._client, {name: Seek(backlogs[name].start.id, share, 1) for name, share in partial.items()})
@@ -241,7 +237,7 @@ class BatchPlanner:
         last = id_of(self._options.ending.for_stream(name, "latest"))
         return Position(last, None) if last is not None and last < info.tail.id else info.tail
 
-    def plan_tasks(self, start: Offsets, end: Offsets) -> list[list[OffsetRange]]:
+    def plan_tasks(self, start: Positions, end: Positions) -> list[list[OffsetRange]]:
         """Plan the tasks of the batch from `start` to `end`. With `failOnDataLoss` raises DataLoss for lost entries."""
         moved = {name: at for name, at in start.items() if name in end and at != end[name]}
         starts = self._committed.rewind(moved)
@@ -299,13 +295,6 @@ class BatchPlanner:
         return split
 
 
-class PlannedEnd(NamedTuple):
-    """The end offsets of a batch, and the longest time that it is still delayed, in milliseconds; 0 if it is not."""
-
-    end: Offsets
-    delay_ms: float = 0.0
-
-
 class Scan(NamedTuple):
     """Streams with a backlog, other offsets that streams go on at, and streams with nothing to do.
 
@@ -313,7 +302,7 @@ class Scan(NamedTuple):
     """
 
     backlogs: "dict[str, Backlog]"
-    changes: Offsets
+    changes: dict[str, Position]
     idle: list[str]
     is_all: bool = True
 
@@ -345,7 +334,7 @@ def _has_more(info: StreamInfo | None, at: Position) -> bool:
     return info is not None and info.tail.id > at.id
 
 
-def _tails(infos: Mapping[str, StreamInfo | None]) -> Offsets:
+def _tails(infos: Mapping[str, StreamInfo | None]) -> Positions:
     return {name: info.tail for name, info in infos.items() if info is not None}
 
 

@@ -11,7 +11,7 @@ from millstream.clock import Clock
 from millstream.delivery.commit_store import CommitStore
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
-from millstream.spark.source.offsets import Offsets, Position
+from millstream.spark.source.offsets import Position, Positions
 from millstream.spark.source.stream_info import fetch_calls
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class CommittedOffsets:
             self._paused_due_ms += (self._clock.monotonic_ms() - began_ms) * _PAUSED_WAIT_FACTOR
         return {stream for stream in streams if self._paused[stream]}
 
-    def lost_commits(self, offsets: Offsets) -> dict[str, EntryId]:
+    def lost_commits(self, offsets: Positions) -> dict[str, EntryId]:
         """The committed ids below `offsets` with entries in between. A missing committed id counts as 0-0: a query that
         begins later commits its start first.
         """
@@ -67,7 +67,7 @@ class CommittedOffsets:
             name: lower[name] for name, reply in zip(lower, replies, strict=True) if isinstance(reply, list) and reply
         }
 
-    def rewind(self, offsets: Offsets) -> Offsets:
+    def rewind(self, offsets: Positions) -> Positions:
         """Return `offsets`, moved back to the committed id, with a warning, where Redis has lost commits."""
         lowered = dict(offsets)
         for stream, committed_id in self.lost_commits(offsets).items():
@@ -81,7 +81,7 @@ class CommittedOffsets:
             lowered[stream] = Position(committed_id, None)
         return lowered
 
-    def positions_to_reprocess(self, offsets: Offsets) -> Offsets:
+    def positions_to_reprocess(self, offsets: Positions) -> Positions:
         """Return those of `offsets` with lost commits before them, without their counts; checks up to 2,000 a second.
 
         Spark starts a batch only if an offset has changed, and a dropped count changes it. That happens once: the

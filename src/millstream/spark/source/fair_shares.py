@@ -1,4 +1,4 @@
-"""Fair shares: divides a limited batch among streams. No I/O."""
+"""Fair shares: divides limited batches among streams. No I/O."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -34,6 +34,23 @@ def round_robin(names: Iterable[str], last_served: str) -> list[str]:
     ordered = sorted(names)
     following = bisect_right(ordered, last_served)
     return ordered[following:] + ordered[:following]
+
+
+class Rotation:
+    """Divides one batch after the other, so that each of many streams is served before one is served again."""
+
+    def __init__(self) -> None:
+        self._last_served = ""
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        """Return `names` in the order in which the next batch serves them."""
+        return round_robin(names, self._last_served)
+
+    def divide(self, backlogs: Mapping[str, int], limit: int, *, are_all: bool = True) -> dict[str, int]:
+        """Return each stream's share of a batch, as `divide`. `are_all`: no other stream has a backlog."""
+        shares = divide(backlogs, limit, self._last_served)
+        self._last_served = "" if are_all and len(shares) == len(backlogs) else list(shares)[-1]
+        return shares
 
 
 def _largest_share(limit: int) -> int:

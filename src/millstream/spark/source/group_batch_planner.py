@@ -7,20 +7,20 @@ between the steps, the next one finds all of them.
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import CommandFailed, ConfigError, DataLoss, GroupMissing, Unavailable
-from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.spark.source.batch_limits import Advance, BatchLimits, NoAdvance
 from millstream.spark.source.claim_renewal import ClaimRenewal
 from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import LossPolicy
-from millstream.spark.source.fair_shares import divide
+from millstream.spark.source.fair_shares import Rotation, divide
 from millstream.spark.source.group_batches import SCAN_START, Batches, PendingCounts
 from millstream.spark.source.group_offsets import GroupOffset
 from millstream.spark.source.group_partition_reader import GroupPartition
 from millstream.spark.source.offset_ranges import TaskSizing
+from millstream.spark.source.offsets import Positions
 from millstream.spark.source.options import Sharing, SourceOptions
 from millstream.spark.source.progress_group import GroupPosition, group_positions
 from millstream.spark.source.starting_offsets import StartingOffsets
@@ -29,13 +29,6 @@ from millstream.spark.source.subscription import Subscription
 from millstream.spark.source.trigger_delay import TriggerDelay
 
 logger = logging.getLogger(__name__)
-
-
-class PlannedGroupBatch(NamedTuple):
-    """The end offset of a batch, and the longest time that it is still delayed, in milliseconds; 0 if it is not."""
-
-    end: GroupOffset
-    delay_ms: float = 0.0
 
 
 class GroupBatchPlanner:
@@ -53,7 +46,6 @@ class GroupBatchPlanner:
         self._sharing = sharing
         self._clock = clock
         limits = options.limits
-        self._max_entries = limits.max_per_trigger or 1
         self._task_sizing = TaskSizing(
             min_partitions=limits.min_partitions, max_records=limits.max_per_partition, cores=cores
         )
@@ -71,41 +63,38 @@ class GroupBatchPlanner:
         self._token = ""
         self._cursors: dict[str, str] = {}
         self._scan_due_ms = float("-inf")
-        self._last_served = ""
+        self._rotation = Rotation()
 
     def close(self) -> None:
         """Stop renewing claims: once its entries are idle for long enough, other consumers may claim them."""
         self._claim_renewal.close()
 
-    def latest_ids(self) -> dict[str, EntryId]:
-        """The last id of each subscribed stream that exists."""
+    def latest_offsets(self) -> Positions:
+        """The newest entry of each subscribed stream that exists."""
         infos = fetch(self._client, self._subscription.names())
-        return {name: info.last_id for name, info in infos.items() if info is not None}
+        return {name: info.tail for name, info in infos.items() if info is not None}
 
     # --- a batch ---
 
-    def plan_next(
-        self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, may_delay: bool
-    ) -> PlannedGroupBatch:
-        """Acknowledge the batch that ends at `start`, and plan the next one; an empty one ends at `start` itself.
+    def plan_next(self, start: GroupOffset, limits: BatchLimits) -> Advance[GroupOffset] | NoAdvance:
+        """Acknowledge the batch that ends at `start`, and plan the next one.
 
-        `target`: fetch new entries until the group has reached these ids. `may_delay`: a small batch may be delayed.
+        New entries are fetched until the group has reached `limits.target`.
         """
         sure, self._nothing_to_recover = self._nothing_to_recover, False
         try:
-            planned = self._plan_next(start, target, may_delay, sure)
+            planned = self._plan_next(start, limits, sure)
         except Unavailable:
             self._run_begun = False
             raise
         except GroupMissing as error:
             self._run_begun = False
             raise Unavailable(f"{error}; planning again") from error
-        self._nothing_to_recover = planned.end == start  # else a repeated call from Spark must return the same batch
+        # A repeated call from Spark must return the same batch.
+        self._nothing_to_recover = isinstance(planned, NoAdvance)
         return planned
 
-    def _plan_next(
-        self, start: GroupOffset, target: Mapping[str, EntryId] | None, may_delay: bool, sure: bool
-    ) -> PlannedGroupBatch:
+    def _plan_next(self, start: GroupOffset, limits: BatchLimits, sure: bool) -> Advance[GroupOffset] | NoAdvance:
         infos = self._fetch_infos(start)
         positions = group_positions(self._client, self._sharing.group, (name for name, info in infos.items() if info))
         self._begin_run(positions)
@@ -116,20 +105,22 @@ class GroupBatchPlanner:
         pending = self._batches.pending_counts(name for name, position in positions.items() if position.pending)
         if not sure:
             if recovered := self._recover_batch(token, number, positions, pending):
-                return PlannedGroupBatch(GroupOffset(token, number, known | recovered))
+                return Advance(GroupOffset(token, number, known | recovered))
             pending = self._batches.pending_counts(pending)
         own = {name: counts.ours for name, counts in pending.items() if counts.ours}
-        backlogs = self._backlogs(infos, positions, target)
-        delay_ms = self._trigger_delay.remaining_ms(sum(backlogs.values())) if may_delay and not own else 0.0
+        backlogs = self._backlogs(infos, positions, limits.target)
+        delay_ms = self._trigger_delay.remaining_ms(sum(backlogs.values())) if limits.may_delay and not own else 0.0
         if delay_ms:
-            return PlannedGroupBatch(start, delay_ms)
-        self._claim_idle(pending, own)
-        self._fetch_new(backlogs, own)
-        end = GroupOffset(token, number, known | self._add_to_batch(token, number, own))
+            return NoAdvance(delay_ms)
+        max_entries = limits.max_entries
+        assert max_entries is not None, "what is fetched stays pending, so readAs=group always has a limit"
+        self._claim_idle(pending, own, max_entries)
+        self._fetch_new(backlogs, own, max_entries)
+        end = GroupOffset(token, number, known | self._add_to_batch(token, number, own, max_entries))
         if end.non_empty:
             self._planned = end
             self._trigger_delay.on_batch()
-        return PlannedGroupBatch(end if end.non_empty or known.keys() != start.counts.keys() else start)
+        return Advance(end) if end.non_empty or known.keys() != start.counts.keys() else NoAdvance()
 
     def _fetch_infos(self, start: GroupOffset) -> dict[str, StreamInfo | None]:
         """Fetch the info of the subscribed streams, and of those in `start` that a pattern no longer finds: None."""
@@ -230,19 +221,19 @@ class GroupBatchPlanner:
         self,
         infos: Mapping[str, StreamInfo | None],
         positions: Mapping[str, GroupPosition],
-        target: Mapping[str, EntryId] | None,
+        target: Positions | None,
     ) -> dict[str, int]:
         """Estimate the number of entries of each stream that the group has not delivered yet."""
         backlogs = {}
         for name, position in positions.items():
             info, at = infos[name], position.position
-            if info is None or at.id >= info.last_id or (target is not None and at.id >= target.get(name, at.id)):
+            if info is None or at.id >= info.last_id or (target is not None and at.id >= target.get(name, at).id):
                 continue
             lag = 0 if at.entries_added is None else info.entries_added - at.entries_added
             backlogs[name] = max(1, min(lag, info.length) if lag > 0 else info.length)
         return backlogs
 
-    def _claim_idle(self, pending: Mapping[str, PendingCounts], own: dict[str, int]) -> None:
+    def _claim_idle(self, pending: Mapping[str, PendingCounts], own: dict[str, int], max_entries: int) -> None:
         """Claim idle entries of other consumers while the batch has room, with two scans in every `claimAfter`."""
         # A scan continues from batch to batch; a stream may be deleted meanwhile.
         self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in pending}
@@ -250,7 +241,7 @@ class GroupBatchPlanner:
         if not self._cursors and now_ms >= self._scan_due_ms:
             self._cursors = {name: SCAN_START for name, counts in pending.items() if counts.others}
             self._scan_due_ms = now_ms + self._sharing.claim_idle_ms / 2
-        while self._cursors and (room := self._max_entries - sum(own.values())) > 0:
+        while self._cursors and (room := max_entries - sum(own.values())) > 0:
             name, cursor = next(iter(self._cursors.items()))
             next_cursor, count, gone = self._batches.claim_idle(
                 name, cursor, min_idle_ms=self._sharing.claim_idle_ms, count=room
@@ -263,18 +254,17 @@ class GroupBatchPlanner:
                 logger.info("claimed %d idle entries of %s from other consumers", count, name)
             self._report_gone({name: gone})
 
-    def _fetch_new(self, backlogs: Mapping[str, int], own: dict[str, int]) -> None:
+    def _fetch_new(self, backlogs: Mapping[str, int], own: dict[str, int], max_entries: int) -> None:
         """Fetch new entries while the batch has room, divided among the streams by their backlogs."""
-        room = self._max_entries - sum(own.values())
+        room = max_entries - sum(own.values())
         if not backlogs or room <= 0:
             return
-        shares = divide(backlogs, room, self._last_served)
-        self._last_served = list(shares)[-1] if len(shares) < len(backlogs) else ""
+        shares = self._rotation.divide(backlogs, room)
         own.update({name: counts.ours for name, counts in self._batches.fetch(shares).items()})
 
-    def _add_to_batch(self, token: str, number: int, own: Mapping[str, int]) -> dict[str, int]:
+    def _add_to_batch(self, token: str, number: int, own: Mapping[str, int], max_entries: int) -> dict[str, int]:
         """Add the query's pending entries to a batch."""
-        sizes = divide({name: count for name, count in own.items() if count}, self._max_entries)
+        sizes = divide({name: count for name, count in own.items() if count}, max_entries)
         if not sizes:
             return {}
         step = self._task_sizing.task_size(sum(sizes.values()))

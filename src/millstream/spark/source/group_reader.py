@@ -5,16 +5,17 @@ The driver fetches entries through the group, records the ids of each batch, and
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from millstream.model import EntryId
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
+from millstream.spark.source.batch_limits import Advance, BatchLimits
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, dump, load
+from millstream.spark.source.offsets import Positions
 from millstream.spark.source.options import SourceOptions
 from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait, planned
 from millstream.spark.source.schema import check_schema
@@ -32,7 +33,7 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
-        self._target: Mapping[str, EntryId] | None = None
+        self._target: Positions | None = None
 
     @cached_property
     def _group_planner(self) -> "GroupBatchPlanner":
@@ -47,11 +48,15 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         """The limit of a batch. Spark's first call, so it raises ConfigError for options that only a batch read has."""
         self._options.check_streaming()
         check_schema(self._options.columns, self._schema)
-        return ReadMaxRows(self._options.limits.max_per_trigger or 1)
+        return ReadMaxRows(self._max_entries)
+
+    @property
+    def _max_entries(self) -> int:
+        return self._options.limits.max_per_trigger or 1
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of the query at the newest entries of now."""
-        self._target = self._with_retry(self._group_planner.latest_ids)
+        self._target = self._with_retry(self._group_planner.latest_offsets)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """The offset before the first batch, which begins after the group's last delivered id."""
@@ -66,10 +71,9 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         """
         began = time.monotonic()
         start_offset, target = load(start), self._target
-        planned = self._with_retry(
-            lambda: self._group_planner.plan_next(start_offset, target=target, may_delay=target is None)
-        )
-        if planned.end != start_offset:
+        limits = BatchLimits(max_entries=self._max_entries, target=target, may_delay=target is None)
+        planned = self._with_retry(lambda: self._group_planner.plan_next(start_offset, limits))
+        if isinstance(planned, Advance):
             return dump(planned.end)
         if planned.delay_ms:
             time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))

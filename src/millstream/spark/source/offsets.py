@@ -7,7 +7,9 @@ Spark compares offsets as JSON text, so equal positions must always give equal t
 import json
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -30,13 +32,45 @@ class Position(NamedTuple):
     entries_added: int | None
 
 
-Offsets = dict[str, Position]
+Positions = Mapping[str, Position]
+"""Positions in some streams, for a look-up or a calculation."""
+
+_versions = count(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offsets(Positions):
+    """The position of a query in each of its streams, as one value that never changes.
+
+    `version`: no other value of this process has the same one, so where versions are equal, positions are. Caches
+    compare versions, never the positions of 100,000 streams. `positions` is not copied: it must not change later.
+    """
+
+    positions: Positions
+    version: int = field(init=False, default_factory=lambda: next(_versions))
+
+    def __getitem__(self, stream: str) -> Position:
+        return self.positions[stream]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.positions)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Offsets):
+            return self.version == other.version or self.positions == other.positions
+        return self.positions == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of every mapping
+
 
 BEGINNING = Position(ZERO_ID, 0)
 """Before the first entry ever added to a stream."""
 
 
-def dump(offsets: Mapping[str, Position]) -> dict[str, Any]:
+def dump(offsets: Positions) -> dict[str, Any]:
     """Return the JSON form of `offsets`: `{"stream": ["ms-seq", added]}`, sorted by stream.
 
     For more than 1,000 streams that text is compressed (RFC 1950, base64): `{"packed": "eJy..."}`. Spark passes offsets
@@ -66,7 +100,7 @@ def unpack(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def load(raw: Mapping[str, Any]) -> Offsets:
     """Parse the result of `dump`. Raises ConfigError for anything else."""
     try:
-        return {stream: _position(*fields) for stream, fields in unpack(raw).items()}
+        return Offsets({stream: _position(*fields) for stream, fields in unpack(raw).items()})
     except (TypeError, ValueError, AttributeError):
         raise ConfigError(
             'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}; they may be those of '

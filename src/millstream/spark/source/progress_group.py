@@ -16,7 +16,7 @@ from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import stage_of
 from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Command, Reply
-from millstream.spark.source.offsets import Offsets, Position
+from millstream.spark.source.offsets import Offsets, Position, Positions
 from millstream.spark.source.stream_info import fetch_calls
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def group_positions(client: Client, group: str, streams: Iterable[str]) -> dict[
     return found
 
 
-def progress_offsets(client: Client, group: str, streams: Iterable[str]) -> Offsets:
+def progress_offsets(client: Client, group: str, streams: Iterable[str]) -> Positions:
     """The offsets that `group` shows as committed, on those of `streams` that have it. "" is no group."""
     positions = group_positions(client, group, streams) if group else {}
     return {stream: position.position for stream, position in positions.items()}
@@ -83,9 +83,9 @@ class ProgressGroup:
         self._group = group
         self._is_handler_group = is_handler_group
         self._clock = clock
-        self._published: Offsets = {}
-        self._due: Offsets = {}
-        self._offsets: Offsets = {}
+        self._published: dict[str, Position] = {}
+        self._due: dict[str, Position] = {}
+        self._due_version = 0
         self._is_warned = is_handler_group or stage_of(group) is not None  # these groups have one run each
         self._check_due_ms = clock.monotonic_ms() + _CHECK_EVERY_MS
 
@@ -97,12 +97,12 @@ class ProgressGroup:
         """
         if not self._group:
             return
-        if offsets is not self._offsets:
-            progress_offsets = self._published
-            moved = {stream: at for stream, at in offsets.items() if progress_offsets.get(stream) != at}
+        if offsets.version != self._due_version:
+            published = self._published
+            moved = {stream: at for stream, at in offsets.positions.items() if published.get(stream) != at}
             # Streams left by the last call come first.
             self._due = {stream: moved.pop(stream) for stream in self._due if stream in moved} | moved
-            self._offsets = offsets
+            self._due_version = offsets.version
         self._publish_due(self._clock.monotonic_ms() + _MAX_MS)
 
     def publish_rest(self) -> None:
@@ -119,7 +119,7 @@ class ProgressGroup:
             if self._clock.monotonic_ms() >= until_ms:
                 return
 
-    def _move(self, offsets: Offsets) -> None:
+    def _move(self, offsets: Positions) -> None:
         self._check_sharing()
         created = self._create({stream: at for stream, at in offsets.items() if stream not in self._published})
         offsets = {stream: at for stream, at in offsets.items() if stream not in created}
@@ -128,7 +128,7 @@ class ProgressGroup:
             "CREATE", {stream: offsets[stream] for stream, reply in replies.items() if isinstance(reply, GroupMissing)}
         )
 
-    def _create(self, new: Offsets) -> set[str]:
+    def _create(self, new: Positions) -> set[str]:
         """Create the group on streams that may not have it yet; return those that had none. Raises ConfigError."""
         replies = self._send("CREATE", new)
         existing = [
@@ -174,7 +174,7 @@ class ProgressGroup:
                         'its own by option("group", NAME), or "" to show no progress'
                     )
 
-    def _send(self, verb: str, offsets: Offsets) -> dict[str, Reply]:
+    def _send(self, verb: str, offsets: Positions) -> dict[str, Reply]:
         replies = fetch_calls(self._client, [self._command(verb, *item) for item in offsets.items()])
         return {stream: _expected_errors(reply) for stream, reply in zip(offsets, replies, strict=True)}
 

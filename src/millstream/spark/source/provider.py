@@ -25,8 +25,9 @@ from millstream.spark.error_boundary import clean_tracebacks
 from millstream.spark.option_parser import OptionParser
 from millstream.spark.sink.options import NAMES as SINK_NAMES
 from millstream.spark.sink.options import is_for_writing, parse_sink
+from millstream.spark.source.batch_limits import Advance, BatchLimits, NoAdvance
 from millstream.spark.source.offset_ranges import to_tuple
-from millstream.spark.source.offsets import Offsets, dump, load
+from millstream.spark.source.offsets import Offsets, Positions, dump, load
 from millstream.spark.source.options import NAMES, SourceOptions, parse
 from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema, default_schema, shown_columns
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import Filter
 
-    from millstream.spark.source.batch_planner import PlannedEnd
     from millstream.spark.source.filters import ReadFilter
     from millstream.spark.source.group_reader import RedisGroupReader
     from millstream.spark.source.progress_group import ProgressGroup
@@ -209,7 +209,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
-        self._target: Offsets | None = None
+        self._target: Positions | None = None
         # Parsing the offsets of 100,000 streams takes a good part of a second; comparing with known ones is fast.
         self._recent_offsets: list[tuple[dict[str, Any], Offsets]] = []
         self._latest: tuple[int, dict[str, Any] | None] = (0, None)
@@ -243,7 +243,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     @cached_property
     def _initial_offsets(self) -> dict[str, Any]:
         # Spark calls twice and uses the second result: "latest" must not move in between.
-        return dump(self._with_retry(lambda: self._planner.starting_offsets("latest")))
+        return dump(self._with_retry(lambda: self._planner.starting_offsets("latest")).positions)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Return the end offsets of the batch that begins at `start`; after a short wait `start` itself, if nothing is
@@ -254,8 +254,8 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         began = time.monotonic()
         start_offsets = self._parse_offsets(start)
         planned = self._with_retry(lambda: self._plan_next(start_offsets, limit))
-        if planned.end is not start_offsets:
-            end = dump(planned.end)
+        if isinstance(planned, Advance):
+            end = dump(planned.end.positions)
             self._remember(end, planned.end)
             return end
         if self._target is not None or not HAS_LIMITS:
@@ -266,12 +266,15 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
             idle_wait(began)
         return start
 
-    def _plan_next(self, start: Offsets, limit: ReadLimit) -> "PlannedEnd":
+    def _plan_next(self, start: Offsets, limit: ReadLimit) -> Advance[Offsets] | NoAdvance:
         self._progress_group.publish(start)
-        limit_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        # Trigger.Once and Trigger.AvailableNow have no later batch, so a small one must not wait.
-        may_delay = self._target is None and not isinstance(limit, ReadAllAvailable)
-        return self._planner.plan_next(start, limit=limit_rows, target=self._target, may_delay=may_delay)
+        limits = BatchLimits(
+            max_entries=limit.max_rows if isinstance(limit, ReadMaxRows) else None,
+            target=self._target,
+            # Trigger.Once and Trigger.AvailableNow have no later batch, so a small one must not wait.
+            may_delay=self._target is None and not isinstance(limit, ReadAllAvailable),
+        )
+        return self._planner.plan_next(start, limits)
 
     def _parse_offsets(self, raw: dict[str, Any]) -> Offsets:
         for known, offsets in self._recent_offsets:
@@ -285,8 +288,8 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
 
     def count_entries(self, start: dict[str, Any], end: dict[str, Any]) -> int | None:
         """How many entries were added between two offsets; None if unknown."""
-        starts, counts = self._parse_offsets(start), []
-        for stream, position in self._parse_offsets(end).items():
+        starts, counts = self._parse_offsets(start).positions, []
+        for stream, position in self._parse_offsets(end).positions.items():
             before = starts.get(stream, position).entries_added
             if before is None or position.entries_added is None:
                 return None
@@ -298,13 +301,14 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         version, newest = self._planner.cached_latest_offsets()
         if version != self._latest[0]:
             offsets = newest()
-            known = next((raw for raw, same in self._recent_offsets if same == offsets), None)
+            known = next((raw for raw, recent in self._recent_offsets if recent == offsets), None)
             self._latest = (version, known or dump(offsets))
         return self._latest[1]
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark may call it first, for a batch that it planned before."""
-        tasks = self._with_retry(lambda: self._planner.plan_tasks(self._parse_offsets(start), self._parse_offsets(end)))
+        starts, ends = self._parse_offsets(start).positions, self._parse_offsets(end).positions
+        tasks = self._with_retry(lambda: self._planner.plan_tasks(starts, ends))
         return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":

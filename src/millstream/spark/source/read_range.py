@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.source.offsets import Offsets, Position
+from millstream.spark.source.offsets import Position, Positions
 
 MAX_UINT64 = 2**64 - 1
 
@@ -22,7 +22,7 @@ class ReadRange:
         """True if entries of `stream` can be in the range."""
         return all(test(stream) for test in self.tests)
 
-    def narrow(self, start: Offsets, end: Offsets) -> tuple[Offsets, Offsets]:
+    def narrow(self, start: Positions, end: Positions) -> tuple[Positions, Positions]:
         """Return the part of the ranges from `start` to `end` that is in this one."""
         after = _before(self.min_id)
         starts = {name: at if at.id >= after else Position(after, None) for name, at in start.items()}

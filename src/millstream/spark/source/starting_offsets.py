@@ -11,7 +11,7 @@ from millstream.redis_client.client import Client
 from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import LossPolicy, detect_loss, recreated_stream_error
 from millstream.spark.source.offset_bounds import Bound, Timestamp, id_of
-from millstream.spark.source.offsets import BEGINNING, Offsets, Position
+from millstream.spark.source.offsets import BEGINNING, Position, Positions
 from millstream.spark.source.options import SourceOptions
 from millstream.spark.source.progress_group import group_positions, progress_offsets
 from millstream.spark.source.stream_info import StreamInfo
@@ -32,7 +32,7 @@ class StartingOffsets:
         self._committed = committed
         self._loss_policy = losses
 
-    def resolve(self, infos: StreamInfos, default: Bound) -> Offsets:
+    def resolve(self, infos: StreamInfos, default: Bound) -> Positions:
         """The start in each of the streams of `infos`; `default` is the bound of those that the options do not name.
 
         Raises ConfigError for a stream with no entry at or after the starting time, unless it may begin at its end: by
@@ -61,7 +61,7 @@ class StartingOffsets:
 
     # --- after the commits of a handler ---
 
-    def committed_positions(self, names: Sequence[str], infos: StreamInfos) -> Offsets:
+    def committed_positions(self, names: Sequence[str], infos: StreamInfos) -> Positions:
         """The positions to go on at in streams with commits of the handler. Raises DataLoss, with `failOnDataLoss`."""
         committed_ids = self._committed.committed_ids(names)
         shown_offsets = progress_offsets(self._client, self._options.group or "", committed_ids)
@@ -96,7 +96,7 @@ class StartingOffsets:
 
     # --- at the position of a group ---
 
-    def _group_starts(self, names: Sequence[str], infos: StreamInfos) -> Offsets:
+    def _group_starts(self, names: Sequence[str], infos: StreamInfos) -> Positions:
         """The positions of the group of `startingOffsets=group`; the earliest entry of streams without that group."""
         group = self._options.starting_group
         existing = [name for name in names if infos[name] is not None]
@@ -117,7 +117,7 @@ class StartingOffsets:
                 sum(pending.values()),
                 len(pending),
             )
-        starts: Offsets = {}
+        starts: Positions = {}
         for name in existing:
             info = infos[name]
             assert info is not None

@@ -3,6 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass
 
 from millstream.clock import Clock
 from millstream.errors import ConfigError, RedisError
@@ -20,6 +21,14 @@ _SCAN_WAIT_FACTOR = 20.0
 _NAMED = 3
 
 
+@dataclass(frozen=True, slots=True)
+class SubscribedStreams:
+    """The streams of a subscription at one time. `version`: where two of one subscription are equal, the names are."""
+
+    version: int
+    names: KeysView[str]
+
+
 class Subscription:
     """The streams that are listed, or those that match a glob pattern, found by a SCAN about once a second.
 
@@ -30,7 +39,7 @@ class Subscription:
     def __init__(self, client: Client, listed: tuple[str, ...], pattern: str | None, *, clock: Clock) -> None:
         self.pattern = pattern
         self._client = client
-        self._names = dict.fromkeys(listed).keys()
+        self._streams = SubscribedStreams(0, dict.fromkeys(listed).keys())
         self._clock = clock
         self._pages: Iterator[list[str]] | None = None
         self._found: set[str] = set()
@@ -38,13 +47,17 @@ class Subscription:
         self._left_out: set[str] = set()
 
     def names(self) -> KeysView[str]:
-        """The names of the streams: the same object while they are the same. Listed streams need not exist.
+        """The names of `streams()`."""
+        return self.streams().names
+
+    def streams(self) -> SubscribedStreams:
+        """The streams, with a version that changes with their names. Listed streams need not exist.
 
         Leaves out names that are not UTF-8 text, with a warning.
         """
         if self.pattern is not None and (self._pages is not None or self._clock.monotonic_ms() >= self._due_ms):
             self._scan(self.pattern)
-        return self._names
+        return self._streams
 
     def _scan(self, pattern: str) -> None:
         """Continue the SCAN for one slice; its end replaces the names."""
@@ -67,15 +80,15 @@ class Subscription:
         self._scanned_ms = self._clock.monotonic_ms()
 
     def _set_names(self, found: set[str]) -> None:
-        unusable = {name for name in found - self._names if not _is_text(name)}
+        unusable = {name for name in found - self._streams.names if not _is_text(name)}
         if new := unusable - self._left_out:
             # Any client may create such a key; Spark has no string for it.
             examples = ", ".join(map(repr, sorted(new)[:_NAMED]))
             logger.warning("%d streams are left out, as their names are not UTF-8 text: %s", len(new), examples)
         self._left_out = unusable
         found -= unusable
-        if found != self._names:
-            self._names = dict.fromkeys(sorted(found)).keys()
+        if found != self._streams.names:
+            self._streams = SubscribedStreams(self._streams.version + 1, dict.fromkeys(sorted(found)).keys())
 
 
 class _ListedInRedis(Subscription):
@@ -84,14 +97,14 @@ class _ListedInRedis(Subscription):
     def __init__(self, client: Client, *, clock: Clock) -> None:
         super().__init__(client, (), None, clock=clock)
 
-    def names(self) -> KeysView[str]:
+    def streams(self) -> SubscribedStreams:
         """See Subscription."""
         began_ms = self._clock.monotonic_ms()
         if began_ms >= self._due_ms:
             self._set_names(set(self._fetch_names()))
             ended_ms = self._clock.monotonic_ms()
             self._due_ms = ended_ms + max(_SCAN_INTERVAL_MS, (ended_ms - began_ms) * _SCAN_WAIT_FACTOR)
-        return self._names
+        return self._streams
 
     @abstractmethod
     def _fetch_names(self) -> Iterable[str]: ...
