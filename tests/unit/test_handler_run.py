@@ -1,6 +1,7 @@
 """`millstream.testing.run`: one handler, one message, no Redis."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from millstream import App, Message, Reject, Retry, State
 from millstream.errors import ConfigError, DecodeError, OutputError
+from millstream.handlers.attempt import MAX_OUTPUTS, DeadLettered, RetryLater, attempt_batch_plain
 from millstream.testing import HandlerRun, run
 
 pytestmark = [pytest.mark.worker]
@@ -107,6 +109,45 @@ def test_an_early_attempt_is_retried_and_the_last_ends_as_the_policy_says() -> N
 
 def test_an_output_without_a_stream_is_a_dead_letter() -> None:
     assert run(app, without_into, Order("ann", 1)).reason == "bad-output"
+
+
+@app.handler("orders", into="rows")
+def many(order: Order) -> Iterator[dict[str, bytes]]:
+    for number in range(int(order.amount)):
+        assert number <= MAX_OUTPUTS, "the outputs were read on"
+        yield {"row": order.customer.encode()}
+
+
+@app.handler("orders", into="rows", batch_size=10)
+def many_of_batch(orders: list[Order]) -> list[dict[str, str]]:
+    return [{"row": order.customer} for order in orders for _ in range(int(order.amount))]
+
+
+def test_a_message_has_at_most_so_many_outputs_and_an_endless_generator_is_stopped_there() -> None:
+    assert len(run(app, many, Order("ann", MAX_OUTPUTS)).outputs) == MAX_OUTPUTS
+    refused = run(app, many, Order("ann", 10 * MAX_OUTPUTS))
+    assert (refused.result, refused.reason) == ("dead-letter", "bad-output")
+    assert "more than 10,000 outputs" in refused.error
+    assert "millstream.producer.Producer" in refused.error
+
+
+def test_a_message_has_at_most_so_many_bytes_of_outputs() -> None:
+    row = "x" * (16 * 2**20 - 3)  # with the name exactly half of the bound
+    assert len(run(app, many, Order(row, 2)).outputs) == 2
+    assert run(app, many, Order(row, 3)).reason == "bad-output"
+    assert run(app, many, Order(row + "x", 2)).reason == "bad-output"
+
+
+def test_the_outputs_of_a_batch_have_the_same_bounds_and_its_messages_are_run_alone_beyond_them() -> None:
+    def message(amount: int) -> Message:
+        return Message("orders", "5-1", [b"customer", b"ann", b"amount", str(amount).encode()])
+
+    handler = app.handlers["many_of_batch"]
+    half, whole = message(MAX_OUTPUTS // 2 + 1), message(MAX_OUTPUTS + 1)
+    assert isinstance(attempt_batch_plain(handler, [half, half])[1], RetryLater)
+    alone = attempt_batch_plain(handler, [whole])[1]
+    assert isinstance(alone, DeadLettered)
+    assert alone.reason == "bad-output"
 
 
 def test_a_message_without_a_key_has_no_state() -> None:

@@ -26,6 +26,7 @@ ISOLATED_SUFFIX = "a"
 """
 
 _CHUNK_BYTES = 8 << 20
+_CHUNK_OUTPUTS = 10_000
 _OUTPUT_KEY = 8
 
 
@@ -135,14 +136,14 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterato
 
     A call that times out looks like a Redis that is away, and would be repeated for ever.
     """
-    begin = total = 0
+    begin = total = outputs = 0
     for at, unit in enumerate(map(unit_of, some)):
         if unit.outputs or unit.dead_letters or unit.state:  # most units have no effects, and there are many
-            size = unit.size
-            if total + size > _CHUNK_BYTES and at > begin:
+            size, count = unit.size, len(unit.outputs)
+            if (total + size > _CHUNK_BYTES or outputs + count > _CHUNK_OUTPUTS) and at > begin:
                 yield some[begin:at]
-                begin, total = at, 0
-            total += size
+                begin, total, outputs = at, 0, 0
+            total, outputs = total + size, outputs + count
     if some:
         yield some[begin:]
 

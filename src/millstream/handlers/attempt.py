@@ -27,6 +27,12 @@ KEY_FUNCTION = "key function"
 MAX_ITEMS = 7_000
 """Most names and values in one entry: a script cannot pass on more (Lua's `unpack`)."""
 
+MAX_OUTPUTS = 10_000
+"""Most outputs of one message, or of one batch: one script writes all of them, and Redis serves nothing else meanwhile."""
+
+MAX_OUTPUT_BYTES = 32 * 2**20
+"""Most bytes of names and values in these outputs."""
+
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
@@ -250,18 +256,29 @@ def _call(handler: Handler, arguments: dict[str, Any]) -> RunResult:
 
 
 def encode_results(handler: Handler, result: object) -> Outputs:
-    """Encode a handler's result as entries for its `into` stream. Raises OutputError."""
+    """Encode a handler's result as entries for its `into` stream, at most `MAX_OUTPUTS` and `MAX_OUTPUT_BYTES`.
+
+    Raises OutputError.
+    """
     if result is None:
         return ()
     if handler.into is None:
         raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to write it to')
-    if isinstance(result, (list, tuple, Iterator)):
-        entries = [encode_output(entry) for entry in result]
-    else:
-        entries = [encode_output(result)]
-    for entry in entries:
+    results = result if isinstance(result, (list, tuple, Iterator)) else (result,)
+    entries: list[list[bytes]] = []
+    size = 0
+    for one in results:  # an iterator may be endless: each output is checked as it comes
+        entry = encode_output(one)
         if len(entry) > MAX_ITEMS:
             raise OutputError(f"an output has {len(entry) // 2} fields; at most {MAX_ITEMS // 2} fit in one entry")
+        entries.append(entry)
+        size += sum(map(len, entry))
+        if len(entries) > MAX_OUTPUTS or size > MAX_OUTPUT_BYTES:
+            raise OutputError(
+                f"{handler.label} returned more than {MAX_OUTPUTS:,} outputs or {MAX_OUTPUT_BYTES // 2**20} MB at once, "
+                "which one step writes while Redis serves nothing else; return fewer, or publish them with "
+                "millstream.producer.Producer"
+            )
     return entries
 
 
