@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 
+from millstream import Retry
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
 from millstream.delivery.key_queues import park, unpark
@@ -512,6 +513,81 @@ def test_an_entry_that_a_worker_died_of_is_counted_and_leased_alone(client: Clie
     assert commit(again)
     worker.release_leases([LeaseRelease(again, "requeue")])
     assert (ids(lease_one(worker)), client.execute("EXISTS", KEYS.crashes)) == ([3, 4], 0)
+
+
+def backing_off(client: Client) -> KeyedStream:
+    """A worker at which keys back off for an hour after the first loss of their lease."""
+    worker = keyed(client, "w2")
+    worker.loss_retry = Retry(delay_ms=HOUR_MS, max_delay_ms=4 * HOUR_MS)
+    return worker
+
+
+def due_in_hours(client: Client) -> list[tuple[bytes, int]]:
+    """The keys that back off, and when they are due."""
+    seconds, microseconds = client.execute("TIME")
+    now_ms = 1_000 * int(seconds) + int(microseconds) // 1_000
+    found = client.execute("ZRANGE", KEYS.backoff, 0, -1, "WITHSCORES")
+    return [(name, round((float(at) - now_ms) / HOUR_MS)) for name, at in zip(found[::2], found[1::2], strict=True)]
+
+
+def test_a_key_whose_worker_was_lost_with_the_lease_backs_off_while_other_keys_run(client: Client) -> None:
+    lost = lease_one(routed(client, "AABB"))
+    worker = backing_off(client)
+    expire(client)
+    leased = lease_keys(worker)
+    assert (leased.expired_count, [one.queue for one in leased.leases]) == (1, [b"kB"])
+    assert (due_in_hours(client), worker.check_invariants()) == ([(b"kA", 1)], [])
+    assert HOUR_MS / 2 < (leased.wait_ms or 0) <= HOUR_MS + 1
+    assert not commit(lost)
+    worker.release_leases([LeaseRelease(leased.leases[0], "return")])
+    expire(client)
+    found = lease_keys(worker).leases
+    assert [(one.queue, ids(one)) for one in found] == [(b"kA", [1]), (b"kB", [3, 4])], "it has kept its turn"
+    assert [one.queued[0].deliveries for one in found] == [2, 1]
+
+
+def test_the_back_off_of_lost_leases_grows_up_to_its_limit(client: Client) -> None:
+    routed(client, "A")
+    worker, hours = backing_off(client), []
+    for _ in range(4):
+        expire(client)
+        lease_one(worker)
+        expire(client)
+        lease_keys(worker)
+        hours += due_in_hours(client)
+    assert hours == [(b"kA", 1), (b"kA", 2), (b"kA", 4), (b"kA", 4)]
+
+
+@pytest.mark.parametrize("how", ["expires", "restarts"])
+def test_the_worker_that_finds_the_mark_of_an_isolated_run_gets_it_at_once_as_it_waits_itself(
+    client: Client, how: str
+) -> None:
+    routed(client, "A")
+    first = keyed(client, "w2")
+    lease = lease_one(first)
+    first.begin_isolation(lease.queued[0], "dead-0 w2")
+    worker = backing_off(client)
+    if how == "expires":
+        expire(client)
+    else:
+        worker.recover_leases([], run=100)
+    found = lease_one(worker)
+    worker.record_deaths(found.queued[0], 1)
+    expire(client)
+    assert lease_keys(worker).leases == [], "lost again before it was run"
+
+
+def test_the_keys_of_a_dead_process_back_off_at_its_restart_but_for_lost_replies_and_parked_ones(
+    client: Client,
+) -> None:
+    routed(client, "ABC")
+    lease_keys(keyed(client, "w2"), queues=2)
+    park(client, KEYS, b"kB", "by hand")
+    worker = backing_off(client)
+    lease_keys(worker)  # the reply to this is lost
+    assert worker.recover_leases([], run=100) == (2, 1)
+    assert (due_in_hours(client), worker.check_invariants()) == ([(b"kA", 1)], [])
+    assert [one.queue for one in lease_keys(worker).leases] == [b"kC"]
 
 
 def test_an_entry_that_a_worker_died_of_is_leased_alone_even_behind_others(client: Client) -> None:

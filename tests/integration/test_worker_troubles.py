@@ -25,6 +25,7 @@ from millstream.redis_client.key_names import worker_name_key
 from millstream.worker import WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ProcessEnd, record_end
+from millstream.worker.running import poison_isolation
 from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
 from tests.support.command_stats import commands_run
@@ -44,6 +45,7 @@ from tests.support.workers import (
     outputs,
     pause,
     pending,
+    resume,
     wait_for_reads,
     working,
 )
@@ -366,6 +368,45 @@ def test_the_counts_that_keyed_workers_stored_for_an_entry_are_removed_with_it(c
 
 
 # Suspects
+
+
+def deliver_before(client: Client, consumer: str, *, times: int = 1) -> None:
+    """Add a message that a process under this name was given so many times, and not again since."""
+    with working(client, make(double)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 1)
+    deliver_to(client, consumer, times=times)
+
+
+@pytest.mark.parametrize("consumer", ["w1", "dead"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_message_that_a_process_may_have_died_of_backs_off_while_others_run(
+    client: Client, monkeypatch: pytest.MonkeyPatch, consumer: str, times: int
+) -> None:
+    deliver_before(client, consumer, times=times)
+    retry = Retry(attempts=4, delay_ms=DAY_MS, max_delay_ms=DAY_MS)
+    with monkeypatch.context() as patch:
+        patch.setattr(poison_isolation, "_MAX_LOSS_DELAY_MS", DAY_MS)
+        with working(client, make(double, retry=retry)) as loop:
+            eventually(lambda: len(loop._in_flight) == 1, "the message in flight")
+            for n in range(1, 6):
+                fill(client, 1, first=n)
+                eventually(lambda: outputs(client) == list(range(1, n + 1)))  # noqa: B023 - at once
+    with working(client, make(double, retry=retry)):
+        eventually(lambda: outputs(client) == [1, 2, 3, 4, 5, 0], "it, after a second at most")
+
+
+def test_a_message_in_a_lost_reply_has_not_begun_and_does_not_back_off(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poison_isolation, "_MAX_LOSS_DELAY_MS", DAY_MS)
+    with working(client, make(double, retry=Retry(delay_ms=DAY_MS, max_delay_ms=DAY_MS))) as loop:
+        eventually(lambda: pending(client) is not None, "the group")
+        pause(client, loop)  # so that the worker reads nothing before
+        fill(client, 1)
+        client.execute("XREADGROUP", "GROUP", KEYS.group, "w1", "STREAMS", "in", ">")
+        resume(client)
+        eventually(lambda: outputs(client) == [0])
 
 
 def test_orderly_stops_do_not_make_a_message_a_suspect(client: Client) -> None:

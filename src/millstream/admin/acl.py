@@ -92,7 +92,7 @@ SCRIPTS: Mapping[str, str] = {
     "commit/read_range": "xrange",
     "commit/reserve_rate": "hget hset time",
     "commit/read_entries": "xreadgroup",
-    "keys/recover_leases": f"{_QUEUES} hgetall hincrby lindex xpending",
+    "keys/recover_leases": f"{_QUEUES} hgetall hincrby hmget lindex xpending zadd",
     "producer/redrive": "type xadd xdel xrange",
     "keys/release_leases": f"{_QUEUES} hlen hset lindex xpending zadd",
     "leases/leave_service": _SERVICE,

@@ -21,6 +21,7 @@ from millstream.delivery.reliable_stream import (
     crash_counts_of,
 )
 from millstream.errors import Unavailable
+from millstream.model import Retry
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Arg, Reply
@@ -124,6 +125,8 @@ class KeyedStream(ReliableStream):
             lambda entries, queues: len(queues)
         )
         """Returns how many of these entries may be enqueued into these queues; the rest stay in the stream for now."""
+        self.loss_retry: Retry | None = None
+        """The back-off of a key after its worker was lost with the lease; None: the next worker gets the key at once."""
         self._enqueued_id: bytes | None = None
         self.entry_sizes = EntrySizes()
         self._reads_one = False
@@ -282,7 +285,12 @@ class KeyedStream(ReliableStream):
         consumer = (self.token, self.group, self.consumer, self._incarnation)
         max_bytes, one_at_least = room
         limits = (queues, entries, run, int(with_state), max_bytes, self.entry_sizes.average, int(one_at_least))
-        return (*consumer, lease_ms, *limits)
+        return (*consumer, lease_ms, *limits, *self._loss_delay)
+
+    @property
+    def _loss_delay(self) -> Sequence[Arg]:
+        retry = self.loss_retry
+        return (0, 1, 0) if retry is None else (retry.delay_ms, retry.factor, retry.max_delay_ms)
 
     def lease_keys_call(
         self, *, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
@@ -338,10 +346,11 @@ class KeyedStream(ReliableStream):
     def recover_leases(self, known: Sequence[KeyLease], run: int) -> tuple[int, int]:
         """End the leases under this worker's name except `known`, so that other workers may have the key queues.
 
+        The keys of an earlier process back off first, as `loss_retry` says: it may have died of their first entries.
         Return how many belong to an earlier process of the worker, and how many were granted in replies that were lost.
         """
         tokens: list[Arg] = [one.token for one in known]
-        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
+        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *self._loss_delay, *tokens]
         earlier, unknown = self._with_rejoin(lambda: self._run_script(RECOVER_LEASES, (self.token, *args)))
         return int(earlier), int(unknown)
 

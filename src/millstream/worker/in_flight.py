@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
+from millstream.clock import Clock
 from millstream.delivery.keyed_stream import KeyLease, lease_of
 from millstream.delivery.reliable_stream import Delivery, LeasedKey
 from millstream.handlers.attempt import DeadLettered, Done, Outcome
@@ -134,6 +135,24 @@ class InFlight:
         for delivery in deliveries:
             self.buffer.put(delivery)
         self.on_buffered()
+
+    def add_later(self, deliveries: Sequence[Delivery], delay_ms: float, clock: Clock) -> None:
+        """Add entries to flight now, and to the buffer in `delay_ms` milliseconds, unless they are removed meanwhile."""
+        if delay_ms <= 0:
+            self.add(deliveries, clock.monotonic_ms())
+            return
+        now_ms = clock.monotonic_ms()
+        for delivery in deliveries:
+            delivery.state_since_ms, delivery.due_ms = now_ms, now_ms + delay_ms
+        with self._lock:
+            self._add(deliveries)
+
+        def add_to_buffer() -> None:
+            self.add([one for one in deliveries if one in self], clock.monotonic_ms())
+
+        timer = threading.Timer(delay_ms / 1000, add_to_buffer)
+        timer.daemon = True
+        timer.start()
 
     def _add(self, deliveries: Iterable[Delivery]) -> None:
         by_ref = self._by_ref

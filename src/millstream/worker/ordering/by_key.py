@@ -19,6 +19,7 @@ from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
 from millstream.worker.fetching.router_role import RouterRole
 from millstream.worker.fetching.tracked_key_router import TrackedKeyRouter
 from millstream.worker.ordering.ordering import BackgroundLoop, S, _warn_not_released, existing_streams
+from millstream.worker.running.poison_isolation import loss_retry
 from millstream.worker.settling.committer import Committer
 from millstream.worker.settling.key_committer import KeyCommitter
 from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewer
@@ -88,6 +89,7 @@ class ByKey:
             start=start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
         stream.is_held = c.breaker.is_open
+        stream.loss_retry = loss_retry(handler.retry)
         refusal_of = partial(c.steps.refusal_of, name)
         stream.may_enqueue = lambda entries, queues: c.breaker.may_enqueue(entries, queues, refusal_of)
         return stream

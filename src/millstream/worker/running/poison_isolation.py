@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from millstream.clock import Clock
@@ -25,6 +26,7 @@ _POLL_S = 0.005
 _RECHECK_S = 0.5
 _MOST_LOSSES = 2
 _LEAST_DEATHS = 2
+_MAX_LOSS_DELAY_MS = 1_000.0
 
 
 def isolated_after(retry: Retry) -> int:
@@ -38,6 +40,19 @@ def isolated_after(retry: Retry) -> int:
 def crashes_allowed(retry: Retry) -> int:
     """Return how many processes may crash on a message in isolation: at least two, as one may be chance."""
     return max(_LEAST_DEATHS, retry.attempts - _MOST_LOSSES)
+
+
+def loss_retry(retry: Retry) -> Retry:
+    """Return the back-off of a message whose process was lost with it, before it is run in isolation.
+
+    Other messages go on meanwhile, should it end process after process. It is short: most losses are chance, and then
+    all that the process had in flight waits.
+    """
+    return replace(
+        retry,
+        delay_ms=min(retry.delay_ms, _MAX_LOSS_DELAY_MS),
+        max_delay_ms=min(retry.max_delay_ms, _MAX_LOSS_DELAY_MS),
+    )
 
 
 class ProcessIsolation:
@@ -115,6 +130,9 @@ class PoisonIsolation:
     def _run_or_give_up(self, delivery: Delivery) -> None:
         """Run a suspect, make it wait if another process crashed on it, or give it up if too many have."""
         deaths, mark = delivery.stream.isolation_state(delivery)
+        if not (mark or delivery.due_ms or delivery.lease):  # the key of an entry with a lease has waited in Redis
+            self._delay(delivery, loss_retry(self._handler.retry).delay_after(delivery.deliveries - 1))
+            return
         end = self._incarnation.end_of(mark) if mark else ALIVE
         if end is None:
             self._delay(delivery, _RECHECK_S * 1000)

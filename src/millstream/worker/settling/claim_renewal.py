@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from millstream.delivery.effects import Effects
@@ -10,7 +11,7 @@ from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
 from millstream.handlers.handler import Handler
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
-from millstream.worker.running.poison_isolation import isolated_after
+from millstream.worker.running.poison_isolation import isolated_after, loss_retry
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class ClaimRenewer:
         self._release = release
         self._warnings = RepeatedWarnings(logger, context)
         self._claim_lock = threading.Lock()
+        self._loss_retry = loss_retry(context.handler.retry)
+        self._recovered: set[str] = set()
         self._longest_in_flight_ms = _longest_in_flight_ms(context.handler, context.policy)
         self._more_to_claim = False
 
@@ -51,17 +54,30 @@ class ClaimRenewer:
 
     def recover(self, stream: ReliableStream) -> None:
         """See Renewer: adds these entries to flight. Skips a paused stream; it is done when the stream resumes."""
-        while not stream.paused and self._claim(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE):
+        if stream.paused:
+            return
+        # From the second time on, what this worker holds in Redis only has come in a reply that was lost: it has not begun.
+        is_first = stream.stream not in self._recovered
+        while self._claim(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE, delays=is_first):
             pass
+        self._recovered.add(stream.stream)
 
-    def _claim(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
+    def _claim(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int, delays: bool = True) -> int:
         with self._claim_lock:
             in_flight = self._in_flight.entry_ids(stream.stream)
-            return self._add_in_flight(stream.claim_idle(excluding=in_flight, idle_ms=idle_ms, own=own, count=count))
+            claimed = stream.claim_idle(excluding=in_flight, idle_ms=idle_ms, own=own, count=count)
+            return self._add_in_flight(claimed, delays=delays)
 
-    def _add_in_flight(self, claimed: Sequence[Delivery]) -> int:
+    def _add_in_flight(self, claimed: Sequence[Delivery], *, delays: bool) -> int:
+        """Add claimed entries to flight; `delays`: those that a process may have died of wait first."""
         trusted_count = isolated_after(self._steps.handler.retry)
-        self._in_flight.add([one for one in claimed if one.deliveries <= trusted_count], self._clock.monotonic_ms())
+        by_loss_count: dict[int, list[Delivery]] = defaultdict(list)
+        for one in claimed:
+            if one.deliveries <= trusted_count:
+                by_loss_count[one.deliveries - 1 if delays else 0].append(one)
+        for loss_count, trusted in by_loss_count.items():
+            delay_ms = self._loss_retry.delay_after(loss_count) if loss_count else 0.0
+            self._in_flight.add_later(trusted, delay_ms, self._clock)
         for delivery in claimed:
             if delivery.deliveries > trusted_count:
                 self._in_flight.add_suspect(delivery)
@@ -80,7 +96,7 @@ class ClaimRenewer:
     def _claim_stuck(self, stream: ReliableStream) -> None:
         with self._claim_lock:
             now_ms = self._clock.monotonic_ms()
-            self._add_in_flight(stream.claim_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms))
+            self._add_in_flight(stream.claim_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms), delays=False)
 
     def _checkpoint(self, stream: ReliableStream) -> bool:
         checkpoint = stream.checkpoint()

@@ -5,7 +5,9 @@
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 lease in milliseconds
 --       6 most queues   7 most entries of all   8 most entries of one queue   9 '1' if states are wanted
 --       10 most bytes of all entries   11 average bytes of an entry   12 '1' if one is wanted however large it is
---       13 most queues that the consumer may hold in all: for a master, in the name of a consumer
+--       13 milliseconds that a queue waits after the first loss of a lease on its first entry (0 = not at all)
+--       14 factor of each further wait   15 longest wait in milliseconds
+--       16 most queues that the consumer may hold in all: for a master, in the name of a consumer
 -- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
 --       lease token, state, how often a lease on its first entry expired, failed attempts on it, entries
@@ -13,10 +15,12 @@
 --
 -- INVARIANTS  A queue is leased to one worker at a time, by the server's clock, and no two leases have the same token:
 --   its number grows, even if a failover has lost the last ones, and commit.lua checks it. Queues are leased round
---   robin. An entry whose lease expired before may have killed its worker, so it is given out alone, and counted.
+--   robin. An entry whose lease expired before may have killed its worker, so it is given out alone, and counted; and
+--   not at once, as it might kill one worker after another while the others start.
 
 -- include ids
 -- include key_queues
+-- include lost_leases
 -- include entry_sizes
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
@@ -51,26 +55,24 @@ end
 -- They come out in the order in which they were due, so the first is requeued last. Leases that masters hold for
 -- consumers are left to master/renew_leases.lua, which checks acknowledgements and liveness: the lease expired because
 -- no master ran, or Redis was away.
-local expired = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
-for i = #expired, 1, -1 do
-  local name = expired[i]
-  local head = redis.call('LINDEX', queue_of(name), 0)
-  if head then redis.call('HINCRBY', KEYS[4], head .. 'l', 1) end
-  end_lease(group, name, longest)
-  make_ready(name, true)
-end
+local delay_ms, factor, max_delay_ms, most_held = tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
+local expired = most_held and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
+for i = #expired, 1, -1 do end_lost_lease(group, expired[i], longest, ms, delay_ms, factor, max_delay_ms) end
+
+local any_counts = redis.call('EXISTS', KEYS[4]) == 1
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for _, name in ipairs(due) do
   redis.call('ZREM', BACKOFF, name)
-  make_ready(name) -- behind the others: keys that fail all the time must not starve them
+  -- Behind the others: keys that fail all the time must not starve them. A lost lease keeps its turn.
+  make_ready(name, any_counts and has_waited_for_loss(name))
 end
 
-if ARGV[13] then
+if most_held then
   local held = 0
   for _, owner in ipairs(redis.call('HVALS', OWNERS)) do
     if string.match(owner, '^%d+ %S+ (.*)$') == consumer then held = held + 1 end
   end
-  max_queues = math.min(max_queues, tonumber(ARGV[13]) - held)
+  max_queues = math.min(max_queues, tonumber(most_held) - held)
 end
 
 local gone = {}
@@ -88,7 +90,6 @@ local function drop_missing(name, ids, entries)
   end
 end
 
-local any_counts = redis.call('EXISTS', KEYS[4]) == 1
 local NO_COUNTS, counts = {}, {}
 local function crash_counts_of(id)
   if not any_counts then return NO_COUNTS end

@@ -3,16 +3,18 @@
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 most entries of one lease
---       6.. tokens of the leases that it has
+--       6 milliseconds that a queue waits after the first loss of a lease on its first entry (0 = not at all)
+--       7 factor of each further wait   8 longest wait in milliseconds   9.. tokens of the leases that it has
 -- REPLY number of leases of earlier processes, number of those in lost replies
 -- ERROR STALE when a newer run has taken over
 --
 -- INVARIANT  One live worker has a name, so no process works on the leases of an earlier one. The first entry of such a
---   queue may have ended that process, and is counted; one whose lease was in a lost reply has not begun.
+--   queue may have ended that process: it is counted, and waits. One whose lease was in a lost reply has not begun.
 
 -- include ids
 -- include refusal
 -- include key_queues
+-- include lost_leases
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
@@ -21,7 +23,9 @@ local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
 if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 
 local known = {}
-for i = 6, #ARGV do known[ARGV[i]] = true end
+for i = 9, #ARGV do known[ARGV[i]] = true end
+local claimed, now = tonumber(ARGV[5]), now_ms()
+local delay_ms, factor, max_delay_ms = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local owners = redis.call('HGETALL', OWNERS)
 local earlier, unknown = 0, 0
 for i = 1, #owners, 2 do
@@ -30,14 +34,13 @@ for i = 1, #owners, 2 do
   if holder == consumer and not known[owners[i + 1]] then
     if process == incarnation then
       unknown = unknown + 1
+      end_lease(group, name, claimed)
+      make_ready(name, true)
     else
       earlier = earlier + 1
-      local head = redis.call('LINDEX', queue_of(name), 0)
-      if head then redis.call('HINCRBY', KEYS[4], head .. 'l', 1) end
+      end_lost_lease(group, name, claimed, now, delay_ms, factor, max_delay_ms)
     end
-    end_lease(group, name, tonumber(ARGV[5]))
-    make_ready(name, true)
   end
 end
-notify_idle(earlier + unknown)
+notify_idle(earlier + unknown) -- soon, where queues wait: a worker learns when
 return {earlier, unknown}
