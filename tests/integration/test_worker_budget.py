@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from millstream import Message
+from millstream import Message, Retry
 from millstream.handlers.handler import Handler
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.worker import ReadingLoop
+from millstream.worker.incarnations import ProcessEnd, record_end
 from tests.support.clocks import ManualClock
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, LONG_AGO_MS, QUICK, fill, make, working
@@ -142,6 +143,33 @@ def test_a_message_that_is_larger_than_the_budget_is_in_flight_alone(
         eventually(lambda: loop.loop_metrics.committed == 6)
     assert caplog.text.count("fetching resumes as they finish") == 1
     assert "--prefetch-mb" in caplog.text
+
+
+@pytest.mark.parametrize(("key", "suspect_size"), [("key", 6 * SIZE), (None, 12 * SIZE)])
+def test_a_suspect_that_waits_leaves_its_room_to_other_messages(
+    client: Client, key: str | None, suspect_size: int
+) -> None:
+    def handle(message: Message) -> dict[str, Any]:
+        return {"n": message.text("n")}
+
+    day_ms = 86_400_000
+    handler = make(handle, key=key, retry=Retry(attempts=4, delay_ms=day_ms, max_delay_ms=day_ms))
+    with working(client, handler):  # makes the group
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    publish(client, 1, ["in"], size=suspect_size)
+    ((suspect, _),) = client.execute("XRANGE", "in", "-", "+")
+    client.execute("HSET", KEYS.crashes, suspect, 0, suspect + b"a", "token-7 w9", suspect + b"l", 3)
+    record_end(client, "app", "token-7", ProcessEnd(died=True, cause="was ended by SIGSEGV"))
+    if key is None:
+        client.execute("XREADGROUP", "GROUP", KEYS.group, "w9", "STREAMS", "in", ">")
+        idle = ("IDLE", LONG_AGO_MS, "RETRYCOUNT", 3, "JUSTID")
+        client.execute("XCLAIM", "in", KEYS.group, "w9", 0, suspect, *idle)
+    with working(client, handler, policy=POLICY) as loop:
+        eventually(lambda: client.execute("HGET", KEYS.crashes, suspect) == b"1", "the wait of the suspect")
+        for n in range(3):
+            client.execute("XADD", "in", "*", "n", n, "key", "other", "payload", b"x" * 8 * SIZE)
+        eventually(lambda: loop.loop_metrics.committed == 3)
+        assert (len(loop._in_flight), loop._in_flight.bytes > suspect_size) == (1, True)
 
 
 @pytest.mark.parametrize("own", [True, False])

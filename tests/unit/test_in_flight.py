@@ -108,6 +108,48 @@ def test_the_reading_loop_is_notified_once_enough_slots_are_free(stream: Reliabl
     assert (in_flight.room_freed.is_set(), in_flight.free_slots()) == (True, 2)
 
 
+def sized(stream: ReliableStream, number: int, size: int) -> Delivery:
+    return Delivery(stream, b"%d-0" % number, [b"n", b"x" * (size - 1)])
+
+
+def test_the_room_of_a_suspect_that_waits_is_for_other_entries(stream: ReliableStream) -> None:
+    in_flight = InFlight(WorkerPolicy(prefetch=2, prefetch_bytes=10), 1)
+    suspect, other = sized(stream, 1, 10), sized(stream, 2, 4)
+    in_flight.add_suspect(suspect)
+    assert (in_flight.is_empty, in_flight.at_budget, in_flight.free_slots()) == (False, True, 0)
+    in_flight.room_freed.clear()
+    in_flight.set_suspect_waiting(suspect, waits=True)
+    assert in_flight.room_freed.is_set()
+    assert (in_flight.is_empty, in_flight.at_budget, in_flight.free_slots()) == (True, False, 2)
+    assert (in_flight.bytes, in_flight.free_bytes) == (10, 10)
+    in_flight.add([other], 0)
+    assert (in_flight.is_empty, in_flight.free_bytes) == (False, 6)
+    in_flight.set_suspect_waiting(suspect, waits=False)
+    assert (in_flight.bytes, in_flight.free_bytes, in_flight.at_budget) == (14, 0, True)
+    in_flight.set_suspect_waiting(suspect, waits=True)
+    in_flight.remove([suspect])
+    assert (in_flight.bytes, in_flight.free_bytes, len(in_flight)) == (4, 6, 1)
+
+
+def test_suspects_that_wait_have_no_more_room_than_all_other_entries(stream: ReliableStream) -> None:
+    in_flight = InFlight(WorkerPolicy(prefetch_bytes=10), 1)
+    for number in range(1, 5):
+        suspect = sized(stream, number, 4)
+        in_flight.add_suspect(suspect)
+        in_flight.set_suspect_waiting(suspect, waits=True)
+    assert (in_flight.bytes, in_flight.free_bytes) == (16, 4)
+
+
+def test_a_suspect_that_waits_and_is_delivered_again_waits_no_more(stream: ReliableStream) -> None:
+    in_flight = InFlight(WorkerPolicy(prefetch_bytes=10), 1)
+    suspect = sized(stream, 1, 4)
+    in_flight.add_suspect(suspect)
+    in_flight.set_suspect_waiting(suspect, waits=True)
+    in_flight.add([sized(stream, 1, 4)], 0)
+    in_flight.set_suspect_waiting(suspect, waits=True)
+    assert (in_flight.bytes, in_flight.free_bytes, in_flight.is_empty) == (4, 6, False)
+
+
 # Runners
 
 

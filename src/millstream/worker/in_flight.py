@@ -27,7 +27,8 @@ class InFlight:
     The number of prefetched entries follows the handler: it doubles when the runners run out of entries, and halves
     when entries wait for longer than a second, so that a slow worker does not hoard what other workers could process
     (as TCP adapts its window). For a handler with a key, `leases` are counted instead, as one thread or task at a time
-    runs each key. The bytes in flight never exceed `prefetch_bytes`, unless a single entry does.
+    runs each key. The bytes in flight never exceed `prefetch_bytes`, unless a single entry does; a suspect that waits,
+    for its back-off or to know how a process ended, does not count, so that others go on meanwhile.
     """
 
     def __init__(self, policy: WorkerPolicy, concurrency: int) -> None:
@@ -42,6 +43,8 @@ class InFlight:
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}
         self._dropped: set[Delivery] = set()
         self._suspects: set[Delivery] = set()
+        self._waiting_suspects: set[Delivery] = set()
+        self._waiting_bytes = 0
         self._run_ms = 0.0
         self._lock = threading.Lock()
         self._max_count = policy.prefetch
@@ -103,12 +106,14 @@ class InFlight:
     @property
     def free_bytes(self) -> int:
         """How many more bytes may be fetched now. With nothing in flight, one entry may exceed that."""
-        return max(0, self._max_bytes - self._bytes)
+        # Suspects that wait are few, one for each process that died. Were they many, they would have as much room again.
+        counted = self._bytes - min(self._waiting_bytes, self._max_bytes)
+        return max(0, self._max_bytes - counted)
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is in flight."""
-        return not self._by_ref
+        """True if nothing is in flight but suspects that wait."""
+        return len(self._by_ref) <= len(self._waiting_suspects)
 
     @property
     def at_budget(self) -> bool:
@@ -120,7 +125,7 @@ class InFlight:
         return 2 * room >= self._limit and 2 * self.free_bytes >= self._max_bytes
 
     def _free_slots(self) -> int:
-        return self._limit - (len(self.leases) or len(self._by_ref))
+        return self._limit - (len(self.leases) or len(self._by_ref)) + len(self._waiting_suspects)
 
     def on_fetched(self, count: int, asked: int) -> None:
         """Note that a fetch returned `count` entries of at most `asked`."""
@@ -158,6 +163,8 @@ class InFlight:
         by_ref = self._by_ref
         for delivery in deliveries:
             known = by_ref.get(delivery.entry_ref)
+            if known is not None and known is not delivery:
+                self._forget_suspect(known)
             by_ref[delivery.entry_ref] = delivery
             self._dropped.discard(delivery)
             self._bytes += delivery.size - (0 if known is None else known.size)
@@ -168,10 +175,29 @@ class InFlight:
             # The same entry may have been delivered to this worker again since.
             if by_ref.get(delivery.entry_ref) is delivery:
                 del by_ref[delivery.entry_ref]
-                self._suspects.discard(delivery)
+                self._forget_suspect(delivery)
                 self._bytes -= delivery.size
                 if delivery.running and not delivery.finished:
                     self._dropped.add(delivery)
+
+    def _forget_suspect(self, delivery: Delivery) -> None:
+        if delivery in self._suspects:
+            self._suspects.discard(delivery)
+            self._set_waiting(delivery, waits=False)
+
+    def _set_waiting(self, delivery: Delivery, *, waits: bool) -> None:
+        if waits and delivery in self._suspects:
+            self._waiting_suspects.add(delivery)
+        else:
+            self._waiting_suspects.discard(delivery)
+        self._waiting_bytes = sum(one.size for one in self._waiting_suspects)
+
+    def set_suspect_waiting(self, delivery: Delivery, *, waits: bool) -> None:
+        """Note that a suspect waits before it is run, or does so no longer. While it waits, its room is for others."""
+        with self._lock:
+            self._set_waiting(delivery, waits=waits)
+        if waits:
+            self.room_freed.set()
 
     def add_suspect(self, delivery: Delivery) -> None:
         """Add an entry that bypasses the buffer, as it runs in isolation."""
@@ -228,7 +254,7 @@ class InFlight:
         While the gate is closed all of them do, except suspects: here they could not start before it is opened.
         """
         surplus: list[KeyLease] = []
-        limit = 0 if self._is_gate_closed else self._limit
+        limit = len(self._waiting_suspects) + (0 if self._is_gate_closed else self._limit)
         if len(self.leases) <= limit:
             return surplus
         with self._lock:

@@ -134,6 +134,8 @@ class PoisonIsolation:
             self._delay(delivery, loss_retry(self._handler.retry).delay_after(delivery.deliveries - 1))
             return
         end = self._incarnation.end_of(mark) if mark else ALIVE
+        # One suspect for each process that has died waits here: others have its room meanwhile.
+        self._in_flight.set_suspect_waiting(delivery, waits=end is None or end.died)
         if end is None:
             self._delay(delivery, _RECHECK_S * 1000)
         elif not end.died:
