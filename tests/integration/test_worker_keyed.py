@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry, State
-from millstream.delivery.key_queues import list_queues, unpark
+from millstream.delivery.key_queues import list_queues, park, unpark
 from millstream.errors import HandlerStuck
 from millstream.observability import metrics as m
 from millstream.redis_client.client import Client
@@ -290,6 +290,39 @@ def test_an_async_handler_is_cancelled_before_its_lease_ends(client: Client, pro
         eventually(ended.is_set)
         proxy.resume()
     assert [queue.length for queue in list_queues(client, KEYS)] == [1]
+
+
+def test_an_async_suspect_is_cancelled_before_its_lease_ends_and_its_process_is_not_blamed_later(
+    client: Client, proxy: Proxy
+) -> None:
+    begun, ended, clock = threading.Event(), threading.Event(), LeapClock()
+
+    async def hang_once(message: Message) -> dict[str, str]:
+        if not begun.is_set():
+            begun.set()
+            try:
+                await asyncio.sleep(2 * FAIL_SAFE_S)
+            finally:
+                ended.set()
+        return {"n": message.text("n")}
+
+    fill(client, 1, 1)
+    ((entry_id, _),) = client.execute("XRANGE", "in", "-", "+")
+    client.execute("HSET", KEYS.crashes, entry_id + b"l", 1)
+    handler = make(hang_once, key="key", time_limit_ms=600_000, retry=Retry(attempts=2))
+    with Client(proxy.url) as through, working(through, handler, policy=AT_ONCE, clock=clock):
+        eventually(begun.is_set)
+        assert client.execute("HEXISTS", KEYS.crashes, entry_id + b"a") == 1, "it runs in isolation"
+        proxy.cut_before("HGET", containing=KEYS.crashes, times=2)  # so that the mark cannot be removed at once
+        proxy.freeze()
+        clock.leap(NEARLY_MS)
+        eventually(ended.is_set)
+        park(client, KEYS, b"kk0", "so that it is not run again")
+        proxy.resume()
+        eventually(lambda: client.execute("HEXISTS", KEYS.crashes, entry_id + b"a") == 0, "the removal of the mark")
+        assert unpark(client, KEYS, b"kk0")
+        eventually(lambda: len(rows(client)) == 1, "its next run, in the same process")
+    assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
 def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(

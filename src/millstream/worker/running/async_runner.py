@@ -45,7 +45,7 @@ class AsyncRunner(_Start):
         self._free_slots = steps.handler.concurrency
         self._is_at_end = self._is_cancelled = False
         self._main_task: asyncio.Task[None] | None = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
 
     def run(self) -> None:
         """See Runner."""
@@ -78,7 +78,7 @@ class AsyncRunner(_Start):
         """See Runner."""
         self._loop_started.wait()
         assert self._loop is not None
-        run = self._start_and_run(delivery, ignore_gate=True)
+        run = self._run_cancellable(delivery)
         try:
             return asyncio.run_coroutine_threadsafe(run, self._loop).result()
         except CancelledError:
@@ -148,6 +148,15 @@ class AsyncRunner(_Start):
         if not self._is_cancelled:
             self._free_slots += 1
             self._start_tasks(group)
+
+    async def _run_cancellable(self, delivery: Delivery) -> Outcome | None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[id(delivery)] = task
+        try:
+            return await self._start_and_run(delivery, ignore_gate=True)
+        finally:
+            del self._tasks[id(delivery)]
 
     async def _start_and_run(self, delivery: Delivery, *, ignore_gate: bool = False) -> Outcome | None:
         while (starts := self._start(delivery, ignore_gate=ignore_gate)) is None:  # noqa: ASYNC110 - rare

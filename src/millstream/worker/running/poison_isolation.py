@@ -95,6 +95,7 @@ class PoisonIsolation:
         process_isolation.all_in_flight.append(in_flight)
         self._suspects: SimpleQueue[Delivery | None] = SimpleQueue()
         self._delayed: list[tuple[float, int, Delivery]] = []
+        self._still_marked: list[Delivery] = []
         self._sequence = itertools.count()
 
     def add_suspect(self, delivery: Delivery | None) -> None:
@@ -115,7 +116,8 @@ class PoisonIsolation:
     def _next_suspect(self) -> Delivery | None:
         """Return the next suspect: one whose wait is over before new ones; None at the end."""
         while True:
-            wait_s = None
+            wait_s = _RECHECK_S if self._still_marked else None
+            self._remove_marks()
             if self._delayed:
                 wait_s = min(_RECHECK_S, (self._delayed[0][0] - self._clock.monotonic_ms()) / 1000)
                 if wait_s <= 0:
@@ -186,7 +188,21 @@ class PoisonIsolation:
         )  # fmt: skip
         delivery.stream.begin_isolation(delivery, self._incarnation.mark)
         outcome = self._runner.run_isolated(delivery)
-        with contextlib.suppress(Unavailable):  # a commit ends the isolation as well
-            delivery.stream.end_isolation([delivery])
+        self._still_marked.append(delivery)
+        self._remove_marks()
         if outcome is not None:
             self._in_flight.complete(delivery, outcome)
+
+    def _remove_marks(self) -> None:
+        """Remove the marks of runs that have ended: a later death of this process is not the fault of their messages.
+
+        A commit removes them as well; but a run that was cancelled, as Redis was unavailable, commits nothing.
+        """
+        while self._still_marked:
+            try:
+                with exclude_on_error(self._still_marked[0].stream):
+                    self._still_marked[0].stream.end_isolation(self._still_marked[:1])
+            except Unavailable as error:
+                logger.debug("cannot note the end of a run in isolation, Redis is unavailable: %s; retrying", error)
+                return
+            del self._still_marked[0]
