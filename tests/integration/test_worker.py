@@ -278,7 +278,7 @@ def test_a_suspect_that_may_have_killed_workers_runs_alone_and_becomes_a_dead_le
     for entry_id in ids:
         client.execute("XCLAIM", "in", KEYS.group, "dead", 0, entry_id, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 3)
     # Processes are known to have crashed on this message only: two of them.
-    client.execute("HSET", KEYS.crashes, ids[1], 1, ids[1] + b"a", "vanished w9")
+    client.execute("HSET", KEYS.crashes, ids[1], 1, ids[1] + b"a", "vanished-1 w9")
     alone: list[int] = []
     running: list[int] = []
 

@@ -498,6 +498,45 @@ def test_a_dead_letter_has_the_crash_count_and_the_cause_of_the_last_death(clien
     assert (outputs(client), client.execute("EXISTS", KEYS.crashes)) == ([], 0)
 
 
+def test_a_process_without_a_supervisor_may_have_been_paused_so_one_death_more_is_needed(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    suspect = suspect_run_before(client, VANISHED, deaths=1)
+    client.execute("HSET", KEYS.crashes, suspect + b"a", "0123456789abcdef w9")
+    clock = LeapClock()
+
+    def is_run_again() -> bool:
+        clock.leap(400)
+        return outputs(client) == [0]
+
+    with working(client, make(double), clock=clock):
+        eventually(is_run_again)
+        eventually(lambda: pending(client) == 0)
+    assert "may have crashed its process, which had no supervisor: it died, or was paused for long" in caplog.text
+    assert (dead(client), client.execute("EXISTS", KEYS.crashes)) == ([], 0)
+
+
+def test_the_dead_letter_of_a_message_that_processes_without_supervisors_left_says_what_is_not_known(
+    client: Client,
+) -> None:
+    suspect = suspect_run_before(client, VANISHED, deaths=2)
+    client.execute("HSET", KEYS.crashes, suspect + b"a", "0123456789abcdef w9")
+    clock = LeapClock()
+
+    def is_given_up() -> bool:
+        clock.leap(400)
+        return pending(client) == 0
+
+    with working(client, make(double), clock=clock):
+        eventually(is_given_up)
+    (letter,) = dead(client)
+    assert letter.reason == "crashed"
+    assert letter.error == (
+        "3 processes crashed, or were paused, while they ran this message and nothing else; "
+        "the last had no supervisor: it died, or was paused for long"
+    )
+
+
 def gets(client: Client) -> int:
     """Return how many GETs the server has run since the test began."""
     return commands_run(client.execute)["get"]

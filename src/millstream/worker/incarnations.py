@@ -22,16 +22,22 @@ NAME_LEASE_MS = 15_000
 
 
 class ProcessEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process ended. `died`: it crashed or was killed, with its running messages; False for any other end."""
+    """How a process ended.
+
+    * `died`: it crashed or was killed, with its running messages; False for any other end
+    * `certain`: False if it may have been paused instead
+    """
 
     died: bool
     cause: str
+    certain: bool = True
 
 
 ALIVE = ProcessEnd(died=False, cause="lives")
 """The end of a process that is alive."""
 
 _VANISHED = ProcessEnd(died=True, cause="vanished together with its supervisor")
+_SILENT = ProcessEnd(died=True, certain=False, cause="had no supervisor: it died, or was paused for long")
 
 
 def record_end(client: Client, app: str, incarnation: str, end: ProcessEnd) -> None:
@@ -60,6 +66,8 @@ class Incarnation:
         Its supervisor records the end, and holds the name until then. If neither record nor name exists for as long as
         a name lasts, both have died: after an outage of Redis a living supervisor renews its name sooner. Raises
         RedisError.
+
+        Nothing in Redis shows whether a process without a supervisor lives: its end is never certain.
         """
         if mark == self.mark:
             return ALIVE
@@ -80,4 +88,6 @@ class Incarnation:
         if now_ms - began_ms > _SLOW_MS:  # Redis hung, and names may have expired meanwhile
             self._missing_since_ms.clear()
         since_ms = self._missing_since_ms.setdefault(mark, now_ms)
-        return _VANISHED if now_ms - since_ms > NAME_LEASE_MS else None
+        if now_ms - since_ms <= NAME_LEASE_MS:
+            return None
+        return _VANISHED if "-" in name else _SILENT

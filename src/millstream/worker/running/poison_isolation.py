@@ -16,7 +16,7 @@ from millstream.handlers.attempt import DeadLettered, Outcome, outcome_after_las
 from millstream.handlers.handler import Handler
 from millstream.model import Retry
 from millstream.worker.in_flight import InFlight
-from millstream.worker.incarnations import ALIVE, Incarnation
+from millstream.worker.incarnations import ALIVE, Incarnation, ProcessEnd
 from millstream.worker.running.runner import Runner
 from millstream.worker.stream_exclusion import exclude_on_error
 
@@ -77,8 +77,8 @@ class PoisonIsolation:
 
     Before it runs a suspect, the process writes its mark beside the entry. A worker that finds the mark of another
     process looks up how that process ended. A crash counts against the message, which then waits as after a failed
-    attempt; after too many crashes it is dead-lettered. A process that is alive, was stopped, or ended because Redis
-    was unavailable counts for nothing.
+    attempt; after too many crashes it is dead-lettered, after one more if the last may not have been one. A process
+    that is alive, was stopped, or ended because Redis was unavailable counts for nothing.
     """
 
     def __init__(
@@ -143,22 +143,24 @@ class PoisonIsolation:
         elif not end.died:
             with self._process_isolation.lock:
                 self._run_isolated(delivery)
-        elif deaths + 1 < crashes_allowed(self._handler.retry):
+        elif deaths + 1 < crashes_allowed(self._handler.retry) + (not end.certain):
             delivery.stream.record_deaths(delivery, deaths + 1)
             wait_ms = self._handler.retry.delay_after(deaths + 1)
             logger.warning(
-                "%s: message %s of %s crashed its process, which %s while no other message ran; retrying in %.1f s",
-                self._handler.label, delivery.id.decode(), delivery.stream.stream, end.cause, wait_ms / 1000,
+                "%s: message %s of %s %s its process, which %s while no other message ran; retrying in %.1f s",
+                self._handler.label, delivery.id.decode(), delivery.stream.stream,
+                "crashed" if end.certain else "may have crashed", end.cause, wait_ms / 1000,
             )  # fmt: skip
             self._delay(delivery, wait_ms)
         else:
-            self._give_up(delivery, deaths + 1, end.cause)
+            self._give_up(delivery, deaths + 1, end)
 
-    def _give_up(self, delivery: Delivery, deaths: int, cause: str) -> None:
+    def _give_up(self, delivery: Delivery, deaths: int, last: ProcessEnd) -> None:
         delivery.attempt = deaths + isolated_after(self._handler.retry)
+        crashed = "crashed" if last.certain else "crashed, or were paused,"
         dead = DeadLettered(
             "crashed",
-            f"{deaths} processes crashed while they ran this message and nothing else; the last {cause}",
+            f"{deaths} processes {crashed} while they ran this message and nothing else; the last {last.cause}",
         )
         outcome: Outcome = dead if delivery.lease is None else outcome_after_last_attempt(self._handler, dead)
         self._in_flight.complete(delivery, outcome)
