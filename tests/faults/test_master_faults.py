@@ -201,6 +201,7 @@ def test_a_message_that_kills_its_consumers_becomes_a_dead_letter(client: Client
             assert survivor.next()[0] == good
     (letter,) = run("dlq", "list", "--json", url=client.url).json_lines()
     assert (letter["id"], letter["reason"]) == (bad, "crashed")
+    assert letter["error"] == "lost its consumer 2 times: 2 x failed health checks"
 
 
 def test_an_acknowledgement_may_go_to_any_master(client: Client) -> None:

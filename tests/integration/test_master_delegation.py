@@ -2,6 +2,8 @@
 
 import pytest
 
+from millstream.delivery.key_queues import unpark
+from millstream.model import Retry
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.master.acknowledgements import Acknowledger, AckRequest
@@ -124,12 +126,61 @@ def test_a_lease_of_a_former_incarnation_ends_and_cannot_be_acknowledged(
     before = delegator.leases_of("c1")[0]
     registry.register("c1", health_url=None, max_tickets=1, instance="", silent_ms=1_000)
     assert [(lost.id.decode(), lost.cause) for lost in delegator.group_stream.renew_consumer_leases().revoked] == [
-        (only, "gone")
+        (only, "registered")
     ]
     with pytest.raises(Refused, match="does not have"):
         acknowledge(client, delegator, "c1", only)
     assert delegator.group_stream.commit([delegator.group_stream.key_effects_of(before, list(before.queued))])
     assert join(delegator, registry, "c2") == [only]
+
+
+def test_a_message_counts_its_lost_leases_by_cause_and_not_those_of_consumers_that_have_left(
+    client: Client, registry: Registry
+) -> None:
+    settings = MasterSettings(ticket_stream=STREAM, group=GROUP, delegation_ms=100, retry=Retry(attempts=4))
+    delegator = Delegator(client, registry, settings)
+    delegator.join()
+    (only,) = publish(client, "A")
+
+    def end(name: str, cause: str) -> None:
+        assert join(delegator, registry, name) == [only]
+        found = registry.get(name)
+        assert found is not None
+        if cause == "left":
+            registry.unregister(name)
+        elif cause == "unhealthy":
+            assert registry.record_failure(name, found.incarnation, silent_ms=0)
+            registry.register(name, health_url=None, max_tickets=1, instance="", silent_ms=1_000)  # and it is back
+        elif cause == "registered":
+            registry.register(name, health_url=None, max_tickets=1, instance="another", silent_ms=1_000)
+        revoked = eventually(lambda: delegator.group_stream.renew_consumer_leases().revoked, "the end of its lease")
+        assert [(one.holder, one.cause) for one in revoked] == [(name, cause)]
+
+    end("c1", "unhealthy")
+    end("c2", "registered")
+    end("c3", "stuck")
+    end("c4", "left")
+    assert not client.execute("EXISTS", KEYS.parked)
+    end("c5", "unhealthy")
+    (reason,) = client.execute("HVALS", KEYS.parked)
+    assert reason.decode().partition(" ")[2] == (
+        "lost its consumer 4 times: 2 x failed health checks, 1 x registration of a new process, "
+        "1 x over --delegation-limit"
+    )
+    assert unpark(client, KEYS, b"kA")
+    assert not client.execute("EXISTS", KEYS.crashes)
+
+
+def test_a_registration_with_the_same_instance_loses_no_lease_and_counts_nothing(
+    client: Client, registry: Registry, delegator: Delegator
+) -> None:
+    publish(client, "A")
+    registry.register("c1", health_url=None, max_tickets=1, instance="x", silent_ms=1_000)
+    delegator.group_stream.enqueue_new(count=100, max_pending=1_000)
+    delegator.assign("c1", registry.get("c1"), count=1)
+    registry.register("c1", health_url=None, max_tickets=1, instance="x", silent_ms=1_000)
+    assert delegator.group_stream.renew_consumer_leases().revoked == []
+    assert not client.execute("EXISTS", KEYS.crashes)
 
 
 def test_a_message_that_was_trimmed_while_in_flight_can_still_be_acknowledged(

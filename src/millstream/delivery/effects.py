@@ -20,6 +20,9 @@ ERROR_SUFFIX = "e"
 EXPIRED_SUFFIX = "l"
 """Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
 
+CAUSES_SUFFIX = "c"
+"""Suffix of the field beside the crash counts that says why a master's consumers lost the leases (JSON: cause, count)."""
+
 ISOLATED_SUFFIX = "a"
 """Suffix of the crash-count field that names the process which runs the entry in isolation
 (`worker/incarnations.py`).

@@ -16,7 +16,14 @@ from itertools import count, islice
 from typing import ClassVar, Literal, TypeVar
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
-from millstream.delivery.effects import ERROR_SUFFIX, EXPIRED_SUFFIX, FAILED_SUFFIX, ISOLATED_SUFFIX, Effects
+from millstream.delivery.effects import (
+    CAUSES_SUFFIX,
+    ERROR_SUFFIX,
+    EXPIRED_SUFFIX,
+    FAILED_SUFFIX,
+    ISOLATED_SUFFIX,
+    Effects,
+)
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.pause import Pause
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
@@ -555,7 +562,7 @@ class ReliableStream:
 
 def crash_counts_of(entry_id: str) -> tuple[str, ...]:
     """Return all crash-count fields of an entry."""
-    suffixes = (FAILED_SUFFIX, ERROR_SUFFIX, EXPIRED_SUFFIX, ISOLATED_SUFFIX)
+    suffixes = (FAILED_SUFFIX, ERROR_SUFFIX, EXPIRED_SUFFIX, CAUSES_SUFFIX, ISOLATED_SUFFIX)
     return entry_id, *(entry_id + suffix for suffix in suffixes)
 
 

@@ -14,7 +14,7 @@ from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.replies import pairs_of, time_ms_of
 from millstream.services.master.delegation import Delegator, holder_of
-from millstream.services.master.leases import CONSUMERS_CRASHED
+from millstream.services.master.leases import LOST_CONSUMERS
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.master.settings import MasterSettings
 
@@ -110,11 +110,12 @@ class DelegationLoop:
             return
         parked = self._client.execute("HGETALL", self._keys.parked)
         for queue, note in pairs_of(parked):
-            if note.partition(b" ")[2] == CONSUMERS_CRASHED.encode():
-                skipped = skip(self._client, self._keys, queue, error=CONSUMERS_CRASHED, reason="crashed")
+            why = note.partition(b" ")[2].decode("utf-8", "replace")
+            if why.startswith(LOST_CONSUMERS):
+                skipped = skip(self._client, self._keys, queue, error=why, reason="crashed")
                 if skipped is not None:
                     self._metrics.count(m.DEAD_LETTERED, handler=self._settings.label, reason="crashed")
-                    logger.warning("message %s was dead-lettered: %s", skipped, CONSUMERS_CRASHED)
+                    logger.warning("message %s was dead-lettered: %s", skipped, why)
                 unpark(self._client, self._keys, queue)
 
     def _claim_idle(self, now_ms: float) -> None:

@@ -21,8 +21,8 @@ REQUEUE_PENDING = Script("keys/requeue_pending")
 FINISH = Script("master/finish")
 END_LEASE = Script("master/end_lease")
 
-CONSUMERS_CRASHED = "all consumers that processed it died or hung"
-"""Why a key queue is parked until a master has dead-lettered its first entry."""
+LOST_CONSUMERS = "lost its consumer "
+"""The beginning of why a key queue is parked until a master has dead-lettered its first entry."""
 
 _CLAIMED_AT_ONCE = 500
 _MOST_WATCHED = 5_000
@@ -36,12 +36,16 @@ FinishedMessage = tuple[str, bytes, bytes]
 
 
 class RevokedLease(NamedTuple):
-    """A revoked lease: its holder is "gone" (dead, or re-registered) or "stuck" (over the delegation time)."""
+    """A revoked lease, and why its holder has lost it.
+
+    * `cause`: "unhealthy": its health checks failed; "registered": it registered again, as another process; "stuck":
+      it was over the delegation time; "left": it is not registered any more, which is not counted against the message
+    """
 
     queue: bytes
     id: bytes
     holder: str
-    cause: Literal["gone", "stuck"]
+    cause: Literal["unhealthy", "registered", "stuck", "left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class GroupStream(KeyedStream):
         """Renew the leases of live consumers within the delegation time, revoke all others, and detect XACKs."""
         retry = self._settings.retry
         max_lost = 0 if retry.then == "block" else retry.attempts
-        args = (self._settings.lease_ms, self._settings.delegation_ms, max_lost, CONSUMERS_CRASHED)
+        args = (self._settings.lease_ms, self._settings.delegation_ms, max_lost, LOST_CONSUMERS)
         extended, done, *lost = self._with_rejoin(
             lambda: self._run_script(RENEW_LEASES, (self.token, self.group, *args))
         )

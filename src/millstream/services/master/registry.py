@@ -26,9 +26,14 @@ COMPARE_AND_SET = Script("shared/compare_and_set")
 State = Literal["alive", "stuck", "dead"]
 """alive: gets messages. stuck: held one too long; gets none until it finishes one. dead: gets none until healthy."""
 
+EndCause = Literal["unhealthy", "registered"]
+"""How an incarnation ended: its health checks failed, or the consumer registered again, as another process."""
+
 MAX_CONSUMERS = 1_000
 DEAD_RETENTION_MS = 24 * 3_600_000
 """A consumer that has been dead for this long, in milliseconds, is removed."""
+
+_MOST_ENDED = 4
 
 _NAME = re.compile(NAME_PATTERN)
 _RESERVED = (WAITING, "recovered")
@@ -42,6 +47,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     * `health_url`: None if it sends heartbeats instead
     * `max_tickets`: messages that it may have at once
     * `registered_ms`, `healthy_ms`: when it registered, and when it was last found healthy, in Unix milliseconds
+    * `ended`: how its last incarnations ended, so that the leases they lost are counted for the right cause
     """
 
     incarnation: str
@@ -51,6 +57,12 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     healthy_ms: int
     instance: str = ""
     state: State = "alive"
+    ended: dict[str, EndCause] = {}
+
+    def end_incarnation(self, cause: EndCause) -> dict[str, EndCause]:
+        """What `ended` becomes with the end of this incarnation; only the last ones are kept."""
+        ended = {**self.ended, self.incarnation: cause}
+        return dict(list(ended.items())[-_MOST_ENDED:])
 
 
 Change = Callable[[Registration | None, int], Registration | None]
@@ -107,9 +119,10 @@ class Registry:
                     409,
                     f"a consumer called {name!r} is alive at another health URL; give this one another name, or wait",
                 )
+            ended = {} if now is None else now.ended if again else now.end_incarnation("registered")
             return Registration(
                 incarnation=now.incarnation if now is not None and again else secrets.token_hex(4), instance=instance,
-                health_url=health_url, max_tickets=max_tickets, registered_ms=time_ms, healthy_ms=time_ms,
+                health_url=health_url, max_tickets=max_tickets, registered_ms=time_ms, healthy_ms=time_ms, ended=ended,
             )  # fmt: skip
 
         found = self._update(name, change)
@@ -140,7 +153,8 @@ class Registry:
                 return now
             if now.state == "dead":
                 return None if time_ms - now.healthy_ms > DEAD_RETENTION_MS else now
-            return msgspec.structs.replace(now, state="dead", incarnation=secrets.token_hex(4))
+            ended = now.end_incarnation("unhealthy")
+            return msgspec.structs.replace(now, state="dead", incarnation=secrets.token_hex(4), ended=ended)
 
         found = self._update(name, change)
         return found is not None and found.state == "dead" and found.incarnation != incarnation

@@ -4,9 +4,11 @@
 -- KEYS  as of commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 lease in milliseconds from now
 --       4 maximum age of a lease in milliseconds, after which it is revoked
---       5 number of leases lost on one entry at which its key queue is parked (0 = never)   6 the reason for that
+--       5 number of leases lost on one entry at which its key queue is parked (0 = never)
+--       6 what the reason for that begins with; how often and why its leases were lost follows
 -- REPLY number of renewed leases; ids of entries found acknowledged; then for each revoked lease: name of the key
---       queue, id of its first entry, holder, 'gone' (not registered, or a new incarnation) or 'stuck' (over age)
+--       queue, id of its first entry, holder, cause: 'unhealthy' (its health checks failed), 'registered' (it
+--       registered again, as another process), 'stuck' (over age) or 'left' (it is not registered any more)
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
 -- INVARIANTS
@@ -17,6 +19,7 @@
 --   A leased entry that is pending with WAITING may be the next one of its key queue, while a master commits the one
 --   before and ends the lease: it is claimed for the holder only if it is still so after STRAY_MS.
 --   The script reads the registered consumers itself, so no master acts on an outdated list.
+--   A consumer that has left did not die of its entry: that lease is not counted.
 
 -- include ids
 -- include key_queues
@@ -25,16 +28,16 @@
 
 local group, lease_ms, max_age_us = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]) * 1000
 local STRAYS, STRAY_MS = BASE .. 'strays', 1000
-local max_lost, reason = tonumber(ARGV[5]), ARGV[6]
+local max_lost, reason_prefix = tonumber(ARGV[5]), ARGV[6]
 
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
 if refusal then return refusal end
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
 if probe.err then return probe end
 
-local incarnations, exists = {}, {}
+local registrations, exists = {}, {}
 for name, text in pairs(to_map(redis.call('HGETALL', BASE .. 'consumers'))) do
-  incarnations[name] = cjson.decode(text)['incarnation']
+  registrations[name] = cjson.decode(text)
 end
 for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], group)) do exists[to_map(items)['name']] = true end
 
@@ -50,11 +53,41 @@ local function acknowledge(name, id, holder)
   done[#done + 1] = id
 end
 
+local COUNTED = {'unhealthy', 'registered', 'stuck'}
+local WORDS = {
+  unhealthy = 'failed health checks', registered = 'registration of a new process', stuck = 'over --delegation-limit'
+}
+
+-- How the holder's incarnation ended.
+local function cause_of_end(holder, incarnation)
+  local now = registrations[holder]
+  if not now then return 'left' end
+  return (now['ended'] or {})[incarnation] or (now['state'] == 'dead' and 'unhealthy' or 'registered')
+end
+
+-- Count a lost lease of an entry; return how many it has lost, and how many of them for which cause.
+local function count_lost(id, why)
+  local text = redis.call('HGET', KEYS[4], id .. 'c')
+  local causes = text and cjson.decode(text) or {}
+  causes[why] = (causes[why] or 0) + 1
+  redis.call('HSET', KEYS[4], id .. 'c', cjson.encode(causes))
+  return redis.call('HINCRBY', KEYS[4], id .. 'l', 1), causes
+end
+
+local function reason_of(lost, causes)
+  local parts = {}
+  for _, why in ipairs(COUNTED) do
+    if causes[why] then parts[#parts + 1] = causes[why] .. ' x ' .. WORDS[why] end
+  end
+  return reason_prefix .. lost .. (lost == 1 and ' time: ' or ' times: ') .. table.concat(parts, ', ')
+end
+
 local function revoke(name, id, holder, why)
-  local lost = redis.call('HINCRBY', KEYS[4], id .. 'l', 1)
+  local lost, causes = 0, {}
+  if why ~= 'left' then lost, causes = count_lost(id, why) end
   end_lease(group, name, 1)
   if max_lost > 0 and lost >= max_lost then
-    redis.call('HSETNX', PARKED, name, ms .. ' ' .. reason)
+    redis.call('HSETNX', PARKED, name, ms .. ' ' .. reason_of(lost, causes))
   elseif make_ready(name, true) then
     ready = ready + 1
   end
@@ -78,8 +111,8 @@ for name, token in pairs(to_map(redis.call('HGETALL', OWNERS))) do
     end_lease(group, name, 0)
   elseif not item and exists[holder] then -- if the consumer is gone, XGROUP DELCONSUMER deleted its pending entries
     acknowledge(name, head, holder)
-  elseif incarnations[holder] ~= incarnation then
-    revoke(name, head, holder, 'gone')
+  elseif not registrations[holder] or registrations[holder]['incarnation'] ~= incarnation then
+    revoke(name, head, holder, cause_of_end(holder, incarnation))
   elseif now_us - fence >= max_age_us then
     revoke(name, head, holder, 'stuck')
   else
