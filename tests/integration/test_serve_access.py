@@ -143,6 +143,21 @@ def test_a_ticket_expires_and_ends_with_its_token() -> None:
         access.authorize(["entity:1"], token=None, ticket=text)
 
 
+def test_a_ticket_ends_with_the_pattern_of_its_token(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"{SOME} entity:* prices\n")
+    book = new_stream_tokens()
+    book.read(path)
+    access = Authorizer(book)
+    text = access.issue_ticket(SOME, ["entity:1", "prices"]).text
+    path.write_text(f"{SOME} prices\n")
+    access.reload(path)
+    with pytest.raises(Refused, match="does not cover the stream 'entity:1'") as refused:
+        access.authorize(["entity:1"], token=None, ticket=text)
+    assert refused.value.status == 403
+    access.authorize(["prices"], token=None, ticket=text)
+
+
 def test_the_token_file_is_read_again_when_it_changes(client: Client, server: Server, tokens: Path) -> None:
     before, new = tokens.read_text("utf-8"), "0123456789abcdef-new"
     try:

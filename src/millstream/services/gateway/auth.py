@@ -3,7 +3,7 @@
 A browser can set no header on an EventSource or a WebSocket, and URLs end up in logs and histories. So a URL never
 contains a token: a client exchanges its token for a ticket, which names its streams and soon expires (as presigned URLs
 do). A ticket is signed with a key derived from the token: it needs no storage, every process with the same token file
-accepts it, and removing the token revokes it.
+accepts it, and removing the token, or its pattern for the streams, revokes it.
 """
 
 import base64
@@ -114,12 +114,13 @@ class Authorizer:
             claims = msgspec.msgpack.decode(body, type=_Claims)
         except (ValueError, binascii.Error, msgspec.MsgspecError) as error:
             raise invalid from error
-        for digest in self._tokens.hashes():
+        for digest, patterns in self._tokens.items():
             if _label(digest) == claims.token and hmac.compare_digest(signature, _signature(digest, body)):
                 if claims.until < self._wall():
                     raise invalid
                 if not set(map(to_wire, streams)) <= set(claims.streams):
                     raise Refused(403, "this ticket does not cover these streams; get one for them (POST /tickets)")
+                self._check(patterns, streams)
                 return digest
         raise invalid
 

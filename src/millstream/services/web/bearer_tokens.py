@@ -74,9 +74,9 @@ class TokenStore:
         found = [entry for entry in self._scopes.items() if hmac.compare_digest(entry[0], digest)]
         return found[0] if found else None
 
-    def hashes(self) -> list[bytes]:
-        """The hashes of all tokens."""
-        return list(self._scopes)
+    def items(self) -> list[tuple[bytes, frozenset[str]]]:
+        """The hash of each token, and its scopes."""
+        return list(self._scopes.items())
 
 
 def _digest(token: str) -> bytes:
