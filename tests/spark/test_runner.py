@@ -69,6 +69,14 @@ def test_a_long_batch_is_reported_at_ever_longer_intervals(pipelines: Pipelines)
     }
 
 
+def test_other_users_cannot_read_a_checkpoint_that_a_run_creates(pipelines: Pipelines) -> None:
+    pipelines.add("in", {"n": 1})
+    pipelines.once(app_of(nothing))
+    folder = pipelines.folder / "checkpoint"
+    assert [one.stat().st_mode & 0o777 for one in (folder, folder / "app", folder / "app" / "handle")] == [0o700] * 3
+    assert (folder / "app" / "handle" / "offsets").is_dir()
+
+
 def test_a_long_batch_is_reported_while_it_runs(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_FIRST_REPORT_MS", 100.0)
     ended = pipelines.folder / "ended"

@@ -182,11 +182,17 @@ def has_executors(spark: SparkSession) -> bool:
 def checkpoint_begun(spark: SparkSession, path: str, marker: str) -> bool:
     """Create the folder `path`, on any Hadoop file system, if missing; True if a query has begun in it.
 
+    On one machine other users cannot read a folder that it creates. On a cluster they may have to: executors may run
+    as another user.
+
     A query has begun if the file `marker` exists, or the folder `marker` with a finished file in it. Raises ConfigError
     if the folder cannot be used.
     """
     try:
         files, folder = _folder(spark, path)
+        if files.getUri().getScheme() == "file" and not is_cluster(str(spark.sparkContext.master)):
+            with suppress(OSError):  # the next call says why
+                make_private(Path(str(folder.toUri().getPath())))
         if not files.mkdirs(folder):
             raise ConfigError(
                 f"the checkpoint folder {path!r} cannot be created; make it writable, or give another --checkpoint"
@@ -196,6 +202,13 @@ def checkpoint_begun(spark: SparkSession, path: str, marker: str) -> bool:
         raise ConfigError(
             f"the checkpoint folder {path!r} cannot be used ({java_reason(error)}); give another --checkpoint"
         ) from error
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder and its missing parents with mode 0700, and leave those that exist as they are. Raises OSError."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(0o700, exist_ok=True)
 
 
 def clear_unfinished(spark: SparkSession, path: str) -> None:
