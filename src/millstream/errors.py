@@ -6,7 +6,7 @@ MillstreamError
 ├── RedisError             Redis refused a command or is unreachable (translated in `redis_client.error_translation`)
 │   ├── Unavailable        away, loading, failing over or busy: retry later
 │   │   ├── OutOfMemory    `maxmemory` is reached: nothing was written
-│   │   └── StreamFull     the stream is at its producer's `max_length`: nothing was written
+│   │   └── StreamFull     the stream is at its producer's `capacity`: nothing was written
 │   ├── NotReplicated      published, but too few replicas confirmed it in time
 │   ├── AccessDenied       the credentials are wrong, or an ACL rule refuses the command or key
 │   ├── WrongType          the key holds another type than the command needs
@@ -62,7 +62,7 @@ class OutOfMemory(Unavailable):
 
 
 class StreamFull(Unavailable):
-    """The stream holds as many entries as the producer's `max_length` allows. Nothing was written: retry later."""
+    """The stream holds as many entries as the producer's `capacity` allows. Nothing was written: retry later."""
 
 
 class NotReplicated(RedisError):

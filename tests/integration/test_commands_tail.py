@@ -59,6 +59,7 @@ def test_tail_shows_several_streams_beside_a_missing_one(client: Client) -> None
     fill(client, "a", 2)
     fill(client, "b", 3)
     shown = call("tail", "a", "b", "none", "a", "--no-follow", "--json", url=client.url)
+    assert shown.code == 1
     assert [(entry["stream"], entry["id"]) for entry in shown.json_lines()] == [
         *(("a", "1-1"), ("a", "2-1")),
         *(("b", "1-1"), ("b", "2-1"), ("b", "3-1")),
@@ -67,13 +68,22 @@ def test_tail_shows_several_streams_beside_a_missing_one(client: Client) -> None
 
 def test_tail_reports_missing_streams_and_patterns(client: Client) -> None:
     fill(client, "a", 1)
-    shown = call("tail", "a", "none", "x:*", "--no-follow", url=client.url)
-    assert shown.code == 0
+    fill(client, "emptied", 1)
+    client.execute("XTRIM", "emptied", "MAXLEN", 0)
+    shown = call("tail", "none", "a", "emptied", "x:*", "--no-follow", url=client.url)
+    assert shown.code == 1
     assert shown.out.count("\n") == 1
     assert shown.err.splitlines() == [
         "no stream matches x:*",
-        "none: no entries: the stream does not exist or is empty",
+        "emptied: the stream is empty",
+        "error: no such stream: none",
     ]
+
+
+def test_tail_of_an_empty_stream_or_of_a_pattern_that_matches_none_is_no_error(client: Client) -> None:
+    fill(client, "emptied", 1)
+    client.execute("XTRIM", "emptied", "MAXLEN", 0)
+    assert call("tail", "emptied", "x:*", "--no-follow", url=client.url).code == 0
 
 
 @pytest.mark.parametrize("streams", [["a", "b"], ["a", "none"], ["a", "b*"], ["[ab]"]])

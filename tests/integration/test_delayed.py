@@ -181,7 +181,7 @@ def test_a_repeat_under_the_callers_id_waits_once_and_is_recognised_after_the_mo
 def test_delayed_messages_count_against_the_length_of_a_limited_stream(
     client: Client, delayed: DelayedMessages
 ) -> None:
-    with Producer(client, max_length=2, patience_ms=0) as producer:
+    with Producer(client, capacity=2, patience_ms=0) as producer:
         producer.publish("s", {"n": 1})
         producer.publish("s", {"n": 2}, delay_ms=1)
         with pytest.raises(StreamFull):

@@ -14,6 +14,7 @@ from millstream import App, Message, Reject, State
 from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
 from millstream.partitions.key_migration import KeyMigration
+from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -227,8 +228,9 @@ def test_the_command_shows_generations_closed_partitions_and_whether_keys_migrat
         producer.publish_many({"k": key, "n": 1} for key in KEYS)
         with all_working(client, handler_of(recording.handle), "w1"):
             eventually(lambda: len(recording.last) == len(KEYS))
-        assert call("partition", "grow", BASE, "3", url=millstream_url).out == "orders has 3 partitions\n"
+        assert call("partition", "grow", BASE, "3", "--yes", url=millstream_url).out == "orders has 3 partitions\n"
         assert call("partition", "grow", BASE, "1", url=millstream_url).code == 2
+        assert call("partition", "grow", BASE, "3", url=millstream_url).code == 0  # nothing to do, nothing to ask
         found = shown(millstream_url)
         assert (found["generation"], found["counts"], found["growing"]) == (2, [2, 3], None)
         assert [one["since"] for one in found["partitions"]] == [1, 1, 2]
@@ -240,6 +242,36 @@ def test_the_command_shows_generations_closed_partitions_and_whether_keys_migrat
         with all_working(client, handler_of(recording.handle), "w1"):
             eventually(lambda: settled(client))
         assert shown(millstream_url)["undrained"] == {"app.handle": []}
+
+
+def test_a_growth_asks_first_and_can_be_rehearsed(millstream_url: str) -> None:
+    call("partition", "create", BASE, "2", url=millstream_url)
+    refused = call("partition", "grow", BASE, "8", url=millstream_url)
+    assert (refused.code, refused.out) == (2, "")
+    assert "Grow orders to 8 partitions? About 75% of its keys move, to {orders.2} to {orders.7}" in refused.err
+    assert "the number can never shrink. There is no terminal to confirm at: add --yes" in refused.err
+    rehearsed = call("partition", "grow", BASE, "8", "--dry-run", url=millstream_url)
+    assert rehearsed.out.startswith("orders would have 8 partitions instead of 2. About 75% of its keys move")
+    assert call("partition", "grow", BASE, "1", "--dry-run", url=millstream_url).code == 2
+    found = call("partition", "grow", BASE, "3", "--dry-run", "--json", url=millstream_url).json()
+    assert (found["counts"], found["added"], found["moving_share"], found["dry_run"]) == (
+        [2],
+        ["{orders.2}"],
+        0.3333,
+        True,
+    )
+    assert shown(millstream_url)["counts"] == [2]
+    grown = call("partition", "grow", BASE, "3", "--yes", "--json", url=millstream_url).json()
+    assert (grown["counts"], grown["added"], grown["dry_run"]) == ([2, 3], ["{orders.2}"], False)
+
+
+def test_the_share_of_keys_that_a_growth_announces_is_the_one_that_moves(millstream_url: str) -> None:
+    before, after = PartitionMap(base=BASE, counts=(3,)), PartitionMap(base=BASE, counts=(3, 5))
+    keys = [str(number).encode() for number in range(20_000)]
+    call("partition", "create", BASE, "3", url=millstream_url)
+    announced = call("partition", "grow", BASE, "5", "--dry-run", "--json", url=millstream_url).json()["moving_share"]
+    moved = sum(before.partition_of(key) != after.partition_of(key) for key in keys)
+    assert abs(moved / len(keys) - announced) < 0.02
 
 
 def test_a_killed_growth_is_shown_and_completed_by_the_next_one(millstream_url: str) -> None:

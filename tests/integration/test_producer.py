@@ -225,7 +225,7 @@ def test_a_dedupe_id_is_dropped_at_the_end_of_its_window(client: Client) -> None
 
 
 def test_a_full_stream_refuses_a_batch_that_does_not_fit_and_writes_nothing(client: Client) -> None:
-    with Producer(client, max_length=3, patience_ms=0) as producer:
+    with Producer(client, capacity=3, patience_ms=0) as producer:
         producer.publish_many("s", [{"n": 1}, {"n": 2}])
         with pytest.raises(StreamFull, match="s has no room, it holds 2 of at most 3 entries"):
             producer.publish_many("s", [{"n": 3}, {"n": 4}])
@@ -252,7 +252,7 @@ def test_a_producer_waits_for_a_full_stream_and_keeps_the_order(client: Client) 
     consumer = threading.Thread(target=consume)
     consumer.start()
     try:
-        with Producer(client, max_length=50) as producer:
+        with Producer(client, capacity=50) as producer:
             producer.publish_many("s", [{"n": n} for n in range(500)])
             for n in range(500, 600):
                 producer.publish("s", {"n": n})

@@ -46,7 +46,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("skip", "a.h", "k", "--yes"),
     ),
     "lease": (("list", "s"), ("add", "s", "t"), ("release", "s", "t", "--yes"), ("remove", "s", "t", "--yes")),
-    "partition": (("show", "b"), ("grow", "b", "3")),
+    "partition": (("show", "b"), ("grow", "b", "3", "--yes")),
     "dlq": (("list",), ("show", "1-0"), ("redrive", "--all", "--yes"), ("purge", "--all", "--yes")),
 }  # fmt: skip
 """Commands that do one thing and end."""

@@ -35,7 +35,7 @@ def test_publish_options_that_make_no_sense_are_refused(values: dict[str, float]
         PublishOptions(**values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("values", [{"max_length": 0}, {"dedupe_window_ms": 0}])
+@pytest.mark.parametrize("values", [{"capacity": 0}, {"dedupe_window_ms": 0}])
 def test_a_producer_that_makes_no_sense_is_refused(values: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Producer(NOWHERE, **values)  # type: ignore[arg-type]

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from millstream.admin.inspection import handler_of
-from millstream.cli.options import Json, Url, command_group
-from millstream.cli.terminal import print_json, print_line, print_message, print_table
+from millstream.cli.options import DryRun, Json, Url, Yes, command_group
+from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import GroupMissing, MillstreamError
 from millstream.groups import groups_of
 from millstream.partitions.key_migration import KeyMigration, UndrainedPartition
-from millstream.partitions.partition_map import PartitionMap
+from millstream.partitions.partition_map import PartitionMap, check_growth
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
@@ -25,6 +25,21 @@ Base = Annotated[
 Count = Annotated[int, typer.Argument(help="The number of partitions.", metavar="NUMBER")]
 
 partition = command_group("Show, create and grow the partitions of a base.")
+
+
+class _Growth:
+    """What a growth to `count` partitions changes."""
+
+    def __init__(self, before: PartitionMap, count: int) -> None:
+        self.added = [before.stream(number) for number in range(before.count, count)]
+        self.moving_share = round(len(self.added) / count, 4)  # that of a jump hash: no key moves needlessly
+        self.is_new = bool(self.added) and before.growing_to != count
+
+    def __str__(self) -> str:
+        if not self.added:
+            return "Nothing changes."
+        names = self.added[0] if len(self.added) == 1 else f"{self.added[0]} to {self.added[-1]}"
+        return f"About {self.moving_share:.0%} of its keys move, to {names}; the number can never shrink."
 
 
 @partition.command()
@@ -66,17 +81,35 @@ def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
 
 
 @partition.command()
-def grow(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+def grow(
+    base: Base, count: Count, dry_run: DryRun = False, yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False
+) -> None:
     """Grow to a greater number of partitions. Each key stays in order; producers and workers follow by themselves.
 
-    Idempotent; repeat the command if it was interrupted.
+    The number can never shrink. Idempotent; repeat the command if it was interrupted.
     """
     with Client(url) as client:
-        partition_map = _existing(client, base).grow(count)
+        partitions = _existing(client, base)
+        before = partitions.require()
+        check_growth(before, count)
+        plan = _Growth(before, count)
+        if not dry_run:
+            if plan.is_new:
+                confirm(f"Grow {base} to {pluralize(count, 'partition')}? {plan}", yes=yes)
+            after = partitions.grow(count)
     if as_json:
-        print_json(_as_json(partition_map, None, {}))
+        print_json(
+            {
+                **_as_json(before if dry_run else after, None, {}),
+                "added": plan.added,
+                "moving_share": plan.moving_share,
+                "dry_run": dry_run,
+            }
+        )
+    elif dry_run:
+        print_line(f"{base} would have {pluralize(count, 'partition')} instead of {before.count:,}. {plan}")
     else:
-        print_line(f"{base} has {pluralize(partition_map.count, 'partition')}")
+        print_line(f"{base} has {pluralize(count, 'partition')}")
 
 
 @partition.command()

@@ -12,7 +12,7 @@ import typer
 from millstream.cli.follow import Follower
 from millstream.cli.options import JsonLines, Url, parse_start
 from millstream.cli.terminal import print_json, print_line, print_message, truncate
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, MillstreamError
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client, raise_if_error
@@ -103,8 +103,7 @@ def _start_ids(client: Client, after_id: EntryId | None, names: Sequence[str]) -
 def _print_existing(client: Client, printer: "_Printer", names: Sequence[str], after_id: EntryId | None) -> None:
     """Print the entries after `after_id` up to the present end, one stream after the other."""
     ends = [_last_of(raise_if_error(found)) for found in _last_entries(client, names)]
-    for name in (name for name, end in zip(names, ends, strict=True) if end == ZERO_ID):
-        print_message(f"{escape(name)}: no entries: the stream does not exist or is empty")
+    missing = _missing(client, [name for name, end in zip(names, ends, strict=True) if end == ZERO_ID])
     for name, end in zip(names, ends, strict=True):
         after = end if after_id is None else after_id
         while after < end:
@@ -116,6 +115,16 @@ def _print_existing(client: Client, printer: "_Printer", names: Sequence[str], a
                 if printer.show_entry(name, after, pairs):
                     return
             sys.stdout.flush()
+    if missing:
+        raise MillstreamError(f"no such stream: {', '.join(map(escape, missing))}")
+
+
+def _missing(client: Client, empty: Sequence[str]) -> list[str]:
+    """Those of the streams without entries that do not exist; a message names the others."""
+    found = client.pipeline([("EXISTS", name) for name in empty])
+    for name in (name for name, exists in zip(empty, found, strict=True) if exists != 0):
+        print_message(f"{escape(name)}: the stream is empty")
+    return [name for name, exists in zip(empty, found, strict=True) if exists == 0]
 
 
 def _matching(client: Client, patterns: Sequence[str]) -> Iterator[str]:

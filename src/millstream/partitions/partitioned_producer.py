@@ -51,7 +51,7 @@ class PartitionedProducer(Publishing):
     * `key`: the field that orders the messages, or a function that returns the key of a message; must be the handlers'
       key. Messages without a key are spread over all partitions
     * `partitions`: how many to create if there are none yet; None = they must exist
-    * `max_length`: most entries that one partition may hold
+    * `capacity`: most entries that one partition may hold
     * the rest as for `Producer`
 
     After a growth (`Partitions.grow`), it publishes to the new partitions as soon as it meets one that is closed: the
@@ -66,12 +66,12 @@ class PartitionedProducer(Publishing):
         *,
         key: str | Callable[[object], Key],
         partitions: int | None = None,
-        max_length: int | None = None,
+        capacity: int | None = None,
         dedupe_window_ms: int = 3_600_000,
         patience_ms: float = 30_000.0,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        super().__init__(redis, max_length, dedupe_window_ms, patience_ms, metrics)
+        super().__init__(redis, capacity, dedupe_window_ms, patience_ms, metrics)
         self._partitions = Partitions(self._client, base)
         self._base = base
         self._key = key

@@ -47,10 +47,10 @@ class Publishing:
     """
 
     def __init__(
-        self, redis: str | Client, max_length: int | None, dedupe_window_ms: int, patience_ms: float, metrics: Metrics
+        self, redis: str | Client, capacity: int | None, dedupe_window_ms: int, patience_ms: float, metrics: Metrics
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length={max_length}: use 1 or more")
+        if capacity is not None and capacity < 1:
+            raise ConfigError(f"capacity={capacity}: use 1 or more")
         if dedupe_window_ms < 1:
             raise ConfigError(f"dedupe_window_ms={dedupe_window_ms}: use 1 or more")
         self._client = Client(redis) if isinstance(redis, str) else redis
@@ -59,7 +59,7 @@ class Publishing:
             ProducerSession,
             self._client,
             token=new_token(),
-            max_length=max_length,
+            capacity=capacity,
             window_ms=dedupe_window_ms,
             patience_ms=patience_ms,
         )
@@ -71,7 +71,7 @@ class Publishing:
             init_series(metrics, m.PUBLISH_ERRORS, error=error.__name__)
         self._tracing = tracing()
         # A batch larger than the limit would wait for ever.
-        self._max_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
+        self._max_entries = min(BATCH_ENTRIES, capacity or BATCH_ENTRIES)
         self._lock = Lock()
         # One thread, so that messages keep the order in which the event loop published them.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="millstream-producer")
@@ -120,7 +120,7 @@ class Producer(Publishing):
 
     * `redis`: the URL of Redis, or a Client, which is then shared and stays open at the end; None = the URL that the
       commands use, MILLSTREAM_URL or redis://127.0.0.1:6379/0
-    * `max_length`: most entries that a stream may hold; a publish beyond that waits until there is room. None = no
+    * `capacity`: most entries that a stream may hold; a publish beyond that waits until there is room. None = no
       limit. It counts all entries, so processed ones must be removed (trimmed)
     * `dedupe_window_ms`: how long a `dedupe_id` is remembered, in milliseconds
     * `patience_ms`: how long a publish waits for a Redis that is away or out of memory, or for a full stream
@@ -135,13 +135,13 @@ class Producer(Publishing):
         self,
         redis: str | Client | None = None,
         *,
-        max_length: int | None = None,
+        capacity: int | None = None,
         dedupe_window_ms: int = 3_600_000,
         patience_ms: float = 30_000.0,
         metrics: Metrics = NO_METRICS,
     ) -> None:
         super().__init__(
-            redis or os.environ.get("MILLSTREAM_URL") or DEFAULT_URL, max_length, dedupe_window_ms, patience_ms, metrics
+            redis or os.environ.get("MILLSTREAM_URL") or DEFAULT_URL, capacity, dedupe_window_ms, patience_ms, metrics
         )
 
     def publish(

@@ -110,7 +110,7 @@ class ProducerSession:
     """Sends the batches of producer `token` to `stream`: in order, and none of them twice.
 
     * `maxlen`: trims the stream to about so many entries; None = never
-    * `max_length`: most entries that the stream may hold, delayed ones included if the batch is delayed; None = no
+    * `capacity`: most entries that the stream may hold, delayed ones included if the batch is delayed; None = no
       limit
     * `window_ms`: how long callers' own ids are remembered, in milliseconds
     * `patience_ms`: how long a batch waits for a Redis that is away or full, or for a full stream, before it raises
@@ -125,7 +125,7 @@ class ProducerSession:
         *,
         token: str,
         maxlen: int | None = None,
-        max_length: int | None = None,
+        capacity: int | None = None,
         window_ms: int = 0,
         patience_ms: float,
     ) -> None:
@@ -135,7 +135,7 @@ class ProducerSession:
         self._names = names
         self._keys = tuple(map(to_wire, (stream, names.producer(token), names.due, names.delayed)))
         self._maxlen = maxlen
-        self._max_length = max_length
+        self._capacity = capacity
         self._window_ms = window_ms
         self._patience_ms = patience_ms
         self._sequence = 0
@@ -150,7 +150,7 @@ class ProducerSession:
         """
         keys = (*self._keys, *(to_wire(self._names.dedupe(own)) for own in batch.dedupe_ids))
         options: list[Arg] = [
-            self._maxlen or "", self._max_length or "", ceil(terms.delay_ms) or "", self._window_ms, generation or "",
+            self._maxlen or "", self._capacity or "", ceil(terms.delay_ms) or "", self._window_ms, generation or "",
         ]  # fmt: skip
         with self._send_lock:
             self._sequence += 1
@@ -189,7 +189,7 @@ class ProducerSession:
                 ) from error
             if error.code == "FULL":
                 raise StreamFull(
-                    f"{self._stream} has no room, it holds {error.detail} of at most {self._max_length} entries: publish "
+                    f"{self._stream} has no room, it holds {error.detail} of at most {self._capacity} entries: publish "
                     "again when some are processed and removed"
                 ) from error
             raise

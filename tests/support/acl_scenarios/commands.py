@@ -66,7 +66,7 @@ def operate_partitions(url: str) -> None:
     command(url, "partition", "create", BASE, "2")
     with Client(url) as client:
         layout = Partitions(client, BASE).require()
-    command(url, "partition", "grow", BASE, str(layout.count + 1))
+    command(url, "partition", "grow", BASE, str(layout.count + 1), "--yes")
     command(url, "partition", "show", BASE)
 
 

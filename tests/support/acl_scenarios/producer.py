@@ -16,7 +16,7 @@ LETTERS = "ABCDEFGH"
 
 def produce(url: str, admin: Client) -> None:
     """Every operation of a publishing program and of `millstream publish`."""
-    with Client(url) as client, Producer(client, max_length=100) as producer:
+    with Client(url) as client, Producer(client, capacity=100) as producer:
         first = producer.publish("orders", {"n": 1}, dedupe_id="1")
         assert producer.publish("orders", {"n": 1}, dedupe_id="1") == first
         with pytest.raises(NotReplicated):
