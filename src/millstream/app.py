@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
@@ -233,18 +234,26 @@ def _import(module_name: str, target: str) -> Any:
             raise ConfigError(
                 f"module {module_name!r} not found; give module:app from its folder, or path/to/file.py:app"
             ) from error
-        raise ConfigError(f"{target!r} needs the module {error.name!r}, which is not installed here") from error
+        raise ConfigError(
+            f"{target!r} needs the module {error.name!r}, which is not installed here{_place_of(error)}; install it, or "
+            "correct the import"
+        ) from error
     except SyntaxError as error:  # the place of the syntax error, in this file or one that it imports
         location = f"{error.filename}, line {error.lineno}"
         raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error.msg} ({location})") from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
-        traceback = error.__traceback__
-        line = ""
-        while traceback is not None:
-            line = f" ({traceback.tb_frame.f_code.co_filename}, line {traceback.tb_lineno})"
-            traceback = traceback.tb_next
-        text = f"{type(error).__name__}: {error}{line}{_hint_of(error)}"
+        text = f"{type(error).__name__}: {error}{_place_of(error)}{_hint_of(error)}"
         raise ConfigError(f"{target!r} cannot be imported: {text}") from error
+
+
+def _place_of(error: BaseException) -> str:
+    """The file and line that raised an error, in parentheses; for a failed import those that import."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith("<frozen importlib") and file != importlib.__file__:
+            place = f" ({file}, line {line})"
+    return place
 
 
 def _hint_of(error: BaseException) -> str:

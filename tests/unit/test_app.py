@@ -1,5 +1,6 @@
 """Apps and handlers: a mistake in the app file is one clear line that says what to change."""
 
+import importlib
 import os
 import re
 import sys
@@ -70,6 +71,10 @@ def takes_list_of_anything(orders: list[Any]) -> None:
     """Does not say what it takes."""
 
 
+def takes_number(amount: int) -> None:
+    """Takes a field where it can take the whole message."""
+
+
 async def async_key(message: Message) -> str:
     """A key function that cannot be used."""
     return ""
@@ -104,7 +109,13 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_orders, ("a",), {"key": "customer"}, "takes lists and has a key"),
     (takes_orders_and_state, ("a",), {"key": "customer"}, "without a State"),
     (takes_orders_and_message, ("a",), {}, "takes lists and single values"),
-    (takes_list_of_anything, ("a",), {}, "Any is not a model"),
+    (
+        takes_list_of_anything,
+        ("a",),
+        {},
+        "handler 'takes_list_of_anything': parameter 'orders': Any is not a model; use a dataclass",
+    ),
+    (takes_number, ("a",), {}, "handler 'takes_number': parameter 'amount': int is not a model; use a dataclass"),
     (takes_order, ("a",), {"batch_size": 5}, "batch_size is for handlers that take a list"),
     (takes_orders, ("a",), {"batch_size": 0}, "batch_size must be a whole number from 1"),
     (takes_orders, ("a",), {"batch_wait_ms": -1}, "batch_wait_ms must be a number"),
@@ -212,6 +223,21 @@ def test_a_missing_file_or_module_is_one_clear_line(tmp_path: Path) -> None:
         load_app("nowhere/app.py:app")
     with pytest.raises(ConfigError, match="module 'no_such_module_here' not found"):
         load_app("no_such_module_here:app")
+
+
+def test_a_module_that_an_app_lacks_is_named_with_the_file_and_line_that_import_it(tmp_path: Path) -> None:
+    (tmp_path / "app_that_lacks_a_module.py").write_text("import os\n\nimport helper_that_lacks_a_module\n")
+    helper = tmp_path / "helper_that_lacks_a_module.py"
+    for text in ("import no_such_thing\n", "from importlib import import_module\n\nimport_module('no_such_thing')\n"):
+        helper.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_app(str(tmp_path / "app_that_lacks_a_module.py:app"))
+        line = text.count("\n")
+        assert f"needs the module 'no_such_thing', which is not installed here ({helper}, line {line}); inst" in str(
+            caught.value
+        )
+        assert "\n" not in str(caught.value)
+        importlib.invalidate_caches()
 
 
 def test_an_app_file_is_importable_by_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def handle(message: Message) -> None:
         ((7,), {}, one, "each input is a stream's name, or Rows"),
         ((" orders",), {}, one, "must not contain a comma nor begin or end with a space"),
         ((Rows("orders", options={"subscribe": "x"}),), {}, one, "the run sets the option subscribe of its rows"),
-        ((Rows("orders", int),), {}, one, "int is not a model"),
+        ((Rows("orders", int),), {}, one, "stage 'one': the schema of orders: int is not a model"),
         ((Rows(one),), {}, one, "'one' is not a handler of this app"),
         ((Rows(handle),), {}, one, "the handler 'handle' has no output stream"),
         (("orders",), {"name": "handle"}, one, "two handlers or stages named 'handle'"),

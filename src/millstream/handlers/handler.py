@@ -165,7 +165,7 @@ def compile_handler(
     _check_batches(where, in_batches, options)
     _check_partitions(where, streams, options)
     if model is not None:
-        _decoder(model)
+        _check_model(f"{where}: parameter {next(name for name, source in arguments if source == 'model')!r}", model)
     key = options.get("key")
     if isinstance(key, str) and model is not None and key not in wire_types(model):
         names = list(wire_types(model))
@@ -183,6 +183,13 @@ def compile_handler(
         is_async=inspect.iscoroutinefunction(function),
         **{**options, "name": name},
     )
+
+
+def _check_model(where: str, model: type) -> None:
+    try:
+        _decoder(model)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _with_order_key(where: str, options: Mapping[str, Any]) -> Mapping[str, Any]:

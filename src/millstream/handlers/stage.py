@@ -133,7 +133,10 @@ def _input(where: str, given: object, handlers: Mapping[str, Handler]) -> Input:
         if option.lower() in _RUN_OPTIONS:
             raise ConfigError(f"{where}: the run sets the option {option} of its rows; leave it out")
     if isinstance(rows.schema, type):
-        wire_types(rows.schema)
+        try:
+            wire_types(rows.schema)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: the schema of {' and '.join(names) or rows.pattern}: {error}") from error
     return Input(streams=names, pattern=rows.pattern, schema=rows.schema, options=rows.options)
 
 
