@@ -23,6 +23,12 @@ def test_the_console_examples_of_a_page_print_the_output_that_it_shows(page: str
         run_consoles(page, tmp_path, port)
 
 
+def test_the_console_example_of_the_page_on_keys_prints_the_output_that_it_shows(
+    client: Client, tmp_path: Path
+) -> None:
+    run_consoles("docs/keys.md", tmp_path, int(client.url.rpartition(":")[2].partition("/")[0]))
+
+
 def test_the_tests_of_the_page_on_testing_pass(tmp_path: Path) -> None:
     assert "5 passed" in run_tests("docs/testing.md", tmp_path)
 
