@@ -66,7 +66,7 @@ def entries(shop: Bench, stream: str) -> list[dict[str, str]]:
 def test_the_query_of_the_page_on_the_source_writes_parquet(shop: Bench) -> None:
     parquet = {'("path", "orders")': f'("path", "{shop.folder / "orders"}")'}
     replaced = {LOCAL: shop.url, **parquet, **option("cp", shop.folder)}
-    run_python("docs/spark-source.md", {"spark": shop.spark}, replaced, only=[0])
+    run_python("docs/spark-source.md", replaced=replaced, only=[0])
     await_all(shop)
     assert shop.spark.read.parquet(str(shop.folder / "orders")).count() == len(ORDERS)
 
@@ -102,9 +102,7 @@ def test_the_session_of_the_page_on_the_source_has_the_setting(shop: Bench) -> N
 
 
 def test_the_queries_of_the_page_on_the_sink_write_streams(shop: Bench) -> None:
-    daily = shop.spark.createDataFrame([("ann", 1)], "customer string, orders int")
-    names = {"totals": orders(shop).select("customer", "amount"), "daily": daily, "url": shop.url}
-    run_python("docs/spark-sink.md", names, {LOCAL: shop.url, **option("cp", shop.folder)}, only=[0])
+    run_python("docs/spark-sink.md", replaced={LOCAL: shop.url, **option("cp", shop.folder)}, only=[0])
     await_all(shop)
     assert entries(shop, "totals") == [{"customer": "ann", "amount": "10.0"}, {"customer": "bob", "amount": "5.0"}]
     assert entries(shop, "daily") == [{"customer": "ann", "orders": "1"}]
