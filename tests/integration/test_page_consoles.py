@@ -157,6 +157,18 @@ def expected(command: str) -> int:
     return FOUND.get(command.partition("#")[0].strip(), 0)
 
 
+def test_the_commands_of_the_page_on_upgrading_succeed_where_nothing_is_wrong(client: Client, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "shop.py", tmp_path / "app.py")
+    client.execute("XADD", "orders", "*", "customer", "ann", "amount", "10")
+    (console,) = consoles_of("docs/operations/upgrading.md")
+    done = subprocess.run(
+        ["bash", "-e", "-c", console.commands], cwd=tmp_path, env=shell_environment(client.url), capture_output=True,
+        text=True, timeout=FAIL_SAFE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not client.execute("EXISTS", "totals")
+
+
 def test_the_commands_of_the_cookbook_remove_a_key(client: Client, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "shop.py", tmp_path)
     with running("worker", str(tmp_path / "shop.py:app"), url=client.url) as worker:
