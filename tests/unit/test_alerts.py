@@ -1,0 +1,98 @@
+"""The alerts: `deploy/prometheus/rules.yaml` asks for metrics that exist, and the page on production has the same alerts."""
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.observability.metrics import CATALOGUE
+from tests.support.requirements import skip_without
+
+pytestmark = [pytest.mark.cli]
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy/prometheus/rules.yaml"
+RUNBOOK = "https://docs.example/operations/runbook.html#"
+SCRAPED = {"worker", "instance", "job"}
+"""Labels that the supervisor and Prometheus add to those of the catalogue."""
+
+
+@pytest.fixture
+def rules() -> list[dict[str, Any]]:
+    return read_rules()
+
+
+@cache
+def read_rules() -> list[dict[str, Any]]:
+    """The rules of the file."""
+    skip_without(find_spec("yaml"), "PyYAML is not installed: make setup")
+    groups = import_module("yaml").safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as MkDocs makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_every_rule_has_a_time_a_severity_a_summary_and_a_section_of_the_runbook(rules: list[dict[str, Any]]) -> None:
+    assert len(rules) >= 10
+    known = anchors(ROOT / "docs/operations/runbook.md")
+    for rule in rules:
+        assert re.fullmatch(r"\d+m", rule["for"]), rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical"), rule["alert"]
+        assert rule["annotations"]["summary"], rule["alert"]
+        place, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert (f"{place}#", anchor in known) == (RUNBOOK, True), f"{rule['alert']}: {anchor}"
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+
+
+def test_every_metric_and_label_of_a_rule_is_in_the_catalogue(rules: list[dict[str, Any]]) -> None:
+    labels = {metric.name: {*metric.labels, *SCRAPED} for metric in CATALOGUE}
+    for rule in rules:
+        named = re.findall(r"\bmillstream_\w+", rule["expr"])
+        assert named, rule["alert"]
+        assert set(named) <= labels.keys(), f"{rule['alert']}: {set(named) - labels.keys()}"
+        grouped = [name.strip() for part in re.findall(r"by \(([\w, ]+)\)", rule["expr"]) for name in part.split(",")]
+        matched = re.findall(r"(\w+)=~?\"", rule["expr"])
+        assert {*grouped, *matched} <= set.union(*(labels[name] for name in named)), rule["alert"]
+
+
+def test_the_summary_of_a_rule_uses_labels_that_its_expression_leaves(rules: list[dict[str, Any]]) -> None:
+    labels = {metric.name: {*metric.labels, *SCRAPED} for metric in CATALOGUE}
+    for rule in rules:
+        outer = re.match(r"(?:sum|max) by \(([\w, ]+)\)", rule["expr"])
+        named = re.findall(r"\bmillstream_\w+", rule["expr"])
+        left = set(outer[1].split(", ")) if outer else set.intersection(*(labels[name] for name in named))
+        assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= left, rule["alert"]
+
+
+def test_the_page_on_production_has_the_alerts_of_the_file(rules: list[dict[str, Any]]) -> None:
+    page = (ROOT / "docs/operations/production.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| `(.+)` \| (\w+) \| (\w+) \| \[runbook\]\(runbook\.md#([\w-]+)\) \|$", page, re.M
+    )
+    shown = [(name, expression.replace("\\|", "|"), *others) for name, expression, *others in rows]
+    assert shown == [
+        (
+            rule["alert"],
+            rule["expr"],
+            rule["for"],
+            rule["labels"]["severity"],
+            rule["annotations"]["runbook_url"].partition("#")[2],
+        )
+        for rule in rules
+    ]
+
+
+def test_promtool_accepts_the_rules() -> None:
+    skip_without(shutil.which("promtool"), "promtool is not installed; it comes with Prometheus")
+    done = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

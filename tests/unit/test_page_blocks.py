@@ -1,0 +1,66 @@
+"""Blocks of pages that are no Python: YAML parses, units and Dockerfiles have the lines that they need."""
+
+import configparser
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+
+from millstream.cli.main import load_command
+from tests.support.pages import ROOT, blocks_of
+from tests.support.requirements import skip_without
+
+pytestmark = [pytest.mark.cli]
+
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+UNIT = ROOT / "deploy/systemd/millstream-worker.service"
+INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR"}
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """The blocks of a language: their page and text."""
+    for page in PAGES:
+        yield from ((page, block.text) for block in blocks_of(page) if block.language == language)
+
+
+def unit(text: str) -> configparser.RawConfigParser:
+    """A unit of systemd."""
+    parser = configparser.RawConfigParser(strict=True, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names are told apart by case
+    parser.read_string(text)
+    return parser
+
+
+def test_every_block_of_yaml_parses() -> None:
+    skip_without(find_spec("yaml"), "PyYAML is not installed: make setup")
+    yaml = import_module("yaml")
+    found = [(page, document) for page, text in blocks("yaml") for document in yaml.safe_load_all(text)]
+    assert len(found) >= 5
+    assert [page for page, document in found if not isinstance(document, dict)] == []
+    for page, document in found:
+        if "apiVersion" in document:
+            assert {"kind", "metadata", "spec"} <= document.keys(), page
+
+
+def test_every_unit_of_a_page_is_the_file_of_the_clone() -> None:
+    assert [text for page, text in blocks("ini") if page == "docs/operations/production.md"] == [UNIT.read_text()]
+
+
+def test_the_unit_starts_a_command_that_millstream_understands_and_stops_it_in_order() -> None:
+    service = unit(UNIT.read_text())["Service"]
+    _, name, *options = shlex.split(service["ExecStart"])
+    load_command(name).make_context(name, options).close()  # raises UsageError
+    stop_timeout = next(one for one in load_command(name).params if one.name == "stop_timeout")
+    assert isinstance(stop_timeout.default, int | float)
+    assert int(service["TimeoutStopSec"]) > stop_timeout.default
+    assert (service["KillSignal"], service["KillMode"], service["Restart"]) == ("SIGTERM", "mixed", "always")
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("dockerfile"), ids=lambda value: value if "/" in value[:40] else "")
+def test_every_dockerfile_of_a_page_has_instructions_only(page: str, text: str) -> None:
+    lines = [line for line in re.sub(r"\\\n", "", text).splitlines() if line and not line.startswith("#")]
+    assert lines[0].startswith(("FROM ", "ARG "))
+    assert {line.split()[0] for line in lines} <= INSTRUCTIONS
