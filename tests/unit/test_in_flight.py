@@ -377,3 +377,11 @@ def test_a_suspect_and_the_other_handlers_of_its_process_wait_for_each_other(in_
         thread.join()
     assert runner.saw == [False]
     assert other.start(waiting, 0)
+
+
+def test_a_stop_leaves_no_room_for_entries_however_many_it_releases() -> None:
+    in_flight = InFlight(WorkerPolicy(), 1)
+    assert in_flight.free_slots() > 0
+    in_flight.stop_fetching()
+    assert in_flight.room_freed.is_set()
+    assert in_flight.free_slots() == 0

@@ -39,6 +39,7 @@ class InFlight:
         self.gate = threading.Event()
         self.gate.set()
         self._is_gate_closed = False
+        self._is_stopping = False
         self.leases: set[KeyLease] = set()
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}
         self._dropped: set[Delivery] = set()
@@ -83,12 +84,18 @@ class InFlight:
         """Return the ids in flight of one stream."""
         return {entry_id for name, entry_id in list(self._by_ref) if name == stream}
 
+    def stop_fetching(self) -> None:
+        """Have no free slots from now on: what a stop releases is room for no other entries."""
+        self._is_stopping = True
+        self.room_freed.set()
+
     def free_slots(self) -> int:
         """Return how many more entries may be fetched now; 0 if there is room for too few to be worth a read.
 
-        0 while the gate is closed: other workers would have to wait for entries that cannot start here.
+        0 while the gate is closed, and during a stop: other workers would have to wait for entries that cannot start
+        here.
         """
-        if self._is_gate_closed:
+        if self._is_gate_closed or self._is_stopping:
             return 0
         starved = self.buffer.empty()
         if starved and self._has_backlog:

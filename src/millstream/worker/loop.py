@@ -179,8 +179,8 @@ class ReadingLoop:
         if not self._stopping.is_set():
             default_ms = self._clock.monotonic_ms() + self._policy.stop_ms
             self._deadline_ms = default_ms if deadline_ms is None else deadline_ms
+            self._in_flight.stop_fetching()
             self._stopping.set()
-            self._in_flight.room_freed.set()
 
     # The loops of its threads
 
