@@ -297,7 +297,7 @@ def test_an_async_suspect_is_cancelled_before_its_lease_ends_and_its_process_is_
 ) -> None:
     begun, ended, clock = threading.Event(), threading.Event(), LeapClock()
 
-    async def hang_once(message: Message) -> dict[str, str | None]:
+    async def hang_once(message: Message) -> dict[str, Any]:
         if not begun.is_set():
             begun.set()
             try:

@@ -54,13 +54,12 @@ class ClaimRenewer:
 
     def recover(self, stream: ReliableStream) -> None:
         """See Renewer: adds these entries to flight. Skips a paused stream; it is done when the stream resumes."""
-        if stream.paused:
-            return
         # From the second time on, what this worker holds in Redis only has come in a reply that was lost: it has not begun.
         is_first = stream.stream not in self._recovered
-        while self._claim(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE, delays=is_first):
+        while not stream.paused and self._claim(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE, delays=is_first):
             pass
-        self._recovered.add(stream.stream)
+        if not stream.paused:
+            self._recovered.add(stream.stream)
 
     def _claim(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int, delays: bool = True) -> int:
         with self._claim_lock:
