@@ -17,13 +17,14 @@ from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.output_check import check_output
 from millstream.delivery.reliable_stream import Delivery, remove_consumers
-from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, OutOfMemory, Unavailable
+from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
 from millstream.worker.breaker import HandlerBreaker
 from millstream.worker.context import WorkerContext
+from millstream.worker.fetching.fetch_outage import FetchOutage
 from millstream.worker.handler_steps import HandlerSteps, MakeHandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
@@ -82,8 +83,6 @@ class ReadingLoop:
         )
         self._policy = policy = policy or WorkerPolicy()
         self._clock = clock
-        self._consumer = consumer
-        self._start = start
         self._steps = steps(handler)
         # A blocking read keeps its connection busy, so it has a connection of its own.
         self._client = Client(url, clock=clock)
@@ -96,8 +95,6 @@ class ReadingLoop:
         self._excluded: dict[str, float] = {}
         """Streams that cannot be joined: when they are tried again, in milliseconds of the clock."""
         self._deadline_ms = float("inf")
-        self._refused_since_ms: float | None = None
-        self._is_short_of_memory = False
         self._runner = self._make_runner()
         self._in_flight.on_buffered = self._runner.notify
         self._process_isolation = isolation = isolation or ProcessIsolation()
@@ -219,7 +216,7 @@ class ReadingLoop:
 
     def _run_fetcher(self) -> None:
         """Fetch new entries while there is room for them."""
-        backoff = Backoff(*_WAITS_MS)
+        backoff, outage = Backoff(*_WAITS_MS), FetchOutage(self.handler.label, self.loop_metrics, self._clock)
         while not self._stopping.is_set():
             self._runner.notify()
             if self._ordering.maintenance.reread_pending.is_set():
@@ -238,7 +235,7 @@ class ReadingLoop:
                 self._ordering.fetcher.fetch(room, self._stopping)
             except (GroupMissing, Unavailable) as error:
                 if isinstance(error, Unavailable):
-                    self._on_fetch_refused(error)
+                    outage.on_refused(error)
                 # Entries delivered when the connection broke are pending, and no worker has seen them.
                 self._retry_while_unavailable(
                     self._recover_pending if isinstance(error, Unavailable) else self._rejoin_streams
@@ -247,24 +244,7 @@ class ReadingLoop:
                 self._stopping.wait(backoff.next_ms() / 1000)
             else:
                 backoff.reset()
-                self._on_fetched()
-
-    def _on_fetch_refused(self, error: Unavailable) -> None:
-        self.loop_metrics.on_redis_error(error)
-        if self._refused_since_ms is None:
-            self._refused_since_ms = self._clock.monotonic_ms()
-        if isinstance(error, OutOfMemory) and not self._is_short_of_memory:
-            self._is_short_of_memory = True  # Redis answers all else: nothing else would log it
-            logger.warning("%s cannot fetch messages: %s; retrying", self.handler.label, error)
-
-    def _on_fetched(self) -> None:
-        if self._refused_since_ms is None:
-            return
-        self.loop_metrics.count_reconnect()
-        if self._is_short_of_memory:
-            waited_ms = self._clock.monotonic_ms() - self._refused_since_ms
-            logger.warning("%s resumes: Redis lets it fetch again after %.1f s", self.handler.label, waited_ms / 1000)
-        self._refused_since_ms, self._is_short_of_memory = None, False
+                outage.on_fetched()
 
     def _rejoin_streams(self) -> None:
         for stream in list(self._ordering.streams.values()):
