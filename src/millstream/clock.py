@@ -1,6 +1,7 @@
-"""Clock: the only source of time and sleep, so that tests can replace it; and the waits between retries."""
+"""Clock: the only source of time and sleep, so that tests can replace it; the waits between retries; and what happens at most once in a while."""
 
 import time
+from math import inf
 from typing import Protocol
 
 
@@ -61,3 +62,22 @@ class Backoff:
     def reset(self) -> None:
         """Begin anew: what was retried has succeeded."""
         self.upcoming_ms, self.has_begun = self._begins_ms, False
+
+
+class Every:
+    """Limits something, such as a warning, to once per `interval_ms` milliseconds."""
+
+    def __init__(self, interval_ms: float) -> None:
+        self._interval_ms = interval_ms
+        self._due_ms = -inf
+
+    def is_due(self, now_ms: float) -> bool:
+        """Return True if the interval since the last True is over; the next one begins then. `now_ms`: monotonic."""
+        if now_ms < self._due_ms:
+            return False
+        self._due_ms = now_ms + self._interval_ms
+        return True
+
+    def reset(self) -> None:
+        """Begin anew: it is due at once."""
+        self._due_ms = -inf

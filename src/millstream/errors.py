@@ -54,7 +54,14 @@ class RedisError(MillstreamError):
 
 
 class Unavailable(RedisError):
-    """Redis is away, loading, failing over or busy. The command may or may not have run: retry later, idempotently."""
+    """Redis is away, loading, failing over or busy. The command may or may not have run: retry later, idempotently.
+
+    `unreachable`: True if no connection could be opened, or it broke; False if the server has replied.
+    """
+
+    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
 
 
 class OutOfMemory(Unavailable):
@@ -89,7 +96,14 @@ class AccessDenied(RedisError):
 
 
 class WrongType(RedisError):
-    """The key holds another type than the command needs: another program uses the name. Choose another name."""
+    """The key holds another type than the command needs: another program uses the name. Choose another name.
+
+    `names_key`: True if the message names the key and its type.
+    """
+
+    def __init__(self, message: str, *, names_key: bool = False) -> None:
+        super().__init__(message)
+        self.names_key = names_key
 
 
 class GroupMissing(RedisError):

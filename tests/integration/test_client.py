@@ -20,6 +20,7 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
+from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.error_translation import translate
@@ -41,6 +42,28 @@ def test_a_command_whose_reply_is_lost_is_executed_once_and_reported(
         with pytest.raises(Unavailable, match="cannot be reached"):
             unlucky.execute("XADD", "s", "*", "a", "1")
     assert client.execute("XLEN", "s") == 1
+
+
+def test_calls_are_sent_together_and_a_refused_one_is_an_error_among_the_results(client: Client) -> None:
+    client.execute("RPUSH", "list", "a")
+    calls = [Call(("INCR", key), int) for key in ("one", "list", "two")]
+    results = client.run_all(calls)
+    assert (client.execute("GET", "one"), client.execute("GET", "two")) == (b"1", b"1"), "sent before a result is taken"
+    first, refused, last = results
+    assert (first, last, type(refused)) == (1, 1, WrongType)
+    with pytest.raises(WrongType):
+        client.run(calls[1])
+
+
+def test_a_call_may_say_what_an_error_reply_means(client: Client) -> None:
+    client.execute("RPUSH", "list", "a")
+    call = Call(("INCR", "list"), int, on_error=lambda error: -len(str(error)))
+    assert list(client.run_all([call])) == [client.run(call)]
+    assert client.run(call) < 0
+
+
+def test_more_calls_than_one_round_trip_takes_have_their_results_in_order(client: Client) -> None:
+    assert list(client.run_all([Call(("ECHO", n), int) for n in range(2_500)])) == list(range(2_500))
 
 
 def test_an_error_reply_of_a_script_has_a_code_and_a_detail_of_its_own(client: Client) -> None:

@@ -1,8 +1,8 @@
-"""Backoff: the waits between retries."""
+"""Clock: the waits between retries, and what happens at most once in a while."""
 
 import pytest
 
-from millstream.clock import Backoff, wait_after
+from millstream.clock import Backoff, Every, wait_after
 
 pytestmark = [pytest.mark.worker]
 
@@ -32,3 +32,22 @@ def test_the_first_retry_may_come_at_once() -> None:
 def test_the_wait_after_a_number_of_failures_doubles_with_each_up_to_the_longest() -> None:
     assert [wait_after(failures, 50, 300) for failures in range(1, 6)] == [50, 100, 200, 300, 300]
     assert wait_after(100_000, 50, 300) == 300
+
+
+def test_something_is_due_at_once_and_then_once_per_interval() -> None:
+    every = Every(100)
+    assert [now for now in range(0, 400, 10) if every.is_due(now)] == [0, 100, 200, 300]
+
+
+def test_the_interval_begins_when_it_was_due_last_not_when_it_might_have_been() -> None:
+    every = Every(100)
+    assert [every.is_due(now) for now in (1_000, 1_050, 1_170, 1_200, 1_269, 1_270)] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    every.reset()
+    assert every.is_due(1_271)

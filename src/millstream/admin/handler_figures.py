@@ -15,7 +15,7 @@ from millstream.model import ZERO_ID
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, StreamKeys, from_wire, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
-from millstream.redis_client.replies import mapping_of
+from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.redis_client.resp import Arg, Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -176,7 +176,7 @@ def _add_first_unread(client: Client, found: Sequence[_Place]) -> None:
 def _add_dead_letters(client: Client, found: Sequence[_Place], figures: HandlerFigures) -> None:
     calls = [(COUNT_DEAD_LETTERS, (to_wire(one.keys.dead_letters),), (_MOST_LETTERS,)) for one in found]
     for one, reply in zip(found, _present(client.try_scripts(calls)), strict=True):
-        counts = dict(zip(map(from_wire, reply[::2]), reply[1::2], strict=True)) if reply else {}
+        counts = {from_wire(reason): count for reason, count in pairs_of(reply or ())}
         known = Counter({reason: counts[reason] for reason in get_args(Reason) if reason in counts})
         figures.dead_letters += known
         figures.dead_letters["other"] += max(0, one.letters - known.total())

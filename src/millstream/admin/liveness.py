@@ -18,8 +18,8 @@ from millstream.redis_client.key_names import (
     run_name,
     worker_name_key,
 )
-from millstream.redis_client.pipelining import send_all, server_time_ms
-from millstream.redis_client.replies import pairs_of
+from millstream.redis_client.pipelining import call_all, send_all, server_time_ms
+from millstream.redis_client.replies import pairs_of, time_ms_of
 from millstream.redis_client.resp import Command
 
 _LIVE_MS = 60_000.0
@@ -94,11 +94,10 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
             return None
         keys = ServiceKeys(service)
         asked: list[Command] = [("TIME",), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES"), ("HGETALL", keys.owners)]
-        (seconds, _), alive, owners = [raise_if_error(reply) for reply in client.pipeline(asked)]
+        time, alive, owners = call_all(client, asked)
     except (AccessDenied, ConfigError, WrongType):  # WrongType: another program has written these keys
         return None
-    now_s = float(seconds)
-    living = {name for name, until in pairs_of(alive) if float(until) / 1000 > now_s}
+    living = {name for name, until in pairs_of(alive) if float(until) > time_ms_of(time)}
     if not living:
         return None
     pairs = ((stream, owner.partition(b" ")[2]) for stream, owner in pairs_of(owners))

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys, from_wire
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import mapping_of, pairs_of
 
 _PAGE = 1_000
@@ -68,7 +69,7 @@ def fetch_service_state(client: Client, service: str) -> ServiceState:
         _stream(name, owners.get(name), stream_errors.get(name, b"")) for name, _ in _pairs(client, keys.streams)
     ]
     commands = [("XLEN", keys.input), ("XLEN", keys.dead), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES")]
-    announced, dead, alive = map(raise_if_error, client.pipeline(commands))
+    announced, dead, alive = call_all(client, commands)
     until = mapping_of(alive)
     has = Counter(one.consumer for one in streams)
     consumers = [

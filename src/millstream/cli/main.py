@@ -103,7 +103,8 @@ def error_boundary(*, debug: bool, context: Any = None) -> Iterator[None]:
         say_error = (
             print_message_text if isinstance(error, ServerError) else print_message
         )  # a ServerError quotes lines of redis.log
-        say_error(f"error: {error}{_NO_REDIS_HINT if ' cannot be reached: ' in str(error) else ''}")
+        hint = _NO_REDIS_HINT if isinstance(error, Unavailable) and error.unreachable else ""
+        say_error(f"error: {error}{hint}")
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(INTERRUPTED) from interrupt

@@ -21,8 +21,7 @@ from millstream.model import EntryId
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.pipelining import call_all, send_all
-from millstream.redis_client.replies import time_us_of
+from millstream.redis_client.pipelining import call_all, server_time_us
 from millstream.redis_client.resp import Arg, Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -124,7 +123,7 @@ class CommitStore:
 
         It is the server's time in microseconds, so a failover to a replica that missed the last epoch cannot repeat it.
         """
-        now_us = time_us_of(self._client.execute("TIME"))
+        now_us = server_time_us(self._client)
         epochs = self._client.pipeline([("HGET", self.keys(stream).meta, "epoch") for stream in streams])
         known = max((int(raise_if_error(epoch) or 0) for epoch in epochs), default=0)
         return max(now_us, known + 1)
@@ -278,16 +277,15 @@ class CommitStore:
         return Call(("HMGET", self.keys(stream).meta, "epoch", "paused"), self._parse_check_paused)
 
     def _parse_check_paused(self, reply: Reply) -> Pause | None:
-        epoch, paused = raise_if_error(reply)
+        epoch, paused = reply
         if epoch is not None and int(epoch) > self.token:
             raise self._stale_owner()
         return None if paused is None else parse_pause(paused, time.time() * 1000)
 
     def check_owner(self, streams: Sequence[str]) -> None:
         """Raise StaleOwner if a newer run has begun on one of `streams`. Writes nothing."""
-        calls = [self.check_paused_call(stream) for stream in streams]
-        for call, reply in zip(calls, send_all(self._client, [call.command for call in calls]), strict=True):
-            call.parse(reply)
+        for result in self._client.run_all([self.check_paused_call(stream) for stream in streams]):
+            raise_if_error(result)
 
     def is_owned_by_workers(self, stream: str, kind: WorkerKind = "workers") -> bool:
         """Return whether workers of that kind own `stream`, under any token."""
@@ -371,12 +369,10 @@ class CommitStore:
         """Return the command that `run_script` sends, for callers that pipeline it. If the reply is an error, call `run_script`,
         which translates it.
         """
-        keys = self._script_keys(stream)
-        return ("EVALSHA", script.sha, len(keys), *keys, *args)
+        return script.command(self._script_keys(stream), args)
 
     def _script_keys(self, stream: str) -> tuple[str, ...]:
-        k = self.keys(stream)
-        return (k.meta, k.offsets, k.state, k.crashes, k.dead_letters, k.incomplete, stream, *self._into)
+        return (*self.keys(stream).commit_keys, *self._into)
 
     def _run(self, script: Script, calls: Sequence[tuple[Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         try:

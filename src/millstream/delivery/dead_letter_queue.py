@@ -14,6 +14,7 @@ from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Command
 from millstream.redis_client.scripts import Script
 
@@ -163,7 +164,7 @@ class DeadLetterQueue:
             for ref in refs[at : at + _DELETE_PAGE]:
                 by_stream.setdefault(ref.keys.dead_letters, []).append(ref.letter_id)
             commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_stream.items()]
-            removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
+            removed += sum(call_all(self._client, commands))
         return removed
 
     def _redrive_page(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:

@@ -14,6 +14,8 @@ import msgspec
 from millstream.errors import Unavailable, WrongType
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import StreamKeys, from_wire, to_wire
+from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
@@ -112,12 +114,11 @@ class DelayedMessages:
     def find(self, stream: str, *, limit: int = 100) -> list[DelayedMessage]:
         """Return the first `limit` delayed messages of `stream`, in due order. Those moved meanwhile are left out."""
         k = StreamKeys(stream)
-        found = self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")
-        ids, scores = found[::2], found[1::2]
-        values = self._client.pipeline([("HGET", to_wire(k.delayed), one) for one in ids])
+        found = list(pairs_of(self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")))
+        values = call_all(self._client, [("HGET", to_wire(k.delayed), one) for one, _ in found])
         return [
             _read(stream, one, score, packed)
-            for one, score, packed in zip(ids, scores, map(raise_if_error, values), strict=True)
+            for (one, score), packed in zip(found, values, strict=True)
             if packed is not None
         ]
 

@@ -61,7 +61,7 @@ class KeyQueue:
 
 def queue_names(client: Client, keys: HandlerKeys) -> list[bytes]:
     """Return the names of all key queues that have entries or are parked, sorted. Raises RedisError."""
-    return sorted(set(client.script(QUEUED_KEYS, _script_keys(keys), ())))
+    return sorted(set(client.script(QUEUED_KEYS, keys.commit_keys, ())))
 
 
 def read_queues(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[KeyQueue]:
@@ -136,8 +136,8 @@ def parked_queues(client: Client, places: Sequence[HandlerKeys]) -> dict[Handler
     Those that only wait for their key to migrate are left out: no operator can unpark them.
     """
     replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.awaiting)])
-    found = zip(places, replies[::2], replies[1::2], strict=True)
-    return {keys: sorted(set(parked) - set(awaiting)) for keys, parked, awaiting in found}
+    found = zip(places, pairs_of(replies), strict=True)
+    return {keys: sorted(set(parked) - set(awaiting)) for keys, (parked, awaiting) in found}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,7 +325,7 @@ def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason:
 
 def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
     try:
-        return client.script(PARK_UNPARK_SKIP, _script_keys(keys), (keys.group, *args))
+        return client.script(PARK_UNPARK_SKIP, keys.commit_keys, (keys.group, *args))
     except CommandFailed as error:
         if error.code == "NOTKEYED":
             raise ConfigError(
@@ -338,10 +338,6 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
                 "done: wait for that"
             ) from error
         raise
-
-
-def _script_keys(keys: HandlerKeys) -> tuple[str, ...]:
-    return (keys.meta, keys.offsets, keys.state, keys.crashes, keys.dead_letters, keys.incomplete, keys.stream)
 
 
 def _waits_for(engine: bytes | None) -> str:

@@ -226,8 +226,8 @@ class KeyedStream(ReliableStream):
         if self._enqueued_id in (None, _LAST_ID) or self.pending_count >= max_pending:
             return None
         count = min(count, max_pending - self.pending_count, self.max_read_count)
-        args = (self.stream, self.enqueued_id, count, max_bytes, int(one_at_least))
-        return Call(("EVALSHA", READ_RANGE.sha, 1, *args), self._parse_read)
+        args = (self.enqueued_id, count, max_bytes, int(one_at_least))
+        return Call(READ_RANGE.command((self.stream,), args), self._parse_read)
 
     def _parse_read(self, reply: Reply) -> tuple[Sequence[Any], int]:
         unfit, entries = reply

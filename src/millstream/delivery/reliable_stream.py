@@ -30,8 +30,9 @@ from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOw
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.call import Call
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, worker_name_key
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
@@ -260,8 +261,8 @@ class ReliableStream:
             one.name for one in self._group.consumers() if one.idle_ms >= self.consumer_idle_ms and not one.pending
         ]
         others = [name for name in silent if name not in (self.consumer, WAITING)]
-        held = self._client.pipeline([("EXISTS", worker_name_key(self._owner[0], name)) for name in others])
-        gone = [name for name, is_held in zip(others, held, strict=True) if not raise_if_error(is_held)]
+        held = call_all(self._client, [("EXISTS", worker_name_key(self._owner[0], name)) for name in others])
+        gone = [name for name, is_held in zip(others, held, strict=True) if not is_held]
         return self._group.delete_idle_consumers(self.consumer_idle_ms, only=gone) if gone else []
 
     def refresh(self) -> None:
@@ -275,10 +276,10 @@ class ReliableStream:
         def apply(reply: Reply) -> None:
             try:
                 self.pause = check.parse(reply)
-            except MillstreamError:
+            except StaleOwner:
                 self.refresh()  # which joins again, if that is enough
 
-        return Call(check.command, apply)
+        return Call(check.command, apply, on_error=lambda _: self.refresh())
 
     def store_pause(self, pause: Pause) -> None:
         """Pause the handler here, for all its workers. May safely be repeated."""
@@ -295,17 +296,20 @@ class ReliableStream:
 
     # The same within a number of bytes (except one entry) and without a wait, for callers that pipeline many streams
 
-    def fetch_call(self, *, count: int, max_bytes: int) -> Call[list[Delivery]]:
-        """Return the call that fetches up to `count` new entries, of at most `max_bytes` if they are several."""
-        command = ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._fetch_args(count, max_bytes))
-        return Call(command, self._parse_fetch)
+    def fetch_call(self, *, count: int, max_bytes: int) -> Call[tuple[int, list[Delivery]]]:
+        """Return the call that fetches up to `count` new entries, of at most `max_bytes` if they are several.
+
+        Its result: how many were fetched, and those of them that are to be processed (`to_deliveries`).
+        """
+        return Call(READ_ENTRIES.command((self.stream,), self._fetch_args(count, max_bytes)), self._parse_fetch)
 
     def fetch_within(self, *, count: int, max_bytes: int) -> list[Delivery]:
         """Make the call of `fetch_call`. Raises GroupMissing as `fetch` does."""
-        return self._parse_fetch(self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, max_bytes)))
+        reply = self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, max_bytes))
+        return self._parse_fetch(reply)[1]
 
-    def _parse_fetch(self, reply: Reply) -> list[Delivery]:
-        return self.to_deliveries([Batch(self.stream, reply)])
+    def _parse_fetch(self, reply: Reply) -> tuple[int, list[Delivery]]:
+        return len(reply), self.to_deliveries([Batch(self.stream, reply)])
 
     def _fetch_args(self, count: int, max_bytes: int) -> Sequence[Arg]:
         return (self.group, self.consumer, count, max_bytes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock, Every
 from millstream.errors import ConfigError, GroupMissing, Unavailable
 from millstream.groups.consumer import Consumer
 from millstream.groups.entries import BEGINNING, END, Batch, Id, check_position, wire_id
@@ -120,7 +120,7 @@ class Reader:
         self._backoff = Backoff(*_WAITS_MS, at_once=True)
         self._away_since_ms: float | None = None
         self._last_error = ""
-        self._next_log_ms = 0.0
+        self._log_interval = Every(_LOG_EVERY_MS)
 
     # Public methods
 
@@ -313,7 +313,5 @@ class Reader:
             self._log("consumer %s reconnected after %.1f s", self._name, away_ms / 1000)
 
     def _log(self, message: str, *args: Any) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._next_log_ms:
-            self._next_log_ms = now_ms + _LOG_EVERY_MS
+        if self._log_interval.is_due(self._clock.monotonic_ms()):
             logger.warning(message, *args)

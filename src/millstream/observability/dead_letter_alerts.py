@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Clock, Every
 from millstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class DeadLetterAlerts:
         self._timeout_s = timeout_s
         self._min_interval_s = min_interval_s
         self._clock = clock
-        self._next_log_ms = 0.0
+        self._log_interval = Every(_LOG_INTERVAL_MS)
         self._changed = threading.Condition()
         self._pending = _Pending()
         self._closing = threading.Event()
@@ -154,9 +154,7 @@ class DeadLetterAlerts:
             self._log_failure("the dead-letter command %s failed with exit code %s: %s", name, process.returncode, tail)
 
     def _log_failure(self, message: str, *args: Any) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._next_log_ms:
-            self._next_log_ms = now_ms + _LOG_INTERVAL_MS
+        if self._log_interval.is_due(self._clock.monotonic_ms()):
             logger.warning(message, *args)
 
 

@@ -18,10 +18,11 @@ from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import CommandFailed, Unavailable
 from millstream.partitions.partition_map import PartitionMap, PastOwner, moved_away
 from millstream.partitions.partitions import Partitions
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, StreamKeys, to_wire
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import pairs_of
-from millstream.redis_client.resp import Arg, Command, Reply
+from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class KeyMigration:
         """Let key queues of these partitions go on whose keys have left the older ones; return how many."""
         new = [partition for partition in partitions if self.partition_map.created_in(partition) > 1]
         keys = [self.keys_of(partition) for partition in new]
-        some = self._pipeline([("EXISTS", k.awaiting, k.imported) for k in keys])
+        some = call_all(self._client, [("EXISTS", k.awaiting, k.imported) for k in keys])
         busy = [partition for partition, count in zip(new, some, strict=True) if count]
         return sum(map(self._import_keys, busy))
 
@@ -177,7 +178,7 @@ class KeyMigration:
         for key in moved:
             for owner in self.partition_map.past_owners(key, partition)[-1:]:
                 by_owner[owner.partition].append(key)
-        self._pipeline([("HDEL", self.keys_of(owner).state, *keys) for owner, keys in by_owner.items()])
+        call_all(self._client, [("HDEL", self.keys_of(owner).state, *keys) for owner, keys in by_owner.items()])
         if moved:
             self._client.execute("HDEL", names.imported, *moved)
 
@@ -228,7 +229,9 @@ class KeyMigration:
         """Return the partitions that keys may still leave, or wait to come to."""
         self._refresh()
         layout = self.partition_map
-        counts = self._pipeline([("HLEN", self.keys_of(partition).awaiting) for partition in range(layout.count)])
+        counts = call_all(
+            self._client, [("HLEN", self.keys_of(partition).awaiting) for partition in range(layout.count)]
+        )
         found = [
             UndrainedPartition(stream=layout.stream(partition), since=self._undrained_since(partition), awaiting=count)
             for partition, count in enumerate(counts)
@@ -300,20 +303,12 @@ class KeyMigration:
         partitions = [
             partition for partition in range(self.partition_map.count) if self._undrained_since(partition) is not None
         ]
-        known = self._pipeline([("HGET", self.keys_of(partition).meta, "drained") for partition in partitions])
+        known = call_all(self._client, [("HGET", self.keys_of(partition).meta, "drained") for partition in partitions])
         self._drained.update({partition: int(text) for partition, text in zip(partitions, known, strict=True) if text})
         self._refreshed_ms = now_ms
 
-    def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        return [raise_if_error(reply) for reply in self._client.pipeline(commands)] if commands else []
-
     def _run(self, calls: Sequence[tuple[Script, int, Sequence[Arg]]]) -> list[Reply]:
-        wanted = []
-        for script, partition, args in calls:
-            k = self.keys_of(partition)
-            wanted.append(
-                (script, (k.meta, k.offsets, k.state, k.crashes, k.dead_letters, k.incomplete, k.stream), args)
-            )
+        wanted = [(script, self.keys_of(partition).commit_keys, args) for script, partition, args in calls]
         return self._client.scripts(wanted) if wanted else []
 
 

@@ -4,14 +4,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from millstream.errors import RedisError
 from millstream.redis_client.resp import Command, Reply
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
-    """One command, and `parse`, which turns its reply into a result. Who makes the call says what an error reply means."""
+class Call(Generic[T_co]):
+    """One command, and what its reply means.
+
+    * `parse`: turns a reply into a result
+    * `on_error`: turns an error reply into a result, or raises; without it the error is the result
+    """
 
     command: Command
-    parse: Callable[[Reply], T]
+    parse: Callable[[Reply], T_co]
+    on_error: Callable[[RedisError], T_co] | None = None
+
+    def resolve(self, reply: Reply) -> T_co | RedisError:
+        """Return the result of a reply of `Client.pipeline`."""
+        if not isinstance(reply, RedisError):
+            return self.parse(reply)
+        return reply if self.on_error is None else self.on_error(reply)

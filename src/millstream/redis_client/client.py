@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REDIRECTS = 8
+_CALLS_PER_TRIP = 1_000
 _SCAN_PAGE = 1_000
 _SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
 
@@ -148,8 +149,22 @@ class Client:
         return self._execute_on(command, self._route_pool(routing_key(command)))
 
     def run(self, call: Call[T]) -> T:
-        """Make one call; return its result. It is never retried."""
-        return call.parse(self.execute(*call.command))
+        """Make one call; return its result, or raise the error. It is never retried."""
+        (result,) = self.run_all([call])
+        if isinstance(result, RedisError):
+            raise result
+        return result
+
+    def run_all(self, calls: Sequence[Call[T]]) -> Iterator[T | RedisError]:
+        """Make many calls, in few round trips; return an iterator of their results, or RedisErrors, in order.
+
+        All calls are sent at once; a reply is parsed when its result is taken. Raises Unavailable if a connection
+        breaks, as `pipeline` does.
+        """
+        commands = [call.command for call in calls]
+        pages = range(0, len(commands), _CALLS_PER_TRIP)
+        replies = [reply for at in pages for reply in self.pipeline(commands[at : at + _CALLS_PER_TRIP])]
+        return (call.resolve(reply) for call, reply in zip(calls, replies, strict=True))
 
     def shard(self, key: Arg) -> Shard:
         """The primary and replicas that have `key`."""
@@ -196,11 +211,11 @@ class Client:
 
     def try_scripts(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         """Like `scripts`, but returns error replies as RedisError, like `pipeline`."""
-        replies = self.pipeline([("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
+        replies = self.pipeline([script.command(keys, args) for script, keys, args in calls])
         for index, (script, keys, args) in enumerate(calls):
             reply = replies[index]
             if isinstance(reply, ScriptMissing):
-                (replies[index],) = self.pipeline([("EVAL", script.text, len(keys), *keys, *args)])
+                (replies[index],) = self.pipeline([script.loading_command(keys, args)])
         return replies
 
     def replicated_script(
@@ -214,9 +229,8 @@ class Client:
         """
         if not 0 < timeout_ms < self.timeout_ms:
             raise ConfigError(f"a wait for replicas of {timeout_ms} ms: use 1 to {self.timeout_ms - 1:,}")
-        rest = (len(keys), *keys, *args)
         with self._lock:
-            for command in (("EVALSHA", script.sha, *rest), ("EVAL", script.text, *rest)):
+            for command in (script.command(keys, args), script.loading_command(keys, args)):
                 replies = self._exchange(self._route_pool(keys[0]), [command, ("WAIT", replicas, timeout_ms)])
                 if not isinstance(replies[0], NoScriptError):
                     break
@@ -386,7 +400,7 @@ class Client:
         """Add the key to a refusal if neither Redis nor the command names it, by TYPE of each key."""
         keys = keys_of(command)
         denied = isinstance(error, AccessDenied) and error.concerns_key
-        vague = denied or (isinstance(error, WrongType) and " holds a " not in str(error))
+        vague = denied or (isinstance(error, WrongType) and not error.names_key)
         if not vague or not keys or (len(keys) == 1 and command[0] not in ("EVAL", "EVALSHA")):
             return error
         try:

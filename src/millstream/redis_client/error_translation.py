@@ -102,7 +102,8 @@ def type_needed(text: str, command: Command) -> str:
 
 def wrong_type_error(command: Command, key: Arg, found: str, needed: str) -> WrongType:
     """The WrongType error, once the key is known."""
-    return WrongType(f"{describe_command(command)}: {_shown(key)} holds a {found} where a {needed} is needed")
+    text = f"{describe_command(command)}: {_shown(key)} holds a {found} where a {needed} is needed"
+    return WrongType(text, names_key=True)
 
 
 def with_denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
@@ -153,7 +154,8 @@ def _of_connection(error: Exception, text: str, where: str) -> RedisError | None
         return Unavailable(f"the cluster at {where} is moving slots: {text}")
     away = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, RedisClusterException, OSError)
     if isinstance(error, away):
-        return Unavailable(f"Redis at {where} cannot be reached: {redact_text(_why_unreached(text, where))}")
+        why = redact_text(_why_unreached(text, where))
+        return Unavailable(f"Redis at {where} cannot be reached: {why}", unreachable=True)
     return None
 
 
@@ -172,12 +174,9 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
         return CommandFailed(f"{name} has keys in several hash slots; give them one {{hash tag}}")
     if text.startswith("WRONGTYPE"):
         # A script's own message names the key; that of the server does not.
-        named = (
-            text.removeprefix("WRONGTYPE ")
-            if " holds a " in text
-            else f"{name}: the key holds another type of value than needed"
-        )
-        return WrongType(named)
+        if " holds a " in text:
+            return WrongType(text.removeprefix("WRONGTYPE "), names_key=True)
+        return WrongType(f"{name}: the key holds another type of value than needed")
     if text.startswith(("NOGROUP", "UNBLOCKED the stream key no longer exists")):
         return GroupMissing(text)
     if text.startswith(_AWAY):

@@ -167,6 +167,13 @@ class HandlerKeys:
         return f"{PREFIX}:{{{hash_tag(self.stream)}}}:{self.stream}:{self.label}"
 
     @property
+    def commit_keys(self) -> tuple[str, ...]:
+        """The KEYS of `commit.lua`, and of every script that works on key queues, but for the output streams."""
+        return (
+            self.meta, self.offsets, self.state, self.crashes, self.dead_letters, self.incomplete, self.stream
+        )  # fmt: skip
+
+    @property
     def meta(self) -> str:
         """Hash: committed id, epoch, counters."""
         return f"{self.base}:meta"

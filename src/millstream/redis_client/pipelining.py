@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.replies import time_ms_of
+from millstream.redis_client.replies import time_us_of
 from millstream.redis_client.resp import Command, Reply, ReplySize
 
 _COMMANDS_PER_TRIP = 1_000
@@ -25,4 +25,9 @@ def call_all(client: Client, commands: Sequence[Command]) -> list[Reply]:
 
 def server_time_ms(client: Client) -> int:
     """The time of the server, in Unix milliseconds. Raises RedisError."""
-    return time_ms_of(client.execute("TIME"))
+    return server_time_us(client) // 1000
+
+
+def server_time_us(client: Client) -> int:
+    """The time of the server, in Unix microseconds. Raises RedisError."""
+    return time_us_of(client.execute("TIME"))

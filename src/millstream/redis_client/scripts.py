@@ -2,11 +2,11 @@
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
-from millstream.redis_client.error_translation import (
-    known_scripts,
-)
+from millstream.redis_client.error_translation import known_scripts
 from millstream.redis_client.lua import text_of
+from millstream.redis_client.resp import Arg, Command
 
 
 class Script:
@@ -32,3 +32,11 @@ class Script:
         sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
         known_scripts[sha] = known_scripts[self.text] = self
         return sha
+
+    def command(self, keys: Sequence[Arg], args: Sequence[Arg]) -> Command:
+        """The command that runs the script by its hash; a server that lacks it replies ScriptMissing."""
+        return ("EVALSHA", self.sha, len(keys), *keys, *args)
+
+    def loading_command(self, keys: Sequence[Arg], args: Sequence[Arg]) -> Command:
+        """The command that sends the text, runs the script, and leaves it loaded."""
+        return ("EVAL", self.text, len(keys), *keys, *args)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.clock import Backoff
+from millstream.clock import Backoff, Every
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, MillstreamError, Unavailable
 from millstream.redis_client.resp import CHUNK_BYTES, Command, Push, RespConnection
 from millstream.router.reactor import Reactor
@@ -84,7 +84,7 @@ class ReconnectingConnection:
         self._replies: list[Any] = []
         self._last_reply_ms = self._down_since_ms = self._up_since_ms = reactor.clock.monotonic_ms()
         self._backoff = Backoff(*_WAITS_MS, at_once=True)
-        self._warned_ms: float | None = None
+        self._warning = Every(_WARN_EVERY_MS)
         self._warned = False
         self._redial()
         self._check_alive()
@@ -219,8 +219,8 @@ class ReconnectingConnection:
         if self._closed:
             return
         now_ms = self._reactor.clock.monotonic_ms()
-        if self._warned_ms is None or now_ms - self._warned_ms >= _WARN_EVERY_MS:
-            self._warned_ms, self._warned = now_ms, True
+        if self._warning.is_due(now_ms):
+            self._warned = True
             away_s = (now_ms - self._down_since_ms) / 1000
             logger.warning("%s unreachable for %.0f s: %s; redialling", self.name, away_s, error)
         self._reactor.call_later(self._backoff.next_ms(), self._redial)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from millstream.clock import Every
 from millstream.errors import MillstreamError
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
@@ -54,7 +55,7 @@ class ClusterNodes:
         self._refreshing = False
         self._to_sweep: list[bytes] = []
         self._sweep_credit = 0.0
-        self._warned_spent = False
+        self._spent_warning = Every(_WARN_EVERY_MS)
         self._callbacks = ReaderCallbacks(
             on_read=self._on_read,
             schedule=self.schedule,
@@ -216,7 +217,7 @@ class ClusterNodes:
         """Return the bytes held by the buffers. Warns at the limit, once a minute at most."""
         budget = self._cursors.budget
         held = budget.update()
-        if budget.spent and not self._warned_spent:
+        if budget.spent and self._spent_warning.is_due(self._reactor.clock.monotonic_ms()):
             logger.warning(
                 "router is at its budget: %d bytes buffered for slow subscribers, of %d (budget_bytes); "
                 "reading ahead only %d bytes or one message for each until a quarter of the budget is free",
@@ -224,12 +225,7 @@ class ClusterNodes:
                 budget.max_bytes,
                 LEAST_BYTES,
             )
-            self._warned_spent = True
-            self._reactor.call_later(_WARN_EVERY_MS, self._allow_warning)
         return held
-
-    def _allow_warning(self) -> None:
-        self._warned_spent = False
 
     # Slot map
 

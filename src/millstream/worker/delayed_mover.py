@@ -26,7 +26,7 @@ class TrackedDelayedMessages(DelayedMessages):
         self._clock = clock
         self._tracker = KeyTracker(client)
         self._keys: dict[str, str] = {}
-        self._delay_queue = DelayQueue()
+        self._delay_queue = DelayQueue[str]()
         self._round_robin = RoundRobin()
         self._check_due_ms = 0.0
 

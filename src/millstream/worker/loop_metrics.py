@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
+from millstream.clock import SYSTEM_CLOCK, Every
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import OutOfMemory, Unavailable
 from millstream.handlers.dead_letter import Reason
@@ -21,7 +22,7 @@ _OF_HANDLERS = (
 
 logger = logging.getLogger(__name__)
 
-_WARN_EVERY_S = 600.0
+_WARN_EVERY_MS = 600_000.0
 _REDIS_ERRORS = (Unavailable, OutOfMemory)
 
 
@@ -38,7 +39,7 @@ class LoopMetrics:
         self.read = self.claimed = self.committed = self.dead = 0
         self.retried = self.refused = self.released = self.trimmed = self.parked = 0
         self._is_poll_wanted = self._at_budget = False
-        self._warn_due_s = 0.0
+        self._full_warning = Every(_WARN_EVERY_MS)
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
@@ -156,8 +157,7 @@ class LoopMetrics:
             self._metrics.set(m.IN_FLIGHT_BYTES, size, handler=self._handler)
         if at_budget and not self._at_budget:
             self._metrics.count(m.BUDGET_REACHED, handler=self._handler)
-            if time.monotonic() >= self._warn_due_s:
-                self._warn_due_s = time.monotonic() + _WARN_EVERY_S
+            if self._full_warning.is_due(SYSTEM_CLOCK.monotonic_ms()):
                 logger.warning(
                     "prefetch of %s is full: %.1f MB of messages in flight, of at most %.1f; fetching resumes as they "
                     "finish. If the handler could run more at once, and memory allows, raise --prefetch-mb "

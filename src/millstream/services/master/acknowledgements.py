@@ -3,11 +3,12 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics
-from millstream.redis_client.client import Client
+from millstream.redis_client.call import Call
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.web.errors import Refused
@@ -28,8 +29,8 @@ class AckRequest(NamedTuple):
 class AckResult(NamedTuple):
     """The result of one call.
 
-    * `fresh`: number of its messages that this call acknowledged; the others were acknowledged before
-    * `next`: ids of the messages assigned to the consumer by this call
+    * `newly_acked`: number of its messages that this call acknowledged; the others were acknowledged before
+    * `next_ids`: ids of the messages assigned to the consumer by this call
     * `refused`: messages that the consumer does not hold, and why
     """
 
@@ -97,13 +98,15 @@ class Acknowledger:
         finishing = [(message.consumer, message.id, queue) for message, queue in zip(messages, queues, strict=True)]
         names = list(dict.fromkeys(message.consumer for message in messages))
         chunks = [finishing[at : at + _FINISHED_AT_ONCE] for at in range(0, len(finishing), _FINISHED_AT_ONCE)]
-        finishes, get = [*map(self._delegator.group_stream.finish_call, chunks)], self._registry.get_call(names)
-        *replies, found = self._client.pipeline([*(call.command for call in finishes), get.command])
+        calls: list[Call[Any]] = [
+            *map(self._delegator.group_stream.finish_call, chunks),
+            self._registry.get_call(names),
+        ]
+        *finished, registered = map(raise_if_error, self._client.run_all(calls))
         ready, done = 0, list[bool]()
-        for call, reply in zip(finishes, replies, strict=True):
-            ready, done_of_chunk = call.parse(reply)
+        for ready, done_of_chunk in finished:  # noqa: B007 - the last one counts
             done += done_of_chunk
-        return ready, done, get.parse(found)
+        return ready, done, registered
 
     def _ack_unleased(self, message: _Message) -> bool:
         """Acknowledge a message that its consumer holds no lease on; return whether this call completed it.

@@ -15,6 +15,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import MASTER
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.services.master.leases import AckOutcome, ConsumerStream, GroupStream
 from millstream.services.master.registry import Registration, Registry
@@ -72,10 +73,10 @@ class Delegator:
             for name, registration, count in wanted
             if registration.state == "alive"
         ]
-        replies = self._client.pipeline([call.command for _, call in calls])
+        results = self._client.run_all([call for _, call in calls])
         assigned: dict[str, list[bytes]] = {}
-        for (name, call), reply in zip(calls, replies, strict=True):
-            leases = call.parse(reply)
+        for (name, _), result in zip(calls, results, strict=True):
+            leases = raise_if_error(result)
             assigned[name] = [lease.entries[0].id for lease in leases]
             self._queue_cache.update((lease.entries[0].id, lease.queue) for lease in leases)
         if len(self._queue_cache) > _MOST_CACHED_QUEUES:
@@ -117,10 +118,10 @@ class Delegator:
         return [queue or leased.get(message, b"") for message, queue in zip(messages, queues, strict=True)]
 
     def _read_queues(self, ids: Sequence[bytes]) -> list[bytes]:
-        found = self._client.pipeline([("XRANGE", self.group_stream.stream, one, one) for one in ids])
+        found = call_all(self._client, [("XRANGE", self.group_stream.stream, one, one) for one in ids])
         return [
             self.group_stream.queue_of(one, entries[0][1]) if entries else b""
-            for one, entries in zip(ids, map(raise_if_error, found), strict=True)
+            for one, entries in zip(ids, found, strict=True)
         ]
 
     def ack_unleased(self, name: str, entry_id: bytes) -> tuple[AckOutcome, str]:
@@ -199,14 +200,12 @@ class Delegator:
         if not entries:  # it was trimmed meanwhile
             return next((one for one in self.leases_of(name) if one.queued[0].id == entry_id), None)
         queue = self.group_stream.queue_of(entry_id, entries[0][1])
-        token, head, failed = map(
-            raise_if_error,
-            self._client.pipeline(
-                (
-                    ("HGET", self._keys.owners, queue),
-                    ("LINDEX", self._keys.queue(queue), 0),
-                    ("HGET", self._keys.crashes, entry_id + FAILED_SUFFIX.encode()),
-                )
+        token, head, failed = call_all(
+            self._client,
+            (
+                ("HGET", self._keys.owners, queue),
+                ("LINDEX", self._keys.queue(queue), 0),
+                ("HGET", self._keys.crashes, entry_id + FAILED_SUFFIX.encode()),
             ),
         )
         if token is None or holder_of(token) != name or head != entry_id:

@@ -11,7 +11,8 @@ from millstream.errors import GroupMissing, Unavailable
 from millstream.observability import metrics as m
 from millstream.observability.health import Progress
 from millstream.observability.metrics import NO_METRICS, Metrics
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import pairs_of, time_ms_of
 from millstream.services.master.delegation import Delegator, holder_of
 from millstream.services.master.leases import LOST_CONSUMERS
@@ -134,15 +135,13 @@ class DelegationLoop:
 
     def _assign_ready(self) -> None:
         """Assign ready messages in equal shares, first to the consumers that hold the fewest."""
-        ready, due, time, owners = map(
-            raise_if_error,
-            self._client.pipeline(
-                (
-                    ("LLEN", self._keys.ready),
-                    ("ZRANGE", self._keys.backoff, 0, 0, "WITHSCORES"),
-                    ("TIME",),
-                    ("HVALS", self._keys.owners),
-                )
+        ready, due, time, owners = call_all(
+            self._client,
+            (
+                ("LLEN", self._keys.ready),
+                ("ZRANGE", self._keys.backoff, 0, 0, "WITHSCORES"),
+                ("TIME",),
+                ("HVALS", self._keys.owners),
             ),
         )
         if due and float(due[1]) <= time_ms_of(time):

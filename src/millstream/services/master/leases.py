@@ -10,8 +10,9 @@ from millstream.delivery.keyed_stream import LEASE_KEYS, KeyedStream, KeyLease, 
 from millstream.delivery.reliable_stream import NO_LIMIT
 from millstream.errors import RedisError
 from millstream.redis_client.call import Call
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import MASTER, REDRIVE_FIELD, from_wire
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 from millstream.services.master.settings import MasterSettings
@@ -96,12 +97,13 @@ class GroupStream(KeyedStream):
             return (self.token, self.group, *[part for one in messages for part in one])
 
         def parse(reply: Reply) -> tuple[int, list[bool]]:
-            if isinstance(reply, RedisError):
-                reply = self._with_rejoin(lambda: self._run_script(FINISH, args()))
             ready, *done = reply
             return int(ready), list(map(bool, done))
 
-        return Call(self._store.script_command(FINISH, self.stream, args()), parse)
+        def repeat(_: RedisError) -> tuple[int, list[bool]]:
+            return parse(self._with_rejoin(lambda: self._run_script(FINISH, args())))
+
+        return Call(self._store.script_command(FINISH, self.stream, args()), parse, on_error=repeat)
 
     def ack_unleased(self, consumer: str, entry_id: bytes, queue: bytes) -> tuple[AckOutcome, str]:
         """Acknowledge an entry without a lease; return its outcome, and the consumer that has it or has done it."""
@@ -129,10 +131,10 @@ class GroupStream(KeyedStream):
                 if max(entry.idle_ms, now_ms - since_ms) >= self._settings.claim_idle_ms:
                     overdue.append(entry.id)
         self._first_seen_ms = seen
-        found = self._client.pipeline([("XRANGE", self.stream, one, one) for one in overdue[:_CLAIMED_AT_ONCE]])
+        found = call_all(self._client, [("XRANGE", self.stream, one, one) for one in overdue[:_CLAIMED_AT_ONCE]])
         args: list[Arg] = []
         trimmed: list[bytes] = []
-        for entry_id, entries in zip(overdue, map(raise_if_error, found), strict=False):
+        for entry_id, entries in zip(overdue, found, strict=False):
             queue = self.queue_of(entry_id, entries[0][1]) if entries else b""
             if queue:
                 args += (entry_id, queue)
@@ -172,13 +174,12 @@ class ConsumerStream(KeyedStream):
         args = self._lease_args(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
 
         def parse(reply: Reply) -> list[KeyLease]:
-            if isinstance(reply, RedisError):
-                return self._with_rejoin(
-                    lambda: self._lease_keys(count, count, 1, self._lease_ms, 0.0, False, most)
-                ).leases
             return self._parse_lease_keys(0.0, reply).leases
 
-        return Call(self._store.script_command(LEASE_KEYS, self.stream, (*args, most)), parse)
+        def repeat(_: RedisError) -> list[KeyLease]:
+            return self._with_rejoin(lambda: self._lease_keys(count, count, 1, self._lease_ms, 0.0, False, most)).leases
+
+        return Call(self._store.script_command(LEASE_KEYS, self.stream, (*args, most)), parse, on_error=repeat)
 
 
 class QueueNamer:

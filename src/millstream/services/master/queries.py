@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import KeyQueue, queue_names, read_queues
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
+from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import pairs_of
 from millstream.services.master.delegation import holder_of
 from millstream.services.master.registry import Registry
@@ -49,9 +50,9 @@ class Queries:
         if len(page) > limit:
             page = page[:limit]
             at = bisect_right(names, page[-1].name)
-        ids = self._client.pipeline([("LRANGE", self._keys.queue(queue.name), 0, _MOST_IDS - 1) for queue in page])
+        ids = call_all(self._client, [("LRANGE", self._keys.queue(queue.name), 0, _MOST_IDS - 1) for queue in page])
         return TicketPage(
-            tickets=[_ticket(queue, raise_if_error(some)) for queue, some in zip(page, ids, strict=True)],
+            tickets=[_ticket(queue, some) for queue, some in zip(page, ids, strict=True)],
             cursor=names[at - 1].hex() if at < len(names) else None,
         )
 
@@ -74,8 +75,8 @@ class Queries:
             if (name := holder_of(token)) in queues:
                 queues[name].append(queue)
         held = [queue for some in queues.values() for queue in some]
-        firsts = self._client.pipeline([("LINDEX", self._keys.queue(queue), 0) for queue in held])
-        heads = dict(zip(held, map(raise_if_error, firsts), strict=True))
+        firsts = call_all(self._client, [("LINDEX", self._keys.queue(queue), 0) for queue in held])
+        heads = dict(zip(held, firsts, strict=True))
         consumers = []
         for name in page:
             found = registered[name]

@@ -12,7 +12,7 @@ import msgspec
 
 from millstream.delivery.key_queues import WAITING
 from millstream.redis_client.call import Call
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.replies import pairs_of
@@ -93,7 +93,7 @@ class Registry:
         """The call that reads some consumers. Its result: those of them that are registered."""
 
         def parse(reply: Reply) -> dict[str, Registration]:
-            found = zip(names, raise_if_error(reply), strict=True)
+            found = zip(names, reply, strict=True)
             return {name: _decode(text) for name, text in found if text is not None}
 
         return Call(("HMGET", self._key, *names), parse)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Clock, Every
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics, init_series
 
@@ -87,7 +87,7 @@ class Connections:
         self._clock = clock
         self._open: set[Connection] = set()
         self._awaited: OrderedDict[Connection, None] = OrderedDict()  # the longest wait first
-        self._warned_ms: float | None = None
+        self._warning = Every(_WARN_EVERY_MS)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -178,9 +178,7 @@ class Connections:
         self._awaited.pop(connection, None)
 
     def _warn(self) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if self._warned_ms is None or now_ms - self._warned_ms >= _WARN_EVERY_MS:
-            self._warned_ms = now_ms
+        if self._warning.is_due(self._clock.monotonic_ms()):
             logger.warning(
                 "all %d connections are in use; closing those without a request, and refusing new requests where there "
                 "is none",

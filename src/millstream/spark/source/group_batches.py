@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from millstream.errors import CommandFailed, GroupMissing, StaleOwner
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import GroupBatchKeys, from_wire, to_wire
-from millstream.redis_client.replies import time_us_of
+from millstream.redis_client.pipelining import call_all, server_time_us
 from millstream.redis_client.resp import Command, Reply
 from millstream.redis_client.scripts import Script
 
@@ -100,8 +100,8 @@ class Batches:
             self._epoch = str(int(self._epoch) + 1)
             return
         commands = [("HGET", self.keys(stream).record, "epoch") for stream in streams]
-        now_us = time_us_of(self._client.execute("TIME"))
-        epochs = [int(reply or 0) for reply in self._call(commands)]
+        now_us = server_time_us(self._client)
+        epochs = [int(reply or 0) for reply in call_all(self._client, commands)]
         # At least the server's time, so that a failover to a replica that missed the last epoch cannot repeat it.
         self._epoch = str(max([now_us, *(epoch + _EPOCHS_OF_A_RUN for epoch in epochs)]))
 
@@ -111,14 +111,14 @@ class Batches:
         """The last batch of each stream that has one."""
         names = list(streams)
         fields = ("token", "batch", "step", "gone")
-        replies = self._call([("HMGET", self.keys(stream).record, *fields) for stream in names])
+        replies = call_all(self._client, [("HMGET", self.keys(stream).record, *fields) for stream in names])
         known = {
             stream: (token.decode(), int(batch), int(step), int(gone or 0))
             for stream, (token, batch, step, gone) in zip(names, replies, strict=True)
             if token is not None
         }
-        sizes = self._call(
-            [("LLEN", self.keys(name).ids(token, number)) for name, (token, number, *_) in known.items()]
+        sizes = call_all(
+            self._client, [("LLEN", self.keys(name).ids(token, number)) for name, (token, number, *_) in known.items()]
         )
         return {
             stream: BatchRecord(token, batch, step, size, gone)
@@ -128,7 +128,7 @@ class Batches:
     def pending_counts(self, streams: Iterable[str]) -> dict[str, PendingCounts]:
         """Count the pending entries of each stream by owner."""
         names = list(streams)
-        replies = self._call([("XPENDING", stream, self._group) for stream in names])
+        replies = call_all(self._client, [("XPENDING", stream, self._group) for stream in names])
         return {stream: self._parse_pending(reply) for stream, reply in zip(names, replies, strict=True)}
 
     def _parse_pending(self, summary: Reply) -> PendingCounts:
@@ -233,13 +233,17 @@ class Batches:
 
     def delete_ids(self, records: Mapping[str, BatchRecord]) -> None:
         """Delete the recorded ids of batches that will not be read again."""
-        self._call(
-            [("UNLINK", self.keys(stream).ids(record.token, record.batch)) for stream, record in records.items()]
+        call_all(
+            self._client,
+            [("UNLINK", self.keys(stream).ids(record.token, record.batch)) for stream, record in records.items()],
         )
 
     def clear_reported(self, gone: Mapping[str, int]) -> None:
         """Subtract missing entries that were reported to the user from the records."""
-        self._call([("HINCRBY", self.keys(stream).record, "gone", -count) for stream, count in gone.items() if count])
+        call_all(
+            self._client,
+            [("HINCRBY", self.keys(stream).record, "gone", -count) for stream, count in gone.items() if count],
+        )
 
     # --- calls ---
 
@@ -271,10 +275,3 @@ class Batches:
                     "If they are two queries, give each a consumer name of its own"
                 ) from error
             raise
-
-    def _call(self, commands: Sequence[Command]) -> list[Reply]:
-        return [
-            raise_if_error(reply)
-            for at in range(0, len(commands), _CALLS_PER_TRIP)
-            for reply in self._client.pipeline(commands[at : at + _CALLS_PER_TRIP])
-        ]

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.errors import RedisError
 from millstream.groups import Consumer
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
@@ -99,17 +100,18 @@ class EntryFetcher(Fetcher[ReliableStream]):
     def _read_some(self, streams: Sequence[ReliableStream], count: int) -> tuple[dict[str, int], int]:
         """Read these streams in one round trip; return the counts of those that had entries, and the bytes in total."""
         options = {"count": count, "max_bytes": self._in_flight.free_bytes // len(streams)}
-        calls = [one.fetch_call(**options) for one in streams]
-        replies = self._client.pipeline([call.command for call in calls])
+        results = self._client.run_all([one.fetch_call(**options) for one in streams])
         found: dict[str, int] = {}
         failed: list[ReliableStream] = []
         size = 0
-        for stream, call, reply in zip(streams, calls, replies, strict=True):
-            if isinstance(reply, Exception):
+        for stream, result in zip(streams, results, strict=True):
+            if isinstance(result, RedisError):
                 failed.append(stream)
-            elif reply:
-                found[stream.stream] = len(reply)
-                size += self._add_in_flight(stream, len(reply), call.parse(reply))
+                continue
+            fetched, deliveries = result
+            if fetched:
+                found[stream.stream] = fetched
+                size += self._add_in_flight(stream, fetched, deliveries)
         for stream in failed:  # last: the entries of the other replies are in flight, whatever happens here
             if deliveries := stream.fetch_within(**options):
                 found[stream.stream] = len(deliveries)

@@ -62,7 +62,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         super().__init__(context, streams, ready_streams=ready_streams)
         self._hints = ReadyHints(self._client, context.handler)
         self._active: dict[str, str] = {}
-        self._idle = DelayQueue()
+        self._idle = DelayQueue[str]()
 
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
+from millstream.errors import RedisError
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_fetcher import LeaseFetcher
 from millstream.worker.stream_exclusion import exclude_on_error
@@ -27,7 +28,7 @@ class PipelinedKeyFetcher(LeaseFetcher):
     ) -> None:
         super().__init__(context, streams)
         self._ready_streams = ready_streams
-        self._delay_queue = DelayQueue()
+        self._delay_queue = DelayQueue[str]()
         self._with_oversized: list[str] = []
         self._keys_each = 1
 
@@ -80,15 +81,14 @@ class PipelinedKeyFetcher(LeaseFetcher):
         """Lease the ready key of each stream in one round trip; return how many were leased."""
         now_ms = self._clock.monotonic_ms()
         options = self._lease_options(self._keys_each, count, len(streams))
-        calls = [one.lease_keys_call(now_ms=now_ms, **options) for one in streams]
-        replies = self._client.pipeline([call.command for call in calls])
+        results = self._client.run_all([one.lease_keys_call(now_ms=now_ms, **options) for one in streams])
         failed: list[KeyedStream] = []
         leased = self._in_flight.oversized_bytes = 0
-        for stream, call, reply in zip(streams, calls, replies, strict=True):
-            if isinstance(reply, Exception):
+        for stream, result in zip(streams, results, strict=True):
+            if isinstance(result, RedisError):
                 failed.append(stream)
             else:
-                leased += self._on_leased(stream, call.parse(reply), now_ms)
+                leased += self._on_leased(stream, result, now_ms)
         if len(streams) > 1:
             self._in_flight.oversized_bytes = 0  # an entry that did not fit beside others may fit alone
         for stream in failed:  # last: the leases of the other replies are in flight, whatever happens here

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
-from millstream.errors import ScriptMissing, Unavailable
+from millstream.errors import RedisError, ScriptMissing, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.context import WorkerContext
@@ -45,7 +45,7 @@ class TrackedKeyRouter(KeyRouter):
         self._ready_streams = ready_streams
         self._added: SimpleQueue[str] = SimpleQueue()
         self._to_route: dict[str, None] = {}
-        self._delayed = DelayQueue()
+        self._delayed = DelayQueue[str]()
         self._round_robin = RoundRobin()
         self._check_due_ms = self._collect_due_ms = 0.0
         self._invalidated: set[str] = set()
@@ -164,14 +164,11 @@ class TrackedKeyRouter(KeyRouter):
         before = [(one.enqueued_id, one.pending_count) for one in found]
         look_ahead = self._policy.look_ahead
         calls = [one.enqueue_call(entries, max_pending=look_ahead) for one, entries in found.items()]
-        replies = self._client.pipeline([call.command for call in calls])
-        for (stream, entries), call, reply, (routed, pending) in zip(
-            found.items(), calls, replies, before, strict=True
-        ):
-            if isinstance(reply, Exception):
+        results = self._client.run_all(calls)
+        for (stream, entries), enqueued_count, (routed, pending) in zip(found.items(), results, before, strict=True):
+            if isinstance(enqueued_count, RedisError):
                 one_by_one.append(stream)
                 continue
-            enqueued_count = call.parse(reply)
             is_moved = stream.enqueued_id != routed
             # Without new entries a changed position means that Redis lost writes, or that a reply was lost.
             if enqueued_count or is_moved:

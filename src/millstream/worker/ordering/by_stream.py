@@ -25,7 +25,7 @@ from millstream.errors import (
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys, check_stream, to_wire
-from millstream.redis_client.replies import time_us_of
+from millstream.redis_client.pipelining import server_time_us
 from millstream.worker.context import WorkerContext
 from millstream.worker.ordering.by_key import ByKey
 from millstream.worker.ordering.ordering import BackgroundLoop, S, existing_streams
@@ -112,7 +112,7 @@ class ByStream(ByKey):
 
     def _join_service(self, scan_client: Client) -> int:
         """Join the consumers of the service; return the server's time."""
-        now_us = time_us_of(scan_client.execute("TIME"))
+        now_us = server_time_us(scan_client)
         self._balancer.start()  # last, as it can be called only once
         return now_us
 

@@ -1,12 +1,11 @@
 """Poison isolation: re-runs suspected poison pills while nothing else runs, so that no other message is blamed."""
 
 import contextlib
-import heapq
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from queue import Empty, SimpleQueue
 
 from millstream.clock import Clock
@@ -19,6 +18,7 @@ from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ALIVE, Incarnation, ProcessEnd
 from millstream.worker.running.runner import Runner
 from millstream.worker.stream_exclusion import exclude_on_error
+from millstream.worker.timers import DelayQueue
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +94,8 @@ class PoisonIsolation:
         self._clock = clock
         process_isolation.all_in_flight.append(in_flight)
         self._suspects: SimpleQueue[Delivery | None] = SimpleQueue()
-        self._delayed: list[tuple[float, int, Delivery]] = []
+        self._delayed = DelayQueue[Delivery]()
         self._still_marked: list[Delivery] = []
-        self._sequence = itertools.count()
 
     def add_suspect(self, delivery: Delivery | None) -> None:
         """Queue an entry to be run in isolation; None ends `run`."""
@@ -116,18 +115,19 @@ class PoisonIsolation:
     def _next_suspect(self) -> Delivery | None:
         """Return the next suspect: one whose wait is over before new ones; None at the end."""
         while True:
-            wait_s = _RECHECK_S if self._still_marked else None
             self._remove_marks()
-            if self._delayed:
-                wait_s = min(_RECHECK_S, (self._delayed[0][0] - self._clock.monotonic_ms()) / 1000)
-                if wait_s <= 0:
-                    return heapq.heappop(self._delayed)[2]
+            now_ms = self._clock.monotonic_ms()
+            for delivery in self._delayed.pop_due(now_ms, 1):
+                return delivery
+            wait_ms = self._delayed.wait_ms(now_ms)
+            if self._still_marked:
+                wait_ms = min(wait_ms, 1000 * _RECHECK_S)
             with contextlib.suppress(Empty):
-                return self._suspects.get(timeout=wait_s)
+                return self._suspects.get(timeout=None if wait_ms == inf else min(_RECHECK_S, wait_ms / 1000))
 
     def _delay(self, delivery: Delivery, wait_ms: float) -> None:
         delivery.due_ms = self._clock.monotonic_ms() + wait_ms
-        heapq.heappush(self._delayed, (delivery.due_ms, next(self._sequence), delivery))
+        self._delayed.put(delivery, delivery.due_ms)
 
     def _run_or_give_up(self, delivery: Delivery) -> None:
         """Run a suspect, make it wait if another process crashed on it, or give it up if too many have."""

@@ -1,13 +1,13 @@
 """Committer: commits the outcomes of runs, writes dead letters, and schedules retries."""
 
-import heapq
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import count
+from math import inf
 from operator import itemgetter
 from typing import TypeVar
 
+from millstream.clock import Every
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
@@ -15,6 +15,7 @@ from millstream.handlers.attempt import DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
+from millstream.worker.timers import DelayQueue
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,11 @@ class Committer:
         self._give_up = context.give_up
         self._breaker = context.breaker
         self._release = release
-        self._retries: list[tuple[float, int, Delivery]] = []
-        self._sequence = count()
+        self._retries = DelayQueue[Delivery]()
         self._postponed: list[PendingCommit] = []
         self._postponed_due_ms = 0.0
         self._postponed_since_ms: float | None = None
-        self._warn_due_ms = 0.0
+        self._warning = Every(_WARN_EVERY_MS)
 
     def run(self) -> None:
         """Commit until the completion queue is closed."""
@@ -92,7 +92,7 @@ class Committer:
                 delay_ms = self._steps.retry(delivery, outcome)
                 self._steps.log_failure(delivery, outcome, delay_ms)
                 delivery.due_ms = now_ms + delay_ms
-                heapq.heappush(self._retries, (delivery.due_ms, next(self._sequence), delivery))
+                self._retries.put(delivery, delivery.due_ms)
         self._breaker.on_processed(processed)
         if self._breaker.is_open():
             self._in_flight.remove(held_back)
@@ -116,15 +116,15 @@ class Committer:
             )  # fmt: skip
 
     def _wait_s(self) -> float | None:
-        due = [self._retries[0][0]] if self._retries else []
+        now_ms = self._clock.monotonic_ms()
+        wait_ms = self._retries.wait_ms(now_ms)
         if self._has_postponed:
-            due.append(self._postponed_due_ms)
-        return max(0.0, min(due) - self._clock.monotonic_ms()) / 1000 if due else None
+            wait_ms = min(wait_ms, max(0.0, self._postponed_due_ms - now_ms))
+        return None if wait_ms == inf else wait_ms / 1000
 
     def _requeue_retries(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        while self._retries and self._retries[0][0] <= now_ms:
-            _, _, delivery = heapq.heappop(self._retries)
+        for delivery in self._retries.pop_due(now_ms):
             delivery.attempt += 1
             if delivery in self._in_flight:
                 self._in_flight.add((delivery,), now_ms)
@@ -214,12 +214,11 @@ class Committer:
         self._loop_metrics.on_redis_error(error)
         if count and self._postponed_since_ms is None:
             self._postponed_since_ms = now_ms
-        if count and now_ms >= self._warn_due_ms:
+        if count and self._warning.is_due(now_ms):
             label = self._steps.handler.label
             logger.warning(
                 "%s: commit of %d messages of %s postponed: %s; retrying", label, count, stream.stream, error
             )
-            self._warn_due_ms = now_ms + _WARN_EVERY_MS
 
     def _note_resumption(self) -> None:
         if self._postponed_since_ms is not None and not self._has_postponed:
@@ -229,7 +228,8 @@ class Committer:
                 self._steps.handler.label,
                 waited_ms / 1000,
             )
-            self._postponed_since_ms, self._warn_due_ms = None, 0.0
+            self._postponed_since_ms = None
+            self._warning.reset()
 
     @property
     def _has_postponed(self) -> bool:

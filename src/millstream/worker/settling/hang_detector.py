@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from millstream.clock import Every
 from millstream.delivery.long_runs import HELD_MS, LONG_ISOLATED_MS, LONG_MS, LongRun
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.handler import Handler
@@ -35,7 +36,7 @@ class HangDetector:
         self._consumer = consumer
         self._traceback_of_run = traceback_of_run
         self._warn_at_ms: dict[Delivery, float] = {}
-        self._next_warning_ms = 0.0
+        self._warning = Every(LONG_MS)
         self._long: dict[Delivery, LongRun] = {}
         self._reported: set[LongRun] = set()
         self._report_due_ms = 0.0
@@ -52,8 +53,7 @@ class HangDetector:
             one: self._warn_at_ms.get(one, LONG_MS) for one, ran_ms in took_ms.items() if ran_ms >= LONG_MS
         }
         due = [one for one, at_ms in self._warn_at_ms.items() if took_ms[one] >= at_ms]
-        if due and now_ms >= self._next_warning_ms:
-            self._next_warning_ms = now_ms + LONG_MS
+        if due and self._warning.is_due(now_ms):
             self._warn_at_ms |= {one: 2 * took_ms[one] for one in due}
             longest = max(due, key=took_ms.__getitem__)
             self._warn(longest, took_ms[longest])

@@ -10,11 +10,10 @@ from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery
-from millstream.errors import OutOfMemory, Unavailable
+from millstream.errors import OutOfMemory, RedisError, Unavailable
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
 from millstream.handlers.dead_letter import reason_of
-from millstream.redis_client.call import Call
-from millstream.redis_client.resp import Arg, Reply
+from millstream.redis_client.resp import Arg
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
 from millstream.worker.settling.committer import Committer
@@ -48,11 +47,10 @@ class _LeaseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _PipelinedReply:
-    """The reply to a commit that was pipelined with others, its call, and the number of that."""
+    """The effects that a commit which was pipelined with others refused, or its error; and the number of the call."""
 
     call_number: str
-    call: Call[list[Effects]]
-    reply: Reply
+    refused: list[Effects] | RedisError
     took_s: float
 
 
@@ -154,15 +152,15 @@ class KeyCommitter(Committer):
         numbers = {stream: stream.new_call_number() for stream in _first_round_trip(effects_of)}
         calls = [stream.commit_call(_effects(effects_of[stream]), number) for stream, number in numbers.items()]
         began_ms = self._clock.monotonic_ms()
-        replies: Sequence[Reply]
+        results: Sequence[list[Effects] | RedisError]
         try:
-            replies = self._client.pipeline([call.command for call in calls])
+            results = list(self._client.run_all(calls))
         except Unavailable as error:
-            replies = [error] * len(calls)
+            results = [error] * len(calls)
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         return {
-            stream: _PipelinedReply(number, call, reply, took_s)
-            for (stream, number), call, reply in zip(numbers.items(), calls, replies, strict=True)
+            stream: _PipelinedReply(number, result, took_s)
+            for (stream, number), result in zip(numbers.items(), results, strict=True)
         }
 
     def _settle_stream(
@@ -218,13 +216,13 @@ class KeyCommitter(Committer):
         by_effects = {id(one.effects): one for one in outcomes}
         effects = _effects(outcomes)
         began_ms = self._clock.monotonic_ms()
-        if sent is None or isinstance(sent.reply, Exception):
+        if sent is None or isinstance(sent.refused, RedisError):
             number = sent.call_number if sent else stream.new_call_number()
             refused = self._retry_while_unavailable(
                 lambda: stream.commit(effects, allow_oom=allow_oom, call_number=number)
             )
         else:
-            refused = sent.call.parse(sent.reply)
+            refused = sent.refused
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
         for one in refused:
             self._drop_lost(by_effects.pop(id(one)).lease)
