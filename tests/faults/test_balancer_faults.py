@@ -104,7 +104,7 @@ def stopped(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def writes(client: Client, key: str = WRITES) -> list[tuple[float, str, int, str]]:
-    """When, on which stream, under which token, by whom: the first write under each token."""
+    """When, on which stream, under which token, by which consumer: the first write under each token."""
     found = []
     for entry_id, pairs in client.execute("XRANGE", key, "-", "+"):
         row = text_fields(pairs)

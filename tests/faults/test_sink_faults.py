@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.sink, pytest.mark.drivers, pytest.mark.faults, pytest.
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 ROWS = 200_000 if SOAK else 5_000
 TASKS = ("before-staging", "half-staged", "staged")
-COMMITS = ("before-commit", "asked", "sealed", "decided", "half-published", "published")
+COMMITS = ("before-commit", "asked", "closed", "decided", "half-published", "published")
 DRIVERS = COMMITS if SOAK else ("half-published",)
 
 

@@ -144,7 +144,7 @@ def driver(
     options = (
         *("--spark-master", cluster.url, "--max-per-batch", "400"),
         *("--conf", "spark.executor.memory=512m", "--conf", "spark.sql.shuffle.partitions=2"),
-        # More would be given to who came first, also while that one is stopped.
+        # More would be given to the first consumer, also while that one is stopped.
         *("--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.cores.max=2"),
     )
     with Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=options) as driver:

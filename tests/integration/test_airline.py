@@ -13,13 +13,13 @@ import pytest
 
 from millstream.app import load_app
 from millstream.demo.audit import KEYS, OUTPUT, audit, read_results
+from millstream.demo.environment import clean, fresh_folder, require_unused
 from millstream.demo.flights import Flights, load_flights
 from millstream.demo.pipeline import RunProcess, descendants
 from millstream.demo.progress import read_progress
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
 from millstream.demo.show import DemoSettings
-from millstream.demo.surroundings import clean, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed, WrongType
 from millstream.handlers.attempt import DeadLettered, check_key, dead_letter_of
 from millstream.handlers.encoding import encode_output

@@ -1,4 +1,4 @@
-"""examples/leases.py does what it says: sensors are shared, each in order, and the command shows who has which."""
+"""examples/leases.py does what it says: sensors are shared, each in order, and the command shows the owner of each."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def readings(client: Client) -> list[int]:
 
 
 def shown(client: Client) -> dict[str, tuple[str, int]]:
-    """Who has each sensor, and its lag, as the command of the example says."""
+    """The owner of each sensor, and its lag, as the command of the example says."""
     found = call("lease", "list", "sensors.watch", "--json", "--url", client.url).json_lines()
     return {row["stream"]: (row["consumer"], row["lag"]) for row in found}
 

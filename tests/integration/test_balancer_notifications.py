@@ -85,7 +85,9 @@ def test_streams_of_a_consumer_that_dies_are_added_elsewhere_soon_after_its_leas
     with started(client.url, "a") as balancer:
         if asks:
             eventually(lambda: trigger_heartbeats(client) and counts(client)["a"] == 2, "the end of the lease")
-        added = next_added(balancer, 2)  # who does not ask knows when to look, and would do so in some hours otherwise
+        added = next_added(
+            balancer, 2
+        )  # a program that does not ask knows when to look, and would do so in some hours otherwise
         for lease in dying.added:
             assert added[lease.stream].lease.token >= ended_ms * 1_000, "its lease had not ended yet"
             assert added[lease.stream].lease.token > lease.token

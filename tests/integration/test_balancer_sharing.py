@@ -1,4 +1,4 @@
-"""Who gets how many streams, what moves for it, and what is given up."""
+"""How many streams each consumer gets, what moves for it, and what is given up."""
 
 import contextlib
 import math

@@ -106,7 +106,7 @@ def test_a_release_whose_reply_was_lost_is_found_at_the_next_heartbeat(client: C
     announced(client, "s")
     with started(proxy.url, "a", max_streams=1) as balancer:
         old = next_notice(balancer, StreamAdded).lease
-        heartbeat_of(client, "0", weight=1_000.0)  # so that what is free is its, whoever asks first
+        heartbeat_of(client, "0", weight=1_000.0)  # so that what is free is its, whichever consumer asks first
         proxy.cut_after("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             balancer.release("s")

@@ -49,7 +49,7 @@ FEW = st.integers(1, 4)
 
 
 class KeyedMachine(RuleBasedStateMachine):
-    """Three names of workers, who die and begin anew; outsiders, people and Spark. Time is what the rules say it is."""
+    """Three names of workers, which die and begin anew; outsiders, people and Spark. Time is what the rules say it is."""
 
     client: ClassVar[Client]
 

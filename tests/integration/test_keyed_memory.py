@@ -1,4 +1,4 @@
-"""What keyed streams keep in Redis: who holds what, how much it takes, and that nothing of it stays."""
+"""What keyed streams keep in Redis: which worker holds what, how much it takes, and that nothing of it stays."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Who may use a master's API and how much of it at once, and where the master itself goes."""
+"""Which clients may use a master's API, how much of it at once, and where the master itself goes."""
 
 import asyncio
 import json

@@ -375,7 +375,7 @@ def test_a_state_is_imported_once_even_if_a_late_worker_imports_it_again(
     late.moves._delete_imported = lambda partition: None  # type: ignore[method-assign]
     late.moves._import_keys(new)
     worker.work()
-    worker.moves._await_keys(new, [key.encode()])  # by one who had asked before that
+    worker.moves._await_keys(new, [key.encode()])  # by one that had asked before that
     assert calls
     for some in calls:
         assert real(some) == [0]
@@ -426,7 +426,7 @@ def test_a_key_does_not_migrate_while_unkeyed_workers_own_its_old_partition(
 
 
 def moved_twice(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, Worker, str, list[int]]:
-    """A key with a state in its first partition that has moved on twice since; a worker who has joined them all."""
+    """A key with a state in its first partition that has moved on twice since; a worker that has joined them all."""
     publisher, worker = Publisher(client), Worker(client)
     grown = PartitionMap(base=BASE, counts=(2, 4, 8))
     key = next(one for one in string.ascii_letters if len(grown.owners(one.encode())) == 3)

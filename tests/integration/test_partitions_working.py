@@ -204,7 +204,7 @@ def test_a_redriven_entry_goes_once_to_the_current_partition_of_its_key(millstre
         side = ReadingLoop(handler_of(handle), millstream_url, consumer="w3")._ordering
         assert isinstance(side, ByPartition)
         side.discover(client)
-        assert side._forward(old, key.encode(), entry_id, pairs)  # as one does who has read it, too
+        assert side._forward(old, key.encode(), entry_id, pairs)  # as one does that has read it, too
         side.close()
         assert client.execute("XLEN", new) == 2
         assert runs == [(new, "2", 1), (new, "1", 2)]

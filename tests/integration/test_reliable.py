@@ -1,4 +1,4 @@
-"""The reliable stream: who holds an entry, and that of all who try only its holder commits, once."""
+"""The reliable stream: which worker holds an entry, and that of all that try only its holder commits, once."""
 
 import threading
 from collections.abc import Iterator

@@ -47,7 +47,7 @@ def served_from(router: Router, stream: str) -> int:
 
 
 def sent_bytes(client: Client) -> int:
-    """What Redis has sent so far, to anybody."""
+    """What Redis has sent so far, on any connection."""
     return int(client.execute("INFO", "stats").split(b"total_net_output_bytes:")[1].split()[0])
 
 

@@ -1,4 +1,4 @@
-"""Who may follow what through `millstream serve`, from which pages, and how many at once."""
+"""Which clients may follow what through `millstream serve`, from which pages, and how many at once."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

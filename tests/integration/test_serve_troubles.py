@@ -131,7 +131,7 @@ def test_a_client_that_may_lose_messages_receives_their_number(client: Client, m
 
 
 def test_a_stop_disconnects_every_client_with_a_hint_when_to_reconnect(client: Client, millstream_url: str) -> None:
-    # But for the stop, who takes nothing would be waited for for an hour.
+    # But for the stop, a client that takes nothing would be waited for for an hour.
     with Server(millstream_url, "--stop-timeout", "60", "--stall", "3600") as server:
         publish(client, "s", range(500), PAD)
         with server.follow("e") as events, server.socket("e") as socket, stalled(server, "s") as lazy:

@@ -1,4 +1,4 @@
-"""The sink's protocol, without Spark: staged by tasks, published once and whole, whoever dies and whoever wakes up late."""
+"""The sink's protocol, without Spark: staged by tasks, published once and whole, whichever process dies and whichever wakes up late."""
 
 import threading
 from contextlib import suppress
@@ -308,7 +308,7 @@ def test_lost_staged_rows_are_an_error_before_anything_is_published(client: Clie
     check(client, range(9_000))
 
 
-@pytest.mark.parametrize("gone", [b"{c}", b".seal."])
+@pytest.mark.parametrize("gone", [b"{c}", b".left."])
 def test_lost_decided_rows_are_an_error_and_are_never_skipped(client: Client, gone: bytes) -> None:
     Run(client, "killed").decide_and_die(0, range(9_000))
     client.execute("DEL", *(key for key in staged(client) if gone in key))

@@ -1,4 +1,4 @@
-"""The engine's task and messages that kill its process: who is blamed, and what becomes of the others."""
+"""The engine's task and messages that kill its process: which is blamed, and what becomes of the others."""
 
 import asyncio
 import os
@@ -66,7 +66,7 @@ def consume_for_ever() -> None:
 
 
 def backtrack_for_ever() -> None:
-    """Asks for signals, but for none that anybody sends to an event loop."""
+    """Asks for signals, but for none that another process sends to an event loop."""
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 

@@ -71,7 +71,7 @@ class Client:
         self.drain(counts.writeStream.outputMode("update").foreachBatch(write), "totals")
 
     def refusals(self) -> dict[str, str]:
-        """The errors that a user gets who does something wrong."""
+        """The errors that a user gets after a mistake."""
         return {
             "option": _told(lambda: self.read("a", startingOfsets="earliest").collect()),
             "type": _told(lambda: self.drain(self.stream("plain").writeStream.format("noop"), "type")),

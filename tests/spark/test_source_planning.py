@@ -191,8 +191,8 @@ def test_a_seek_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(client
     fill(client, "s", 25_000)
     fill(client, "t", 10)
     found = seek(client, {"s": Seek(EntryId(5, 0), 12_000, 3), "t": Seek(ZERO_ID, 4, 2), "gone": Seek(ZERO_ID, 1, 1)})
-    marks = {stream: walked.marks for stream, walked in found.items()}
-    assert marks == {"s": [EntryId(12_005, 0), EntryId(24_005, 0)], "t": [EntryId(4, 0), EntryId(8, 0)], "gone": []}
+    ids = {stream: walked.ids for stream, walked in found.items()}
+    assert ids == {"s": [EntryId(12_005, 0), EntryId(24_005, 0)], "t": [EntryId(4, 0), EntryId(8, 0)], "gone": []}
     assert client.execute("XINFO", "GROUPS", "s") == []
 
 
@@ -203,7 +203,7 @@ def test_a_seek_removes_the_groups_of_a_killed_planner_but_no_live_one(client: C
     dead, live = f"millstream:plan:{now_ms - 2 * 3_600_000}:x", f"millstream:plan:{now_ms - 600_000}:x"
     for group in (dead, live, "workers"):
         client.execute("XGROUP", "CREATE", "s", group, "0")
-    assert seek(client, {"s": Seek(ZERO_ID, 3, 1)})["s"].marks == [EntryId(3, 0)]
+    assert seek(client, {"s": Seek(ZERO_ID, 3, 1)})["s"].ids == [EntryId(3, 0)]
     assert {group[1].decode() for group in client.execute("XINFO", "GROUPS", "s")} == {live, "workers"}
 
 

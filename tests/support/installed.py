@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import millstream
-from millstream.demo.surroundings import find_example
+from millstream.demo.environment import find_example
 
 WITHIN_S = 180
 PUBLISHED = {"customer": "ann", "amount": 10}

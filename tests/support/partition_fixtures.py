@@ -171,8 +171,8 @@ def places_are_right(client: Client, layout: PartitionMap) -> bool:
                 return False
             at = homes.index(place)
             if at + 1 < len(homes):
-                sealed = layout.close_ids[layout.created_in(homes[at + 1]) - 2][place]
-                if EntryId.parse(entry_id) > EntryId.parse(sealed):
+                close_id = layout.close_ids[layout.created_in(homes[at + 1]) - 2][place]
+                if EntryId.parse(entry_id) > EntryId.parse(close_id):
                     return False
     return True
 

@@ -75,7 +75,7 @@ def published(client: Client, stream: str) -> list[int]:
 
 
 def staged(client: Client) -> list[bytes]:
-    """The keys of staged chunks and seals."""
+    """The keys of staged chunks and their counters."""
     found: list[bytes] = client.execute("KEYS", "millstream:*:sink:*:*.*.*.*")
     return found
 

@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom, where the third parties are let in, and how big things grow."""
+"""The shape of the code: which part imports which, where the third parties are let in, and how big things grow."""
 
 import ast
 import functools

@@ -113,3 +113,9 @@ def test_every_console_of_every_page_runs_in_a_test() -> None:
     named = {page for _, page, _ in runs_of_pages(CONSOLE_RUNNERS)}
     assert [page for page in pages_with("console") if page not in named and page not in NOT_RUN] == []
     assert not named & NOT_RUN.keys()
+
+
+def test_cells_of_the_guarantees_are_short() -> None:
+    rows = [line.split(" | ") for line in (DOCS / "guarantees.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    assert [cell for row in rows for cell in row if len(cell) > 300] == []

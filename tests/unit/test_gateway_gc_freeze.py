@@ -25,7 +25,7 @@ class Knot:
 
 @pytest.fixture(autouse=True)
 def no_automatic_collections() -> Iterator[None]:
-    """Nothing is collected but by who asks for it, and nothing stays frozen."""
+    """Nothing is collected but on request, and nothing stays frozen."""
     gc.collect()
     gc.disable()
     yield

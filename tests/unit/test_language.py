@@ -17,18 +17,24 @@ PAGES = ("docs/glossary.md", "docs/architecture.md")
 
 # Words of an earlier vocabulary, as whole parts of a name: `put_in_hand`, `LineTaker`. The glossary has the terms.
 _RETIRED = """
-    adopt adopted aside bell bury desk door doors doubt fleet frontier guest hand handed hands hear heard house hurry
-    judging keeper keeping lane leaver leavers ledger line lines look looked marks moving nudge outbox pieces postbox
-    pump restless settler shelf station strike strikes struck taken taker taking tell tend told turn turns
+    adopt adopted aside bell born bury desk door doors doubt fleet frontier given guest hand handed hands hear heard
+    house hurry judging keeper keeping lane leaver leavers ledger line lines look looked marks moving nudge outbox
+    pieces postbox pulse pump restless seal sealed seals settler shelf station stray strays strike strikes struck
+    surroundings taken taker taking tell tend told turn turns unheard
     """
 RETIRED = frozenset(_RETIRED.split())
+_TEXT = {"line", "lines", "look"}
+"""Words of RETIRED that names of attributes, parameters and tests may have: a line of text; look-ahead."""
 
 # Names that hold such a word and stay, with the reason.
 ALLOWED: Mapping[str, str] = {
     "AclRule.line": "a line of an ACL file",
     "OneLineFormatter": "a line of text",
+    "_given_up": "to give up",
     "escape_line": "a line of text",
     "escape_lines": "lines of text",
+    "get_usage_pieces": "a method of click",
+    "given_up": "to give up",
     "print_line": "a line of text",
 }
 
@@ -52,7 +58,7 @@ NAMES_OF_OTHERS: Mapping[str, str] = {
 }
 
 TESTS = ROOT / "tests"
-IN_TESTS = (RETIRED - {"line", "lines", "look"}) | {
+IN_TESTS = (RETIRED - _TEXT - {"given"}) | {
     "nobody",
     "somebody",
     "everybody",
@@ -63,8 +69,9 @@ IN_TESTS = (RETIRED - {"line", "lines", "look"}) | {
 }
 """Words that names in tests do without; a line of text, or how something looks, may be what is tested."""
 
-# "Somebody" and "nobody" stand in for a component that has a name.
-PRONOUNS = re.compile(r"\b(?:some|no)body\b", re.IGNORECASE)
+# These stand in for a component that has a name. In the tests "who" does, too; in the code it stands for people.
+PRONOUNS = re.compile(r"\b(?:some|no|any|every)body\b", re.IGNORECASE)
+PRONOUNS_IN_TESTS = re.compile(rf"{PRONOUNS.pattern}|\bwho(?:m|ever)?\b", re.IGNORECASE)
 
 
 def parts(name: str) -> list[str]:
@@ -82,8 +89,29 @@ def names_in(tree: ast.AST, prefix: str = "") -> Iterator[str]:
             yield prefix + child.name
 
 
+def inner_names(tree: ast.AST) -> Iterator[str]:
+    """Private functions and methods, attributes and parameters below `tree`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("_"):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def names_in_script(text: str) -> Iterator[str]:
+    """The names, and the strings without spaces, in the code of a Lua script."""
+    yield from re.findall(r"[A-Za-z_]\w*", re.sub(r"--.*|'[^']* [^']*'", "", text))
+
+
 def retired_names(src: Path) -> Iterator[str]:
     """Each name below `src` that holds a retired word, with the word."""
+    for path in sorted(src.rglob("*.lua")):
+        for name in sorted(set(names_in_script(path.read_text()))):
+            yield from (f"{path.name}: {name!r} has {word!r}" for word in parts(name) if word in RETIRED - _TEXT)
     for path in sorted(src.rglob("*.py")):
         module = ".".join(path.relative_to(src).with_suffix("").parts)
         for part in module.split("."):
@@ -92,6 +120,8 @@ def retired_names(src: Path) -> Iterator[str]:
             last = name.rpartition(".")[2]
             if not {name, last} & ALLOWED.keys():
                 yield from (f"{module}: {name!r} has {word!r}" for word in parts(last) if word in RETIRED)
+        for name in sorted(set(inner_names(ast.parse(path.read_text()))) - ALLOWED.keys()):
+            yield from (f"{module}: {name!r} has {word!r}" for word in parts(name) if word in RETIRED - _TEXT)
 
 
 def prose_pronouns(src: Path) -> int:
@@ -149,6 +179,26 @@ def names_that_nothing_has(src: Path) -> Iterator[str]:
             yield from (f"{path.name}: `{name}`" for word in name.split(".") if word not in known)
 
 
+def fields_that_a_class_lacks(src: Path) -> Iterator[str]:
+    """Each name that the list in a docstring of a class describes, and that the class does not have."""
+    for path in sorted(src.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and (text := ast.get_docstring(node)):
+                has = {name for child in ast.walk(node) for name in own_names(child)}
+                described = re.findall(r"^\* ((?:`[^`]*`(?:, | and )?)+)", text, re.MULTILINE)
+                for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", " ".join(described)):
+                    if name not in has:
+                        yield f"{path.name}: {node.name} has no {name}"
+
+
+def own_names(node: ast.AST) -> list[str]:
+    """The names that a node of a class defines or uses: methods, attributes, parameters and fields."""
+    found = [getattr(node, each, None) for each in ("name", "attr", "arg")]
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
+    found += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in found if isinstance(name, str)]
+
+
 def missing_modules(page: str, root: Path) -> Iterator[str]:
     """Every module, script, folder or page that the text of a page names and the tree lacks."""
     package = root / "src" / "millstream"
@@ -179,10 +229,25 @@ def test_prose_in_the_code_names_only_what_exists() -> None:
     assert list(names_that_nothing_has(SRC)) == []
 
 
+def test_lists_in_docstrings_describe_fields_that_exist() -> None:
+    assert list(fields_that_a_class_lacks(SRC)) == []
+
+
+def test_a_described_field_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("class X:\n    '''Of:\n\n    * `here`, `gone`: numbers\n    '''\n\n    here: int\n")
+    assert list(fields_that_a_class_lacks(tmp_path)) == ["x.py: X has no gone"]
+
+
 def test_a_name_of_the_past_in_prose_is_found(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("def fetch():\n    '''As `fetch`, or `take`.'''\n    # until `x.hold_on()` ends\n")
     (tmp_path / "y.lua").write_text("-- `seal`: of `shut`\nlocal seal = 1")
     assert list(names_that_nothing_has(tmp_path)) == ["x.py: `take`", "x.py: `x.hold_on`", "y.lua: `shut`"]
+
+
+def test_prose_in_tests_names_the_component_instead_of_a_pronoun() -> None:
+    prose = {path: "\n".join(prose_of(path.read_text())) for path in TESTS.rglob("*.py") if path != Path(__file__)}
+    prose |= {path: path.read_text() for path in (ROOT / "scripts").iterdir() if path.suffix == ""}
+    assert [f"{path.name}: {word}" for path, text in prose.items() for word in PRONOUNS_IN_TESTS.findall(text)] == []
 
 
 def test_names_in_tests_hold_no_retired_word_and_name_the_component() -> None:
@@ -230,6 +295,11 @@ def test_every_key_in_redis_is_in_architecture() -> None:
         ("millstream/worker/taker.py", "", "module 'taker'"),
         ("millstream/worker/x.py", "class LineTaker: ...", "'LineTaker' has 'line'"),
         ("millstream/worker/x.py", "class X:\n def put_in_hand(self): ...", "'X.put_in_hand' has 'hand'"),
+        ("millstream/worker/x.py", "def _take_heard(): ...", "'_take_heard' has 'heard'"),
+        ("millstream/worker/x.py", "def f(taken_ids): ...", "'taken_ids' has 'taken'"),
+        ("millstream/worker/x.py", "class X:\n moving: int", "'moving' has 'moving'"),
+        ("millstream/worker/x.py", "class X:\n def f(self):\n  self._bell = 1", "'_bell' has 'bell'"),
+        ("millstream/lua/x.lua", "-- the seal\nlocal seal_id = 1", "'seal_id' has 'seal'"),
     ],
 )
 def test_a_retired_word_is_found(tmp_path: Path, path: str, text: str, complaint: str) -> None:
@@ -240,7 +310,8 @@ def test_a_retired_word_is_found(tmp_path: Path, path: str, text: str, complaint
 
 
 def test_words_within_a_word_are_not_found(tmp_path: Path) -> None:
-    (tmp_path / "handlers.py").write_text("class Handler:\n def outline(self): ...\ndef _hand(): ...")
+    (tmp_path / "handlers.py").write_text("class Handler:\n def outline(self): ...\ndef _handle(look_ahead): ...")
+    (tmp_path / "x.lua").write_text("-- taken\nreturn 'was taken by ' .. handler")
     assert list(retired_names(tmp_path)) == []
 
 

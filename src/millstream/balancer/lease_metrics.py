@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, get_args
 
-from millstream.balancer.notifications import Notice, Why
+from millstream.balancer.notifications import DisownCause, Notice
 from millstream.errors import AlreadyOwned, LeaseLost, StreamNotFound, Unavailable
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics, init_series
@@ -24,7 +24,7 @@ class LeaseMetrics:
         self._metrics = metrics
         self._service = service
         init_series(metrics, *_OF_SERVICES, service=service)
-        for how in (*get_args(Why), "released", "done", "refused", "closed"):
+        for how in (*get_args(DisownCause), "released", "done", "refused", "closed"):
             init_series(metrics, m.LEASES_ENDED, service=service, how=how)
         for outcome in ("ok", *(one.__name__ for one in _CLAIM_ERRORS)):
             init_series(metrics, m.LEASE_CLAIMS, service=service, outcome=outcome)

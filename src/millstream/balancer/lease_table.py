@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from millstream.balancer.notifications import Lease, StreamAdded, StreamDisowned, StreamExpired, Why
+from millstream.balancer.notifications import Lease, StreamAdded, StreamDisowned, StreamExpired, DisownCause
 
 if TYPE_CHECKING:
     from millstream.balancer.protocol import HeartbeatReply
 
-How = Why | Literal["released", "done", "refused", "closed"]
+How = DisownCause | Literal["released", "done", "refused", "closed"]
 """How a lease ends: for one of the reasons of StreamDisowned, by the program's own call ("refused" if another consumer
 may own the stream already), or with the consumer."""
 
@@ -245,7 +245,7 @@ class LeaseTable:
             changes.append(StreamDisowned(lease=held.lease, why="rebalanced", drain_ms=self._drain_ms))
         return changes
 
-    def revoke_all(self, why: Why, now_ms: float) -> list[Change]:
+    def revoke_all(self, why: DisownCause, now_ms: float) -> list[Change]:
         """End all leases, with a notification each."""
         changes: list[Change] = []
         for held in self._all():
@@ -265,7 +265,7 @@ class LeaseTable:
     def _all(self) -> list[HeldLease]:
         return list(self._held.values())
 
-    def _revoke(self, held: HeldLease, why: Why, now_ms: float) -> list[Change]:
+    def _revoke(self, held: HeldLease, why: DisownCause, now_ms: float) -> list[Change]:
         return [self._remove(held, why, now_ms), StreamDisowned(lease=held.lease, why=why)]
 
     def _remove(self, held: HeldLease, how: How, now_ms: float) -> LeaseEnded:

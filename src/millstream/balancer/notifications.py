@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Why = Literal["rebalanced", "stuck", "expired", "lost contact", "forgotten", "taken away"]
+DisownCause = Literal["rebalanced", "stuck", "expired", "lost contact", "forgotten", "taken away"]
 """Why work on a stream must stop.
 
 * "rebalanced": the stream goes to another consumer
@@ -61,7 +61,7 @@ class StreamDisowned:
     """
 
     lease: Lease
-    why: Why
+    why: DisownCause
     drain_ms: int = 0
 
     @property

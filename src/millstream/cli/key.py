@@ -295,7 +295,7 @@ def park(
 ) -> None:
     """Park a key after its message in progress, until `unpark`. Other keys go on."""
 
-    def park_and_look(client: Client, keys: HandlerKeys, queue: bytes) -> bool:
+    def park_and_list(client: Client, keys: HandlerKeys, queue: bytes) -> bool:
         is_parked = park_queue(client, keys, queue, reason)
         if is_parked and not any(one.length for one in read_queues(client, keys, [queue])):
             print_message(
@@ -304,7 +304,7 @@ def park(
             )
         return is_parked
 
-    _act(handler, key, stream, url, "parked", park_and_look, as_json=as_json)
+    _act(handler, key, stream, url, "parked", park_and_list, as_json=as_json)
 
 
 @key.command()

@@ -131,8 +131,8 @@ def _message_as_json(text: str) -> str:
 
 
 def _json_line(created_s: float, level: str, logger: str, message: str, **fields: Any) -> str:
-    given = {"time": _utc(created_s), "level": level.lower(), "logger": logger, "message": message, **fields}
-    shown = {name: redact_text(one) if isinstance(one, str) else one for name, one in given.items()}
+    fields_in_order = {"time": _utc(created_s), "level": level.lower(), "logger": logger, "message": message, **fields}
+    shown = {name: redact_text(one) if isinstance(one, str) else one for name, one in fields_in_order.items()}
     return json.dumps({name: one for name, one in shown.items() if one not in (None, "")}, default=str)
 
 

@@ -24,15 +24,15 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 class Duration(float):
     """A time in seconds, given as `500ms`, `30s`, `5m`, `2h` or `7d`, or as a plain number of seconds."""
 
-    def __new__(cls, given: str | float) -> "Duration":
+    def __new__(cls, text: str | float) -> "Duration":
         """Raises ConfigError for what is no duration."""
-        found = _DURATION.fullmatch(given) if isinstance(given, str) else None
+        found = _DURATION.fullmatch(text) if isinstance(text, str) else None
         try:
-            seconds = float(found[1]) * _UNITS_S[found[2]] if found else float(given)
+            seconds = float(found[1]) * _UNITS_S[found[2]] if found else float(text)
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds < math.inf:
-            raise ConfigError(f"{given!r} is not a duration: write 500ms, 30s, 5m, 2h or 7d, or a number of seconds")
+            raise ConfigError(f"{text!r} is not a duration: write 500ms, 30s, 5m, 2h or 7d, or a number of seconds")
         return super().__new__(cls, seconds)
 
     def __str__(self) -> str:
@@ -51,13 +51,13 @@ class Duration(float):
 def duration(name: str, help_text: str, *, least: str = "0s") -> Any:
     """An option that takes a Duration of `least` or longer."""
 
-    def parse(given: str | float) -> Duration:
+    def parse(text: str | float) -> Duration:
         try:
-            found = Duration(given)
+            found = Duration(text)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from error
         if found < Duration(least):
-            raise typer.BadParameter(f"{given!r} is less than {least}")
+            raise typer.BadParameter(f"{text!r} is less than {least}")
         return found
 
     return typer.Option(name, help=help_text, parser=parse, metavar="DURATION")

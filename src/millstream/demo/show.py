@@ -13,13 +13,13 @@ from rich.console import Console
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.demo.audit import audit, read_results
 from millstream.demo.chart import draw_chart, require_matplotlib
+from millstream.demo.environment import clean, embedded_server, find_example, fresh_folder, require_unused
 from millstream.demo.flights import Flights, load_flights
 from millstream.demo.pipeline import RunProcess
 from millstream.demo.progress import ProgressView, RunProgress, read_progress
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
 from millstream.demo.report import Kill, Outcome, Sample
-from millstream.demo.surroundings import clean, embedded_server, find_example, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.client import Client
 from millstream.redis_client.redaction import redact_url

@@ -153,7 +153,7 @@ class Group:
         """
         if transfer_to == consumer:
             raise ConfigError(f"{consumer!r} cannot get its own entries: name another consumer")
-        handed_on, gone, outcome = 0, list[bytes](), "more"
+        transferred, gone, outcome = 0, list[bytes](), "more"
         while outcome == "more":
             outcome, count, *lost = self._delete_consumer(consumer, transfer_to or "", min_idle_ms=0)
             if outcome == "pending":
@@ -165,9 +165,9 @@ class Group:
                 raise ConfigError(
                     f"group {self.name!r} of {self.stream} has no consumer {transfer_to!r}: name an existing one"
                 )
-            handed_on += count
+            transferred += count
             gone += lost
-        return DeletedConsumer(existed=outcome == "deleted", reassigned=handed_on, gone=gone)
+        return DeletedConsumer(existed=outcome == "deleted", reassigned=transferred, gone=gone)
 
     def delete_idle_consumers(self, min_idle_ms: int, *, only: Container[str] | None = None) -> list[str]:
         """Delete the consumers without pending entries that are idle for `min_idle_ms`; return their names.

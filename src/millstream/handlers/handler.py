@@ -268,9 +268,9 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
 
 
 def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> None:
-    given = [name for name in ("batch_size", "batch_wait_ms") if name in options]
-    if given and not in_batches:
-        raise ConfigError(f"{where}: {given[0]} is for handlers that take a list[Message] or a list of their model")
+    misplaced = [name for name in ("batch_size", "batch_wait_ms") if name in options]
+    if misplaced and not in_batches:
+        raise ConfigError(f"{where}: {misplaced[0]} is for handlers that take a list[Message] or a list of their model")
     if in_batches and options.get("key") is not None:
         raise ConfigError(
             f"{where} takes lists and has a key, but the messages of a batch are unordered; drop one of the two"

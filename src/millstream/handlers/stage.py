@@ -102,7 +102,7 @@ def compile_stage(
     for unknown in options.keys() - set(OPTIONS):
         hint = did_you_mean(unknown, OPTIONS, f"known options: {', '.join(OPTIONS)}")
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
-    found = tuple(_input(where, given, handlers) for given in inputs)
+    found = tuple(_input(where, one, handlers) for one in inputs)
     if not found:
         raise ConfigError(f'{where} needs an input, like @app.stage(Rows("orders", Order))')
     named = [stream for one in found for stream in one.streams]
@@ -117,8 +117,8 @@ def compile_stage(
     return Stage(app=app, name=name, function=function, inputs=found, into=into)
 
 
-def _input(where: str, given: object, handlers: Mapping[str, Handler]) -> Input:
-    rows = given if isinstance(given, Rows) else Rows(given)  # type: ignore[arg-type]  # checked below
+def _input(where: str, declared: object, handlers: Mapping[str, Handler]) -> Input:
+    rows = declared if isinstance(declared, Rows) else Rows(declared)  # type: ignore[arg-type]  # checked below
     streams = rows.streams
     if callable(streams):
         names: tuple[str, ...] = (_output(where, streams, handlers),)

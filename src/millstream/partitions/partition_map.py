@@ -91,7 +91,7 @@ class PartitionMap:
 
     def pack(self) -> bytes:
         """Return it as text for Redis."""
-        return msgspec.json.encode(_Packed(counts=self.counts, seals=self.close_ids, growing=self.growing_to))
+        return msgspec.json.encode(_Packed(counts=self.counts, close_ids=self.close_ids, growing=self.growing_to))
 
     @classmethod
     def unpack(cls, base: str, text: bytes) -> "PartitionMap":
@@ -102,12 +102,12 @@ class PartitionMap:
             raise ConfigError(
                 f"the partition map of {base!r} in Redis cannot be read; restore it from a backup: {error}"
             ) from error
-        return cls(base=base, counts=found.counts, close_ids=found.seals, growing_to=found.growing)
+        return cls(base=base, counts=found.counts, close_ids=found.close_ids, growing_to=found.growing)
 
 
 class _Packed(msgspec.Struct):
     counts: tuple[int, ...]
-    seals: tuple[tuple[str, ...], ...]
+    close_ids: tuple[tuple[str, ...], ...]
     growing: int | None
 
 

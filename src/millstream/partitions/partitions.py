@@ -77,11 +77,11 @@ class Partitions:
         """Finish the growth that is under way, if there is one, and return the map after it."""
         while layout.growing_to is not None:
             generation = layout.generation + 1
-            seals = tuple(self._close(stream, generation) for stream in layout.streams)
+            close_ids = tuple(self._close(stream, generation) for stream in layout.streams)
             grown = PartitionMap(
                 base=self.base,
                 counts=(*layout.counts, layout.growing_to),
-                close_ids=(*layout.close_ids, seals),
+                close_ids=(*layout.close_ids, close_ids),
                 growing_to=None,
             )
             if self._compare_and_set(layout, grown):
@@ -101,11 +101,11 @@ class Partitions:
         return layout
 
     def _close(self, stream: str, generation: int) -> str:
-        seal: bytes = self._client.script(
+        close_id: bytes = self._client.script(
             CLOSE, (to_wire(stream), to_wire(StreamKeys(stream).partition)), (generation,)
         )
         self._after_step()
-        return seal.decode()
+        return close_id.decode()
 
     def _compare_and_set(self, seen: PartitionMap | None, new: PartitionMap) -> bool:
         before = b"" if seen is None else seen.pack()

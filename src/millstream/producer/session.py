@@ -202,13 +202,13 @@ class _Attempts:
 
     def __init__(self, attempt: Callable[[], tuple[bytes, int]]) -> None:
         self._attempt = attempt
-        self._in_doubt = False
+        self._lost_reply = False
 
     def __call__(self) -> tuple[bytes, int]:
         try:
             return self._attempt()
         except OutOfMemory as error:
-            if self._in_doubt:
+            if self._lost_reply:
                 raise Unavailable(
                     f"{error}; the reply to an earlier attempt was lost, so it may be published"
                 ) from error
@@ -216,5 +216,5 @@ class _Attempts:
         except StreamFull:
             raise  # the script has checked for an earlier attempt first
         except Unavailable:
-            self._in_doubt = True
+            self._lost_reply = True
             raise

@@ -290,7 +290,7 @@ class StreamKeys:
 
     * `due`: sorted set id of a delayed message -> when it is due, Unix milliseconds
     * `delayed`: hash id of a delayed message -> its items (msgpack)
-    * `partition`: hash, of a partition: the `generation` that its producers must know, the last id before that (`seal`)
+    * `partition`: hash, of a partition: the `generation` that its producers must know, the last id before that (`close_id`)
     * `partitions`: hash, of the base of partitions: their partition map (`layout`)
     """
 
@@ -329,7 +329,7 @@ class StreamKeys:
         return f"{self.base}:producer:{token}"
 
     def staged(self, sink: str, token: str) -> str:
-        """List: chunks of rows for the stream, staged for `sink` by the task attempt `token`; or their seal."""
+        """List: chunks of rows for the stream, staged for `sink` by the task attempt `token`; or the counter of those left to publish."""
         return f"{self.base}:sink:{sink}:{token}"
 
     def dedupe(self, dedupe_id: bytes) -> str:
@@ -449,7 +449,7 @@ class ServiceKeys:
 
     @property
     def meta(self) -> str:
-        """Hash: token, pulse, birth; whose workers the consumers are; for a handler's own, the service that replaces
+        """Hash: newest token, time of the last heartbeat, creation; whose workers the consumers are; for a handler's own, the service that replaces
         it.
         """
         return f"{self.base}:meta"

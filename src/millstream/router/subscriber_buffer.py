@@ -42,11 +42,11 @@ class SubscriberBuffer:
         "paused",
         "put_bytes",
         "put_count",
+        "removed_bytes",
+        "removed_count",
         "reports_start",
         "skip",
         "stream",
-        "taken_bytes",
-        "taken_count",
         "waker",
         "when_full",
     )  # fmt: skip
@@ -72,7 +72,7 @@ class SubscriberBuffer:
         self.batch: Batch | None = None
         self.index = 0
         self.put_count = self.put_bytes = 0
-        self.taken_count = self.taken_bytes = 0
+        self.removed_count = self.removed_bytes = 0
         self.dropped = 0
         self.paused = False
         self.skip: bytes | None = None
@@ -84,12 +84,12 @@ class SubscriberBuffer:
     @property
     def held(self) -> int:
         """Entries in the buffer."""
-        return self.put_count - self.taken_count
+        return self.put_count - self.removed_count
 
     @property
     def held_bytes(self) -> int:
         """Bytes of these entries."""
-        return self.put_bytes - self.taken_bytes
+        return self.put_bytes - self.removed_bytes
 
     @property
     def drained(self) -> bool:
@@ -103,8 +103,8 @@ class SubscriberBuffer:
     def fits(self, batch: Batch) -> bool:
         """Whether the whole batch fits."""
         return (
-            self.put_count - self.taken_count + len(batch.entries) <= self.limit
-            and self.put_bytes - self.taken_bytes + batch.size <= self.limit_bytes
+            self.put_count - self.removed_count + len(batch.entries) <= self.limit
+            and self.put_bytes - self.removed_bytes + batch.size <= self.limit_bytes
             and not self.budget.spent
         ) or self.fitting(batch) == len(batch)  # the usual case first
 
@@ -139,7 +139,7 @@ class SubscriberBuffer:
                     index += 1
                     continue
                 dropped = min(left, len(queued))
-                self._count_taken(queued.sizes[:dropped])
+                self._count_removed(queued.sizes[:dropped])
                 left -= dropped
                 if dropped == len(queued):
                     del self.batches[index]
@@ -171,9 +171,9 @@ class SubscriberBuffer:
                 yield from queued.sizes
         yield from batch.sizes[:-1]
 
-    def _count_taken(self, sizes: tuple[int, ...]) -> None:
-        self.taken_count += len(sizes)
-        self.taken_bytes += sum(sizes)
+    def _count_removed(self, sizes: tuple[int, ...]) -> None:
+        self.removed_count += len(sizes)
+        self.removed_bytes += sum(sizes)
 
     def _insert_dropped(self, index: int, count: int) -> None:
         self.dropped += count
@@ -204,8 +204,8 @@ class SubscriberBuffer:
         self.index = at + 1
         if self.index == len(batch):
             self.batch = None
-        self.taken_count += 1
-        self.taken_bytes += batch.sizes[at]
+        self.removed_count += 1
+        self.removed_bytes += batch.sizes[at]
         entry_id, pairs = batch.entries[at]
         return Message(self.stream, entry_id.decode(), pairs)
 

@@ -15,16 +15,16 @@ class OptionParser:
     values: Mapping[str, str]
 
     @classmethod
-    def read(cls, given: Mapping[str, str], names: Sequence[str], use: str, shown: int) -> "OptionParser":
-        """Match `given` against the option names in `names`. Raises ConfigError for an unknown or misspelt name.
+    def read(cls, user_options: Mapping[str, str], names: Sequence[str], use: str, shown: int) -> "OptionParser":
+        """Match `user_options` against the option names in `names`. Raises ConfigError for an unknown or misspelt name.
 
         `use`: "reading" or "writing". `shown`: how many of `names` the error lists where no name is similar.
         """
         known = {name.lower(): name for name in names}
-        for name in given:
+        for name in user_options:
             if name.lower() not in known:
                 raise ConfigError(_unknown(name, known, use, names[:shown]))
-        return cls({known[name.lower()]: value for name, value in given.items()})
+        return cls({known[name.lower()]: value for name, value in user_options.items()})
 
     def url(self, environ: Mapping[str, str]) -> str:
         """The URL of Redis. Raises ConfigError if neither the option nor MILLSTREAM_URL is set."""

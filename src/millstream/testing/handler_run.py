@@ -119,10 +119,10 @@ def _handler_of(app: App, handler: str | Callable[..., Any]) -> Handler:
 
 
 def _message_of(handler: Handler, message: object, stream: str | None, number: int) -> Message:
-    given = message if isinstance(message, Message) else None
-    pairs = encode_output(message) if given is None else given.pairs
-    name = stream or (given.stream if given is not None else (handler.streams or ("stream",))[0])
-    made = Message(name, "1-1" if given is None else given.id, list(pairs), attempt=number, fence=1)
+    template = message if isinstance(message, Message) else None
+    pairs = encode_output(message) if template is None else template.pairs
+    name = stream or (template.stream if template is not None else (handler.streams or ("stream",))[0])
+    made = Message(name, "1-1" if template is None else template.id, list(pairs), attempt=number, fence=1)
     with contextlib.suppress(DecodeError):  # `check_key` says what is wrong with it
         made.key = handler.key_of(made)
     return made

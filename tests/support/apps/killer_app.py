@@ -1,6 +1,6 @@
 """An app whose processes end themselves, by SIGKILL, at exactly the points that a test arms.
 
-A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM. Whoever reaches the point first takes the
+A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM. The process that reaches the point first takes the
 file, writes down what it hit, and is gone. The hooks wrap the product's own steps from outside.
 """
 

@@ -16,13 +16,13 @@ import psutil
 from millstream.spark.sink import publication, staging
 from millstream.spark.sink.publication import Publication
 from millstream.spark.sink.staging import Stage
-from millstream.spark.source.group_batches import Batches, NotOurs
+from millstream.spark.source.group_batches import Batches, NotAcknowledged
 from millstream.spark.source.provider import RedisStreamsSource
 
 ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
 
 IN_TASKS = ("before-staging", "half-staged", "staged")
-ON_THE_DRIVER = ("before-commit", "asked", "sealed", "decided", "half-published", "published")
+ON_THE_DRIVER = ("before-commit", "asked", "closed", "decided", "half-published", "published")
 
 
 class DeadlySource(RedisStreamsSource):
@@ -81,7 +81,7 @@ def _after_scripts() -> None:
 def _around_acknowledging() -> None:
     step = Batches.acknowledge
 
-    def stepped(self: Batches, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotOurs]:
+    def stepped(self: Batches, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotAcknowledged]:
         if streams:
             reach("before-ack")
         result = step(self, token, batch, streams)
@@ -97,7 +97,7 @@ staging._CHUNK_ROWS = 200
 _around(Stage, Stage.add.__name__, "before-staging", "half-staged")
 _around(Stage, Stage.finish.__name__, None, "staged")
 _around(Publication, Publication.publish.__name__, "before-commit", "published")
-_around(Publication, Publication._close_parts.__name__, None, "sealed")
+_around(Publication, Publication._close_parts.__name__, None, "closed")
 _around(Publication, Publication._translate_errors.__name__, None, "half-published")
 _after_scripts()
 _around(Batches, Batches.fetch.__name__, None, "drawn")

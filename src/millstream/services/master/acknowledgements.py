@@ -115,13 +115,13 @@ class Acknowledger:
         """
         name, entry_id = message.consumer, message.id
         outcome, other = self._delegator.ack_unleased(name, entry_id)
-        if outcome == "acked-unassigned":
+        if outcome == "acked-foreign":
             logger.warning(
                 "consumer %s acknowledged message %s, which it read without a master: key order is not kept for it",
                 name,
                 entry_id.decode(),
             )
-        if outcome in ("acked", "acked-unassigned"):
+        if outcome in ("acked", "acked-foreign"):
             return True
         if outcome == "done" and other == name:
             return False

@@ -42,7 +42,7 @@ class HealthResult(NamedTuple):
     """The result of a health check.
 
     * `problem`: why the consumer is not healthy; None if it is
-    * `by`: the evidence: an "answer" or a refused connection; "silence", which may be the fault of a late master; or
+    * `evidence`: an "answer" or a refused connection; "silence", which may be the fault of a late master; or
       "own", an error of the master itself, which says nothing about the consumer
     """
 

@@ -29,7 +29,7 @@ _CLAIMED_AT_ONCE = 500
 _MOST_WATCHED = 5_000
 
 
-AckOutcome = Literal["pending", "acked", "acked-unassigned", "done", "ended", "new", "unknown"]
+AckOutcome = Literal["pending", "acked", "acked-foreign", "done", "ended", "new", "unknown"]
 """The outcome of acknowledging a message without a lease: see master/end_lease.lua."""
 
 FinishedMessage = tuple[str, bytes, bytes]

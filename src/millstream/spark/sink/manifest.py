@@ -72,22 +72,22 @@ class Manifest:
         return blake2b(self.packed, digest_size=12).hexdigest()
 
     @property
-    def seal_token(self) -> str:
-        """The token of the seals, which count the chunks left to publish to each stream. Each attempt has its own."""
+    def counter_token(self) -> str:
+        """The token of the counters of chunks left to publish, one for each stream. Each attempt has its own."""
         epoch, batch, *_ = self._tasks[0].token.split(".") if self._tasks else ("0", "0")
-        return f"{epoch}.{batch}.seal.{self.attempt}"
+        return f"{epoch}.{batch}.left.{self.attempt}"
 
     @property
     def tokens(self) -> set[str]:
-        """The tokens of the task attempts, and of the seals."""
-        return {self.seal_token, *(task.token for task in self._tasks)}
+        """The tokens of the task attempts, and of the chunk counters."""
+        return {self.counter_token, *(task.token for task in self._tasks)}
 
     def keys(self, sink: str, stream: str) -> list[Arg]:
-        """The KEYS of one stream for the scripts: stream, seal, staged chunks."""
+        """The KEYS of one stream for the scripts: stream, chunk counter, staged chunks."""
         names = StreamKeys(stream)
         return [
             stream,
-            names.staged(sink, self.seal_token),
+            names.staged(sink, self.counter_token),
             *(names.staged(sink, token) for token, _ in self.streams[stream]),
         ]
 

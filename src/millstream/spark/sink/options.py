@@ -78,20 +78,20 @@ class SinkOptions:
             raise ConfigError("txnAppId and txnVersion are for df.write: a streaming query numbers its own batches")
 
 
-def is_for_writing(given: Mapping[str, str], source_names: tuple[str, ...]) -> bool:
+def is_for_writing(user_options: Mapping[str, str], source_names: tuple[str, ...]) -> bool:
     """True if one of these options is the sink's only: reading and writing share one format name."""
-    names = {name.lower() for name in given}
+    names = {name.lower() for name in user_options}
     sink_only = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK}
     return bool(names & sink_only)
 
 
-def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SinkOptions:
+def parse_sink(user_options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SinkOptions:
     """Parse the options of `df.write` or `df.writeStream`; names in any case.
 
     Raises ConfigError, one line that says what to change, for an option that is unknown or misspelt, contradicts
     another or has an invalid value.
     """
-    ours = {name: value for name, value in given.items() if name.lower() not in _OF_SPARK}
+    ours = {name: value for name, value in user_options.items() if name.lower() not in _OF_SPARK}
     options = OptionParser.read(ours, NAMES, "writing", len(NAMES))
     url = options.url(environ)
     target = cast(Target, options.choice("target", ("stream", "hash", "json"), "stream"))

@@ -78,9 +78,9 @@ class Publication:
         self._delete_staged(Manifest(tasks))
 
     def _is_new(self, manifest: Manifest, batch: int, epoch: int, before: str) -> bool:
-        seals = [f"{manifest.seal_token} {stream}" for stream in manifest.streams]
+        counters = [f"{manifest.counter_token} {stream}" for stream in manifest.streams]
         while True:
-            status, *manifests = self._call_record(READ_DECISION, (epoch, batch, before, *seals))
+            status, *manifests = self._call_record(READ_DECISION, (epoch, batch, before, *counters))
             if status != b"decided":
                 return bool(status == b"go")
             self._roll_forward(Manifest.parse(manifests[0]))

@@ -215,10 +215,10 @@ class BatchPlanner:
         ends = {name: backlogs[name].end for name, share in shares.items() if share >= sizes[name]}
         partial = {name: share for name, share in shares.items() if name not in ends}
         results = seek(self._client, {name: Seek(backlogs[name].start.id, share, 1) for name, share in partial.items()})
-        for name, (marks, info) in results.items():
+        for name, (ids, info) in results.items():
             backlog = backlogs[name]
-            if marks and marks[0] < backlog.end.id:
-                ends[name] = Position(marks[0], backlog.count_after(partial[name], info))
+            if ids and ids[0] < backlog.end.id:
+                ends[name] = Position(ids[0], backlog.count_after(partial[name], info))
             else:
                 ends[name] = backlog.end  # the entries before it were deleted
         return ends
@@ -291,7 +291,7 @@ class BatchPlanner:
             {whole.stream: Seek(whole.after, step, (whole.size - 1) // step) for whole, step in steps.items()},
         )
         for whole, step in steps.items():
-            split += split_at(whole, step, results[whole.stream].marks)
+            split += split_at(whole, step, results[whole.stream].ids)
         return split
 
 
@@ -322,12 +322,12 @@ class Backlog(NamedTuple):
             return max(1, tail.entries_added - at.entries_added)
         return max(1, info.length)
 
-    def count_after(self, taken: int, now: StreamInfo | None) -> int | None:
-        """Number of entries ever added up to the `taken`-th of the backlog; None if entries were removed in between."""
+    def count_after(self, count: int, now: StreamInfo | None) -> int | None:
+        """Number of entries ever added up to the `count`-th of the backlog; None if entries were removed in between."""
         if self.start.entries_added is None or now is None or now.has_gaps_after(self.start.id):
             return None
         whole = now.is_whole_after(self.start.id) or now.entries_removed == self.info.entries_removed
-        return self.start.entries_added + taken if whole else None
+        return self.start.entries_added + count if whole else None
 
 
 def _has_more(info: StreamInfo | None, at: Position) -> bool:

@@ -136,13 +136,13 @@ class GroupBatchPlanner:
             return
         self._claim_renewal.set_streams(())
         ours = start.non_empty.keys() & set(streams)
-        for stream, not_ours in self._batches.acknowledge(start.token, start.batch, ours).items():
-            if not_ours.claimed or not_ours.not_pending:
+        for stream, not_acknowledged in self._batches.acknowledge(start.token, start.batch, ours).items():
+            if not_acknowledged.claimed or not_acknowledged.not_pending:
                 logger.warning(
                     "of the %d entries of %s in batch %d, %d were claimed by other consumers and %d were no longer "
                     "pending: they may be processed twice. claimAfter is for entries of dead consumers: set the idle "
                     "time of all consumers of the group longer than a batch, or a restart, takes",
-                    start.counts[stream], stream, start.batch, not_ours.claimed, not_ours.not_pending,
+                    start.counts[stream], stream, start.batch, not_acknowledged.claimed, not_acknowledged.not_pending,
                 )  # fmt: skip
         self._acknowledged = (start.token, start.batch)
 

@@ -53,7 +53,7 @@ class PendingCounts(NamedTuple):
     others: int
 
 
-class NotOurs(NamedTuple):
+class NotAcknowledged(NamedTuple):
     """Numbers of entries of a batch that other consumers have claimed, and that are no longer pending."""
 
     claimed: int
@@ -216,20 +216,20 @@ class Batches:
                 (last,) = self._run(_RENEW_BATCH, {stream: (name, after)}, consumer=name)
                 after = f"({last.decode()}" if last else ""
 
-    def acknowledge(self, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotOurs]:
+    def acknowledge(self, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotAcknowledged]:
         """Acknowledge a batch; return the numbers of entries on each stream that were no longer ours."""
-        not_ours = dict.fromkeys(streams, NotOurs(0, 0))
-        left: dict[str, Sequence[Any]] = dict.fromkeys(not_ours, ())
+        not_acknowledged = dict.fromkeys(streams, NotAcknowledged(0, 0))
+        left: dict[str, Sequence[Any]] = dict.fromkeys(not_acknowledged, ())
         while left:
             for stream, (more, claimed, not_pending) in zip(
                 list(left), self._run(_ACK_BATCH, left, batch=(token, batch)), strict=True
             ):
-                not_ours[stream] = NotOurs(
-                    not_ours[stream].claimed + claimed, not_ours[stream].not_pending + not_pending
+                not_acknowledged[stream] = NotAcknowledged(
+                    not_acknowledged[stream].claimed + claimed, not_acknowledged[stream].not_pending + not_pending
                 )
                 if not more:
                     del left[stream]
-        return not_ours
+        return not_acknowledged
 
     def delete_ids(self, records: Mapping[str, BatchRecord]) -> None:
         """Delete the recorded ids of batches that will not be read again."""

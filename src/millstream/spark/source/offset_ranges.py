@@ -63,15 +63,15 @@ class TaskSizing:
         return max(1, -(-total // self.task_size(total)))
 
 
-def split_at(whole: OffsetRange, step: int, marks: Sequence[EntryId]) -> list[OffsetRange]:
-    """Split `whole` at the ids `marks`, which are `step` entries apart."""
+def split_at(whole: OffsetRange, step: int, ids: Sequence[EntryId]) -> list[OffsetRange]:
+    """Split `whole` at `ids`, which are `step` entries apart."""
     ranges = []
     after, left = whole.after, whole.size
-    for mark in marks:
-        if not after < mark < whole.until:
+    for entry_id in ids:
+        if not after < entry_id < whole.until:
             break
-        ranges.append(OffsetRange(whole.stream, after, mark, step, None if whole.rows is None else step))
-        after, left = mark, left - step
+        ranges.append(OffsetRange(whole.stream, after, entry_id, step, None if whole.rows is None else step))
+        after, left = entry_id, left - step
     done = step * len(ranges)
     rest = None if whole.rows is None else whole.rows - done
     return [*ranges, OffsetRange(whole.stream, after, whole.until, max(left, 1), rest)]
@@ -86,9 +86,9 @@ def split_evenly(whole: OffsetRange, parts: int) -> list[OffsetRange]:
     width = max(whole.after.seq, whole.until.seq) + 1
     first = whole.after.ms * width + whole.after.seq
     span = whole.until.ms * width + whole.until.seq - first
-    marks = sorted({EntryId(*divmod(first + span * part // parts, width)) for part in range(1, parts)})
+    inner = sorted({EntryId(*divmod(first + span * part // parts, width)) for part in range(1, parts)})
     size = -(-whole.size // parts)
-    cuts = [whole.after, *(mark for mark in marks if whole.after < mark < whole.until), whole.until]
+    cuts = [whole.after, *(one for one in inner if whole.after < one < whole.until), whole.until]
     return [whole._replace(after=a, until=b, size=size, rows=None) for a, b in pairwise(cuts)]
 
 

@@ -27,17 +27,17 @@ _PAIRS_PER_TRIP = 1000
 
 
 class Seek(NamedTuple):
-    """A request: from `after`, find the id of every `step`-th entry, `mark_count` times."""
+    """A request: from `after`, find the id of every `step`-th entry, up to `most` of them."""
 
     after: EntryId
     step: int
-    mark_count: int
+    most: int
 
 
 class SeekResult(NamedTuple):
     """The ids found, fewer where the stream has fewer entries; and the stream info after the last of them."""
 
-    marks: list[EntryId]
+    ids: list[EntryId]
     info: StreamInfo | None
 
 
@@ -65,7 +65,7 @@ def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
         removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in requests])
     for reply in removed:
         _check_access(reply)
-    return {seeker.stream: SeekResult(seeker.marks, seeker.info) for seeker in seekers}
+    return {seeker.stream: SeekResult(seeker.ids, seeker.info) for seeker in seekers}
 
 
 def _check_access(reply: Reply) -> Reply:
@@ -75,11 +75,11 @@ def _check_access(reply: Reply) -> Reply:
 
 
 class _Seeker:
-    """The seek on one stream: its id, and the entries skipped since the last mark."""
+    """The seek on one stream: the ids found, and the entries skipped since the last of them."""
 
     def __init__(self, stream: str, request: Seek) -> None:
         self.stream = stream
-        self.marks: list[EntryId] = []
+        self.ids: list[EntryId] = []
         self.info: StreamInfo | None = None
         self.request = request
         self._last_id = request.after
@@ -87,9 +87,9 @@ class _Seeker:
 
     @property
     def skip_count(self) -> int:
-        """Entries to skip next; 0 when all marks are found or the stream has ended."""
+        """Entries to skip next; 0 when all ids are found or the stream has ended."""
         request = self.request
-        return min(MAX_SKIP, request.step - self._skipped) if len(self.marks) < request.mark_count else 0
+        return min(MAX_SKIP, request.step - self._skipped) if len(self.ids) < request.most else 0
 
     def on_reply(self, own: str, reply: Reply) -> list[Command]:
         """Record the id after a skip; return commands that remove groups of killed planners."""
@@ -101,12 +101,12 @@ class _Seeker:
 
     def _on_position(self, at: EntryId) -> None:
         if at == self._last_id:
-            self.request = self.request._replace(mark_count=0)  # the stream has ended
+            self.request = self.request._replace(most=0)  # the stream has ended
             return
         self._skipped += self.skip_count
         self._last_id = at
         if self._skipped == self.request.step:
-            self.marks.append(at)
+            self.ids.append(at)
             self._skipped = 0
 
 

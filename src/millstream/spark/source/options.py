@@ -58,7 +58,7 @@ _UNITS_MS = {"": 1, "ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_0
 _SHARED_ONLY = ("consumer", "claimAfter")
 _LOG_ONLY = ("startingGroup", "committedApp")
 _SHARED_BATCH = 10_000
-_MIN_ADOPT_MS = 1_000
+_MIN_CLAIM_MS = 1_000
 _PACKED_ONLY = ("keyField",)
 _COLUMNS_ONLY = ("fieldsAs", "mode", "redriven")
 
@@ -188,13 +188,13 @@ class SourceOptions:
         return None
 
 
-def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SourceOptions:
+def parse(user_options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SourceOptions:
     """Parse the options of `spark.read` or `spark.readStream`; names in any case.
 
     Raises ConfigError, one line that says what to change, for an option that is unknown or misspelt, contradicts
     another or has an invalid value.
     """
-    options = OptionParser.read(given, NAMES, "reading", _NAMES_SHOWN)
+    options = OptionParser.read(user_options, NAMES, "reading", _NAMES_SHOWN)
     url = options.url(environ)
     announced, bases = options.text("subscribeAnnounced"), options.text("subscribePartitions")
     streams, pattern = ((), None) if announced or bases else _subscription(options)
@@ -258,7 +258,7 @@ def _sharing(options: OptionParser) -> Sharing | None:
         raise ConfigError('readAs=group: name the consumer group to share by option("group", NAME)')
     after = options.text("claimAfter")
     after_ms = Sharing.claim_idle_ms if after is None else _duration_ms("claimAfter", after)
-    if after_ms < _MIN_ADOPT_MS:
+    if after_ms < _MIN_CLAIM_MS:
         raise ConfigError(f"option claimAfter={after!r} must be 1s or more: longer than a consumer needs for an entry")
     consumer = check_identifier("consumer name", options.text("consumer") or Sharing.consumer)
     return Sharing(group=group, consumer=consumer, claim_idle_ms=after_ms)

@@ -54,16 +54,16 @@ _LOOKALIKE = 0.88  # finds `_timestmp` and `_idms`, but not `_state`, `_index`, 
 _WITH_MODELS = ("stream", "id", "timestamp")
 
 
-def schema_of(given: Any) -> StructType | str:
-    """The schema of `given`: text and a StructType are schemas; a model has its fields, and `_stream`, `_id` and
+def schema_of(wanted: Any) -> StructType | str:
+    """The schema of `wanted`: text and a StructType are schemas; a model has its fields, and `_stream`, `_id` and
     `_timestamp` of the entry.
 
     A field without a Spark type of its own, such as a decimal, a UUID, an enum or a nested model, is the published
     text. Raises ConfigError for anything else.
     """
-    if isinstance(given, str | StructType):
-        return given
-    fields = [StructField(name, _OF_MODELS.get(kind, StringType())) for name, kind in wire_types(given).items()]
+    if isinstance(wanted, str | StructType):
+        return wanted
+    fields = [StructField(name, _OF_MODELS.get(kind, StringType())) for name, kind in wire_types(wanted).items()]
     return StructType([*fields, *(StructField(f"_{name}", ENTRY_COLUMNS[name]) for name in _WITH_MODELS)])
 
 

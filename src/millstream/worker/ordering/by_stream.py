@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _SETTLE_MS = 2_000.0
 _LONGEST_LEASE_MS = 10_000
-_LOOKED_UP_AT_ONCE = 1_000
+_LOOKUPS_AT_ONCE = 1_000
 _LONGEST_RETRY_MS = 30_000.0
 
 
@@ -102,8 +102,8 @@ class ByStream(ByKey):
         if self._context.handler.announced is None:
             keys = ServiceKeys(self._service)
             names = [name for name in existing_streams(self._context.handler, scan_client) if self._can_be_leased(name)]
-            for at in range(0, len(names), _LOOKED_UP_AT_ONCE):
-                some = names[at : at + _LOOKED_UP_AT_ONCE]
+            for at in range(0, len(names), _LOOKUPS_AT_ONCE):
+                some = names[at : at + _LOOKUPS_AT_ONCE]
                 known = scan_client.execute("HMGET", keys.streams, *map(to_wire, some))
                 announce_all(
                     scan_client, self._service, [name for name, one in zip(some, known, strict=True) if one is None]

@@ -29,8 +29,8 @@ class KeyLeaseRenewer:
     def recover(self, stream: KeyedStream) -> None:
         """See Renewer: releases these leases."""
         known = [lease for lease in self._in_flight.leases.copy() if lease.stream is stream]
-        earlier, unknown = stream.recover_leases(known, self._policy.batch)
-        self._loop_metrics.count_claimed(earlier + unknown)
+        earlier, lost_replies = stream.recover_leases(known, self._policy.batch)
+        self._loop_metrics.count_claimed(earlier + lost_replies)
 
     def release_surplus(self) -> None:
         """See Renewer: releases leases that were taken when runs were shorter, or before an isolation."""

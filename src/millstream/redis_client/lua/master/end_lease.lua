@@ -6,7 +6,7 @@
 -- REPLY outcome, and a consumer or '':
 --         pending            it is pending: with that consumer, or '' if it is queued
 --         acked              it was acknowledged with XACK without a lease; this call removed it from its key queue
---         acked-unassigned   the consumer had read it from the group without a master; this call acknowledged it
+--         acked-foreign      the consumer had read it from the group without a master; this call acknowledged it
 --         done               it was done before, by that consumer
 --         ended              it is in the stream and not pending: it was done long ago, or dead-lettered
 --         new                it is in the stream, and not assigned to any consumer yet
@@ -31,7 +31,7 @@ if holder and (holder ~= consumer or name == '' or redis.call('LPOS', queue_of(n
 elseif holder then
   redis.call('XACK', KEYS[7], group, id)
   store_completion(id, consumer)
-  return {'acked-unassigned', consumer}
+  return {'acked-foreign', consumer}
 end
 
 local first = redis.call('LINDEX', queue_of(name), 0) == id

@@ -17,7 +17,7 @@
 --   same script, so no acknowledged entry is assigned again.
 --   A leased entry that another consumer has claimed is claimed back for its holder.
 --   A leased entry that is pending with WAITING may be the next one of its key queue, while a master commits the one
---   before and ends the lease: it is claimed for the holder only if it is still so after STRAY_MS.
+--   before and ends the lease: it is claimed for the holder only if it is still so after UNOWNED_MS.
 --   The script reads the registered consumers itself, so no master acts on an outdated list.
 --   A consumer that has left did not die of its entry: that lease is not counted.
 
@@ -27,7 +27,7 @@
 -- include completed
 
 local group, lease_ms, max_age_us = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]) * 1000
-local STRAYS, STRAY_MS = BASE .. 'strays', 1000
+local UNOWNED, UNOWNED_MS = BASE .. 'unowned', 1000
 local max_lost, reason_prefix = tonumber(ARGV[5]), ARGV[6]
 
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
@@ -45,7 +45,7 @@ local now = redis.call('TIME')
 local now_us = now[1] * 1000000 + now[2]
 local ms = math.floor(now_us / 1000)
 local until_ms = ms + lease_ms
-local strays, remaining = to_map(redis.call('HGETALL', STRAYS)), {}
+local unowned, remaining = to_map(redis.call('HGETALL', UNOWNED)), {}
 local extended, done, revoked, ready = 0, {}, {}, 0
 
 local function acknowledge(name, id, holder)
@@ -94,9 +94,9 @@ local function revoke(name, id, holder, why)
   revoked[#revoked + 1] = {name, id, holder, why}
 end
 
-local function claim_for(holder, token, id, is_unassigned)
-  local since = tonumber(strays[token] or ms)
-  if is_unassigned and ms - since < STRAY_MS then
+local function claim_for(holder, token, id, is_unowned)
+  local since = tonumber(unowned[token] or ms)
+  if is_unowned and ms - since < UNOWNED_MS then
     remaining[token] = since
   else
     assign_pending(group, holder, {id})
@@ -121,7 +121,7 @@ for name, token in pairs(to_map(redis.call('HGETALL', OWNERS))) do
     if not item or item[2] ~= holder then claim_for(holder, token, head, item and item[2] == WAITING) end
   end
 end
-if next(strays) then redis.call('UNLINK', STRAYS) end
-for stray, since in pairs(remaining) do redis.call('HSET', STRAYS, stray, since) end
+if next(unowned) then redis.call('UNLINK', UNOWNED) end
+for token, since in pairs(remaining) do redis.call('HSET', UNOWNED, token, since) end
 notify_idle(ready)
 return {extended, done, unpack(revoked)}

@@ -2,11 +2,11 @@
 -- Tell which keys have left a partition: none of their entries can run or be committed here any more.
 --
 -- KEYS  as in commit.lua, of the earlier partition
--- ARGV  1 its seal   2.. names of key queues
--- REPLY nothing, if there may still be entries up to the seal that are in no queue; else the fence, and for each queue:
+-- ARGV  1 its close id   2.. names of key queues
+-- REPLY nothing, if there may still be entries up to the close id that are in no queue; else the fence, and for each queue:
 --       0 if it has entries or is parked, 1 if the key has left, or the state that it left
 --
--- INVARIANT  Producers publish no entries of these keys here beyond the seal. So a reply other than 0 stays valid,
+-- INVARIANT  Producers publish no entries of these keys here beyond the close id. So a reply other than 0 stays valid,
 --   until the state is imported.
 
 -- include ids

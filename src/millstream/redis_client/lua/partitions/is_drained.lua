@@ -2,7 +2,7 @@
 -- Tell whether all entries that a partition had when it was closed are committed; states may still be here.
 --
 -- KEYS  as in commit.lua
--- ARGV  1 the seal   2 consumer group
+-- ARGV  1 the close id   2 consumer group
 -- REPLY 1 if so, 0 if not
 --
 -- INVARIANT  Once it is so, it stays so.
@@ -11,14 +11,14 @@
 -- include key_queues
 -- include closed_state
 
-local seal = ARGV[1]
-if not is_enqueued_to(seal) then return 0 end
+local close_id = ARGV[1]
+if not is_enqueued_to(close_id) then return 0 end
 -- The usual case, at little cost; the pending entries are not always the queued ones.
-local pending = redis.pcall('XPENDING', KEYS[7], ARGV[2], '-', seal, 1)
+local pending = redis.pcall('XPENDING', KEYS[7], ARGV[2], '-', close_id, 1)
 if pending.err or #pending > 0 then return 0 end
 for _, name in ipairs(all_queues()) do
   local first = redis.call('LINDEX', queue_of(name), 0)
-  if first and not less(seal, first) then return 0 end
+  if first and not less(close_id, first) then return 0 end
 end
 for _, name in ipairs(redis.call('HKEYS', PARKED)) do
   if redis.call('EXISTS', queue_of(name)) == 0 then return 0 end

@@ -1,9 +1,9 @@
 #!lua
--- Close the staged part of a batch for one stream: check that it is complete and can be published, create its seal (the
--- counter of chunks left to publish), and keep both until it is published.
+-- Close the staged part of a batch for one stream: check that it is complete and can be published, create its
+-- counter of chunks left to publish, and keep both until it is published.
 --
--- KEYS  1 the stream   2 seal of this attempt (hash: left, fresh)   3.. staged chunks (lists), in task order
--- ARGV  1 '': keep them for ever, else seconds until the seal expires
+-- KEYS  1 the stream   2 chunk counter of this attempt (hash: left, fresh)   3.. staged chunks (lists), in task order
+-- ARGV  1 '': keep them for ever, else seconds until the counter expires
 --       2 '1': the rows replace the stream's entries, or ''
 --       3 id of the first row, if rows have ids and none may be skipped, or ''
 --       4.. number of chunks in each list
@@ -16,7 +16,7 @@
 
 -- include ids
 
-local stream, seal = KEYS[1], KEYS[2]
+local stream, counter = KEYS[1], KEYS[2]
 local found = redis.call('TYPE', stream)['ok']
 if found ~= 'none' and found ~= 'stream' then
   return redis.error_reply('WRONGTYPE ' .. stream .. ' holds a ' .. found .. ' where a stream is needed')
@@ -41,10 +41,10 @@ for i = 3, #KEYS do
   end
   chunks = chunks + count
 end
-redis.call('HSET', seal, 'left', chunks, 'fresh', ARGV[2])
+redis.call('HSET', counter, 'left', chunks, 'fresh', ARGV[2])
 if ARGV[1] == '' then
   for i = 3, #KEYS do redis.call('PERSIST', KEYS[i]) end
 else
-  redis.call('EXPIRE', seal, ARGV[1])
+  redis.call('EXPIRE', counter, ARGV[1])
 end
 return chunks

@@ -1,11 +1,11 @@
 #!lua
 -- Publish the next rows that a batch has staged for one stream, about a thousand or a megabyte.
 --
--- KEYS  1 the stream   2 seal (hash: left, fresh)   3.. staged chunks (lists), in the order of the tasks
+-- KEYS  1 the stream   2 chunk counter (hash: left, fresh)   3.. staged chunks (lists), in the order of the tasks
 -- ARGV  1 'MAXLEN', 'MINID' or ''   2 '~' or '='   3 its threshold
 --       4 '1': skip rows whose id is not above the stream's last one, or ''
 -- REPLY number of chunks left
--- ERROR LOST when chunks, or the seal, are missing; TOPPED with the stream's last id and name, when another writer has
+-- ERROR LOST when chunks, or their counter, are missing; TOPPED with the stream's last id and name, when another writer has
 --       added an entry above the id of the next row
 --
 -- INVARIANTS  A chunk leaves its list in the same step in which its rows become entries, so each row is published once
@@ -16,13 +16,13 @@
 
 local MOST_ROWS, MOST_BYTES = 1000, 1000000
 
-local stream, seal = KEYS[1], KEYS[2]
-local found = redis.call('HMGET', seal, 'left', 'fresh')
-if not found[1] then return redis.error_reply('LOST the seal ' .. seal) end
+local stream, counter = KEYS[1], KEYS[2]
+local found = redis.call('HMGET', counter, 'left', 'fresh')
+if not found[1] then return redis.error_reply('LOST the chunk counter ' .. counter) end
 local left = tonumber(found[1])
 if found[2] == '1' then
   redis.call('XTRIM', stream, 'MAXLEN', 0)
-  redis.call('HSET', seal, 'fresh', '')
+  redis.call('HSET', counter, 'fresh', '')
 end
 
 local function last_id()
@@ -44,7 +44,7 @@ local function publish(key, chunk)
     if not with_ids or less(top, row[1]) then redis.call('XADD', stream, unpack(row)) end
   end
   redis.call('LPOP', key)
-  left = redis.call('HINCRBY', seal, 'left', -1)
+  left = redis.call('HINCRBY', counter, 'left', -1)
   return #rows
 end
 

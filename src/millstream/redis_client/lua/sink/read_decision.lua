@@ -1,14 +1,14 @@
 #!lua
--- Read whether a staged batch has to be published; if so, add its seals, which are created next, to the index.
+-- Read whether a staged batch has to be published; if so, add its chunk counters, which are created next, to the index.
 --
 -- KEYS  1 record (hash: epoch, batch, state, attempt, manifest, withdrawn)   2 staged (set: token and stream)
 -- ARGV  1 epoch of the run   2 number of the batch   3 'skip' or 'refuse' a batch before the last one
---       4.. token and stream of each seal
+--       4.. token and stream of each chunk counter
 -- REPLY 'go': publish it   'done': it was published   or 'decided' and the manifest of a batch that is decided and not
 --       fully published: publish that one first, and call again
 -- ERROR STALE when a newer run has begun; BEHIND with the number of the last batch
 --
--- INVARIANT  Like every staged key, a seal is indexed before it is created, so that a sweep finds it.
+-- INVARIANT  Like every staged key, a chunk counter is indexed before it is created, so that a sweep finds it.
 
 -- include ids
 
