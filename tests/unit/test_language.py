@@ -1,13 +1,13 @@
 """One language: names in the code use the field's terms (`docs/glossary.md`), and pages name modules that exist."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.support.prose import prose_of, words_of_code, words_of_script
 
 pytestmark = [pytest.mark.cli]
 
@@ -138,40 +138,13 @@ def unclear_names(tests: Path) -> Iterator[str]:
             yield from (f"{path.name}: {name!r} has {word!r}" for word in words if word in IN_TESTS)
 
 
-def prose_of(text: str) -> Iterator[str]:
-    """The docstrings and comments of a module."""
-    yield from (str(each.value) for each in docstrings(ast.parse(text)))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
-
-
-def docstrings(tree: ast.AST) -> list[ast.Constant]:
-    """Every string that stands alone."""
-    lone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    return [value for value in lone if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-
-
-def words_of_code(text: str) -> Iterator[str]:
-    """The words of all names and of all strings in the code of a module, without its prose."""
-    tree = ast.parse(text)
-    prose = {id(value) for value in docstrings(tree)}
-    for node in ast.walk(tree):
-        texts = [getattr(node, each, None) for each in ("name", "id", "attr", "arg", "asname", "module")]
-        if isinstance(node, ast.Constant) and id(node) not in prose:
-            texts = [node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value]
-        for each in texts:
-            if isinstance(each, str):
-                yield from re.findall(r"\w+", each)
-
-
 def names_that_nothing_has(src: Path) -> Iterator[str]:
     """Each name in backticks in a docstring or comment below `src` that is no name, string or file in the code there."""
     modules = {path: path.read_text() for path in sorted(src.rglob("*.py"))}
     scripts = {path: path.read_text() for path in sorted(src.rglob("*.lua"))}
     known = {path.stem for path in src.rglob("*")} | NAMES_OF_OTHERS.keys()
     known.update(word for text in modules.values() for word in words_of_code(text))
-    known.update(word for text in scripts.values() for word in re.findall(r"\w+", re.sub(r"--.*", "", text)))
+    known.update(word for text in scripts.values() for word in words_of_script(text))
     prose = {path: " ".join(prose_of(text)) for path, text in modules.items()}
     prose.update({path: " ".join(re.findall(r"--.*", text)) for path, text in scripts.items()})
     for path, text in prose.items():
@@ -277,16 +250,6 @@ def test_every_part_of_the_code_is_in_architecture() -> None:
     entries = (SRC / "millstream").iterdir()
     tops = {path.name if path.suffix else f"{path.name}/" for path in entries if path.name[0] not in "._"}
     assert [name for name in sorted(tops) if f"`{name}`" not in page and name != "py.typed"] == []
-
-
-def test_every_key_in_redis_is_in_architecture() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    package = SRC / "millstream"
-    suffixes = set(re.findall(r"\{self\.base\}:([a-z]+)", (package / "redis_client/key_names.py").read_text()))
-    for path in (package / "redis_client/lua").rglob("*.lua"):
-        suffixes.update(re.findall(r"(?:BASE \.\. |:)'?:?([a-z-]+):?'", path.read_text()))
-    assert len(suffixes) >= 41, "the expressions above find the suffixes no more"
-    assert [name for name in sorted(suffixes) if not re.search(rf":{name}\b", page)] == []
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from millstream.redis_client.key_names import (
     ServiceKeys,
     check_identifier,
     hash_tag,
+    hints_key,
     live_workers_key,
     stage_of,
     to_wire,
@@ -195,7 +196,7 @@ class Forgetting:
                 yield from page
         else:
             for name in names:
-                yield to_wire(worker_name_key(self._app, f"hints:{name}"))
+                yield to_wire(hints_key(self._app, name))
                 yield to_wire(live_workers_key(self._app, name))
 
     def _unlink(self, keys: Iterable[bytes]) -> None:

@@ -1,6 +1,7 @@
-"""The names of all keys that millstream stores in Redis.
+"""The names of all keys that millstream stores in Redis, each with its type and what it holds: the catalogue.
 
-All keys that belong to one stream share that stream's hash slot, so that one script can change them together, on Redis
+Scripts derive some of them from a declared key of the same object, by the same suffix; a test compares them with this
+catalogue. All keys that belong to one stream share that stream's hash slot, so that one script can change them together, on Redis
 Cluster too (Redis Cluster specification, "hash tags").
 """
 
@@ -8,6 +9,7 @@ import re
 import socket
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol, overload
 
 from millstream.errors import ConfigError
 
@@ -95,6 +97,11 @@ def live_workers_key(app: str, handler: str) -> str:
     return worker_name_key(app, f"alive:{handler}")
 
 
+def hints_key(app: str, handler: str) -> str:
+    """List, with a time to live: streams that may have key queues to lease. No worker can have this name."""
+    return worker_name_key(app, f"hints:{handler}")
+
+
 def ended_process_key(app: str, incarnation: str) -> str:
     """String, with a time to live: how one worker process (incarnation) ended. No worker can have this name."""
     return f"{PREFIX}:worker:{app}:ended:{incarnation}"
@@ -136,23 +143,37 @@ def from_wire(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
+class _WithBase(Protocol):
+    @property
+    def base(self) -> str:
+        """The common prefix of the keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a handler, a stream, a sink or a service: its suffix, its type in Redis (`kind`), and what it holds.
+
+    Read from an object of one of the classes below, it is the key's name.
+    """
+
+    suffix: str
+    kind: str
+    holds: str
+
+    @overload
+    def __get__(self, keys: None, owner: type) -> "Key": ...
+
+    @overload
+    def __get__(self, keys: _WithBase, owner: type) -> str: ...
+
+    def __get__(self, keys: _WithBase | None, owner: type) -> "Key | str":
+        """Return the name of the key, or the key itself for the class."""
+        return self if keys is None else f"{keys.base}:{self.suffix}"
+
+
 @dataclass(frozen=True, slots=True)
 class HandlerKeys:
-    """The Redis keys of one handler on one stream, all in the stream's hash slot. Raises ConfigError: `check_stream`.
-
-    * `meta`: hash with the committed id (`committed_id`), the `epoch` of the newest run and counters
-    * `offsets`: hash key or entry -> its offset: id of the last entry committed in the batch in flight
-    * `state`: hash key -> the key's state (msgpack)
-    * `incomplete`: hash entry id -> its worker, for the incomplete entries below the committed id
-    * `crashes`: hash entry id -> crash count: times it was started by a task that did not survive it
-    * `dead_letters`: stream of dead letters
-    * `queue(name)`: list of the entries in a key queue
-    * `ready`, `owners`, `leases`, `backoff`, `parked`: which key queues can be leased, which worker has leased one
-      until when, which wait for another attempt or for an operator
-    * `notify`: list on which idle workers block; `router`: the worker that enqueues new entries
-    * `awaiting`, `imported`: key queues that wait until their key has left an older partition, and keys whose state was
-      imported from there and may still be there, too
-    """
+    """The Redis keys of one handler on one stream, all in the stream's hash slot. Raises ConfigError: `check_stream`."""
 
     app: str
     handler: str
@@ -173,80 +194,34 @@ class HandlerKeys:
             self.meta, self.offsets, self.state, self.crashes, self.dead_letters, self.incomplete, self.stream
         )  # fmt: skip
 
-    @property
-    def meta(self) -> str:
-        """Hash: committed id, epoch, counters."""
-        return f"{self.base}:meta"
+    meta = Key("meta", "hash", "committed id, epoch of the newest run, counters")
+    offsets = Key("offsets", "hash", "key or entry -> id of the last entry committed in the batch in flight")
+    incomplete = Key("incomplete", "hash", "entry -> its worker, for the incomplete entries below the committed id")
+    state = Key("state", "hash", "key -> its durable state (msgpack)")
+    crashes = Key("crashes", "hash", "entry -> how often it was started by a task that did not survive it")
+    dead_letters = Key("dead", "stream", "dead letters")
 
-    @property
-    def offsets(self) -> str:
-        """Hash: last committed id of each key in the batch in flight."""
-        return f"{self.base}:offsets"
+    ready = Key("ready", "list", "key queues that can be run, by workers or on Spark, round robin")
+    owners = Key("owners", "hash", "key queue -> token of the worker's lease")
+    leases = Key("leases", "sorted set", "key queue -> when its lease ends, in Unix milliseconds")
+    backoff = Key("backoff", "sorted set", "key queue -> when its next attempt is due, in Unix milliseconds")
+    parked = Key("parked", "hash", "key queue -> since when it is parked (Unix milliseconds), and why")
+    notify = Key("notify", "list", "has an element when an idle worker should fetch; idle workers block on it")
+    router = Key("router", "string", "the worker that enqueues new entries into their key queues")
 
-    @property
-    def incomplete(self) -> str:
-        """Hash: incomplete entries, below the committed id."""
-        return f"{self.base}:incomplete"
+    awaiting = Key("awaiting", "hash", "key queues that wait until their key has left an older partition")
+    imported = Key("imported", "hash", "keys whose state was imported from an older partition, where it may still be")
 
-    @property
-    def state(self) -> str:
-        """Hash: durable state of each key."""
-        return f"{self.base}:state"
+    consumers = Key("consumers", "hash", "consumer of a master -> its registration (JSON)")
+    unowned = Key(
+        "unowned", "hash", "lease of a master -> since when its entry is pending without a consumer of its own"
+    )
+    done = Key("done", "hash", "entry that a master's consumer has finished last -> the consumer")
+    done_before = Key("done-before", "hash", "the same, of the entries before those in `done`")
 
-    @property
-    def crashes(self) -> str:
-        """Hash: crash counts, how often an entry was started without coming to an end."""
-        return f"{self.base}:crashes"
-
-    @property
-    def dead_letters(self) -> str:
-        """Stream: dead letters."""
-        return f"{self.base}:dead"
-
-    @property
-    def ready(self) -> str:
-        """List: key queues that can be run, by workers or on Spark, round robin."""
-        return f"{self.base}:ready"
-
-    @property
-    def owners(self) -> str:
-        """Hash: lease token of each key queue that a worker has leased."""
-        return f"{self.base}:owners"
-
-    @property
-    def leases(self) -> str:
-        """Sorted set: when the lease of each key queue ends, in Unix milliseconds."""
-        return f"{self.base}:leases"
-
-    @property
-    def backoff(self) -> str:
-        """Sorted set: when the next attempt of the first entry of a key queue is due, in Unix milliseconds."""
-        return f"{self.base}:backoff"
-
-    @property
-    def parked(self) -> str:
-        """Hash: since when a key queue is parked (Unix milliseconds), and why."""
-        return f"{self.base}:parked"
-
-    @property
-    def notify(self) -> str:
-        """List: has an element when an idle worker should fetch."""
-        return f"{self.base}:notify"
-
-    @property
-    def router(self) -> str:
-        """String: the worker that enqueues new entries into their key queues."""
-        return f"{self.base}:router"
-
-    @property
-    def awaiting(self) -> str:
-        """Hash: key queues that wait until their key has left an older partition."""
-        return f"{self.base}:awaiting"
-
-    @property
-    def imported(self) -> str:
-        """Hash: keys whose state was imported from an older partition, where it may still be."""
-        return f"{self.base}:imported"
+    def last_reply(self, worker: str) -> str:
+        """String: number of a worker's last commit, and the reply to it."""
+        return f"{self.base}:{worker}:last"
 
     def queue(self, name: bytes) -> bytes:
         """List: ids of the entries of a key queue in stream order; `name` is b"k" and the key, or b"i" and an
@@ -286,13 +261,7 @@ class HandlerKeys:
 
 @dataclass(frozen=True, slots=True)
 class StreamKeys:
-    """The Redis keys of a stream that belong to no handler, all in the stream's hash slot. Raises ConfigError.
-
-    * `due`: sorted set id of a delayed message -> when it is due, Unix milliseconds
-    * `delayed`: hash id of a delayed message -> its items (msgpack)
-    * `partition`: hash, of a partition: the `generation` that its producers must know, the last id before that (`close_id`)
-    * `partitions`: hash, of the base of partitions: their partition map (`layout`)
-    """
+    """The Redis keys of a stream that belong to no handler, all in the stream's hash slot. Raises ConfigError."""
 
     stream: str
 
@@ -304,32 +273,19 @@ class StreamKeys:
         """The common prefix of the keys."""
         return f"{PREFIX}:{{{hash_tag(self.stream)}}}:{self.stream}"
 
-    @property
-    def due(self) -> str:
-        """Sorted set: when delayed messages are due."""
-        return f"{self.base}:due"
-
-    @property
-    def delayed(self) -> str:
-        """Hash: the content of delayed messages."""
-        return f"{self.base}:delayed"
-
-    @property
-    def partition(self) -> str:
-        """Hash: which producers may publish to this partition."""
-        return f"{self.base}:partition"
-
-    @property
-    def partitions(self) -> str:
-        """Hash: the partition map of which this is the base."""
-        return f"{self.base}:partitions"
+    due = Key("due", "sorted set", "id of a delayed message -> when it is due, in Unix milliseconds")
+    delayed = Key("delayed", "hash", "id of a delayed message -> its items (msgpack)")
+    partition = Key(
+        "partition", "hash", "of a partition: the generation that its producers must know, and its close id"
+    )
+    partitions = Key("partitions", "hash", "of a base: its partition map (`layout`)")
 
     def producer(self, token: str) -> str:
         """String: sequence number of the last batch of the producer `token`, and the ids of its entries."""
         return f"{self.base}:producer:{token}"
 
     def staged(self, sink: str, token: str) -> str:
-        """List: chunks of rows for the stream, staged for `sink` by the task attempt `token`; or the counter of those left to publish."""
+        """List: chunks of rows, staged for `sink` by the task attempt `token`; or a hash: how many are left to publish."""
         return f"{self.base}:sink:{sink}:{token}"
 
     def dedupe(self, dedupe_id: bytes) -> str:
@@ -341,12 +297,7 @@ class StreamKeys:
 @dataclass(frozen=True, slots=True)
 class GroupBatchKeys:
     """The Redis keys of the batches of `consumer` in the consumer group `group` of `stream`, all in the stream's hash
-    slot.
-
-    Raises ConfigError.
-
-    * `record`: hash with the `epoch` of the newest run; `token`, number (`batch`) and portion size (`step`) of the last
-      batch; how many entries were found `gone` from the stream since the last report
+    slot. Raises ConfigError.
     """
 
     stream: str
@@ -361,10 +312,9 @@ class GroupBatchKeys:
         """The common prefix of the keys. No two share one: only the group's name may hold a colon."""
         return f"{StreamKeys(self.stream).base}:batch:{self.group}:{self.consumer}"
 
-    @property
-    def record(self) -> str:
-        """Hash: epoch, last batch, entries that are gone."""
-        return f"{self.base}:record"
+    record = Key(
+        "record", "hash", "epoch of the newest run; token, number and part size of the last batch; entries gone"
+    )
 
     def ids(self, token: str, batch: int | str) -> str:
         """List: ids of the entries of a batch."""
@@ -373,12 +323,7 @@ class GroupBatchKeys:
 
 @dataclass(frozen=True, slots=True)
 class SinkKeys:
-    """The Redis keys of the sink `sink` that belong to no stream, all in one hash slot. Raises ConfigError.
-
-    * `record`: hash with the epoch of the newest run, the last batch that was decided, and the state of the one under
-      way
-    * `staged`: set of `token stream`, one for each staged part of a task
-    """
+    """The Redis keys of the sink `sink` that belong to no stream, all in one hash slot. Raises ConfigError."""
 
     sink: str
 
@@ -390,15 +335,8 @@ class SinkKeys:
         """The common prefix of the keys."""
         return f"{PREFIX}:{{sink:{self.sink}}}"
 
-    @property
-    def record(self) -> str:
-        """Hash: epoch, last batch, batch under way."""
-        return f"{self.base}:record"
-
-    @property
-    def staged(self) -> str:
-        """Set: tokens and streams of the staged parts."""
-        return f"{self.base}:staged"
+    record = Key("record", "hash", "epoch of the newest run, last decided batch, state of the batch under way")
+    staged = Key("staged", "set", "`token stream`, one for each staged part of a task")
 
     def run(self, run: str) -> str:
         """String: the epoch of a run."""
@@ -407,15 +345,7 @@ class SinkKeys:
 
 @dataclass(frozen=True, slots=True)
 class ServiceKeys:
-    """The Redis keys of the streams that the consumers of `service` share, all in one hash slot. Raises ConfigError.
-
-    * `input`, `group`: where streams are announced, and the consumer group on it that shows the owners
-    * `meta`: hash with the newest token, the time of the last heartbeat and of the creation
-    * `owners`: hash stream -> token and consumer; `unassigned`: list of the unassigned streams
-    * `stream_errors`: hash stream -> token of its owner, and the error for which it excludes the stream
-    * `consumers`, `alive`: hash consumer -> incarnation, weight, limit; sorted set consumer -> end of its leases
-    * `events`: stream of events, on which consumers block; `dead`: stream of dead-lettered announcements
-    """
+    """The Redis keys of the streams that the consumers of `service` share, all in one hash slot. Raises ConfigError."""
 
     service: str
 
@@ -439,7 +369,7 @@ class ServiceKeys:
 
     @property
     def group(self) -> str:
-        """The consumer group on `input`."""
+        """The consumer group on `input`, which shows the owners."""
         return f"{self.service}-group"
 
     @property
@@ -447,49 +377,19 @@ class ServiceKeys:
         """The common prefix of the other keys."""
         return StreamKeys(self.input).base
 
-    @property
-    def meta(self) -> str:
-        """Hash: newest token, time of the last heartbeat, creation; whose workers the consumers are; for a handler's own, the service that replaces
-        it.
-        """
-        return f"{self.base}:meta"
+    meta = Key("meta", "hash", "newest token, last heartbeat, creation; of a handler's own service also its handler")
+    streams = Key("streams", "hash", "stream -> its announcement")
+    owners = Key("owners", "hash", "stream -> token and consumer")
+    unassigned = Key("unassigned", "list", "unassigned streams, the next one first")
+    stream_errors = Key("errors", "hash", "stream -> token of its owner, and why that excludes the stream")
+    losses = Key("losses", "hash", "stream -> how many owners were lost in a row")
+    released = Key("released", "hash", "stream -> token under which it was released last")
+    consumers = Key("consumers", "hash", "consumer -> incarnation, weight and limit")
+    alive = Key("alive", "sorted set", "consumer -> when its leases end, in Unix milliseconds")
+    moves = Key("moves", "string", "how many streams have moved in this period of rebalancing")
+    events = Key("events", "stream", "events of leases; consumers block on it")
+    dead = Key("dead", "stream", "dead-lettered announcements, and why")
 
-    @property
-    def streams(self) -> str:
-        """Hash: the announcement of each stream."""
-        return f"{self.base}:streams"
-
-    @property
-    def owners(self) -> str:
-        """Hash: the owner of each stream, and its token."""
-        return f"{self.base}:owners"
-
-    @property
-    def stream_errors(self) -> str:
-        """Hash: why the owner of a stream cannot process it, and its token."""
-        return f"{self.base}:errors"
-
-    @property
-    def unassigned(self) -> str:
-        """List: unassigned streams, the next one first."""
-        return f"{self.base}:unassigned"
-
-    @property
-    def consumers(self) -> str:
-        """Hash: incarnation, weight and limit of each consumer."""
-        return f"{self.base}:consumers"
-
-    @property
-    def alive(self) -> str:
-        """Sorted set: when the leases of each consumer end, in Unix milliseconds."""
-        return f"{self.base}:alive"
-
-    @property
-    def events(self) -> str:
-        """Stream: events of leases."""
-        return f"{self.base}:events"
-
-    @property
-    def dead(self) -> str:
-        """Stream: dead-lettered announcements, and why."""
-        return f"{self.base}:dead"
+    def streams_of(self, consumer: str) -> str:
+        """Set: the streams of a consumer."""
+        return f"{self.base}:of:{consumer}"

@@ -77,7 +77,7 @@ class Registry:
 
     def __init__(self, client: Client, keys: HandlerKeys) -> None:
         self._client = client
-        self._key = f"{keys.base}:consumers"
+        self._key = keys.consumers
 
     def all(self) -> dict[str, Registration]:
         """All consumers, by name."""

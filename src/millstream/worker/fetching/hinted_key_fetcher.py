@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import from_wire, to_wire, worker_name_key
+from millstream.redis_client.key_names import from_wire, hints_key, to_wire
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
 from millstream.worker.timers import DelayQueue
@@ -28,7 +28,7 @@ class ReadyHints:
     """
 
     def __init__(self, client: Client, handler: Handler) -> None:
-        self.key = worker_name_key(handler.app, f"hints:{handler.name}")
+        self.key = hints_key(handler.app, handler.name)
         self._client = client
         self._names: dict[bytes, None] = {}
 
