@@ -307,8 +307,9 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark may call it first, for a batch that it planned before."""
-        starts, ends = self._parse_offsets(start).positions, self._parse_offsets(end).positions
-        tasks = self._with_retry(lambda: self._planner.plan_tasks(starts, ends))
+        tasks = self._with_retry(
+            lambda: self._planner.plan_tasks(self._parse_offsets(start).positions, self._parse_offsets(end).positions)
+        )
         return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":

@@ -61,7 +61,7 @@ class StartingOffsets:
 
     # --- after the commits of a handler ---
 
-    def committed_positions(self, names: Sequence[str], infos: StreamInfos) -> Positions:
+    def committed_positions(self, names: Sequence[str], infos: StreamInfos) -> dict[str, Position]:
         """The positions to go on at in streams with commits of the handler. Raises DataLoss, with `failOnDataLoss`."""
         committed_ids = self._committed.committed_ids(names)
         shown_offsets = progress_offsets(self._client, self._options.group or "", committed_ids)
@@ -117,7 +117,7 @@ class StartingOffsets:
                 sum(pending.values()),
                 len(pending),
             )
-        starts: Positions = {}
+        starts: dict[str, Position] = {}
         for name in existing:
             info = infos[name]
             assert info is not None
