@@ -243,7 +243,7 @@ def test_a_lease_that_an_operator_ended_is_found_by_the_number_of_leases() -> No
     assert not beats.table.requests_all
 
 
-def test_a_stream_that_was_taken_away_and_assigned_anew_between_two_heartbeats_changes_its_token() -> None:
+def test_a_stream_that_ended_and_was_assigned_anew_between_two_heartbeats_changes_its_token() -> None:
     beats = Heartbeats(lease("s"))
     changes = beats.reply(added=(lease("s", 2),))
     assert notices(changes) == [StreamDisowned(lease=lease("s"), why="taken away"), StreamAdded(lease=lease("s", 2))]
