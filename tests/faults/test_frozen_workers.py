@@ -39,7 +39,8 @@ def test_a_message_that_freezes_its_process_becomes_a_dead_letter_and_all_others
     print_figures(report, watch, kills=workers.log().count("is frozen"))
 
 
-def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Client, tmp_path: Path) -> None:
+@pytest.mark.parametrize("deed", ["compute", "block"])
+def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Client, tmp_path: Path, deed: str) -> None:
     expectations = Expectations(
         fresh_client, tmp_path, app="limited"
     )  # its time limit is short: a freeze may not last longer
@@ -47,7 +48,7 @@ def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Cli
         workers.ready()
         (frozen,) = workers.children()
         os.kill(workers.supervisor.pid, signal.SIGSTOP)  # it would end the process itself
-        expectations.publish(1, do="compute")
+        expectations.publish(1, do=deed)
         eventually(expectations.runs, "the run", log=workers.log)
         workers.supervisor.kill()
         frozen.wait(FAIL_SAFE_S)

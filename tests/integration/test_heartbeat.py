@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.worker.process.heartbeat import Watchdog
+from millstream.worker.process.heartbeat import ORPHAN_ALARM_S, Watchdog
+from tests.support.processes import lives
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = pytest.mark.worker
@@ -152,6 +153,35 @@ def test_an_unwatched_process_ends_when_it_computes_for_too_long_without_a_heart
     with process(watchdog, COMPUTE, cpu_limit_ms=300) as running:
         begin(running)
         assert running.wait(FAIL_SAFE_S) == -signal.SIGPROF
+
+
+ORPHAN = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], pass_fds=(int(sys.argv[2]),), stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(3600)
+"""
+SLEEP_ON = """
+print(flush=True)
+libc = ctypes.PyDLL(None)
+for _ in range(1_000):
+    libc.sleep(3600)  # a signal interrupts it
+"""
+
+
+@pytest.mark.skipif(not ORPHAN_ALARM_S, reason="no signal at the death of the parent on this system")
+def test_a_process_that_blocks_its_other_threads_ends_after_the_death_of_its_supervisor(watchdog: Watchdog) -> None:
+    command = [sys.executable, "-c", ORPHAN, START + SLEEP_ON, str(watchdog.descriptor), str(NEVER_MS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(watchdog.descriptor,)) as parent:
+        assert parent.stdout is not None
+        orphan = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        try:
+            eventually(lambda: not lives(orphan), "the end of the orphan")
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                orphan.kill()
 
 
 def test_a_process_may_compute_without_end_as_long_as_it_sends_heartbeats(watchdog: Watchdog) -> None:

@@ -2,9 +2,10 @@
 
 A handler in C code that holds Python's interpreter (the GIL: a runaway regular expression, say) stops all threads of
 its process, also those that renew leases and enforce time limits. Only something outside of the interpreter can end
-such a process: the supervisor or, if that is dead, a timer of the kernel.
+such a process: the supervisor or, if that is dead, the kernel.
 """
 
+import ctypes
 import mmap
 import os
 import signal
@@ -21,6 +22,11 @@ _INSPECT_AFTER_MS = 500.0
 _LATE_MS = 1_000.0
 _TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 _STOPPED = {"T", "t"}
+_SET_PARENT_DEATH_SIGNAL = 1
+_PARENT_DIED: int | None = getattr(signal, "SIGSTKFLT", None)
+
+ORPHAN_ALARM_S = int(_PARENT_DIED or 0)
+"""After so many seconds the kernel ends a process whose supervisor died, if it has not ended; 0: it never does."""
 
 
 class Heartbeat:
@@ -28,7 +34,8 @@ class Heartbeat:
 
     After `cpu_limit_ms` milliseconds of processor time without a beat, the kernel ends the process (SIGPROF;
     setitimer(2), ITIMER_PROF): a process that is stopped, or gets no processor, is not ended. A profiler that uses that
-    signal has priority.
+    signal has priority. A process whose supervisor died ends, however its handlers hold the interpreter; see
+    `ORPHAN_ALARM_S`.
     """
 
     def __init__(self, descriptor: int, *, cpu_limit_ms: float) -> None:
@@ -38,6 +45,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Beat once, and start the heartbeat thread."""
+        _end_with_parent()
         self._beat()  # here, as the first message may hold the interpreter before the thread has run at all
         threading.Thread(target=self._keep_beating, name="millstream-heartbeat", daemon=True).start()
 
@@ -51,6 +59,21 @@ class Heartbeat:
         _COUNTER.pack_into(self._memory, 0, self._count)
         if signal.getsignal(signal.SIGPROF) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_PROF, self._cpu_limit_s)
+
+
+def _end_with_parent() -> None:
+    """Make the kernel end this process some time after the thread that started it has ended.
+
+    It sends a signal then (prctl(2), PR_SET_PDEATHSIG) that has no other use on Linux. Its handler is alarm(2) itself,
+    which runs without the interpreter: it is called with the number of the signal, which is a number of seconds here.
+    A timer of our own could not tell a frozen process from one that was stopped for as long, and would end both.
+    """
+    libc = ctypes.CDLL(None)
+    if _PARENT_DIED is None or not hasattr(libc, "prctl"):
+        return
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(_PARENT_DIED, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    libc.prctl(_SET_PARENT_DEATH_SIGNAL, _PARENT_DIED)
 
 
 class Watchdog:
