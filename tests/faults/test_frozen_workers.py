@@ -1,15 +1,21 @@
 """Messages that freeze their process or outlive its lease are dead-lettered; other messages never are."""
 
+import json
 import os
+import re
 import signal
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
+from tests.support.commandline import running
 from tests.support.keyed_workers import KeyedExpectations
+from tests.support.processes import lives
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, watched
 
@@ -52,6 +58,79 @@ def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Cli
         eventually(expectations.runs, "the run", log=workers.log)
         workers.supervisor.kill()
         frozen.wait(FAIL_SAFE_S)
+
+
+HANGING_APP = """
+import os, time
+from millstream import App, Message, Reject, Retry
+
+app = App("shop")
+
+@app.handler("orders", time_limit_ms=500, retry=Retry(attempts=1))
+def order(message: Message):
+    time.sleep(1_000_000)
+
+@app.handler("bookings", key="n", time_limit_ms=1_000_000_000)
+def book(message: Message):
+    begun, gate = os.environ["MARKER"] + f"-{message.fields['n'].decode()}", os.environ["MARKER"] + "-gate"
+    open(begun, "w").close()
+    while message.fields["n"] != b"0" or not os.path.exists(gate):
+        time.sleep(0.01)
+    raise Reject("no more")
+"""
+
+
+def test_a_process_that_ends_as_a_handler_outlives_its_lease_has_reported_its_dead_letters(
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "marker"
+    monkeypatch.setenv("MARKER", str(marker))
+    (tmp_path / "shop_app.py").write_text(HANGING_APP)
+    keys, redis = HandlerKeys("shop", "book", "bookings"), psutil.Process(millstream_fresh_server.pid)
+    options = (
+        "--threads",
+        "2",
+        "--name",
+        "till",
+        "--claim",
+        "10s",
+        "--stop-timeout",
+        "1000000",
+        "--metrics-address",
+        "0",
+    )
+    for n in range(20):
+        fresh_client.execute("XADD", "bookings", "*", "n", n)
+    with (
+        (tmp_path / "log").open("wb") as log,
+        running(
+            "worker", f"{tmp_path}/shop_app.py:app", *options, "--json", url=fresh_client.url, stderr=log
+        ) as worker,
+    ):
+        assert worker.stdout is not None
+        where = json.loads(worker.stdout.readline())["metrics"]
+
+        def counted() -> float:
+            found = re.search(
+                r'^millstream_messages_dead_lettered_total\{handler="shop.book",reason="rejected",worker="till-0"\} (.+)$',
+                httpx.get(where, timeout=FAIL_SAFE_S, trust_env=False).text, re.MULTILINE,
+            )  # fmt: skip
+            return float(found[1]) if found else 0.0
+
+        eventually(lambda: all(Path(f"{marker}-{n}").exists() for n in (0, 1)), "two runs")
+        eventually(lambda: fresh_client.execute("HLEN", keys.owners) > 2, "a key that waits in the process")
+        (child,) = psutil.Process(worker.pid).children()
+        fresh_client.execute("XADD", "orders", "*", "n", 0)
+        eventually(lambda: fresh_client.execute("HLEN", keys.owners) == 2, "the stop, as the order hangs")
+        Path(f"{marker}-gate").touch()
+        eventually(lambda: fresh_client.execute("XLEN", keys.dead_letters) == 1, "a dead letter during the stop")
+        redis.suspend()
+        try:
+            eventually(lambda: not lives(child), "the end of the process with the lease of the other")
+        finally:
+            redis.resume()
+        eventually(lambda: counted() == 1, "the dead letter on the supervisor's page")
+    assert "though its lease is about to expire" in (tmp_path / "log").read_text()
 
 
 def test_a_message_gets_no_crash_count_for_a_lease_that_expired_while_redis_was_away(

@@ -20,6 +20,7 @@ from millstream.worker.running.poison_isolation import ProcessIsolation
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+_LAST_REPORT_S = 0.1
 _FROZEN_SHARE = 2 / 3
 _MIN_FROZEN_MS = 1_000.0
 _GC_THRESHOLDS = (10_000, 20, 20)
@@ -60,7 +61,8 @@ class WorkerProcess:
 
     * `on_figures`: called with the counts of each handler, by name, about every `every_ms` milliseconds, at the end,
       and soon after the first commit, so that the supervisor knows of that commit even if the process dies then
-    * `end_process`: called to end the process at once, because a handler runs on though its lease is about to expire
+    * `end_process`: called to end the process at once, because a handler runs on though its lease is about to expire;
+      `on_figures` was called just before, unless that takes longer than a tenth of a second
 
     Raises ConfigError for handlers that a worker cannot run, before anything is read.
     """
@@ -84,7 +86,8 @@ class WorkerProcess:
             raise ConfigError(
                 f"app {app.name!r} has no handler {sorted(unknown)[0]!r}; it has {', '.join(app.handlers)}"
             )
-        isolation = ProcessIsolation(settings.incarnation, end_process)
+        self._end_at_once = end_process
+        isolation = ProcessIsolation(settings.incarnation, self._end_process)
         self._loops = {
             name: ReadingLoop(
                 handler,
@@ -154,6 +157,13 @@ class WorkerProcess:
             self._leftovers += loop.run()
         except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._failures.append(error)
+
+    def _end_process(self, error: HandlerStuck) -> None:
+        """Report the last counts, which end with this process, and end it. The lease does not last for much longer."""
+        reporting = threading.Thread(target=self._report, name="millstream-last-report", daemon=True)
+        reporting.start()
+        reporting.join(_LAST_REPORT_S)
+        self._end_at_once(error)
 
     def _report(self) -> None:
         self._on_figures({name: loop.loop_metrics.counts() for name, loop in self._loops.items()})
