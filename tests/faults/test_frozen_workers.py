@@ -45,6 +45,19 @@ def test_a_message_that_freezes_its_process_becomes_a_dead_letter_and_all_others
     print_figures(report, watch, kills=workers.log().count("is frozen"))
 
 
+def test_a_frozen_process_is_killed_as_soon_as_told_though_claims_last_for_long(
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
+) -> None:
+    expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")
+    with RunningWorkers(fresh_client.url, tmp_path, "--frozen-after", "1s", app="brittle", claim_s=600) as workers:
+        workers.ready()
+        expectations.publish_keys(50, 25, ms=1)
+        (poison,) = expectations.publish_key("poison", 1, do="compute")
+        expectations.publish_keys(50, 25, ms=1)
+        report = expectations.check_keys(dead={poison: "crashed"}, overlap=False, log=workers.log)
+    print_figures(report, kills=workers.log().count("is frozen"))
+
+
 @pytest.mark.parametrize("deed", ["compute", "block"])
 def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Client, tmp_path: Path, deed: str) -> None:
     expectations = Expectations(

@@ -45,6 +45,15 @@ PrefetchMb = Annotated[
 ]
 LookAhead = Annotated[int, typer.Option(help="Maximum number of messages of a stream in its key queues.", min=1)]
 Claim = Annotated[Duration, duration("--claim", "Time after which a silent worker's messages are claimed.", least="1s")]
+FrozenAfter = Annotated[
+    Duration | None,
+    duration(
+        "--frozen-after",
+        "Time after which a process is killed in which a handler keeps the interpreter busy; default: two thirds of "
+        "--claim, or the longest time limit.",
+        least="1s",
+    ),
+]
 StopTimeout = Annotated[Duration, duration("--stop-timeout", "Time that a stop waits for running messages.")]
 Trim = Annotated[bool, typer.Option("--trim", help="Trim entries that no consumer group needs any more.")]
 _LINE_INTERVAL_S = 5.0
@@ -63,6 +72,7 @@ def worker(
     prefetch_mb: PrefetchMb = 64.0,
     look_ahead: LookAhead = 250_000,
     claim: Claim = Duration("30s"),
+    frozen_after: FrozenAfter = None,
     stop_timeout: StopTimeout = Duration("25s"),
     trim: Trim = False,
     alert_url: AlertUrl = "",
@@ -73,7 +83,7 @@ def worker(
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
     policy = WorkerPolicy(
         threads=threads, prefetch=prefetch, prefetch_bytes=round(prefetch_mb * 2**20), trim=trim, look_ahead=look_ahead,
-        claim_ms=claim.ms, stop_ms=stop_timeout.ms,
+        claim_ms=claim.ms, stop_ms=stop_timeout.ms, frozen_ms=None if frozen_after is None else frozen_after.ms,
     )  # fmt: skip
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
     app = load_app(target)

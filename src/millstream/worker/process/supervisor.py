@@ -215,7 +215,8 @@ class Supervisor:
             child.is_frozen = True
             logger.warning(
                 "worker %s is frozen: a handler has held Python's interpreter (the GIL) for %.1f s; killing its process, "
-                "other workers get its messages. Make the handler call code that releases the GIL, or raise --claim",
+                "other workers get its messages. Make the handler call code that releases the GIL, or raise --claim "
+                "(and --frozen-after, if it is given)",
                 child.name, self._frozen_after_ms / 1000,
             )  # fmt: skip
             process.kill()

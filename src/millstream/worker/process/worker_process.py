@@ -14,7 +14,7 @@ from millstream.errors import ConfigError, HandlerStuck
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.worker.loop import ReadingLoop
-from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
+from millstream.worker.policy import LEAST_FROZEN_MS, TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.poison_isolation import ProcessIsolation
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.2
 _LAST_REPORT_S = 0.1
 _FROZEN_SHARE = 2 / 3
-_MIN_FROZEN_MS = 1_000.0
 _GC_THRESHOLDS = (10_000, 20, 20)
 
 
@@ -116,11 +115,13 @@ class WorkerProcess:
     def frozen_after_ms(self) -> float:
         """How long a handler may stop all threads of the process, in milliseconds.
 
-        Short enough that no lease expires meanwhile, but a second at least; no longer than the longest time limit of
-        its handlers, which the process cannot enforce in that state.
+        Short enough that no lease expires meanwhile, but a second at least; as the policy says or, where it says
+        nothing, no longer than the longest time limit of its handlers, which the process cannot enforce in that state.
         """
-        longest_ms = max(loop.handler.time_limit_ms for loop in self._loops.values()) + TIME_LIMIT_GRACE_MS
-        return max(_MIN_FROZEN_MS, min(_FROZEN_SHARE * self._policy.claim_ms, longest_ms))
+        longest_ms: float | None = self._policy.frozen_ms
+        if longest_ms is None:
+            longest_ms = max(loop.handler.time_limit_ms for loop in self._loops.values()) + TIME_LIMIT_GRACE_MS
+        return max(LEAST_FROZEN_MS, min(_FROZEN_SHARE * self._policy.claim_ms, longest_ms))
 
     def run(self, stopping: threading.Event) -> Sequence[Delivery]:
         """Work until `stopping`; return the deliveries still running then. Raises the error that ended a loop early."""
