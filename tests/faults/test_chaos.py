@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.chaos, pytest.ma
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 ROUNDS = 900 if SOAK else 9
-"""Each kind of harm once; in a soak about an hour of them, for both apps together."""
+"""Each kind of harm once; in a soak about an hour of them for each app."""
 MESSAGES = 120
 AWAY_S = 1.5 * CLAIM_S
 
