@@ -141,8 +141,75 @@ def test_a_truncated_file_of_processed_ids_is_refused(tmp_path: Path) -> None:
         ProcessedIds(path).add("s", [b"1-0"])
 
 
+def test_processed_ids_are_appended_and_the_file_is_rewritten_from_time_to_time(tmp_path: Path) -> None:
+    path = tmp_path / "done"
+    done = ProcessedIds(path, keep=10)
+    done.add("s", [b"0-1"])
+    file, sizes = path.stat().st_ino, []
+    for n in range(1, 101):
+        done.add("t" if n % 2 else "s", [b"%d-0" % n])
+        sizes.append(path.stat().st_size)
+        if n < 10:
+            assert path.stat().st_ino == file
+    assert max(sizes[50:]) <= max(sizes[:50]) + 100, "ids of more digits"
+    for found in (done, ProcessedIds(path, keep=10)):
+        assert [("s", b"%d-0" % n) in found for n in (80, 82, 100)] == [False, True, True]
+        assert [found.last_id(stream) for stream in "st"] == [b"100-0", b"99-0"]
+
+
+def test_a_crash_in_the_middle_of_an_append_loses_only_what_was_not_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "done"
+    done = ProcessedIds(path)
+    for n in range(1, 4):
+        before = path.stat().st_size if n > 1 else 0
+        done.add("s", [b"%d-0" % n])
+    whole = path.read_bytes()
+    torn = [whole[:size] for size in range(before, len(whole))]
+    torn += [whole[:before] + bytes(len(whole) - before), whole[:before] + bytes(50) + whole[before + 50 :]]
+    for content in torn:
+        path.write_bytes(content)
+        again = ProcessedIds(path)
+        assert [("s", b"%d-0" % n) in again for n in (1, 2, 3)] == [True, True, False]
+        again.add("s", [b"4-0"])
+        assert [("s", b"%d-0" % n) in ProcessedIds(path) for n in (1, 2, 3, 4)] == [True, True, False, True]
+
+
+def test_a_file_that_is_damaged_before_its_last_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "done"
+    done = ProcessedIds(path)
+    for n in range(1, 4):
+        done.add("s", [b"%d-0" % n])
+    whole = path.read_bytes()
+    for at in range(whole.rindex(b"\n", 0, -1)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ConfigError, match="damaged"):
+            ProcessedIds(path)
+
+
+def test_an_append_that_failed_is_written_again_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "done"
+    done = ProcessedIds(path)
+    done.add("s", [b"1-0"])
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda descriptor: _raise(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            done.add("s", [b"2-0"])
+    path.write_bytes(path.read_bytes()[:-3])
+    done.add("s", [b"3-0"])
+    assert [("s", b"%d-0" % n) in ProcessedIds(path) for n in (1, 2, 3)] == [True] * 3
+    path.unlink()
+    done.add("s", [b"4-0"])
+    assert [("s", b"%d-0" % n) in ProcessedIds(path) for n in (1, 2, 3, 4)] == [True] * 4
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def test_a_crash_before_the_file_is_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = ProcessedIds(tmp_path / "done")
+    done = ProcessedIds(tmp_path / "done", keep=1)
     done.add("s", [b"1-0"])
 
     def crash(descriptor: int) -> None:
