@@ -7,6 +7,7 @@ import pytest
 from millstream import App, Message
 from millstream.balancer import Balancer
 from millstream.errors import Unavailable
+from millstream.observability import metrics as m
 from millstream.observability.metrics import CATALOGUE, Recorder
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
@@ -62,6 +63,15 @@ def test_every_documented_counter_and_histogram_exists_before_its_first_event() 
     wanted = [name if kind == "counter" else f"{name}_count" for name, kind in documented.items() if kind != "gauge"]
     assert [name for name in wanted if name not in shown] == []
     assert [name for name in wanted if shown[name] != 0] == []
+
+
+def test_every_gauge_of_a_worker_exists_before_it_runs() -> None:
+    recorder = Recorder()
+    WorkerProcess(app(), WorkerSettings(url=NOWHERE, consumer="w-0"), metrics=recorder)
+    shown = {sample.name: sample.value for family in recorder.collect() for sample in family.samples}
+    zero = (m.IN_FLIGHT, m.IN_FLIGHT_BYTES, m.QUEUED, m.RUNNING, m.LONGEST_RUN, m.WAITING_FOR_RATE)
+    assert [shown.get(gauge.name) for gauge in zero] == [0] * len(zero)
+    assert shown[m.RUNNING_LIMIT.name] == 16
 
 
 def test_a_producer_exports_the_count_of_its_errors_from_the_start() -> None:

@@ -79,7 +79,10 @@ DEAD_LETTERED = _counter(
     "messages_dead_lettered", "messages", "Messages dead-lettered, by reason.", "handler", "reason"
 )
 RELEASED = _counter(
-    "messages_released", "messages", "Messages released uncommitted by a worker that stopped.", "handler"
+    "messages_released",
+    "messages",
+    "Messages released uncommitted by a worker that stopped, or whose breaker opened.",
+    "handler",
 )
 CLAIMED = _counter(
     "messages_claimed",
@@ -103,6 +106,22 @@ BUDGET_REACHED = _counter(
     "in_flight_budget_reached", "times", "Fetching stopped because of too many bytes in flight.", "handler"
 )
 QUEUED = _gauge("messages_queued", "messages", "Messages in flight that wait for a run.", "handler")
+RUNNING = _gauge("messages_running", "messages", "Messages that the handler runs on now.", "handler")
+RUNNING_LIMIT = _gauge(
+    "messages_running_limit",
+    "messages",
+    "Most messages that it may run on at once: --threads or concurrency, times the batch_size of a handler of lists.",
+    "handler",
+)
+LONGEST_RUN = _gauge(
+    "longest_run_seconds",
+    "seconds",
+    "How long the longest of its runs that have not ended has taken so far; 0 if there is none.",
+    "handler",
+)
+WAITING_FOR_RATE = _gauge(
+    "waiting_for_rate", "yes or no", "1 while reads of a stream wait for the handler's rate.", "handler"
+)
 LAST_POLL = _gauge(
     "last_poll_timestamp_seconds",
     "unix time",

@@ -82,6 +82,7 @@ class ReadingLoop:
             handler.label, time_limit_ms=handler.time_limit_ms, metrics=metrics, health=health
         )
         self._policy = policy = policy or WorkerPolicy()
+        self.loop_metrics.set_run_limit(_run_limit_of(handler, policy))
         self._clock = clock
         self._steps = steps(handler)
         # A blocking read keeps its connection busy, so it has a connection of its own.
@@ -356,3 +357,9 @@ def _concurrency_of(handler: Handler) -> int:
     if handler.in_batches:
         return handler.batch_size
     return handler.concurrency if handler.is_async else 1
+
+
+def _run_limit_of(handler: Handler, policy: WorkerPolicy) -> int:
+    """How many messages run at once, at most."""
+    runs = handler.concurrency if handler.is_async else policy.threads
+    return runs * handler.batch_size if handler.in_batches else runs

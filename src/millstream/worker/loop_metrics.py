@@ -19,6 +19,8 @@ _OF_HANDLERS = (
     m.HANDLER_SECONDS, m.COMMIT_SECONDS, m.AGE_SECONDS,
 )  # fmt: skip
 """The counters and histograms that have the label `handler` only."""
+_GAUGES = (m.IN_FLIGHT, m.IN_FLIGHT_BYTES, m.QUEUED, m.RUNNING, m.LONGEST_RUN, m.WAITING_FOR_RATE)
+"""The gauges that are 0 at the start."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +40,14 @@ class LoopMetrics:
     ):
         self.read = self.claimed = self.committed = self.dead = 0
         self.retried = self.refused = self.released = self.trimmed = self.parked = 0
-        self._is_poll_wanted = self._at_budget = False
+        self._is_poll_wanted = self._at_budget = self._waits_for_rate = False
         self._full_warning = Every(_WARN_EVERY_MS)
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
         init_series(metrics, *_OF_HANDLERS, handler=handler)
+        for gauge in _GAUGES:
+            metrics.set(gauge, 0, handler=handler)
         for reason in get_args(Reason):
             init_series(metrics, m.DEAD_LETTERED, handler=handler, reason=reason)
         init_series(metrics, m.DELAYED_MOVED, m.RECONNECTS)
@@ -141,7 +145,7 @@ class LoopMetrics:
         self._metrics.count(m.REFUSED, count, handler=self._handler)
 
     def count_released(self, count: int) -> None:
-        """Count messages released when the loop stopped."""
+        """Count messages released uncommitted: the loop stops, its breaker opened, or other workers may have time for them."""
         self.released += count
         if count:
             self._metrics.count(m.RELEASED, count, handler=self._handler)
@@ -150,6 +154,22 @@ class LoopMetrics:
         """Set how many messages are in flight and buffered."""
         self._metrics.set(m.IN_FLIGHT, in_flight, handler=self._handler)
         self._metrics.set(m.QUEUED, buffered, handler=self._handler)
+
+    def set_runs(self, runs: Sequence[Delivery], now_ms: float) -> None:
+        """Set how many messages run, and how long the longest of them has been running; `now_ms`: of the loop's clock."""
+        longest_ms = max((now_ms - one.state_since_ms for one in runs), default=0.0)
+        self._metrics.set(m.RUNNING, len(runs), handler=self._handler)
+        self._metrics.set(m.LONGEST_RUN, max(0.0, longest_ms) / 1000, handler=self._handler)
+
+    def set_run_limit(self, limit: int) -> None:
+        """Set how many messages may run at once."""
+        self._metrics.set(m.RUNNING_LIMIT, limit, handler=self._handler)
+
+    def set_waiting_for_rate(self, waits: bool) -> None:
+        """Set whether reads of a stream wait for the handler's rate. Called before every read."""
+        if waits != self._waits_for_rate:
+            self._waits_for_rate = waits
+            self._metrics.set(m.WAITING_FOR_RATE, waits, handler=self._handler)
 
     def set_bytes_in_flight(self, size: int, budget: int, *, at_budget: bool) -> None:
         """Set the bytes in flight; `at_budget`: whether the budget allows no further fetch."""

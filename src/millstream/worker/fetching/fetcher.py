@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from millstream.delivery.reliable_stream import ReliableStream
@@ -36,10 +36,16 @@ class Fetcher(ABC, Generic[S_co]):
     def refresh(self) -> None:
         """Poll all streams afresh: streams were joined again, or a reply was lost."""
 
+    def _acquire_permit(self, streams: Sequence[ReliableStream]) -> Permit:
+        """Return a permit for those of `streams` that may be read now, which may be none."""
+        permit = self._rate_limiter.acquire(streams)
+        self._loop_metrics.set_waiting_for_rate(self._rate_limiter.is_waiting)
+        return permit
+
     def _await_permit(self, stopping: threading.Event) -> Permit | None:
         """Return a permit for at least one of the streams; None, after a while, if no stream may be read."""
         self._loop_metrics.on_poll_wanted()
-        permit = self._rate_limiter.acquire([one for one in list(self._streams.values()) if one.readable])
+        permit = self._acquire_permit([one for one in list(self._streams.values()) if one.readable])
         if permit.streams:
             return permit
         self._loop_metrics.on_idle()

@@ -46,7 +46,7 @@ class PipelinedKeyFetcher(LeaseFetcher):
             self._block(now_ms)
             return
         streams = self._affordable(due, now_ms)
-        permit = self._rate_limiter.acquire([one for one in streams if one.readable])
+        permit = self._acquire_permit([one for one in streams if one.readable])
         names = set(permit.streams)
         for stream in streams:
             if stream.stream not in names:

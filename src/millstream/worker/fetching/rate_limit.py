@@ -32,6 +32,7 @@ class RateLimiter:
         self._clock = clock
         self._reserved: dict[str, int] = defaultdict(int)
         self._due_ms: dict[str, float] = {}
+        self._last_due_ms = float("-inf")
 
     def acquire(self, streams: Sequence[ReliableStream]) -> Permit:
         """Return a permit for those of `streams` that may be read now. Raises RedisError."""
@@ -42,6 +43,7 @@ class RateLimiter:
                 count = reservation_size(self._rate)
                 wait_ms = stream.reserve_rate(self._rate, count)
                 self._due_ms[stream.stream] = self._clock.monotonic_ms() + wait_ms
+                self._last_due_ms = max(self._last_due_ms, self._due_ms[stream.stream])
                 self._reserved[stream.stream] = count
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}
         ready = [name for name, wait_ms in waits_ms.items() if wait_ms <= 0]
@@ -50,6 +52,11 @@ class RateLimiter:
             min((self._reserved[name] for name in ready), default=0),
             min((wait_ms for wait_ms in waits_ms.values() if wait_ms > 0), default=float("inf")),
         )
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while a stream that was asked for may not be read yet."""
+        return self._last_due_ms > self._clock.monotonic_ms()
 
     def consume(self, stream: str, count: int) -> None:
         """Note that `count` entries of a stream were read."""

@@ -107,6 +107,7 @@ class Maintenance(Generic[S]):
         """Renew, record progress, check time limits, and report figures, once."""
         self._renewer.release_surplus()
         unavailable = self._maintain_all()  # perhaps of one node only: the time limits hold all the same
+        self._loop_metrics.set_runs(self._in_flight.runs, self._clock.monotonic_ms())
         self._check_time_limits()
         self._report()
         if unavailable is not None:
