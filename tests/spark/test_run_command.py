@@ -15,6 +15,7 @@ from tests.support.commandline import run
 from tests.support.drivers import Driver
 from tests.support.urls import PASSWORD, contains_password
 from tests.support.waiting import eventually
+from tests.support.webhooks import webhook
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers]
 
@@ -101,20 +102,30 @@ def test_the_error_names_settings_that_spark_cannot_start_with(
     assert message in refused.err
 
 
-def test_neither_debug_nor_a_logger_of_the_app_shows_the_password_or_the_token_of_the_gateway(
+def test_a_run_alerts_of_dead_letters_and_neither_debug_nor_a_logger_shows_a_password_or_a_token(
     millstream_fresh_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """py4j logs every call that it makes, with the options of sources and the word by which it logs in to Java."""
+    """py4j logs every call that it makes, with the options of sources and the word by which it logs in to Java.
+
+    A message without its key becomes a dead letter, of which the run alerts; the URL of the webhook is a secret, too.
+    """
     (tmp_path / "talker.py").write_text(
         SLEEPER + "import logging\nlogging.getLogger('py4j').setLevel(logging.DEBUG)\n"
         "for name in ('java_gateway', 'clientserver'):\n    logging.getLogger(f'py4j.{name}').setLevel(logging.DEBUG)\n"
     )
     millstream_fresh_server.call("XADD", "in", "*", "k", "1")
+    millstream_fresh_server.call("XADD", "in", "*", "without", "a key")
     millstream_fresh_server.call("CONFIG", "SET", "requirepass", PASSWORD)
     url = millstream_fresh_server.url.replace("://", f"://:{PASSWORD}@")
-    ended = run("--debug", "run", str(tmp_path / "talker.py"), "--once", "--checkpoint", str(tmp_path / "cp"), url=url)
+    with webhook() as hook:
+        ended = run(
+            "--debug", "run", str(tmp_path / "talker.py"), "--once", "--checkpoint", str(tmp_path / "cp"),
+            "--alert-url", hook.url, url=url,
+        )  # fmt: skip
     assert ended.code == 0, ended.err
-    assert "1 processed" in ended.err
+    assert hook.received == [{"events": 1, "summaries": [{"app": "app", "handler": "nap", "dead": 1}]}]
+    assert "stopped: 1 processed, 1 dead letter" in ended.err
+    assert "token=secret" not in ended.err
     assert "Command to send: A\\n***" in ended.err  # it has been logged, so there was something to hide
     assert re.search(r"option\\nsurl\\nsredis://:\*\*\*@127\.0\.0\.1", ended.err)
     assert not contains_password(ended.out + ended.err)
