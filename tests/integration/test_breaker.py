@@ -9,11 +9,14 @@ import pytest
 from millstream import Breaker, Message, Reject, Retry, State
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.pause import Pause
+from millstream.delivery.reliable_stream import ReliableStream
+from millstream.handlers.attempt import DeadLettered
 from millstream.handlers.handler import Handler
 from millstream.observability import metrics as m
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
+from millstream.worker.settling.breaker import HandlerBreaker
 from tests.support.commandline import call
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, dead, double, figure, fill, make, outputs, working
@@ -110,6 +113,61 @@ def test_the_breaker_opens_for_all_processes_and_again_if_nothing_was_fixed(clie
         eventually(lambda: len(one._in_flight) == len(two._in_flight) == 0, "the end of what was in flight")
         assert len(dead(client)) <= first + 2 * 20
     assert client.execute("XLEN", "in") == BACKLOG
+
+
+def breaker_on(client: Client, *names: str) -> tuple[HandlerBreaker, list[ReliableStream], Callable[[int], None]]:
+    """A breaker on several streams, and a function that shows it so many dead letters."""
+    breaker = HandlerBreaker(make(fails, breaker=Breaker(first=20), retry=Retry(attempts=1)), "w1")
+    streams = [ReliableStream(client, name, app="app", handler="handle", consumer="w1") for name in names]
+    for stream in streams:
+        stream.join()
+    fill(client, 1, names[0])
+    (delivery,) = streams[0].fetch(count=1)
+
+    def die(count: int) -> None:
+        for _ in range(count):
+            breaker.admits(delivery, DeadLettered("failed", "KeyError", place="shop.py:7"))
+
+    return breaker, streams, die
+
+
+def follow(breaker: HandlerBreaker, stream: ReliableStream) -> bool:
+    before = stream.pause
+    stream.refresh()
+    return breaker.follow(stream, before)
+
+
+def test_resuming_one_of_several_paused_streams_begins_the_window_anew_and_resuming_the_others_does_not(
+    client: Client,
+) -> None:
+    breaker, streams, die = breaker_on(client, "in", "other")
+    store = CommitStore(client, app="app", handler="handle")
+    die(20)
+    assert breaker.is_open()
+    for _ in range(2):
+        assert [follow(breaker, stream) for stream in streams] == [False, False]
+    assert store.paused_streams(["in", "other"]).keys() == {"in", "other"}
+    store.set_paused(["in"], paused=False)
+    assert follow(breaker, streams[0])
+    assert not breaker.is_open()
+    die(19)
+    assert not breaker.is_open(), "the window began anew"
+    store.set_paused(["other"], paused=False)
+    assert follow(breaker, streams[1])
+    die(1)
+    assert breaker.is_open(), "what came before the second stream was resumed still counts"
+
+
+def test_the_end_of_an_operators_pause_does_not_begin_the_window_anew(client: Client) -> None:
+    breaker, streams, die = breaker_on(client, "in")
+    store = CommitStore(client, app="app", handler="handle")
+    die(19)
+    store.set_paused(["in"], paused=True)
+    assert not follow(breaker, streams[0])
+    store.set_paused(["in"], paused=False)
+    assert follow(breaker, streams[0])
+    die(1)
+    assert breaker.is_open()
 
 
 def test_the_breaker_opens_when_nearly_all_of_the_last_messages_fail_though_many_were_good(client: Client) -> None:

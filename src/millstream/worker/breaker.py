@@ -30,6 +30,7 @@ class HandlerBreaker:
         self._window = self._routed = BreakerWindow(Breaker())
         self._reset()
         self._opened: Pause | None = None
+        self._ended: Pause | None = None
         self._stored: set[str] = set()
         self._paused: set[str] = set()  # by an operator
         self._reported: Pause | None = None
@@ -106,9 +107,14 @@ class HandlerBreaker:
             return False
         if before is None and opened is None:
             return False
+        ended = opened or before
+        # One opening pauses all streams: the window begins anew when the first of them is resumed, and not with each.
+        # What an operator has paused says nothing of the deployment.
+        if ended is not None and ended.by == "breaker" and ended != self._ended:
+            self._ended = ended
+            self._reset()
         self._stored.clear()
         self._paused.discard(stream.stream)
-        self._reset()
         self._opened = None
         logger.warning("%s is resumed on %s", self._label, stream.stream)
         return True
