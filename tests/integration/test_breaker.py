@@ -16,7 +16,7 @@ from millstream.observability import metrics as m
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from millstream.worker.settling.breaker import HandlerBreaker
+from millstream.worker.breaker import HandlerBreaker
 from tests.support.commandline import call
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, dead, double, figure, fill, make, outputs, working

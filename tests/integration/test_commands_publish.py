@@ -119,6 +119,36 @@ def test_the_error_names_a_malformed_line_and_the_lines_before_it_are_published(
     assert client.execute("XLEN", "s") == before
 
 
+def test_one_entry_is_published_from_fields_on_the_command_line(client: Client) -> None:
+    done = call("publish", "s", "customer=ann", "amount=10", "url=http://a/b=c", "empty=", "raw=\udcff", url=client.url)
+    assert done.code == 0
+    expected = [b"customer", b"ann", b"amount", b"10", b"url", b"http://a/b=c", b"empty", b"", b"raw", b"\xff"]
+    assert entries(client) == [expected]
+    assert done.out.startswith(f"1 entry ({len(b''.join(expected))} bytes) published to s in ")
+    assert call("publish", "s", "n=1", "--in", "1h", "--json", url=client.url).json()["delay_ms"] == 3_600_000
+    assert len(entries(client)) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (("a=1", "b"), "'b' is not a field: write NAME=VALUE"),
+        (("a=1", "=2"), "'=2' is not a field"),
+        (("=2",), "'=2' is not a field"),
+        (("a=1", "a=2"), "'a=2': this name is given twice"),
+        (("x.csv", "a=1"), "give one file, or fields as NAME=VALUE, not 'a=1'"),
+        (("a=1", "--null", "NA"), "--format and --null are for files"),
+        (("./a=b.csv",), "cannot read './a=b.csv'"),
+    ],
+)
+def test_arguments_that_are_neither_a_file_nor_fields_are_wrong_usage(
+    client: Client, args: tuple[str, ...], complaint: str
+) -> None:
+    done = call("publish", "s", *args, url=client.url)
+    assert (done.code, client.execute("XLEN", "s")) == (2, 0)
+    assert complaint in done.err
+
+
 def test_a_file_that_cannot_be_read_is_wrong_usage(client: Client, tmp_path: Path) -> None:
     for file in (str(tmp_path / "none.csv"), str(tmp_path)):
         done = call("publish", "s", file, "--format", "csv", url=client.url)

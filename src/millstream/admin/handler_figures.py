@@ -38,13 +38,15 @@ class HandlerFigures:
 
     * `streams`, `paused`, `paused_by_breaker`: the number of its streams, and of those on which it is paused
     * `waiting`: messages that are not committed: unread, in key queues or in flight
-    * `in_flight`: those of them that workers have
+    * `in_flight`: those of them that workers have; `unread`: those that its group was not given yet
     * `oldest_ms`: age of the oldest of them, in milliseconds; None if there is none
     * `dead_letters`: dead letters by reason, one of REASONS
     * `delayed`: delayed messages
     * `keys`, `oldest_key_ms`: keys by state, one of STATES, and the greatest age of a first message among at most 100 of
       them on each stream
     * `look_ahead_used`: the used part of the look-ahead, on the stream where it is greatest
+    * `awaiting`: keys that wait until they have left another partition
+    * `delivered`: changes whenever its group is given an entry
     """
 
     streams: int = 0
@@ -52,12 +54,15 @@ class HandlerFigures:
     paused_by_breaker: int = 0
     waiting: int = 0
     in_flight: int = 0
+    unread: int = 0
     oldest_ms: int | None = None
     dead_letters: Counter[str] = field(default_factory=Counter)
     delayed: int = 0
     keys: Counter[str] = field(default_factory=Counter)
     oldest_key_ms: dict[str, int] = field(default_factory=dict)
     look_ahead_used: float = 0.0
+    awaiting: int = 0
+    delivered: int = 0
 
 
 @dataclass(slots=True)
@@ -105,6 +110,8 @@ def add_figures(client: Client, places: Sequence[HandlerKeys], figures: HandlerF
         figures.paused_by_breaker += pause is not None and pause.by == "breaker"
         figures.waiting += (one.lag.count or 0) + one.pending_count
         figures.in_flight += one.pending_count - one.queued_count
+        figures.unread += max(one.lag.count or 0, one.lag.is_partial)
+        figures.delivered ^= hash((one.keys.stream, one.group.get(b"last-delivered-id")))
         figures.delayed += one.delayed
         first = one.pending[1].decode() if one.pending[1] else one.lag.first_id
         if first is not None:
@@ -197,6 +204,7 @@ def _add_keys(client: Client, places: Sequence[HandlerKeys], figures: HandlerFig
         # A key that waits until it has left another partition is parked in Redis, but not for an operator.
         counts = (ready, leased, backing_off, max(0, parked - awaiting))
         figures.keys += Counter(dict(zip(STATES, counts, strict=True)))
+        figures.awaiting += awaiting
         names = (row[5], row[6], row[7], row[8][1][::2] if parked > awaiting and row[8] else ())
         for state, some in zip(STATES, names, strict=True):
             sampled += [(state, keys.queue(name)) for name in (some or ())[:_MOST_KEYS]]

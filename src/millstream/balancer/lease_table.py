@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from millstream.balancer.notifications import Lease, StreamAdded, StreamDisowned, StreamExpired, DisownCause
+from millstream.balancer.notifications import DisownCause, Lease, StreamAdded, StreamDisowned, StreamExpired
 
 if TYPE_CHECKING:
     from millstream.balancer.protocol import HeartbeatReply

@@ -51,7 +51,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "pause": ("millstream.cli.pause:pause", REPAIR, "Stop a handler's workers from reading new messages."),
     "resume": ("millstream.cli.pause:resume", REPAIR, "Resume a paused handler."),
     "forget": ("millstream.cli.forget:forget", REPAIR, "Remove what a handler or an app has left in Redis."),
-    "publish": ("millstream.cli.publish:publish", STREAMS, "Publish a CSV or JSON lines file to a stream."),
+    "publish": (
+        "millstream.cli.publish:publish",
+        STREAMS,
+        "Publish a CSV or JSON lines file, or one entry, to a stream.",
+    ),
     "delayed": ("millstream.cli.delayed:delayed", STREAMS, "List and cancel delayed messages."),
     "group": ("millstream.cli.group:group", STREAMS, "List and change consumer groups, and their pending entries."),
     "lease": ("millstream.cli.lease:lease", STREAMS, "List, add, release and remove the leased streams of a service."),

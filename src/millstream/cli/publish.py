@@ -1,13 +1,14 @@
-"""`millstream publish`: publishes the records of a file to a stream."""
+"""`millstream publish`: publishes the records of a file, or one entry, to a stream."""
 
 import os
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Protocol
+from functools import partial
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -34,7 +35,12 @@ _BY_SUFFIX = {".csv": Format.CSV, ".jsonl": Format.JSONL, ".ndjson": Format.JSON
 
 def publish(
     stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
-    file: Annotated[str, typer.Argument(help="The file; - for standard input.", metavar="[FILE]")] = "-",
+    source: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The file, or - for standard input; or the fields of one entry.", metavar="[FILE or NAME=VALUE...]"
+        ),
+    ] = None,
     format_: Annotated[
         Format | None, typer.Option("--format", help="Its format; default: by the file's suffix.")
     ] = None,
@@ -46,36 +52,77 @@ def publish(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Publish each record of a CSV file (first line: names) or of JSON lines as an entry of STREAM.
+    """Publish each record of a CSV file (first line: names) or of JSON lines as an entry of STREAM; or one entry.
 
     Entries are added in order, and once each, even if the connection breaks. With --in they are stored in Redis until
     they are due; a worker or pipeline that reads STREAM then moves them there.
     """
-    chosen = format_ or _format_of(file)
+    fields = _fields_of(source or ())
+    if fields is not None and (format_ is not None or null):
+        raise ConfigError("--format and --null are for files: leave them out, or give a file")
     began = time.monotonic()
     client = Client(url)
-    with _opened(file) as descriptor:
-        client.execute("PING")  # fail at once if Redis is unavailable from the start; --wait is for later outages
-        publisher = Publisher(client, stream, maxlen=maxlen, delay_ms=delay.ms, rate=rate, patience_ms=wait.ms)
-        with publisher, _progress(publisher, descriptor) as bar:
-            source = Input(descriptor, on_wait=publisher.flush, on_read=bar.read)
-            try:
-                for names, values in _READERS[chosen](source, frozenset(null or ())):
-                    publisher.add(names, values)
-                publisher.flush()
-            except MillstreamError as error:
-                _report_failure(error, publisher, file)
-                raise
+    opened = partial(_open_publisher, client, stream, maxlen=maxlen, delay_ms=delay.ms, rate=rate, patience_ms=wait.ms)
+    if fields is None:
+        publisher, count = _publish_file(opened, source[0] if source else "-", format_, frozenset(null or ()))
+    else:
+        publisher, count = _publish_fields(opened, fields)
     client.close()  # not in a `with`: an interrupt must not wait for a batch in progress
     seconds = time.monotonic() - began
     rate_reached = publisher.entries / seconds
     if as_json:
-        figures = {"entries": publisher.entries, "bytes": source.count, "seconds": round(seconds, 3)}
+        figures = {"entries": publisher.entries, "bytes": count, "seconds": round(seconds, 3)}
         print_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay.ms})
     else:
         what = pluralize(publisher.entries, "entry", "entries")
         where = f"published to {stream}" + (f", due in {delay}," if delay else "")
-        print_line(f"{what} ({format_size(source.count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
+        print_line(f"{what} ({format_size(count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
+
+
+def _fields_of(given: Sequence[str]) -> dict[bytes, bytes] | None:
+    """The fields of one entry, byte for byte as they were given; None if a file is given. Raises ConfigError."""
+    if not given or "=" not in given[0].partition("/")[0]:  # ./a=b.csv is a file
+        if len(given) > 1:
+            raise ConfigError(f"give one file, or fields as NAME=VALUE, not {given[1]!r}")
+        return None
+    fields: dict[bytes, bytes] = {}
+    for one in given:
+        name, separator, value = os.fsencode(one).partition(b"=")
+        if not (name and separator):
+            raise ConfigError(f"{one!r} is not a field: write NAME=VALUE, such as amount=10")
+        if name in fields:
+            raise ConfigError(f"{one!r}: this name is given twice")
+        fields[name] = value
+    return fields
+
+
+def _open_publisher(client: Client, stream: str, **options: Any) -> Publisher:
+    client.execute("PING")  # fail at once if Redis is unavailable from the start; --wait is for later outages
+    return Publisher(client, stream, **options)
+
+
+def _publish_fields(opened: Callable[[], Publisher], fields: Mapping[bytes, bytes]) -> tuple[Publisher, int]:
+    """Publish one entry; return the publisher, and the bytes of its names and values."""
+    with opened() as publisher:
+        publisher.add(list(fields), list(fields.values()))
+    return publisher, sum(map(len, (*fields, *fields.values())))
+
+
+def _publish_file(
+    opened: Callable[[], Publisher], file: str, format_: Format | None, nulls: Collection[str]
+) -> tuple[Publisher, int]:
+    """Publish each record of a file; return the publisher, and the bytes read."""
+    chosen = format_ or _format_of(file)
+    with _opened(file) as descriptor, opened() as publisher, _progress(publisher, descriptor) as bar:
+        source = Input(descriptor, on_wait=publisher.flush, on_read=bar.read)
+        try:
+            for names, values in _READERS[chosen](source, nulls):
+                publisher.add(names, values)
+            publisher.flush()
+        except MillstreamError as error:
+            _report_failure(error, publisher, file)
+            raise
+    return publisher, source.count
 
 
 def _format_of(file: str) -> Format:

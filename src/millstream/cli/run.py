@@ -22,7 +22,7 @@ from millstream.cli.log_output import finish_logging
 from millstream.cli.metrics_server import new_recorder, serve_metrics
 from millstream.cli.options import Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
-from millstream.cli.terminal import has_message_format, print_message
+from millstream.cli.terminal import has_message_format, print_message, with_time
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, SessionEnded, install_hint
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
@@ -96,7 +96,7 @@ class Progress:
             if "committed" in event:
                 event = {**event, "processed": _processed(event)}
             if self._as_json:
-                print(json.dumps(event), flush=True)
+                print(json.dumps({**event, "at_ms": time.time_ns() // 1_000_000}), flush=True)
             elif words := escape_line(redact_text(self._describe(event))):
                 self._print(words)
 
@@ -113,7 +113,7 @@ class Progress:
                 if self._live:
                     self._live.update(line, refresh=True)
                 else:
-                    self._print(line)
+                    self._print(with_time(line))
             self._shown, self._shown_at = dict(self._total), now
 
     def _print(self, line: str) -> None:

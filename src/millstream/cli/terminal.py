@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Any
 
 from millstream.errors import ConfigError
 from millstream.redis_client.escaping import escape_line, escape_lines
+from millstream.redis_client.formats import format_time
 from millstream.redis_client.redaction import redact_text
 
 
@@ -53,6 +55,11 @@ def has_message_format() -> bool:
 def print_message(text: str) -> None:
     """Print a one-line message for the user to stderr."""
     print_message_text(escape_line(text))
+
+
+def with_time(text: str) -> str:
+    """A line of figures with the present time before it, unless messages have a format that adds the time."""
+    return text if has_message_format() else f"{format_time(time.time() * 1000)}  {text}"
 
 
 def print_message_text(text: str) -> None:

@@ -20,8 +20,9 @@ from millstream.cli.log_output import settings as log_settings
 from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
 from millstream.cli.options import Duration, Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
-from millstream.cli.terminal import print_json, print_message
+from millstream.cli.terminal import print_json, print_message, with_time
 from millstream.cli.worker_child import WorkerJob
+from millstream.cli.worker_once import stopped_when_drained
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.metrics import Recorder
 from millstream.redis_client import DEFAULT_URL
@@ -55,6 +56,7 @@ FrozenAfter = Annotated[
     ),
 ]
 StopTimeout = Annotated[Duration, duration("--stop-timeout", "Time that a stop waits for running messages.")]
+Once = Annotated[bool, typer.Option("--once", help="Process what is there, then end.")]
 Trim = Annotated[bool, typer.Option("--trim", help="Trim entries that no consumer group needs any more.")]
 _LINE_INTERVAL_S = 5.0
 _TIMEOUT_MS = 3_000
@@ -75,6 +77,7 @@ def worker(
     frozen_after: FrozenAfter = None,
     stop_timeout: StopTimeout = Duration("25s"),
     trim: Trim = False,
+    once: Once = False,
     alert_url: AlertUrl = "",
     alert_command: AlertCommand = "",
     metrics_address: MetricsAddress = "",
@@ -114,9 +117,10 @@ def worker(
             warn_of_data_loss(client)
             if app.stages:
                 print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
-            lines.started(app.name, processes, metrics_url)
-            supervisor.run(stopping)
-            lines.finished()
+            with stopped_when_drained(url, handlers, stopping, once=once):
+                lines.started(app.name, processes, metrics_url)
+                supervisor.run(stopping)
+                lines.finished()
 
 
 def _program(target: str, settings: WorkerSettings, reports: bool, launch: Launch) -> Program:
@@ -199,7 +203,7 @@ class _SupervisorOutput:
         )  # fmt: skip
         if line and line != self._shown:
             self._shown = line
-            print_message(line)
+            print_message(with_time(line))
 
 
 def _summed(handlers: Mapping[str, Mapping[str, int]]) -> Counter[str]:

@@ -6,6 +6,7 @@ The process reads its job, a line of JSON, from standard input. The input stays 
 import io
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -120,7 +121,8 @@ def _figure_writer(
     pipe = os.fdopen(report_to, "wb")  # buffered, as one system call need not write a long line as a whole
 
     def write(figures: Mapping[str, Mapping[str, int]]) -> None:
-        line: dict[str, Any] = {"event": "figures", "pid": os.getpid(), "handlers": figures}
+        at_ms = time.time_ns() // 1_000_000
+        line: dict[str, Any] = {"event": "figures", "at_ms": at_ms, "pid": os.getpid(), "handlers": figures}
         if report is not None:
             line["report"] = report()
         with suppress(BrokenPipeError):  # the supervisor has died; the end of standard input ends this process
