@@ -10,6 +10,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import Outcome, call, ended, running
+from tests.support.json_reference import check_events
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
@@ -213,6 +214,7 @@ def test_tail_reports_a_gap_at_its_position(client: Client, form: tuple[str, ...
         err = ended(process).err
     assert b"1-1" in shown[-1]
     if form:
+        check_events("tail", [json.loads(shown[0])])
         assert json.loads(shown[0]) == {
             "event": "gap", "stream": "s", "after": "5-1", "reason": "recreated", "missed": None
         }  # fmt: skip

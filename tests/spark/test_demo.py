@@ -15,6 +15,7 @@ import pytest
 
 from millstream.demo.flights import load_flights
 from tests.support.commandline import PROGRAM
+from tests.support.json_reference import faults, sections
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 FLIGHTS = 10_000
@@ -42,6 +43,7 @@ class Demo:
         stdout, _ = self.process.communicate(timeout=FAIL_SAFE_S)
         assert self.process.returncode == 0, self.said.read_text()
         report: dict[str, Any] = json.loads(stdout)
+        assert faults(sections()["demo"], report) == []
         return report
 
     def family(self) -> list[psutil.Process]:

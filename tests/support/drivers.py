@@ -11,6 +11,7 @@ from typing import Any, Self
 import psutil
 
 from tests.support.commandline import PROGRAM
+from tests.support.json_reference import check_events
 from tests.support.processes import await_end, descendants
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -33,9 +34,11 @@ class Driver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._process is not None and self.alive:
             self.kill()
+        if error is None:
+            check_events("run", self.events)
 
     def start(self, *options: str) -> None:
         """Start the process, with further options; its stderr goes to a file in the folder."""

@@ -1,0 +1,255 @@
+"""Every command prints with --json what docs/reference/json.md says, and the page says nothing else."""
+
+import json
+import signal
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.balancer import Balancer, BalancerPolicy, StreamAdded
+from millstream.delivery.long_runs import LongRun, report_long_runs
+from millstream.delivery.restarts import Restart, record_restart
+from millstream.producer.bulk import Publisher
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from scripts.command_reference import all_commands
+from tests.support.commandline import call, start
+from tests.support.json_reference import faults, sections, seen
+from tests.support.processes import end
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("json_reference")]
+
+APP = """
+from millstream import App, Message, Retry, State
+
+app = App("shop")
+
+@app.handler("orders", key="customer", into="totals", retry=Retry(attempts=1, then="park"))
+def total(message: Message, state: State) -> dict[str, object]:
+    if message.fields["customer"] == b"mad":
+        raise RuntimeError("gateway says no")
+    state["n"] = state.get("n", 0) + 1
+    return {"n": state["n"]}
+
+@app.handler("orders", retry=Retry(attempts=1))
+def plain(message: Message) -> None:
+    if message.fields["customer"] == b"bad":
+        raise RuntimeError("broken")
+
+@app.handler("bills", key="customer", partitions=2)
+def bill(message: Message) -> None: ...
+
+def consume(message: Message) -> None: ...
+"""
+
+ELSEWHERE = {
+    "run": "tests/support/drivers.py compares the events of every run",
+    "tail": "tests/integration/test_commands_tail.py compares a gap",
+    "demo": "tests/spark/test_demo.py compares what it prints",
+}
+"""Commands with sections that other tests compare, and where."""
+
+NOT_SHOWN = {
+    "info": {"problems[]"},  # a Redis that refuses writes; test_commands_info has one
+    "state list": {"damaged"},  # test_commands has one
+    "delayed list": {"problem"},  # forged data: test_hostile_clients
+    "dlq list": {"pairs[][]", "fields.*"},  # forged data: test_forged_dead_letters
+    "dlq show": {"pairs[][]"},
+    "group delete-consumer": {"gone[]"},  # entries that were deleted meanwhile: test_commands_groups
+    "group claim": {"deleted[]"},
+}
+"""Fields that are rare, which the commands below do not show."""
+
+
+class _Outputs:
+    """What commands have printed, by section of the page."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.values: dict[str, list[Any]] = defaultdict(list)
+
+    def run(self, section: str, *args: str, code: int = 0) -> list[Any]:
+        """Run the command of a section, with these arguments."""
+        shown = call(*section.replace(" --count", "").split(), *args, "--json", url=self._url)
+        assert shown.code == code, (section, shown)
+        found = shown.json_lines()
+        assert found, (section, shown)
+        self.values[section] += found
+        return found
+
+    def service(self, section: str, *args: str) -> None:
+        """Start a service, wait for its first event, and end it."""
+        process = start(section, *args, "--json", url=self._url, stderr=subprocess.DEVNULL)
+        assert process.stdout is not None
+        with process.stdout as lines:
+            self.values[section].append(json.loads(lines.readline()))
+            process.send_signal(signal.SIGTERM)
+            self.values[section] += [json.loads(line) for line in lines]
+        assert process.wait(FAIL_SAFE_S) == 0
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, list[Any]]]:
+    """What each command prints, with a worker at work and after it."""
+    folder = tmp_path_factory.mktemp("json")
+    app = folder / "json_reference_app.py"
+    app.write_text(APP)
+    with EmbeddedServer(port=0) as server, Client(server.url) as client:
+        found = _Outputs(server.url)
+        _publish(found, client, folder)
+        worker = start(
+            "worker", str(app), "--json", "--name", "w", "--metrics-address", "0", url=server.url, stderr=None
+        )
+        try:
+            eventually(
+                lambda: '"parked":1' in call("key", "list", "--count", "--json", url=server.url).out, "a parked key"
+            )
+            eventually(lambda: '"dead_letters":1' in call("info", "--json", url=server.url).out, "a dead letter")
+            _show(found, client)
+            worker.send_signal(signal.SIGTERM)
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                event = json.loads(line)
+                found.values[f"worker: {event['event']}"].append(event)
+        finally:
+            end(worker)
+        steps: tuple[Callable[[_Outputs, Client], None], ...] = (
+            _repair,
+            _change_groups,
+            _change_leases,
+            _change_partitions,
+        )
+        for step in steps:
+            step(found, client)
+        found.run("check", str(app), "--newest", "--yes", code=1)
+        found.run("acl", "worker")
+        found.run("forget", "shop.plain", "--dry-run")
+        _services(found, app, folder)
+        yield found.values
+
+
+def _publish(found: _Outputs, client: Client, folder: Path) -> None:
+    for customer in ("ann", "bob", "mad", "mad", "bad"):
+        client.execute("XADD", "orders", "*", "customer", customer, "raw", b"\xff")
+    file = folder / "lines.jsonl"
+    file.write_text('{"a": 1}\n')
+    found.run("publish", "p", str(file))
+    client.execute("XADD", "p", "*", "twice", "1", "twice", "2")
+    found.run("tail", "p", "--no-follow")
+    found.run("publish", "p", str(file), "--in", "1h")
+    with Publisher(client, "p", delay_ms=3_600_000) as publisher:
+        publisher.add(["twice", "twice"], ["1", "2"])
+    first, *_ = found.run("delayed list", "p")
+    found.run("delayed cancel", "p", first["id"], "--yes")
+
+
+def _show(found: _Outputs, client: Client) -> None:
+    record_restart(client, "shop", Restart(worker="w-0", incarnation="i", cause="was killed by signal 9"))
+    run = LongRun(
+        handler="shop.total", stream="orders", id="1-1", key="ann", worker="w-0", started_ms=1, time_limit_ms=300_000
+    )
+    report_long_runs(client, "shop", [run])
+    client.execute("XGROUP", "CREATE", "orders", "others", "0")
+    client.execute("XREADGROUP", "GROUP", "others", "me", "STREAMS", "orders", ">")
+    found.run("info")
+    found.run("info", "--over", "100ms")
+    found.run("key list")
+    found.run("key list --count", "--count")
+    found.run("key show", "shop.total", "mad")
+    found.run("doctor")
+    client.execute("XGROUP", "DESTROY", "orders", "others")
+
+
+def _repair(found: _Outputs, client: Client) -> None:
+    letter, *_ = found.run("dlq list")
+    found.run("dlq list --count", "--count")
+    found.run("dlq show", letter["letter_id"])
+    found.run("dlq redrive", letter["letter_id"], "--yes")
+    found.run("dlq purge", "--all", "--yes")
+    found.run("state show", "shop.total", "ann")
+    found.run("state list", "shop.total")
+    found.run("state reset", "shop.total", "ann", "--yes")
+    found.run("pause", "shop.total")
+    found.run("info")
+    found.run("key list --count", "--count", "shop.total")
+    found.run("resume", "shop.total")
+    found.run("key park", "shop.total", "bob")
+    found.run("key skip", "shop.total", "mad", "--yes")
+    found.run("key unpark", "shop.total", "mad")
+    found.run("key unpark", "shop.total", "--all", "--yes")
+
+
+def _change_groups(found: _Outputs, client: Client) -> None:
+    found.run("group list", "orders")
+    found.run("group create", "orders", "g", "--after", "earliest")
+    client.execute("XREADGROUP", "GROUP", "g", "c1", "STREAMS", "orders", ">")
+    found.run("group consumers", "orders", "g")
+    first, *_ = found.run("group pending", "orders", "g")
+    found.run("group pending --count", "orders", "g", "--count")
+    found.run("group claim", "orders", "g", "c2", first["id"], "--create")
+    found.run("group claim", "orders", "g", "c2", first["id"], "9-9", "--min-idle", "1h", code=1)
+    found.run("group delete-consumer", "orders", "g", "c2", "--transfer-to", "c1", "--yes")
+    client.execute("XGROUP", "CREATECONSUMER", "orders", "g", "c3")
+    found.run("group clean", "orders", "g", "--idle", "0s", "--yes")
+    found.run("group set-id", "orders", "g", "--after", "latest", "--yes")
+    found.run("group delete", "orders", "g", "--yes")
+
+
+def _change_leases(found: _Outputs, client: Client) -> None:
+    found.run("lease add", "calls", "call:1", "call:2")
+    with Balancer(client.url, "calls", consumer="me", policy=BalancerPolicy(lease_ms=300_000)) as balancer:
+        assert all(isinstance(balancer.next(FAIL_SAFE_S), StreamAdded) for _ in range(2))
+        found.run("lease list", "calls")
+        found.run("lease list --count", "calls", "--count")
+        found.run("lease release", "calls", "call:1", "--yes")
+        found.run("lease remove", "calls", "call:2", "--yes")
+        found.run("lease release", "calls", "call:9", "--yes", code=1)
+        found.run("lease remove", "calls", "call:9", "--yes", code=1)
+
+
+def _change_partitions(found: _Outputs, client: Client) -> None:
+    found.run("partition create", "bills", "2")
+    found.run("partition grow", "bills", "3", "--yes")
+    found.run("partition show", "bills")
+
+
+def _services(found: _Outputs, app: Path, folder: Path) -> None:
+    found.service("exporter", "--metrics-address", "0")
+    found.service("dev", "--data-dir", str(folder / "dev"), "--port", "0")
+    found.service("serve", "--insecure-no-token", "--port", "0", "--metrics-address", "0")
+    group = ("--ticket-stream", "s", "--concurrency-stream-group", "g")
+    found.service("master", *group, "--insecure-no-token", "--port", "0", "--metrics-address", "0")
+    nowhere = "http://127.0.0.1:1/api"
+    found.service(
+        "consumer", f"{app}:consume", *group, "--name", "c", "--port", "0",
+        "--master-register-api-url", f"{nowhere}/consumers/register",
+        "--master-acknowledge-api-url", f"{nowhere}/messages/acknowledge",
+    )  # fmt: skip
+
+
+def here() -> list[str]:
+    return [name for name in sections() if name.partition(":")[0] not in ELSEWHERE or name == "tail"]
+
+
+def test_the_page_has_a_section_for_every_command_with_json_and_no_other() -> None:
+    commands = {
+        " ".join(words) for words, one in all_commands() if any("--json" in option.opts for option in one.params)
+    }
+    counts = {
+        " ".join(words) for words, one in all_commands() if any("--count" in option.opts for option in one.params)
+    }
+    assert {name.partition(":")[0].removesuffix(" --count") for name in sections()} == commands
+    assert {name.removesuffix(" --count") for name in sections() if name.endswith(" --count")} == counts
+
+
+@pytest.mark.parametrize("name", here())
+def test_a_command_prints_what_the_page_says(name: str, outputs: Mapping[str, list[Any]]) -> None:
+    assert outputs.get(name), f"no test runs {name}"
+    assert [fault for value in outputs[name] for fault in faults(sections()[name], value)] == []
+    shown = set().union(*(seen(sections()[name], value) for value in outputs[name]))
+    assert sections()[name].paths.keys() - shown == NOT_SHOWN.get(name, set())
