@@ -26,7 +26,7 @@ from millstream import App, Message, Retry, State
 
 app = App("shop")
 
-@app.handler("orders", key="k", into="totals", retry=Retry(attempts=2, delay_ms=300, then="park"))
+@app.handler("orders", key="k", into="totals", retry=Retry(attempts=4, delay_ms=300, then="park"))
 def total(message: Message, state: State) -> dict[str, object]:
     if message.fields["k"] == b"bad":
         raise RuntimeError("gateway says no")
