@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import runpy
 import signal
 import sqlite3
 import subprocess
@@ -19,7 +18,7 @@ import prometheus_client
 import psycopg
 import pytest
 
-from millstream import App, Message, Reject, State
+from millstream import App, Message, State
 from millstream.balancer import Balancer, announce
 from millstream.delivery import DeadLetterFilter, DeadLetterQueue, DelayedMessages, ReliableStream
 from millstream.groups import Reader, ReadPolicy
@@ -219,13 +218,10 @@ def test_the_signatures_of_the_pages_declare_handlers() -> None:
 
 
 def test_the_inbox_of_the_page_books_a_payment_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BANK_DB", str(tmp_path / "bank.db"))
-    example = runpy.run_path(str(ROOT / "examples/inbox_sqlite.py"))
-    app = App("bank")
-    names = {**{name: example[name] for name in ("connect", "inbox", "Payment")}, "closing": closing, "Reject": Reject}
-    run_python("docs/exactly-once-sql.md", {**names, "app": app, "Message": Message}, only=[0])
+    monkeypatch.chdir(tmp_path)
+    module = run_python("docs/exactly-once-sql.md", only=[0])
     for _ in range(2):
-        run(app, "book", {"account": "ann", "cents": "500"})
+        run(module["app"], "book", {"account": "ann", "cents": "500"})
     with closing(sqlite3.connect(tmp_path / "bank.db")) as connection:
         assert connection.execute("SELECT * FROM accounts").fetchall() == [("ann", 500)]
 

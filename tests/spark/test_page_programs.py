@@ -1,6 +1,7 @@
 """The Python of the pages on Spark runs as it is printed, in the one session of these tests."""
 
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import prometheus_client
@@ -79,14 +80,24 @@ def test_the_columns_of_the_page_on_the_source_are_typed(shop: Bench) -> None:
     ]
 
 
+def test_the_amounts_of_the_page_on_the_source_are_decimals_and_are_written_as_they_are_read(shop: Bench) -> None:
+    shop.add_raw("orders", [["customer", "eve", "amount", "0.10"]])
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[2])["exact"]
+    assert [(row.customer, row.amount) for row in frame.where("customer = 'eve'").collect()] == [
+        ("eve", Decimal("0.10"))
+    ]
+    frame.write.format("redis-streams").options(url=shop.url, stream="copies").mode("append").save()
+    assert sorted(entry["amount"] for entry in entries(shop, "copies")) == ["0.10", "10.00", "5.00"]
+
+
 @pytest.mark.skipif(not HAS_FILTERS, reason="filters are pushed down since Spark 4.1")
 def test_the_filter_of_the_page_on_the_source_is_pushed_down(shop: Bench) -> None:
-    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[2])["hour"]
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[3])["hour"]
     assert frame.count() == 0, "no order is of that hour"
 
 
 def test_the_group_query_of_the_page_on_the_source_reads_the_group(shop: Bench) -> None:
-    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[3])["stream"]
+    frame = run_python("docs/spark-source.md", {"spark": shop.spark}, at(shop, "orders"), only=[4])["stream"]
     shop.client.execute("XGROUP", "CREATE", "orders", "billing", "0")
     assert len(shop.collect(frame).rows) == len(ORDERS)
     assert shop.groups("orders")["billing"]["pending"] == 0
@@ -94,7 +105,7 @@ def test_the_group_query_of_the_page_on_the_source_reads_the_group(shop: Bench) 
 
 def test_the_session_of_the_page_on_the_source_has_the_setting(shop: Bench) -> None:
     for value in ("121s", "120s"):  # the session had the latter before
-        spark = run_python("docs/spark-source.md", replaced={'"120s"': f'"{value}"'}, only=[4])["spark"]
+        spark = run_python("docs/spark-source.md", replaced={'"120s"': f'"{value}"'}, only=[5])["spark"]
         assert spark.conf.get("spark.python.authenticate.socketTimeout") == value
 
 

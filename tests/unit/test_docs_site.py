@@ -34,7 +34,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_every_relative_link_of_a_page_has_a_target() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", page.read_text())]
     assert len(links) > 100
     assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []

@@ -1,4 +1,4 @@
-"""Blocks of pages that are no Python: YAML parses, units and Dockerfiles have the lines that they need."""
+"""Blocks of pages that are no Python: YAML parses, units, Dockerfiles and nginx's files have the lines that they need."""
 
 import configparser
 import re
@@ -57,6 +57,20 @@ def test_the_unit_starts_a_command_that_millstream_understands_and_stops_it_in_o
     assert isinstance(stop_timeout.default, int | float)
     assert int(service["TimeoutStopSec"]) > stop_timeout.default
     assert (service["KillSignal"], service["KillMode"], service["Restart"]) == ("SIGTERM", "mixed", "always")
+
+
+def test_every_block_of_nginx_has_complete_lines_and_sections() -> None:
+    found = list(blocks("nginx"))
+    assert found
+    for page, text in found:
+        depth = 0
+        for line in (re.sub(r"\s*#.*", "", line).strip() for line in text.splitlines()):
+            assert not line or line.endswith((";", "{")) or line == "}", f"{page}: {line}"
+            depth += line.endswith("{") - (line == "}")
+            assert depth >= 0, f"{page}: {line}"
+        assert depth == 0, page
+        zones = set(re.findall(r"limit_conn (\w+)", text))
+        assert zones <= set(re.findall(r"zone=(\w+):", text)), page
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("dockerfile"), ids=lambda value: value if "/" in value[:40] else "")
