@@ -63,6 +63,8 @@ class App:
         * `concurrency`: how many messages of different keys, or how many batches, an async handler processes at once in
           each worker process or Spark task. Default 100
         * `time_limit_ms`: an attempt that takes longer fails; milliseconds, at most a week. Default 300,000
+        * `state_ttl_ms`: the state of a key expires so long after the last commit that changed it; milliseconds, at most
+          ten years; None (default): never. Needs Redis 7.4 or Valkey 9, or newer
         * `rate`: most messages a second of each stream, over all workers together; None for no limit (default)
         * `batch_size`, `batch_wait_ms`: for handlers of lists: most messages in a list, up to 1,000 (default 100), and
           how long the first of them waits for more, in milliseconds up to 60,000 (default 0)

@@ -2,6 +2,7 @@
 
 MillstreamError
 ├── ConfigError            the app file, an option or a URL is wrong; the message says what to change
+│   └── Incompatible       the server is too old for an option of a handler: nothing was read
 ├── ServerError            the embedded redis-server could not be started, reached or stopped
 ├── RedisError             Redis refused a command or is unreachable (translated in `redis_client.error_translation`)
 │   ├── Unavailable        away, loading, failing over or busy: retry later
@@ -43,6 +44,10 @@ class MillstreamError(Exception):
 
 class ConfigError(MillstreamError):
     """The app file, an option or a URL is wrong. The message is one line and says what to change."""
+
+
+class Incompatible(ConfigError):
+    """The server lacks a command that an option of a handler needs: it refuses to start on any of its streams."""
 
 
 class ServerError(MillstreamError):

@@ -60,6 +60,8 @@ class Publisher:
 class Worker:
     """Takes one step at a time, by the partition map that it saw last."""
 
+    state_ttl_ms: int | None = None
+
     def __init__(self, client: Client, name: str = "w1", *, app: str = "app", handler: str = "handle") -> None:
         self.client = client
         self.name = name
@@ -69,7 +71,8 @@ class Worker:
         self.refresh()
 
     def _new_moves(self, layout: PartitionMap) -> KeyMigration:
-        moves = KeyMigration(self.client, layout, app=self.app, handler=self.handler)
+        expires = self.state_ttl_ms is not None
+        moves = KeyMigration(self.client, layout, app=self.app, handler=self.handler, state_expires=expires)
         moves._refreshed_ms = float("-inf")
         return moves
 
@@ -83,6 +86,7 @@ class Worker:
                     self.client, name, queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
                     consumer=self.name, into="out", app=self.app, handler=self.handler,
                 )  # fmt: skip
+                stream.let_states_expire(self.state_ttl_ms)
                 stream.join()
                 stream.partition, stream.migration = place, self.moves
                 stream.forward = lambda *_: False

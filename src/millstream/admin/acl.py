@@ -48,6 +48,9 @@ _GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xin
 _TAKEOVER = f"{_QUEUES} {_GROUP} del hset xpending xrevrange"
 _COMPLETED = f"{_QUEUES} hincrby hlen hset lpop rename"
 _MAY_COMMIT = "hdel hincrby hset xadd"
+_MAY_EXPIRE = "hpexpire hpexpireat hpexpiretime"
+_EXPIRY = frozenset(_MAY_EXPIRE.split())
+"""Commands for states that expire. Redis 7.0 and Valkey 8 do not know them, and refuse a rule that names one."""
 _SERVICE = (
     "hdel hget hincrby hset lpush sadd scard srandmember srem time xack xadd xclaim xdel xgroup|create "
     "xgroup|delconsumer xpending xrange zrem"
@@ -60,14 +63,14 @@ SCRIPTS: Mapping[str, str] = {
     "keys/defer": f"{_QUEUES} {_GROUP} hlen hset lindex zadd",
     "keys/deferred_keys": _QUEUES,
     "keys/runnable_keys": f"{_QUEUES} {_GROUP} hlen zrangebyscore",
-    "partitions/import_keys": f"{_QUEUES} hset hsetnx",
+    "partitions/import_keys": f"{_QUEUES} hpexpireat hset hsetnx",
     "leases/heartbeat": f"{_SERVICE} exists get hexists hgetall hlen hsetnx incrby llen lpop lrange pexpire smembers xgroup|setid "
     "xinfo|groups xinfo|stream xlen xreadgroup zadd zrange zrangebyscore zscore",
-    "commit/begin_run": f"{_TAKEOVER} {_MAY_COMMIT} ltrim xack zadd",
+    "commit/begin_run": f"{_TAKEOVER} {_MAY_COMMIT} {_MAY_EXPIRE} ltrim xack zadd",
     "producer/cancel_delayed": "hdel zrem",
     "commit/checkpoint": f"{_GROUP} del hset time unlink xack xpending",
     "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",
-    "commit/commit": f"{_QUEUES} get hincrby hmget hset ltrim set type xack xadd xpending",
+    "commit/commit": f"{_QUEUES} get hincrby hmget hpexpire hset ltrim set type xack xadd xpending",
     "groups/count_entries": "xrange",
     "commit/count_dead_letters": "xrevrange",
     "groups/delete_consumer": "xclaim xgroup|delconsumer xinfo|consumers xpending",
@@ -84,8 +87,8 @@ SCRIPTS: Mapping[str, str] = {
     "keys/queued_keys": _QUEUES,
     "keys/lowest_queued_id": f"{_QUEUES} hlen hset lindex zcard",
     "commit/set_idle_time": "hget xclaim xpending",
-    "commit/join_workers": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
-    "partitions/export_keys": f"{_QUEUES} hmget xrange",
+    "commit/join_workers": f"{_TAKEOVER} {_MAY_COMMIT} {_MAY_EXPIRE} xack xgroup|setid",
+    "partitions/export_keys": f"{_QUEUES} hmget hpexpiretime xrange",
     "shared/hold_members": "pexpire time zadd zrem zremrangebyscore",
     "shared/hold_name": "del get pexpire pttl set",
     "producer/publish": "expire get hget hset hsetnx set time type xadd xlen zadd zcard",
@@ -144,14 +147,14 @@ class Role:
     app_keys: Sequence[str] = ()
     uses_services: bool = False
 
-    def commands(self, *, looking: bool) -> frozenset[str]:
-        """All its commands; `looking`: its streams are given by a pattern."""
+    def commands(self, *, looking: bool, state_ttl: bool = False) -> frozenset[str]:
+        """All its commands; `looking`: its streams are given by a pattern; `state_ttl`: states expire."""
         found = {*self.direct.split(), *self.optional.split(), *(("eval", "evalsha") if self.scripts else ())}
         for script in self.scripts:
             found.update(SCRIPTS[script].split())
         if self.scans == "always" or (looking and self.scans == "by pattern"):
             found.add("scan")
-        return frozenset(found - set(self.never_executed.split()))
+        return frozenset(found - set(self.never_executed.split()) - (set() if state_ttl else _EXPIRY))
 
 
 _HANDLERS = "{app}.*"
@@ -286,7 +289,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="hget hgetall hlen hmget hscan hvals lindex llen lrange time xack xinfo|consumers xpending xrange xread "
         "zmscore zrange",
         optional="info",
-        never_executed="get set",
+        never_executed="get set hpexpire hpexpireat hpexpiretime",
         writes=False,
         scans="never",
         stream_keys=(f"{MASTER}.*",),
@@ -314,7 +317,7 @@ ROLES: Mapping[RoleName, Role] = {
             "leases/end_leases",
             *_GROW,
         ),
-        direct="client|setname exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time unlink "
+        direct="client|setname exists hdel hget hgetall hlen hmget hpexpiretime hscan hset lindex llen lrange ping time unlink "
         "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
         "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zcard zmscore zrange",
         optional="client|tracking",
@@ -357,6 +360,7 @@ def acl_rule(
     services: Sequence[str] = (),
     cluster: bool = False,
     replicas: bool = False,
+    state_ttl: bool = False,
 ) -> AclRule:
     """The rights that `user` needs for all of `roles`.
 
@@ -367,6 +371,7 @@ def acl_rule(
       given, or for the role `leases` if no services are
     * `cluster`: include the commands of a client of Redis Cluster
     * `replicas`: include the commands of a Spark program that reads from replicas
+    * `state_ttl`: include the commands for handlers with `state_ttl_ms`, which Redis 7.4, Valkey 9 and newer know
 
     Raises ConfigError for invalid names.
     """
@@ -382,7 +387,7 @@ def acl_rule(
         serving = ANY if RoleName.LEASES in roles and not services else None
         keys |= dict.fromkeys(_service_keys(services, app or serving))
     for role in map(ROLES.__getitem__, roles):
-        commands |= role.commands(looking=looking)
+        commands |= role.commands(looking=looking, state_ttl=state_ttl)
         keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))
         keys |= dict.fromkeys(
             f"{_base(stream)}:{kind.format(app=named)}" for stream in streams for kind in role.stream_keys

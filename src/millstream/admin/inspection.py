@@ -124,6 +124,19 @@ def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator
             return
 
 
+def state_expiries(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> list[int | None]:
+    """When the state of each of these keys expires, in Unix milliseconds; None for never, or where there is no state.
+
+    None for all, too, where the server cannot let states expire, or this user may not ask. Raises RedisError.
+    """
+    commands = [("HPEXPIRETIME", to_wire(keys.state), "FIELDS", 1, key) for key in wanted]
+    found: list[int | None] = []
+    for reply in send_all(client, commands):
+        expires = isinstance(reply, list) and reply[0] >= 0
+        found.append(reply[0] if expires else None)
+    return found
+
+
 def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
     """Decode a state as stored in Redis. Raises DecodeError if it is damaged."""
     try:

@@ -34,6 +34,10 @@ def acl(
         bool,
         typer.Option("--replicas", help="For reads from replicas in Spark (readFrom): run the lines on replicas, too."),
     ] = False,
+    state_ttl: Annotated[
+        bool,
+        typer.Option("--state-ttl", help="For handlers with state_ttl_ms: Redis 7.4 or Valkey 9, or newer."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print ACL SETUSER lines with the minimal rights of each role. Changes nothing.
@@ -57,6 +61,7 @@ def acl(
             services=services,
             cluster=cluster,
             replicas=replicas,
+            state_ttl=state_ttl,
         )
         for name, some in users.items()
     ]

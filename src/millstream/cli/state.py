@@ -1,12 +1,20 @@
 """`millstream state`: shows, lists and resets the state of keys."""
 
 import json
+from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any
 
 import typer
 
-from millstream.admin.inspection import count_states, decode_state, list_states, read_state, reset_states
+from millstream.admin.inspection import (
+    count_states,
+    decode_state,
+    list_states,
+    read_state,
+    reset_states,
+    state_expiries,
+)
 from millstream.cli.handler_names import HandlerName, handler_on
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, print_text, truncate
@@ -14,7 +22,7 @@ from millstream.errors import DecodeError, MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
-from millstream.redis_client.formats import format_size, pluralize
+from millstream.redis_client.formats import format_size, format_time, pluralize
 
 Stream = Annotated[
     str | None,
@@ -38,6 +46,7 @@ def show(
     with Client(url) as client:
         keys = handler_on(client, handler, stream)
         found = read_state(client, keys, unescape(key))
+        (expires_ms,) = state_expiries(client, keys, [unescape(key)])
     if found is None:
         raise MillstreamError(
             f"{handler} has no state for {key} on {keys.stream}; see: millstream state list {handler}"
@@ -46,6 +55,8 @@ def show(
         print_json(json_value(found))
     else:
         print_text(json.dumps(json_value(found), indent=2))
+    if expires_ms is not None:
+        print_message(f"the state expires at {format_time(expires_ms)} unless a message changes it")
 
 
 @state.command("list")
@@ -59,17 +70,16 @@ def list_(
 ) -> None:
     """List keys with their state, in no order."""
     with Client(url) as client:
-        found = dict(islice(list_states(client, handler_on(client, handler, stream), match), limit + 1))
-    shown = sorted(found.items())[:limit]
+        keys = handler_on(client, handler, stream)
+        found = dict(islice(list_states(client, keys, match), limit + 1))
+        shown = sorted(found.items())[:limit]
+        expiries = state_expiries(client, keys, [key for key, _ in shown])
     if as_json:
-        for key, blob in shown:
-            print_json({"key": json_value(key), **_state_json(key, blob)})
+        for (key, blob), expires_ms in zip(shown, expiries, strict=True):
+            expiry = {} if expires_ms is None else {"expires_ms": expires_ms}
+            print_json({"key": json_value(key), **_state_json(key, blob), **expiry})
     else:
-        rows = [
-            (escape(key), format_size(len(blob)), truncate(json.dumps(_state_json(key, blob)["state"]), _SHOWN_CHARS))
-            for key, blob in shown
-        ]
-        print_table(("key", ">size", "+state"), rows)
+        _print_states(shown, expiries)
     if len(found) > limit:
         print_message("there are more keys; use --limit or --match to show them")
 
@@ -106,6 +116,17 @@ def reset(
     else:
         without = f", {len(wanted) - changed:,} had no state" if changed < len(wanted) else ""
         print_line(f"{pluralize(changed, 'key')} {'would be reset' if dry_run else 'reset'}{without}")
+
+
+def _print_states(shown: Sequence[tuple[bytes, bytes]], expiries: Sequence[int | None]) -> None:
+    """Print a row for each state; when it expires only where one of them does."""
+    expires = any(one is not None for one in expiries)
+    rows = []
+    for (key, blob), expires_ms in zip(shown, expiries, strict=True):
+        text = truncate(json.dumps(_state_json(key, blob)["state"]), _SHOWN_CHARS)
+        expiry = ("never" if expires_ms is None else format_time(expires_ms) or "-",) if expires else ()
+        rows.append((escape(key), format_size(len(blob)), *expiry, text))
+    print_table(("key", ">size", *(("expires",) if expires else ()), "+state"), rows)
 
 
 def _state_json(key: bytes, blob: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from millstream.delivery.effects import FAILED_SUFFIX, Effects, _order, _partition_bare
 from millstream.delivery.pause import Pause, parse_pause
-from millstream.errors import CommandFailed, ConfigError, StaleOwner
+from millstream.errors import CommandFailed, ConfigError, Incompatible, StaleOwner
 from millstream.model import EntryId
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
@@ -83,6 +83,7 @@ class CommitStore:
 
     `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. `consumer` is the
     name of a worker, which commits only entries that are pending with it; "" on Spark. `keyed`: the handler has a key.
+    `state_ttl_ms`: states expire so many milliseconds after the last commit that set them; None: never.
     Each method is one round trip per Redis node, however many streams it names, and may safely be repeated when its
     reply is lost. Each raises RedisError, and those that write raise StaleOwner if a newer run has begun.
     """
@@ -98,6 +99,7 @@ class CommitStore:
         into_maxlen: int | None = None,
         consumer: str = "",
         keyed: bool = False,
+        state_ttl_ms: int | None = None,
     ) -> None:
         self._client = client
         self._owner = (app, handler)
@@ -107,6 +109,7 @@ class CommitStore:
         self._group = HandlerKeys(app, handler, "").group
         self._worker = (self._group, consumer)
         self._keyed = keyed
+        self.state_ttl_ms = state_ttl_ms
 
     def with_token(self, token: int) -> "CommitStore":
         """Return the same store for the run that holds `token`."""
@@ -132,9 +135,9 @@ class CommitStore:
         """Raise the epoch of each stream to this run's token, and return how far each stream is committed.
 
         Also raises AccessDenied if the Redis user lacks a right that `commit` will need, and ConfigError if keys are
-        parked and the handler has none.
+        parked and the handler has none; and Incompatible if states are to expire and the server cannot let them.
         """
-        args = (self.token, self._group, "1" if self._keyed else "")
+        args = (self.token, self._group, "1" if self._keyed else "", self._expires)
         replies = self._run(BEGIN_RUN, [(self._script_keys(stream), args) for stream in streams])
         return {
             stream: CommittedPosition(
@@ -222,7 +225,7 @@ class CommitStore:
         bare, full = self._split_bare(units)
         args: list[Arg] = [self.token, *self._worker, call_number, len(bare), *[unit.last_id for unit in bare]]
         for unit in full:
-            args += unit.args(self._maxlen)
+            args += unit.args(self._maxlen, self.state_ttl_ms)
         return args
 
     def _split_bare(self, units: Sequence[Effects]) -> tuple[Sequence[Effects], Sequence[Effects]]:
@@ -262,9 +265,9 @@ class CommitStore:
 
         The first worker takes the stream over from Spark, or from workers of another `kind`, and begins at `start` if
         nothing was done before. Raises StaleOwner if it would take over from a run that began after `newest`, a server
-        time in microseconds.
+        time in microseconds; and as `begin_run` does.
         """
-        args = (self._group, start, kind, "" if newest is None else newest)
+        args = (self._group, start, kind, "" if newest is None else newest, self._expires)
         ((token, lost),) = self._run(JOIN_WORKERS, [(self._script_keys(stream), args)])
         return self.with_token(int(token)), bool(lost)
 
@@ -371,6 +374,10 @@ class CommitStore:
         """
         return script.command(self._script_keys(stream), args)
 
+    @property
+    def _expires(self) -> str:
+        return "" if self.state_ttl_ms is None else "1"
+
     def _script_keys(self, stream: str) -> tuple[str, ...]:
         return (*self.keys(stream).commit_keys, *self._into)
 
@@ -380,6 +387,11 @@ class CommitStore:
         except CommandFailed as error:
             if error.code == "STALE":
                 raise self._stale_owner() from error
+            if error.code == "NOEXPIRY":
+                raise Incompatible(
+                    f"{'.'.join(self._owner)} has state_ttl_ms, and this server cannot let the fields of a hash expire (HPEXPIRE): "
+                    "use Redis 7.4 or newer, or Valkey 9 or newer, or remove the option"
+                ) from error
             if error.code == "PARKED":
                 raise ConfigError(
                     f"{'.'.join(self._owner)} has parked keys, but the handler has no key: "

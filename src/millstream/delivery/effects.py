@@ -102,14 +102,16 @@ class Effects:
             size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
         return size
 
-    def args(self, maxlen: int) -> list[Arg]:
+    def args(self, maxlen: int, state_ttl_ms: int | None = None) -> list[Arg]:
         """Return its arguments for the commit script; output streams are trimmed to about `maxlen` entries (0 =
-        never).
+        never), and the state expires after `state_ttl_ms` (None = never).
         """
         args: list[Arg] = [self.offset_field, self.expected_offset, self.first_id, self.last_id, self.message_count]
         args += (len(self.other_ids), *self.other_ids, self.unfinished)
         if self.state is None:
             args.append("")
+        elif self.state and state_ttl_ms:
+            args += ("E", self.state_field, self.state, state_ttl_ms)
         elif self.state:
             args += ("S", self.state_field, self.state)
         else:

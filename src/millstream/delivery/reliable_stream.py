@@ -211,6 +211,10 @@ class ReliableStream:
         """The fencing token of the workers, once this one has joined."""
         return self._store.token
 
+    def let_states_expire(self, state_ttl_ms: int | None) -> None:
+        """Let states expire so many milliseconds after the last commit that set them; None: never. Call it before `join`."""
+        self._store.state_ttl_ms = state_ttl_ms
+
     @property
     def group(self) -> str:
         """The consumer group's name."""

@@ -35,6 +35,7 @@ class HandlerOptions(TypedDict, total=False):
     missing_key: Literal["dead-letter", "unordered"]
     concurrency: int
     time_limit_ms: float
+    state_ttl_ms: int | None
     rate: float | None
     batch_size: int
     batch_wait_ms: float
@@ -49,6 +50,7 @@ OPTIONS = tuple(HandlerOptions.__annotations__)
 
 _MAX_BATCH = 1_000
 _MAX_TIME_LIMIT_MS = 7 * 86_400_000
+_MAX_STATE_TTL_MS = 3_650 * 86_400_000
 _MAX_WAIT_MS = 60_000
 
 
@@ -75,6 +77,7 @@ class Handler:
     missing_key: Literal["dead-letter", "unordered"] = "dead-letter"
     concurrency: int = 100
     time_limit_ms: float = 300_000.0
+    state_ttl_ms: int | None = None
     rate: float | None = None
     in_batches: bool = False
     batch_size: int = 100
@@ -171,8 +174,10 @@ def compile_handler(
         names = list(wire_types(model))
         hint = did_you_mean(key, names, f"it has {', '.join(names)}")
         raise ConfigError(f"{where}: key {key!r} is not a field of {model.__name__}; {hint}")
-    if key is None and any(source == "state" for _, source in arguments):
+    takes_state = any(source == "state" for _, source in arguments)
+    if key is None and takes_state:
         raise ConfigError(f'{where} takes a State but has no key; give it key="field", since state is kept by key')
+    _check_state_ttl(where, options.get("state_ttl_ms"), takes_state=takes_state)
     return Handler(
         app=app,
         function=function,
@@ -280,6 +285,17 @@ def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> 
         raise ConfigError(f"{where}: batch_size must be a whole number from 1 to {_MAX_BATCH:,}")
     if not _is_number(wait_ms) or not 0 <= wait_ms <= _MAX_WAIT_MS:
         raise ConfigError(f"{where}: batch_wait_ms must be a number of milliseconds from 0 to {_MAX_WAIT_MS:,}")
+
+
+def _check_state_ttl(where: str, ttl_ms: object, *, takes_state: bool) -> None:
+    if ttl_ms is None:
+        return
+    if not takes_state:
+        raise ConfigError(f"{where}: state_ttl_ms is for handlers that take a State; add one, or remove the option")
+    if isinstance(ttl_ms, bool) or not isinstance(ttl_ms, int) or not 1 <= ttl_ms <= _MAX_STATE_TTL_MS:
+        raise ConfigError(
+            f"{where}: state_ttl_ms must be a whole number of milliseconds from 1 to {_MAX_STATE_TTL_MS:,}"
+        )
 
 
 def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:

@@ -102,13 +102,22 @@ class UndrainedPartition:
 class KeyMigration:
     """Moves the keys of one handler between the partitions of `partition_map`, which may be replaced. For one thread.
 
+    `state_expires`: the handler has a `state_ttl_ms`: a state expires in its new partition when it would have in the old one.
     Every method raises RedisError.
     """
 
     def __init__(
-        self, client: Client, layout: PartitionMap, *, app: str, handler: str, clock: Clock = SYSTEM_CLOCK
+        self,
+        client: Client,
+        layout: PartitionMap,
+        *,
+        app: str,
+        handler: str,
+        state_expires: bool = False,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.partition_map = layout
+        self._state_expires = "1" if state_expires else ""
         self._client = client
         self._clock = clock
         self._owner = (app, handler)
@@ -165,7 +174,9 @@ class KeyMigration:
         ended = 0
         if found.exported:
             imported = [(KEY_PREFIX + key, awaiting[key], state) for key, state in found.exported.items()]
-            (ended,) = self._run([(IMPORT_KEYS, partition, [found.max_fence, *chain.from_iterable(imported)])])
+            (ended,) = self._run(
+                [(IMPORT_KEYS, partition, [found.max_fence, self._state_expires, *chain.from_iterable(imported)])]
+            )
         self._delete_imported(partition)
         return ended
 
@@ -274,7 +285,7 @@ class KeyMigration:
                     (
                         EXPORT_KEYS,
                         owner.partition,
-                        [self.partition_map.close_id(owner), *(KEY_PREFIX + key for key in some)],
+                        [self.partition_map.close_id(owner), self._state_expires, *(KEY_PREFIX + key for key in some)],
                     )
                 )
         for (owner, some), reply in zip(asked, self._run(calls), strict=True):

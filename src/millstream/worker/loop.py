@@ -17,7 +17,14 @@ from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.output_check import check_output
 from millstream.delivery.reliable_stream import Delivery, remove_consumers
-from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
+from millstream.errors import (
+    AccessDenied,
+    ConfigError,
+    GroupMissing,
+    HandlerStuck,
+    Incompatible,
+    Unavailable,
+)
 from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
@@ -190,7 +197,7 @@ class ReadingLoop:
                 try:
                     self._ordering.join(name)
                 except ConfigError as error:
-                    if self.handler.streams:
+                    if self.handler.streams or isinstance(error, Incompatible):
                         raise
                     # One unusable stream among those of a pattern must not end the work on all others.
                     if name not in self._excluded:

@@ -19,6 +19,11 @@ def partition_maps_of(client: Client, handler: Handler) -> list[PartitionMap]:
     return [Partitions(client, base).create(handler.partitions or 1) for base in handler.streams]
 
 
+def _migration_of(client: Client, handler: Handler, partition_map: PartitionMap) -> KeyMigration:
+    state_expires = handler.state_ttl_ms is not None
+    return KeyMigration(client, partition_map, app=handler.app, handler=handler.name, state_expires=state_expires)
+
+
 class PartitionMigration:
     """Key migration of the partitions that a task's handler reads. Methods raise RedisError and may be repeated.
 
@@ -30,7 +35,7 @@ class PartitionMigration:
         self._handler = handler
         self._migrations: dict[str, tuple[KeyMigration, int]] = {}
         for partition_map in partition_maps_of(client, handler):
-            migration = KeyMigration(client, partition_map, app=handler.app, handler=handler.name)
+            migration = _migration_of(client, handler, partition_map)
             self._migrations |= {
                 partition_map.stream(partition): (migration, partition) for partition in range(partition_map.count)
             }
@@ -55,9 +60,7 @@ def keep_migrating(
     backoff = Backoff(*_WAITS_MS)
     while not ended.wait(backoff.next_ms() / 1000):
         for partition_map in partition_maps_of(client, handler):
-            migration = migrations.setdefault(
-                partition_map.base, KeyMigration(client, partition_map, app=handler.app, handler=handler.name)
-            )
+            migration = migrations.setdefault(partition_map.base, _migration_of(client, handler, partition_map))
             migration.partition_map = partition_map
             partitions = range(partition_map.count)
             if partition_map.generation > 1 and migration.import_keys(partitions) + migration.drain(partitions):

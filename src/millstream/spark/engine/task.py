@@ -57,6 +57,7 @@ class PartitionTask:
             into=handler.into,
             into_maxlen=handler.into_maxlen,
             keyed=handler.key is not None,
+            state_ttl_ms=handler.state_ttl_ms,
         )
         self._metrics: dict[str, TaskMetrics] = {}
         self._failures = FailureRecorder(handler)

@@ -16,7 +16,13 @@ StartAt = Literal["earliest", "latest"]
 
 def commit_store_of(client: Client, handler: Handler) -> CommitStore:
     """Return the commit store of `handler`, for its driver."""
-    return CommitStore(client, app=handler.app, handler=handler.name, keyed=handler.key is not None)
+    return CommitStore(
+        client,
+        app=handler.app,
+        handler=handler.name,
+        keyed=handler.key is not None,
+        state_ttl_ms=handler.state_ttl_ms,
+    )
 
 
 def check_slots(handler: Handler, streams: Sequence[str]) -> None:

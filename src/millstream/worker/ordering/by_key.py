@@ -88,6 +88,7 @@ class ByKey:
             handler=handler.name, consumer=c.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
             start=start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
+        stream.let_states_expire(handler.state_ttl_ms)
         stream.is_held = c.breaker.is_open
         stream.loss_retry = loss_retry(handler.retry)
         refusal_of = partial(c.steps.refusal_of, name)

@@ -31,6 +31,7 @@ class ByPartition(ByKey):
         self._router_migrations: dict[str, KeyMigration] = {}
         self._key_migrations: dict[str, KeyMigration] = {}
         self._owner = {"app": handler.app, "handler": handler.name}
+        self._state_expires = handler.state_ttl_ms is not None
 
     def discover(self, scan_client: Client) -> Sequence[str]:
         """See Ordering. Newest first: so when the oldest is joined, all partitions made by then are joined."""
@@ -58,7 +59,8 @@ class ByPartition(ByKey):
             (self._key_migrations, self._migration_client),
         ):
             migrations.setdefault(
-                partition_map.base, KeyMigration(client, partition_map, clock=clock, **self._owner)
+                partition_map.base,
+                KeyMigration(client, partition_map, state_expires=self._state_expires, clock=clock, **self._owner),
             ).partition_map = partition_map
 
     def join(self, name: str) -> None:

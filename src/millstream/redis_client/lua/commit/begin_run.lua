@@ -3,10 +3,12 @@
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 '1' if the handler has a key
+--       4 '1' if its states expire
 -- REPLY committed id ('' = none yet), number of entries that a task may have died of, takeover offset ('' = none):
 --       entries up to it are committed unless they are incomplete; 1 if there are key queues, else 0
 -- ERROR STALE when a newer run has raised the epoch further; NOPERM when a commit would be refused one of its writes;
---       PARKED when there are parked keys, and the handler has no key
+--       PARKED when there are parked keys, and the handler has no key; NOEXPIRY when states are to expire, and the server
+--       cannot let them
 --
 -- INVARIANT  The epoch never goes back. The progress of workers is kept: everything up to the committed id is
 --   committed, and an entry committed beyond it has an offset, or lies below the takeover offset and is not incomplete.
@@ -15,6 +17,7 @@
 
 -- include ids
 -- include acl_probe
+-- include expiry_probe
 -- include key_queues
 -- include group_state
 -- include engine_takeover
@@ -26,7 +29,8 @@ local function may_use_queues()
     or may('ZADD', BACKOFF, 'none', '')
 end
 
-local refusal = stale(ARGV[1], epoch) or may_commit() or may_use_queues() or (ARGV[3] == '' and refuse_keyless(owner))
+local refusal = stale(ARGV[1], epoch) or may_commit() or may_use_queues()
+  or (ARGV[4] == '1' and may_expire(KEYS[3])) or (ARGV[3] == '' and refuse_keyless(owner))
 if refusal then return refusal end
 if epoch ~= ARGV[1] then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1])

@@ -14,7 +14,8 @@
 --         number of other ids, the ids: the rest of a worker's batch, all of which must be uncommitted and held by the
 --           worker as well; or the entries before the last id in a key queue
 --         '' or, if the lease ends with it, how many entries of the queue are given out and not committed
---         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
+--         state: '' (untouched), 'S' field value (set), 'D' field (delete) or 'E' field value duration (set, and let it
+--           expire so many milliseconds later, unless it is set again)
 --         number of crash-count fields to clear, the fields
 --         number of outputs, each: index into KEYS, length to trim the stream to (0 = no trimming),
 --           number of items, the items (name, value, ...)
@@ -126,6 +127,12 @@ local function complete_entry(id, offset_field, beyond)
   if is_worker then try('XACK', KEYS[7], group, id) end
   if beyond then try('HSET', KEYS[2], offset_field, id) else try('HDEL', KEYS[6], id) end
   if not failure and (not max_offset or less(max_offset, id)) then max_offset = id end
+end
+
+-- HSET by itself lets the value live for ever: it removes the expiry that the field had.
+local function set_expiring(field, value, ttl_ms)
+  try('HSET', KEYS[3], field, value)
+  try('HPEXPIRE', KEYS[3], ttl_ms, 'FIELDS', 1, field)
 end
 
 local released, is_released, requeued = {}, {}, {}
@@ -245,6 +252,7 @@ while at < #ARGV and not failure do
   local change = next_arg()
   local field = change ~= '' and next_arg()
   local value = change == 'S' and next_arg()
+  local expiring = change == 'E' and {next_arg(), next_arg()}
   local cleared = next_count()
   local cleared_at = at
   at = at + cleared
@@ -263,7 +271,13 @@ while at < #ARGV and not failure do
   end
 
   if accepted then
-    if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
+    if value then
+      try('HSET', KEYS[3], field, value)
+    elseif expiring then
+      set_expiring(field, unpack(expiring))
+    elseif field then
+      try('HDEL', KEYS[3], field)
+    end
     for i = cleared_at + 1, cleared_at + cleared do try('HDEL', KEYS[4], ARGV[i]) end
     if from_queue then
       dequeue(offset_field, others_at, others, last, unfinished, has_more)

@@ -4,10 +4,11 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 consumer group   2 where a handler begins that has done nothing yet: '0' (earliest) or '$' (latest)
 --       3 kind of workers: 'workers', which share the entries, or 'keyed', which share the key queues
---       4 the newest epoch that they take over from, or '' for any
+--       4 the newest epoch that they take over from, or '' for any   5 '1' if the handler's states expire
 -- REPLY epoch; 1 if the group was lost and has been recreated, else 0
 -- ERROR NOPERM when a commit would be refused one of its writes; STALE when a Spark run is newer than ARGV 4; PARKED
---       when there are parked keys, and these workers have no key
+--       when there are parked keys, and these workers have no key; NOEXPIRY when states are to expire, and the server
+--       cannot let them
 --
 -- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those
 --   still alive are refused, and by no other action of workers. A lost group is recreated at the committed id: nothing
@@ -16,6 +17,7 @@
 
 -- include ids
 -- include acl_probe
+-- include expiry_probe
 -- include key_queues
 -- include group_state
 -- include engine_takeover
@@ -53,6 +55,7 @@ local name, start, kind = ARGV[1], ARGV[2], ARGV[3]
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner')
 local epoch, committed_id, owner = found[1], found[2], found[3]
 local refusal = may_commit() or may('XACK', KEYS[7], name, '0-0')
+  or (ARGV[5] == '1' and may_expire(KEYS[3]))
 if kind ~= 'keyed' and (owner == 'keyed' or not owner) then refusal = refusal or refuse_keyless(owner) end
 if owner ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
 if refusal then return refusal end

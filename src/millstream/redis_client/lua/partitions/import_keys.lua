@@ -2,8 +2,8 @@
 -- Let key queues go on whose keys have left their earlier partition, and store the states of these keys.
 --
 -- KEYS  as in commit.lua, of the new partition
--- ARGV  1 the fence of the earlier partition   2.. of each queue: name, its text in `awaiting` before the earlier
---       partition was asked, the state ('' = none)
+-- ARGV  1 the fence of the earlier partition   2 '1' if states expire   3.. of each queue: name, its text in `awaiting`
+--       before the earlier partition was asked, the state ('' = none; as export_keys.lua returns it)
 -- REPLY number of queues that wait no more
 --
 -- INVARIANT  A state is stored once, before any entry of its key runs here: `awaiting` had the same text before the state
@@ -13,12 +13,20 @@
 -- include key_queues
 -- include migration_state
 
+local function store(key, state)
+  if ARGV[2] ~= '1' then return redis.call('HSET', KEYS[3], key, state) end
+  local space = string.find(state, ' ', 1, true)
+  local expires_at = string.sub(state, 1, space - 1)
+  redis.call('HSET', KEYS[3], key, string.sub(state, space + 1))
+  if tonumber(expires_at) >= 0 then redis.call('HPEXPIREAT', KEYS[3], expires_at, 'FIELDS', 1, key) end
+end
+
 local ended, ready = 0, 0
-for i = 2, #ARGV, 3 do
+for i = 3, #ARGV, 3 do
   local name, seen, state = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   if redis.call('HGET', AWAITING, name) == seen then
     local key = string.sub(name, 2)
-    if state ~= '' and redis.call('HSETNX', IMPORTED, key, 1) == 1 then redis.call('HSET', KEYS[3], key, state) end
+    if state ~= '' and redis.call('HSETNX', IMPORTED, key, 1) == 1 then store(key, state) end
     if redis.call('HGET', PARKED, name) == awaiting_text(name) then redis.call('HDEL', PARKED, name) end
     redis.call('HDEL', AWAITING, name)
     ended = ended + 1
