@@ -14,6 +14,7 @@ from millstream.admin.findings import Finding
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import Engine, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.commit_store import FORMAT
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.restarts import CRASH_LOOP
 from millstream.errors import RedisError
@@ -274,15 +275,27 @@ def check_paused(data: Data) -> Iterator[Finding]:
 
 
 def check_unreadable(data: Data) -> Iterator[Finding]:
-    """Handlers whose keys hold something that no handler has written."""
+    """Handlers whose keys hold something that no handler of this version has written."""
     for label, some in data.by_handler.items():
-        if unreadable := [one for one in some if one.problem is not None]:
+        if unreadable := [one for one in some if one.problem is not None and not _is_newer(one)]:
             yield Finding(
                 check="unreadable", severity="problem",
                 what=f"{label}: its keys on {_streams([one.stream for one in unreadable])} are unreadable: "
                 f"{unreadable[0].problem}",
                 why="another program has written there; the handler cannot commit",
                 mend=(f"{data.cli} TYPE {_quote(_keys(unreadable[0]).meta)}",),
+            )  # fmt: skip
+
+
+def check_format(data: Data) -> Iterator[Finding]:
+    """Handlers whose keys a newer version of millstream has stored."""
+    for label, some in data.by_handler.items():
+        if newer := [one for one in some if _is_newer(one)]:
+            yield Finding(
+                check="format", severity="problem",
+                what=f"{label} on {_streams([one.stream for one in newer])}: {newer[0].problem}",
+                why="workers and runs of this version refuse to start; those of the newer one go on",
+                mend=("millstream --version  # where the handler runs: install that version here, too",),
             )  # fmt: skip
 
 
@@ -307,6 +320,7 @@ def check_leftovers(data: Data) -> Iterator[Finding]:
 
 DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
     "unreadable": check_unreadable,
+    "format": check_format,
     "dead-consumers": check_dead_consumers,
     "idle-entries": check_idle_entries,
     "waiting": check_waiting,
@@ -326,6 +340,10 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
 
 def _keys(report: HandlerReport) -> HandlerKeys:
     return HandlerKeys(report.app, report.handler, report.stream)
+
+
+def _is_newer(report: HandlerReport) -> bool:
+    return (report.stored_format or 0) > FORMAT
 
 
 def _finished(stream: StreamReport) -> int:

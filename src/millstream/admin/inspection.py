@@ -12,6 +12,7 @@ from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.commit_store import FORMAT, describe_newer_format
 from millstream.delivery.key_queues import blocked_queues
 from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause, parse_pause
@@ -268,6 +269,7 @@ class _Meta:
     backing_off: int = 0
     failed: int = 0
     problem: str | None = None
+    stored_format: int | None = None
 
     @classmethod
     def read(
@@ -280,9 +282,13 @@ class _Meta:
             if isinstance(reply, WrongType) or (isinstance(reply, AccessDenied) and reply.concerns_key):
                 return cls(problem=str(reply))
             raise_if_error(reply)
-        engine, keyed, committed_id, paused, *counters = values
+        engine, keyed, committed_id, paused, stored_format, *counters = values
         try:
+            number = None if stored_format is None else int(stored_format)
+            if number is not None and number > FORMAT:
+                return cls(problem=describe_newer_format(number), stored_format=number)
             return cls(
+                stored_format=number,
                 engine=engine,
                 keyed=engine == b"keyed" or (engine is None and keyed is not None),
                 committed_id=None if committed_id is None else str(EntryId.parse(committed_id)),
@@ -298,7 +304,7 @@ class _Meta:
 
 
 def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDenied]) -> dict[HandlerKeys, _Meta]:
-    fields = ("owner", "keyed", "committed_id", "paused", *_COUNTERS)
+    fields = ("owner", "keyed", "committed_id", "paused", "format", *_COUNTERS)
     values = send_all(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
     visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
     dead_letters = send_all(client, [("XLEN", to_wire(keys.dead_letters)) for keys in visible])
@@ -382,6 +388,7 @@ def _handler_reports(
             paused=meta.pause is not None,
             pause=meta.pause,
             problem=meta.problem,
+            stored_format=meta.stored_format,
             processed=max(0, meta.counters["committed"] - meta.counters["dead"]),
             **meta.counters,
         )

@@ -70,8 +70,9 @@ class HandlerReport:
       the next attempt; `blocked`: keys whose first message has failed all its attempts, and is retried without end, of
       some hundred; one that is attempted again just now does not back off
     * `paused`: its workers read no new entries; `pause`: why, and since when
-    * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
-      readable
+    * `problem`: unreadable data in its keys, which no handler of this version has written, so that the rest is unknown;
+      None if readable
+    * `stored_format`: number of the format of its keys; None if it has not started since there are such numbers
     """
 
     app: str
@@ -99,6 +100,7 @@ class HandlerReport:
     paused: bool
     pause: Pause | None = None
     problem: str | None = None
+    stored_format: int | None = None
 
     @property
     def label(self) -> str:

@@ -50,9 +50,17 @@ ENTRY_PREFIX = b"i"
 """Prefix of the offset field, and of the queue name, of an entry without a key: its id follows."""
 
 
+FORMAT = 1
+"""Number of the format in which the keys of handlers are stored. A change that earlier code would misread adds 1."""
+
 _LOAD_CHUNK = 1_000
 _MAX_INCOMPLETE = 100_000
 _BURST_S = 0.2
+
+
+def describe_newer_format(stored: int | str) -> str:
+    """What is the matter with keys in a format above FORMAT, for errors and reports."""
+    return f"stored in format {stored} by a newer millstream, and this one reads formats up to {FORMAT}: upgrade this process"
 
 
 def reservation_size(rate: float) -> int:
@@ -135,9 +143,10 @@ class CommitStore:
         """Raise the epoch of each stream to this run's token, and return how far each stream is committed.
 
         Also raises AccessDenied if the Redis user lacks a right that `commit` will need, and ConfigError if keys are
-        parked and the handler has none; and Incompatible if states are to expire and the server cannot let them.
+        parked and the handler has none; and Incompatible if states are to expire and the server cannot let them, or if a newer
+        version of millstream has stored the progress.
         """
-        args = (self.token, self._group, "1" if self._keyed else "", self._expires)
+        args = (self.token, self._group, "1" if self._keyed else "", self._expires, FORMAT)
         replies = self._run(BEGIN_RUN, [(self._script_keys(stream), args) for stream in streams])
         return {
             stream: CommittedPosition(
@@ -267,7 +276,7 @@ class CommitStore:
         nothing was done before. Raises StaleOwner if it would take over from a run that began after `newest`, a server
         time in microseconds; and as `begin_run` does.
         """
-        args = (self._group, start, kind, "" if newest is None else newest, self._expires)
+        args = (self._group, start, kind, "" if newest is None else newest, self._expires, FORMAT)
         ((token, lost),) = self._run(JOIN_WORKERS, [(self._script_keys(stream), args)])
         return self.with_token(int(token)), bool(lost)
 
@@ -387,6 +396,11 @@ class CommitStore:
         except CommandFailed as error:
             if error.code == "STALE":
                 raise self._stale_owner() from error
+            if error.code == "FORMAT":
+                stored, _, stream = error.detail.partition(" ")
+                raise Incompatible(
+                    f"{'.'.join(self._owner)} on {stream} is {describe_newer_format(stored)}; nothing is lost"
+                ) from error
             if error.code == "NOEXPIRY":
                 raise Incompatible(
                     f"{'.'.join(self._owner)} has state_ttl_ms, and this server cannot let the fields of a hash expire (HPEXPIRE): "

@@ -3,12 +3,12 @@
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 '1' if the handler has a key
---       4 '1' if its states expire
+--       4 '1' if its states expire   5 number of the format that the caller knows
 -- REPLY committed id ('' = none yet), number of entries that a task may have died of, takeover offset ('' = none):
 --       entries up to it are committed unless they are incomplete; 1 if there are key queues, else 0
 -- ERROR STALE when a newer run has raised the epoch further; NOPERM when a commit would be refused one of its writes;
 --       PARKED when there are parked keys, and the handler has no key; NOEXPIRY when states are to expire, and the server
---       cannot let them
+--       cannot let them; FORMAT when a newer version has stored the keys
 --
 -- INVARIANT  The epoch never goes back. The progress of workers is kept: everything up to the committed id is
 --   committed, and an entry committed beyond it has an offset, or lies below the takeover offset and is not incomplete.
@@ -18,22 +18,23 @@
 -- include ids
 -- include acl_probe
 -- include expiry_probe
+-- include stored_format
 -- include key_queues
 -- include group_state
 -- include engine_takeover
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner', 'takeover_offset')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner', 'takeover_offset', 'format')
 local epoch, committed_id, owner, takeover_offset = found[1], found[2], found[3], found[4]
 local function may_use_queues()
   return may('XACK', KEYS[7], ARGV[2], '0-0') or may('LTRIM', READY, '0', '-1') or may('LREM', READY, 1, '')
     or may('ZADD', BACKOFF, 'none', '')
 end
 
-local refusal = stale(ARGV[1], epoch) or may_commit() or may_use_queues()
+local refusal = refuse_format(found[5], ARGV[5]) or stale(ARGV[1], epoch) or may_commit() or may_use_queues()
   or (ARGV[4] == '1' and may_expire(KEYS[3])) or (ARGV[3] == '' and refuse_keyless(owner))
 if refusal then return refusal end
 if epoch ~= ARGV[1] then
-  redis.call('HSET', KEYS[1], 'epoch', ARGV[1])
+  redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'format', ARGV[5])
   if ARGV[3] == '' then redis.call('HDEL', KEYS[1], 'keyed') else redis.call('HSET', KEYS[1], 'keyed', 1) end
 end
 if owner then

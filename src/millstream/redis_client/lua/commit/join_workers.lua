@@ -5,10 +5,11 @@
 -- ARGV  1 consumer group   2 where a handler begins that has done nothing yet: '0' (earliest) or '$' (latest)
 --       3 kind of workers: 'workers', which share the entries, or 'keyed', which share the key queues
 --       4 the newest epoch that they take over from, or '' for any   5 '1' if the handler's states expire
+--       6 number of the format that the caller knows
 -- REPLY epoch; 1 if the group was lost and has been recreated, else 0
 -- ERROR NOPERM when a commit would be refused one of its writes; STALE when a Spark run is newer than ARGV 4; PARKED
 --       when there are parked keys, and these workers have no key; NOEXPIRY when states are to expire, and the server
---       cannot let them
+--       cannot let them; FORMAT when a newer version has stored the keys
 --
 -- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those
 --   still alive are refused, and by no other action of workers. A lost group is recreated at the committed id: nothing
@@ -18,6 +19,7 @@
 -- include ids
 -- include acl_probe
 -- include expiry_probe
+-- include stored_format
 -- include key_queues
 -- include group_state
 -- include engine_takeover
@@ -52,9 +54,9 @@ local function make_deferred_incomplete(committed_id)
 end
 
 local name, start, kind = ARGV[1], ARGV[2], ARGV[3]
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner', 'format')
 local epoch, committed_id, owner = found[1], found[2], found[3]
-local refusal = may_commit() or may('XACK', KEYS[7], name, '0-0')
+local refusal = refuse_format(found[4], ARGV[6]) or may_commit() or may('XACK', KEYS[7], name, '0-0')
   or (ARGV[5] == '1' and may_expire(KEYS[3]))
 if kind ~= 'keyed' and (owner == 'keyed' or not owner) then refusal = refusal or refuse_keyless(owner) end
 if owner ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
@@ -96,4 +98,5 @@ elseif not group then
   recreate_group(name, committed_id, owner)
   lost = 1
 end
+if found[4] ~= ARGV[6] then redis.call('HSET', KEYS[1], 'format', ARGV[6]) end
 return {epoch, lost}
