@@ -118,6 +118,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, l
                 found.values[f"worker: {event['event']}"].append(event)
         finally:
             end(worker)
+            assert worker.stdout is not None
+            worker.stdout.close()
         steps: tuple[Callable[[_Outputs, Client], None], ...] = (
             _repair,
             _change_groups,

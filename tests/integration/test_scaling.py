@@ -65,6 +65,8 @@ def exporter(millstream_fresh_server: EmbeddedServer) -> Iterator[Exporter]:
             yield Exporter(millstream_fresh_server, client, url)
     finally:
         end(process)
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.fixture
@@ -109,7 +111,8 @@ def test_a_handler_with_a_key_is_scaled_by_the_keys_that_can_go_on(
     )  # fmt: skip
     stream.join()
     client.pipeline([("XADD", "orders", "*", "k", n % 200) for n in range(1_000)])
-    stream.enqueue_new(count=1_000, max_pending=10_000)
+    while stream.enqueue_new(count=1_000, max_pending=10_000):
+        pass
     eventually(lambda: exporter.figures("shop.total").get("keys_ready") == 200, "the figures")
     assert exporter.replicas(total, 1) == 4  # 200 of 64
     leased = stream.lease_keys(queues=150, entries=150, run=1, lease_ms=HOUR_MS, now_ms=0).leases

@@ -86,10 +86,15 @@ def test_a_handler_that_waits_for_its_rate_says_so(client: Client, options: dict
     with working(client, make(double, rate=1 / 3_600, **options), metrics=recorder):
         eventually(lambda: outputs(client) == [0], "the first output")
         eventually(lambda: recorder.value(m.WAITING_FOR_RATE, handler="app.handle") == 1, "that it waits")
+
+
+@pytest.mark.parametrize("options", [{}, {"key": "n"}])
+def test_a_handler_below_its_rate_does_not_say_so(client: Client, options: dict[str, str]) -> None:
+    fill(client, 3)
     recorder = Recorder()
-    with working(client, make(double, rate=1_000_000, name="fast", **options), metrics=recorder):
-        eventually(lambda: len(outputs(client)) == 4, "the outputs of the other handler")
-        eventually(lambda: recorder.value(m.WAITING_FOR_RATE, handler="app.fast") == 0, "that it does not wait")
+    with working(client, make(double, rate=1_000_000, **options), metrics=recorder):
+        eventually(lambda: len(outputs(client)) == 3, "the outputs")
+        eventually(lambda: recorder.value(m.WAITING_FOR_RATE, handler="app.handle") == 0, "that it does not wait")
 
 
 def test_a_worker_process_serves_them_from_its_start_on(client: Client, tmp_path: Path) -> None:
@@ -122,3 +127,5 @@ def test_a_worker_process_serves_them_from_its_start_on(client: Client, tmp_path
         eventually(lambda: value("messages_running", "waits") == 0, "the end of the runs")
     finally:
         end(worker)
+        assert worker.stdout is not None
+        worker.stdout.close()
