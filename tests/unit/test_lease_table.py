@@ -232,6 +232,9 @@ def test_a_call_without_a_reply_makes_the_next_heartbeat_compare_all_leases() ->
     ]
     assert beats.leases == [lease("kept"), lease("renewed", 2), lease("added")]
     assert not beats.table.requests_all
+    beats.reply(held=2)
+    found = reasons(beats.reply(all_held=(lease("kept"), lease("added"))))
+    assert found == {"renewed": "taken away"}, "the comparison has removed the doubt"
 
 
 def test_a_lease_that_an_operator_ended_is_found_by_the_number_of_leases() -> None:
@@ -421,5 +424,5 @@ def test_a_program_that_follows_its_notifications_works_on_the_streams_of_the_ta
                 working[change.stream] = change.lease
             elif isinstance(change, StreamDisowned) and change.why != "rebalanced":
                 assert working.pop(change.stream) == change.lease
-        held, _ = beats.table.held("abcd")
-        assert {one.stream: one for one in held} == working
+        ours, _ = beats.table.held("abcd")
+        assert {one.stream: one for one in ours} == working

@@ -166,6 +166,7 @@ class GroupBatchPlanner:
                 "the query then reads the stream from its beginning",
             )
         new = {name: info for name, info in missing.items() if info is not None}
+        starts: Positions
         if self._groups_checked or start.token:
             starts = {name: info.earliest_position() for name, info in new.items()}
         else:
