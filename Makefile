@@ -41,7 +41,7 @@ servers: setup ## the tests that ask most of Redis, on Redis 8 and on Valkey 9, 
 	for server in $(or $(SERVER),redis8 valkey9); do MILLSTREAM_TEST_SERVER=$$server $(BIN)/python -m pytest -n 4 \
 		--dist loadgroup $(SERVER_TESTS) $(ARGS) || exit; done
 
-quick-servers: setup # 400 of them, in a minute, on the newest Redis and Valkey; where there is none for this platform only CI fails
+quick-servers: setup # some of them, the quickest, on the newest Redis and Valkey; where there is none for this platform only CI fails
 	@for server in $(or $(SERVER),$(QUICK_SERVERS)); do \
 		scripts/server-program $$server >/dev/null || { [ -z "$$CI" ] || exit 1; echo "quick-servers: no $$server here"; continue; }; \
 		MILLSTREAM_TEST_SERVER=$$server $(BIN)/python -m pytest -n 4 --dist loadgroup --junitxml=build/$$server.xml \
