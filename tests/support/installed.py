@@ -1,6 +1,8 @@
 """What every installed millstream must be able to do. Runs in its environment, which need not have the tests:
 
-    python -P tests/support/installed.py PROGRAM [EXTRA ...]
+    python -P tests/support/installed.py PROGRAM [EXTRA ...]          # all of it
+    python -P tests/support/installed.py PROGRAM --imports [EXTRA ...]
+    python -P tests/support/installed.py PROGRAM --message
 
 PROGRAM is the command `millstream` of that environment, EXTRA what was installed with it. The verdict is the exit code;
 what failed is on stderr, and stdout has one line of JSON. Needs a redis-server on PATH, or the extra `server`.
@@ -39,9 +41,11 @@ def main(program: str, *extras: str) -> None:
     require("worker" in answer(program, "--help"), "--help names no command")
     here = Path(millstream.__file__).parent
     require(find_example().is_relative_to(here), "the app of `millstream demo` is not the installed one")
-    lacking = import_everything(not_installed(extras))
-    server, result = one_message(program)
-    require(result == OUTPUT, f"a worker of examples.shop made {result} of {PUBLISHED}")
+    lacking = {} if "--message" in extras else import_everything(not_installed(extras))
+    server = None
+    if "--imports" not in extras:
+        server, result = one_message(program)
+        require(result == OUTPUT, f"a worker of examples.shop made {result} of {PUBLISHED}")
     print(json.dumps({"at": str(here), "lacking": lacking, "server": server}))  # noqa: T201 - its result
 
 
