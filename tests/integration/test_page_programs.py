@@ -159,11 +159,14 @@ def test_the_producer_of_the_page_publishes_at_once_and_later(client: Client) ->
 def test_the_producer_of_the_page_publishes_to_a_replica(
     millstream_fresh_server: EmbeddedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = millstream_fresh_server.url
-    replaced = {**in_redis(url, "redis://localhost:6379/0"), "timeout_ms=500": f"timeout_ms={FAIL_SAFE_S * 1000:.0f}"}
-    with EmbeddedServer(extra={**FOLLOWS, "replicaof": f"127.0.0.1 {millstream_fresh_server.port}"}) as replica:
+    fail_safe_ms = int(FAIL_SAFE_S * 1000)
+    replaced = {'"redis://localhost:6379/0"': "client", "timeout_ms=500": f"timeout_ms={fail_safe_ms}"}
+    with (
+        EmbeddedServer(extra={**FOLLOWS, "replicaof": f"127.0.0.1 {millstream_fresh_server.port}"}) as replica,
+        Client(millstream_fresh_server.url, timeout_ms=2 * fail_safe_ms) as client,
+    ):
         eventually(lambda: b"master_link_status:up" in replica.call("INFO", "replication"), "a replica")
-        run_python("docs/producing.md", replaced=replaced, only=[1])
+        run_python("docs/producing.md", {"client": client}, replaced, only=[1])
         assert replica.call("XLEN", "payments") == 1
     assert not capsys.readouterr().out
 
