@@ -7,7 +7,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,11 @@ def _names(option: Any) -> str:
 
 
 def _metavar(option: Any) -> str:
-    choices = getattr(option.type, "choices", None)
-    if option.metavar or choices:
-        return option.metavar or f"{{{','.join(map(str, choices))}}}"
-    kind = option.type.name.partition(" ")[0].upper()
+    if option.metavar:
+        return str(option.metavar)
+    if choices := getattr(option.type, "choices", None):
+        return f"{{{','.join(map(str, choices))}}}"
+    kind: str = option.type.name.partition(" ")[0].upper()
     return {"INTEGER": "N", "INT": "N", "FLOAT": "NUMBER", "STRING": "TEXT", "STR": "TEXT"}.get(kind, kind)
 
 
@@ -128,7 +129,7 @@ def _default(option: Any) -> str:
     return f"{found:,}" if type(found) is int and found >= 10_000 else str(getattr(found, "value", found))
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     assert not any("|" in one for row in rows for one in row), "a cell of a table cannot have a |"
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -2,7 +2,8 @@
 
 import string
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -105,11 +106,15 @@ def test_on_workers_a_key_begins_anew_when_its_state_has_expired(expiring: Clien
     assert outputs(expiring) == [1, 1]
 
 
+def has_counted(client: Client, count: int) -> bool:
+    return outputs(client)[-1:] == [count]
+
+
 def test_on_workers_a_state_lasts_for_its_time_after_the_last_commit(expiring: Client) -> None:
     with working(expiring, counting()):
         for count in (1, 2, 3):
             publish(expiring)
-            eventually(lambda count=count: outputs(expiring)[-1:] == [count], f"message {count}")
+            eventually(partial(has_counted, expiring, count), f"message {count}")
             assert 0 < left_ms(expiring) <= HOUR_MS
 
 
@@ -195,6 +200,11 @@ def test_a_server_whose_hash_fields_cannot_expire_is_refused_before_anything_is_
         eventually(lambda: outputs(lasting) == [1], "the message, without the option")
 
 
+def join_all(store: CommitStore, streams: Sequence[str]) -> None:
+    for stream in streams:
+        store.join_workers(stream, "0")
+
+
 def test_the_rights_for_states_that_expire_are_printed_when_asked_and_checked_at_the_start(expiring: Client) -> None:
     for role in (RoleName.WORKER, RoleName.SPARK):
         for lacking in ("hpexpire", "hpexpireat", "hpexpiretime", ""):
@@ -202,7 +212,7 @@ def test_the_rights_for_states_that_expire_are_printed_when_asked_and_checked_at
             expiring.execute(*(word for word in line if word != f"+{lacking}"), "nopass")
             with Client(expiring.url.replace("redis://", "redis://clerk:x@")) as limited:
                 store = CommitStore(limited, app="app", handler="handle", token=1 << 60, state_ttl_ms=HOUR_MS)
-                begin = store.begin_run if role is RoleName.SPARK else lambda streams: store.join_workers(*streams, "0")  # noqa: B023 - called at once
+                begin = store.begin_run if role is RoleName.SPARK else partial(join_all, store)
                 if lacking:
                     with pytest.raises(AccessDenied, match=lacking.upper()):
                         begin(["in"])

@@ -46,7 +46,7 @@ def replicas(scaled_object: Mapping[str, Any], get: Get, current: int) -> int:
     running = max(1, current)  # KEDA itself starts the first one
     if abs(1 - value / (target * running)) > _TOLERANCE:
         running = math.ceil(value / target)
-    return min(max(running, least, 1), most)
+    return int(min(max(running, least, 1), most))
 
 
 def _value(metadata: Mapping[str, str], get: Get) -> float:
