@@ -47,8 +47,9 @@ class Exporter:
 
     def figures(self, handler: str) -> dict[str, Any]:
         """All figures of a handler; empty while they are unknown."""
-        status, found = self.get(f"http://exporter:9464/scale?handler={handler}")
-        return found if status == 200 else {}
+        status, answer = self.get(f"http://exporter:9464/scale?handler={handler}")
+        found: dict[str, Any] = answer if status == 200 else {}
+        return found
 
     def replicas(self, scaled: dict[str, Any], current: int) -> int:
         """What KEDA makes of it."""
