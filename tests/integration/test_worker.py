@@ -239,7 +239,7 @@ def test_a_run_that_takes_a_minute_is_logged_and_again_at_twice_the_time(
 
     def warned() -> list[str]:
         return re.findall(
-            r"app\.handle: message .+ of in has been running for ([0-9]+) min \(1 message for over a minute\)",
+            r"app\.handle: message .+ of in(?:, key 0)? has been running for ([0-9]+) min \(1 message for over a minute\)",
             caplog.text,
         )
 
