@@ -2,7 +2,7 @@
 
 import string
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -200,9 +200,12 @@ def test_a_server_whose_hash_fields_cannot_expire_is_refused_before_anything_is_
         eventually(lambda: outputs(lasting) == [1], "the message, without the option")
 
 
-def join_all(store: CommitStore, streams: Sequence[str]) -> None:
-    for stream in streams:
-        store.join_workers(stream, "0")
+def begin(store: CommitStore, role: RoleName) -> None:
+    """Begin a run, or join as a worker."""
+    if role is RoleName.SPARK:
+        store.begin_run(["in"])
+    else:
+        store.join_workers("in", "0")
 
 
 def test_the_rights_for_states_that_expire_are_printed_when_asked_and_checked_at_the_start(expiring: Client) -> None:
@@ -212,12 +215,11 @@ def test_the_rights_for_states_that_expire_are_printed_when_asked_and_checked_at
             expiring.execute(*(word for word in line if word != f"+{lacking}"), "nopass")
             with Client(expiring.url.replace("redis://", "redis://clerk:x@")) as limited:
                 store = CommitStore(limited, app="app", handler="handle", token=1 << 60, state_ttl_ms=HOUR_MS)
-                begin = store.begin_run if role is RoleName.SPARK else partial(join_all, store)
                 if lacking:
                     with pytest.raises(AccessDenied, match=lacking.upper()):
-                        begin(["in"])
+                        begin(store, role)
                 else:
-                    begin(["in"])
+                    begin(store, role)
 
 
 def test_the_commands_show_when_a_state_expires(expiring: Client) -> None:

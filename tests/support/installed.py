@@ -42,7 +42,7 @@ def main(program: str, *extras: str) -> None:
     here = Path(millstream.__file__).parent
     require(find_example().is_relative_to(here), "the app of `millstream demo` is not the installed one")
     lacking = {} if "--message" in extras else import_everything(not_installed(extras))
-    server = None
+    server: str | None = None
     if "--imports" not in extras:
         server, result = one_message(program)
         require(result == OUTPUT, f"a worker of examples.shop made {result} of {PUBLISHED}")

@@ -69,7 +69,8 @@ def link_requirements(own: str, extra: str = "") -> None:
     The packages are those of the Python that runs here, by symbolic links, so this needs no index.
     """
     (site,) = Path(own).parents[1].glob("lib/python*/site-packages")
-    wanted, done = [("millstream", extra)], set()
+    wanted = [("millstream", extra)]
+    done: set[tuple[str, str]] = set()
     while wanted:
         name, extra = wanted.pop()
         if (name, extra) in done:

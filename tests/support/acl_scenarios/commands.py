@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from millstream.delivery.key_queues import list_queues, park, skip, unpark
+from millstream.delivery.key_queues import list_queues, park, read_queues, skip, unpark
 from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -86,6 +86,7 @@ def operate_queues(url: str, admin: Client) -> None:
         admin.execute("RPUSH", KEYS.queue(queue), "99999999999999-0")
         assert skip(client, KEYS, queue, error="by hand") is not None
         assert list_queues(client, KEYS)
+        assert read_queues(client, KEYS, [queue])
 
 
 def publish(url: str, folder: Path) -> None:
