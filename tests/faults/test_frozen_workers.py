@@ -45,7 +45,7 @@ def test_a_message_that_freezes_its_process_becomes_a_dead_letter_and_all_others
     print_figures(report, watch, kills=workers.log().count("is frozen"))
 
 
-def test_a_frozen_process_is_killed_as_soon_as_told_though_claims_last_for_long(
+def test_a_frozen_process_is_killed_after_its_own_time_though_claims_last_for_long(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
     expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")

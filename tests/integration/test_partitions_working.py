@@ -254,7 +254,7 @@ def test_a_growth_asks_first_and_can_be_rehearsed(millstream_url: str) -> None:
     assert rehearsed.out.startswith("orders would have 8 partitions instead of 2. About 75% of its keys move")
     assert call("partition", "grow", BASE, "1", "--dry-run", url=millstream_url).code == 2
     found = call("partition", "grow", BASE, "3", "--dry-run", "--json", url=millstream_url).json()
-    assert (found["counts"], found["added"], found["moving_share"], found["dry_run"]) == (
+    assert (found["counts"], found["added"], found["moved_share"], found["dry_run"]) == (
         [2],
         ["{orders.2}"],
         0.3333,
@@ -269,7 +269,7 @@ def test_the_share_of_keys_that_a_growth_announces_is_the_one_that_moves(millstr
     before, after = PartitionMap(base=BASE, counts=(3,)), PartitionMap(base=BASE, counts=(3, 5))
     keys = [str(number).encode() for number in range(20_000)]
     call("partition", "create", BASE, "3", url=millstream_url)
-    announced = call("partition", "grow", BASE, "5", "--dry-run", "--json", url=millstream_url).json()["moving_share"]
+    announced = call("partition", "grow", BASE, "5", "--dry-run", "--json", url=millstream_url).json()["moved_share"]
     moved = sum(before.partition_of(key) != after.partition_of(key) for key in keys)
     assert abs(moved / len(keys) - announced) < 0.02
 

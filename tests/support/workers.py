@@ -188,3 +188,9 @@ def pending(client: Client) -> int | None:
 def now_ms(client: Client) -> float:
     """Return the server's time, in milliseconds."""
     return time_us_of(client.execute("TIME")) / 1_000
+
+
+def entries(client: Client) -> list[Any]:
+    """Return the pending list: id, consumer, idle time, deliveries."""
+    found: list[Any] = client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000)
+    return found

@@ -219,7 +219,7 @@ def test_a_name_of_the_past_in_prose_is_found(tmp_path: Path) -> None:
 
 def test_prose_in_tests_names_the_component_instead_of_a_pronoun() -> None:
     prose = {path: "\n".join(prose_of(path.read_text())) for path in TESTS.rglob("*.py") if path != Path(__file__)}
-    prose |= {path: path.read_text() for path in (ROOT / "scripts").iterdir() if path.suffix == ""}
+    prose |= {path: path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix}
     assert [f"{path.name}: {word}" for path, text in prose.items() for word in PRONOUNS_IN_TESTS.findall(text)] == []
 
 

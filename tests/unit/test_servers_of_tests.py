@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def pinned(lock: str) -> dict[str, str]:
     """The block of each package of a lock: its version and its hashes."""
-    blocks = re.findall(r"^([\w-]+)==(.*(?:\\\n.*)*)", (ROOT / lock).read_text(), re.MULTILINE)
+    blocks = re.findall(r"^([\w-]+)==(.*(?:\n +.*)*)", (ROOT / lock).read_text(), re.MULTILINE)
     return dict(blocks)
 
 

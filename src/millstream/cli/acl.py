@@ -1,11 +1,12 @@
 """`millstream acl`: prints the ACL rights that each kind of process needs in Redis."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from millstream.admin.acl import ANY, ROLES, RoleName, acl_rule
+from millstream.admin.acl import ANY, ROLES, AclRule, RoleName, acl_rule
 from millstream.cli.options import Json
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.redis_client.key_names import PREFIX
@@ -67,7 +68,11 @@ def acl(
     ]
     if as_json:
         print_json([{**asdict(one), "line": one.line} for one in found])
-        return
+    else:
+        _print_lines(found)
+
+
+def _print_lines(found: Sequence[AclRule]) -> None:
     for one in found:
         print_line(one.line)
     if any(ANY in one.keys for one in found):

@@ -32,14 +32,14 @@ class _Growth:
 
     def __init__(self, before: PartitionMap, count: int) -> None:
         self.added = [before.stream(number) for number in range(before.count, count)]
-        self.moving_share = round(len(self.added) / count, 4)  # that of a jump hash: no key moves needlessly
+        self.moved_share = round(len(self.added) / count, 4)  # that of a jump hash: no key moves needlessly
         self.is_new = bool(self.added) and before.growing_to != count
 
     def __str__(self) -> str:
         if not self.added:
             return "Nothing changes."
         names = self.added[0] if len(self.added) == 1 else f"{self.added[0]} to {self.added[-1]}"
-        return f"About {self.moving_share:.0%} of its keys move, to {names}; the number can never shrink."
+        return f"About {self.moved_share:.0%} of its keys move, to {names}; the number can never shrink."
 
 
 @partition.command()
@@ -102,7 +102,7 @@ def grow(
             {
                 **_as_json(before if dry_run else after, None, {}),
                 "added": plan.added,
-                "moving_share": plan.moving_share,
+                "moved_share": plan.moved_share,
                 "dry_run": dry_run,
             }
         )

@@ -79,14 +79,14 @@ def publish(
         print_line(f"{what} ({format_size(count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
 
 
-def _fields_of(given: Sequence[str]) -> dict[bytes, bytes] | None:
+def _fields_of(words: Sequence[str]) -> dict[bytes, bytes] | None:
     """The fields of one entry, byte for byte as they were given; None if a file is given. Raises ConfigError."""
-    if not given or "=" not in given[0].partition("/")[0]:  # ./a=b.csv is a file
-        if len(given) > 1:
-            raise ConfigError(f"give one file, or fields as NAME=VALUE, not {given[1]!r}")
+    if not words or "=" not in words[0].partition("/")[0]:  # ./a=b.csv is a file
+        if len(words) > 1:
+            raise ConfigError(f"give one file, or fields as NAME=VALUE, not {words[1]!r}")
         return None
     fields: dict[bytes, bytes] = {}
-    for one in given:
+    for one in words:
         name, separator, value = os.fsencode(one).partition(b"=")
         if not (name and separator):
             raise ConfigError(f"{one!r} is not a field: write NAME=VALUE, such as amount=10")

@@ -115,7 +115,7 @@ class PoisonIsolation:
     def _next_suspect(self) -> Delivery | None:
         """Return the next suspect: one whose wait is over before new ones; None at the end."""
         while True:
-            self._remove_marks()
+            self._unmark()
             now_ms = self._clock.monotonic_ms()
             for delivery in self._delayed.pop_due(now_ms, 1):
                 return delivery
@@ -191,11 +191,11 @@ class PoisonIsolation:
         delivery.stream.begin_isolation(delivery, self._incarnation.mark)
         outcome = self._runner.run_isolated(delivery)
         self._still_marked.append(delivery)
-        self._remove_marks()
+        self._unmark()
         if outcome is not None:
             self._in_flight.complete(delivery, outcome)
 
-    def _remove_marks(self) -> None:
+    def _unmark(self) -> None:
         """Remove the marks of runs that have ended: a later death of this process is not the fault of their messages.
 
         A commit removes them as well; but a run that was cancelled, as Redis was unavailable, commits nothing.
