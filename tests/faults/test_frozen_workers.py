@@ -83,7 +83,7 @@ app = App("shop")
 def order(message: Message):
     time.sleep(1_000_000)
 
-@app.handler("bookings", key="n", time_limit_ms=1_000_000_000)
+@app.handler("bookings", key="n", time_limit_ms=600_000_000)
 def book(message: Message):
     begun, gate = os.environ["MARKER"] + f"-{message.fields['n'].decode()}", os.environ["MARKER"] + "-gate"
     open(begun, "w").close()

@@ -65,7 +65,7 @@ def test_usages_name_arguments_in_upper_case_and_optional_ones_in_brackets() -> 
     odd = [one for one in shown if not re.fullmatch(r"Usage: [a-z-]+( [a-z-]+)? \[OPTIONS\]( [][A-Z_.]+)*", one)]
     assert odd == []
     assert {
-        "Usage: tail [OPTIONS] STREAM...", "Usage: publish [OPTIONS] STREAM [FILE]", "Usage: info [OPTIONS] [APP]",
+        "Usage: tail [OPTIONS] STREAM...", "Usage: publish [OPTIONS] STREAM [FILE_OR_FIELD]...", "Usage: info [OPTIONS] [APP]",
         "Usage: key list [OPTIONS] [APP[.HANDLER]]", "Usage: acl [OPTIONS] [ROLE]...",
     } <= {*shown}  # fmt: skip
 

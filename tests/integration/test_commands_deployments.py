@@ -71,7 +71,8 @@ def test_the_error_names_a_command_that_a_user_may_not_run(tmp_path: Path) -> No
         refused = call("publish", "orders", str(path), url=url)
         assert refused.code == 3
         assert "the Redis user may not do" in refused.err
-        assert call("tail", "orders", "--no-follow", url=url).code == 0
+        allowed = call("tail", "orders", "--no-follow", url=url)
+        assert (allowed.code, allowed.err) == (1, "error: no such stream: orders\n")
         assert call("tail", "others", "--no-follow", url=url).code == 3
 
 

@@ -53,7 +53,7 @@ def test_info_of_an_empty_redis_shows_nothing(client: Client) -> None:
     assert inspect(client) == Inspection(streams=(), handlers=())
     assert call("info", url=client.url).err == "there are no streams\n"
     assert call("info", "--json", url=client.url).json() == {
-        "readers": [], "streams": [], "handlers": [], "restarts": [], "hidden_streams": 0, "problems": [], "hidden_handlers": 0,
+        "readers": [], "streams": [], "handlers": [], "restarts": [], "long_runs": [], "hidden_streams": 0, "problems": [], "hidden_handlers": 0,
         "is_sample": False,
     }  # fmt: skip
 

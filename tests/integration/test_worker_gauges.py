@@ -127,5 +127,6 @@ def test_a_worker_process_serves_them_from_its_start_on(client: Client, tmp_path
         eventually(lambda: value("messages_running", "waits") == 0, "the end of the runs")
     finally:
         end(worker)
-        assert worker.stdout is not None
-        worker.stdout.close()
+        for pipe in (worker.stdout, worker.stderr):
+            assert pipe is not None
+            pipe.close()

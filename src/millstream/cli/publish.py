@@ -38,7 +38,8 @@ def publish(
     source: Annotated[
         list[str] | None,
         typer.Argument(
-            help="The file, or - for standard input; or the fields of one entry.", metavar="[FILE or NAME=VALUE...]"
+            help="The file, or - for standard input; or the fields of one entry, each NAME=VALUE.",
+            metavar="[FILE_OR_FIELD]...",
         ),
     ] = None,
     format_: Annotated[

@@ -157,7 +157,7 @@ class Maintenance(Generic[S]):
             self._committed_at_checkpoint = committed
         return None
 
-    def _refresh_all(self) -> Iterator[tuple[S, Callable[[], None]]]:
+    def _refresh_all(self) -> Iterator[tuple[S, Callable[[], object]]]:
         """Yield each stream with a function that applies the reply to its refresh; a round trip carries many."""
         streams = iter(list(self._streams.values()))
         while some := list(islice(streams, _REFRESHED_AT_ONCE)):
@@ -168,9 +168,9 @@ class Maintenance(Generic[S]):
             except Unavailable as error:  # perhaps only one server is unavailable
                 replies = [error] * len(some)
             for stream, call, reply in zip(some, calls, replies, strict=True):
-                yield stream, partial(call.parse, reply)
+                yield stream, partial(call.resolve, reply)
 
-    def _maintain(self, stream: S, refresh: Callable[[], None], *, renews: bool) -> bool:
+    def _maintain(self, stream: S, refresh: Callable[[], object], *, renews: bool) -> bool:
         """Maintain one stream; return False if its progress has to be recorded again."""
         if stream.leaving:  # only entries that still run are kept
             if renews:
