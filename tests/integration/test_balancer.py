@@ -388,3 +388,20 @@ def check_lateness(client: Client, dead_one: str, *, finder: str, incarnation: s
     late_ms = peer(client, finder, incarnation).heartbeat(heartbeat_request()).recovery_ms
     assert late_ms is not None
     assert 2_000 <= late_ms <= 2_000 + server_us(client) // 1_000 - asked_ms
+
+
+def test_a_balancer_that_another_thread_closes_while_its_own_is_to_start_ends(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balancer = Balancer(client.url, SERVICE, consumer="c")
+    start = threading.Thread.start
+
+    def close_first(thread: threading.Thread) -> None:
+        if thread.name == "balancer-c":
+            balancer.close()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", close_first)
+    balancer.start()
+    assert isinstance(list(balancer)[-1], Terminated)
+    assert not client.execute("HEXISTS", KEYS.consumers, "c")

@@ -94,8 +94,9 @@ class Balancer:
             first = self._join()
         except _Closed:
             raise ConfigError("this balancer is closed; create a new one") from None
-        self._thread = threading.Thread(target=self._run, args=(first,), name=f"balancer-{self.consumer}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(first,), name=f"balancer-{self.consumer}", daemon=True)
+        thread.start()
+        self._thread = thread  # now only, as `close` in another thread joins it
         return self
 
     def __enter__(self) -> "Balancer":
