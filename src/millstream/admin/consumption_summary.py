@@ -123,7 +123,8 @@ def _summed(
     done = [one.done for _, one in on_streams]
     alive = len({name for _, one in on_streams for name in one.alive})
     return ReaderReport(
-        name=name, kind=kind,
+        name=name,
+        kind=kind,
         modes=tuple(sorted({one.mode for _, one in on_streams})),
         alive=alive,
         status=_status(kind, reports, crashing, alive=alive),
@@ -143,7 +144,7 @@ def _summed(
         paused=sum(one.paused for one in handlers),
         added=sum(one.stream.added for _, one in on_streams if one.stream is not None),
         done=None if None in done else sum(one or 0 for one in done),
-    )  # fmt: skip
+    )
 
 
 def _status(

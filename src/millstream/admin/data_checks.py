@@ -116,29 +116,33 @@ def check_growth(data: Data) -> Iterator[Finding]:
         worst = sorted(growing, key=lambda name: -growing[name])
         trim = f"{data.cli} XTRIM {_quote(worst[0])} MAXLEN '~' {_FINISHED_ENTRIES}"
         yield Finding(
-            check="growth", severity="warning",
+            check="growth",
+            severity="warning",
             what=f"{_streams(worst)}: {sum(growing.values()):,} entries that all groups have finished, and nothing trims",
             why="a stream that is never trimmed grows until Redis is full",
             mend=(f"{trim}  # while no group is further behind; better: millstream worker APP --trim",),
-        )  # fmt: skip
+        )
     unread = [one for one in data.found.streams if not one.groups and one.added == one.length >= _UNREAD_ENTRIES]
     if unread:
         yield Finding(
-            check="growth", severity="warning",
+            check="growth",
+            severity="warning",
             what=f"{_streams([one.name for one in unread])}: {sum(one.length for one in unread):,} entries without a "
             "consumer group, and nothing trims",
             why="a stream that is never trimmed grows until Redis is full",
             mend=(f"{data.cli} XTRIM {_quote(unread[0].name)} MAXLEN '~' {_UNREAD_ENTRIES}",),
-        )  # fmt: skip
+        )
 
 
 def check_dead_consumers(data: Data) -> Iterator[Finding]:
     """Consumers that are gone: with pending entries, which wait, or without, which are names that stay behind."""
     for label, some in data.by_handler.items():
         gone = [
-            (one, consumer) for one in some for consumer in data.consumers.get((one.stream, _keys(one).group), ())
+            (one, consumer)
+            for one in some
+            for consumer in data.consumers.get((one.stream, _keys(one).group), ())
             if consumer.idle_ms >= data.old_ms and consumer.name not in one.workers and consumer.name != WAITING
-        ]  # fmt: skip
+        ]
         holding = [(one, consumer) for one, consumer in gone if consumer.pending]
         empty = [(one, consumer) for one, consumer in gone if not consumer.pending]
         if holding:
@@ -147,26 +151,29 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
             where = f"{_quote(one.stream)} {_quote(_keys(one).group)}"
             claimants = [name for each in some for name in each.workers if each.engine == "workers"]
             yield Finding(
-                check="dead-consumers", severity="problem",
+                check="dead-consumers",
+                severity="problem",
                 what=f"{label}: {pluralize(held, 'pending entry', 'pending entries')} of {_names(holding)}, idle "
                 f"for {format_age(min(each.idle_ms for _, each in holding))}, on {_streams([each.stream for each, _ in holding])}",
                 why="these messages wait until a live worker claims them",
                 mend=(
                     f"millstream group claim {where} {_quote(claimants[0])} --min-idle {data.old_ms // 1000}s"
-                    if claimants else _start("workers", some[0].app),
+                    if claimants
+                    else _start("workers", some[0].app),
                 ),
-            )  # fmt: skip
+            )
         if empty:
             one = empty[0][0]
             consumers = pluralize(len(empty), "consumer of a worker that is gone", "consumers of workers that are gone")
             yield Finding(
-                check="dead-consumers", severity="warning",
+                check="dead-consumers",
+                severity="warning",
                 what=f"{label}: {consumers} ({_names(empty)}), with nothing pending",
                 why="they are only names, but hide who is alive",
                 mend=(
                     f"millstream group clean {_quote(one.stream)} {_quote(_keys(one).group)} --idle {data.old_ms // 1000}s",
                 ),
-            )  # fmt: skip
+            )
 
 
 def check_idle_entries(data: Data) -> Iterator[Finding]:
@@ -176,13 +183,14 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
         if places:
             stream, group = places[0]
             yield Finding(
-                check="idle-entries", severity="warning",
+                check="idle-entries",
+                severity="warning",
                 what=f"{label}: {pluralize(sum(data.idle[place] for place in places), 'entry', 'entries')} or more pending and idle for "
                 f"{format_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
                 why="live workers renew or claim pending entries, at once those that were given back (idle for 24 h or "
                 "more): these workers hang, or have a longer --claim",
                 mend=(f"millstream group pending {_quote(stream)} {_quote(group)} --min-idle {data.old_ms // 1000}s",),
-            )  # fmt: skip
+            )
 
 
 def check_waiting(data: Data) -> Iterator[Finding]:
@@ -194,23 +202,26 @@ def check_waiting(data: Data) -> Iterator[Finding]:
         waiting = [one for one in some if one.lag and not one.consumers and (one.oldest_age_ms or 0) >= old_ms]
         if waiting and not any(one.consumers for one in some):
             yield Finding(
-                check="waiting", severity="problem" if engine == "workers" else "warning",
+                check="waiting",
+                severity="problem" if engine == "workers" else "warning",
                 what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, for "
                 f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
                 mend=(_start(engine, some[0].app),),
-            )  # fmt: skip
+            )
 
 
 def check_restarts(data: Data) -> Iterator[Finding]:
     """Worker processes that have ended without being told to."""
     for one in data.found.restarts:
         yield Finding(
-            check="restarts", severity="problem" if one.count >= CRASH_LOOP else "warning", what=one.describe(),
+            check="restarts",
+            severity="problem" if one.count >= CRASH_LOOP else "warning",
+            what=one.describe(),
             why="the messages that a process ran are run again each time, and one that crashes its process becomes a dead "
             "letter in the end; its log has the cause",
             mend=("millstream dlq list --reason crashed",),
-        )  # fmt: skip
+        )
 
 
 def check_long_runs(data: Data) -> Iterator[Finding]:
@@ -221,10 +232,12 @@ def check_long_runs(data: Data) -> Iterator[Finding]:
         some = [one for one in runs if one.handler == label]
         more = f"; and {pluralize(len(some) - 1, 'more message')}" if some[1:] else ""
         yield Finding(
-            check="long-runs", severity="warning", what=f"{some[0].describe(now_ms)}{more}",
+            check="long-runs",
+            severity="warning",
+            what=f"{some[0].describe(now_ms)}{more}",
             why="the handler may hang, and the messages behind it wait; the log of that worker shows where the handler is",
             mend=(f"millstream key list {label}", f"py-spy dump --pid PID  # of the worker {some[0].worker}"),
-        )  # fmt: skip
+        )
 
 
 def check_dead_letters(data: Data) -> Iterator[Finding]:
@@ -232,10 +245,12 @@ def check_dead_letters(data: Data) -> Iterator[Finding]:
     for label, some in data.by_handler.items():
         if count := sum(one.dead_letters for one in some):
             yield Finding(
-                check="dead-letters", severity="warning", what=f"{label}: {pluralize(count, 'dead letter')}",
+                check="dead-letters",
+                severity="warning",
+                what=f"{label}: {pluralize(count, 'dead letter')}",
                 why="these messages were not processed, and stay in Redis until they are redriven or purged",
                 mend=(f"millstream dlq list {label}", f"millstream dlq redrive {label}"),
-            )  # fmt: skip
+            )
 
 
 def check_parked(data: Data) -> Iterator[Finding]:
@@ -243,10 +258,12 @@ def check_parked(data: Data) -> Iterator[Finding]:
     for label, some in data.by_handler.items():
         if count := sum(one.parked for one in some):
             yield Finding(
-                check="parked", severity="warning", what=f"{label}: {pluralize(count, 'parked key')}",
+                check="parked",
+                severity="warning",
+                what=f"{label}: {pluralize(count, 'parked key')}",
                 why="their messages wait until an operator unparks the key",
                 mend=(f"millstream key list {label}", f"millstream key unpark {label} KEY"),
-            )  # fmt: skip
+            )
 
 
 def check_blocked(data: Data) -> Iterator[Finding]:
@@ -254,11 +271,13 @@ def check_blocked(data: Data) -> Iterator[Finding]:
     for label, some in data.by_handler.items():
         if count := sum(one.blocked for one in some):
             yield Finding(
-                check="blocked", severity="warning", what=f"{label}: {pluralize(count, 'blocked key')}",
+                check="blocked",
+                severity="warning",
+                what=f"{label}: {pluralize(count, 'blocked key')}",
                 why="its first message has failed all its attempts and is retried without end, and the others wait: mend "
                 "the cause, and it goes on by itself",
                 mend=(f"millstream key list {label}", f"millstream key skip {label} KEY  # or give that message up"),
-            )  # fmt: skip
+            )
 
 
 def check_paused(data: Data) -> Iterator[Finding]:
@@ -268,10 +287,12 @@ def check_paused(data: Data) -> Iterator[Finding]:
         if paused:
             opened = next((one.pause for one in some if one.pause and one.pause.by == "breaker"), None)
             yield Finding(
-                check="paused", severity="problem" if opened else "warning", what=f"{label}: paused on {_streams(paused)}",
+                check="paused",
+                severity="problem" if opened else "warning",
+                what=f"{label}: paused on {_streams(paused)}",
                 why=f"it is {opened.describe(label)}" if opened else "its workers read nothing new",
                 mend=(f"millstream resume {label}",),
-            )  # fmt: skip
+            )
 
 
 def check_unreadable(data: Data) -> Iterator[Finding]:
@@ -279,12 +300,13 @@ def check_unreadable(data: Data) -> Iterator[Finding]:
     for label, some in data.by_handler.items():
         if unreadable := [one for one in some if one.problem is not None and not _is_newer(one)]:
             yield Finding(
-                check="unreadable", severity="problem",
+                check="unreadable",
+                severity="problem",
                 what=f"{label}: its keys on {_streams([one.stream for one in unreadable])} are unreadable: "
                 f"{unreadable[0].problem}",
                 why="another program has written there; the handler cannot commit",
                 mend=(f"{data.cli} TYPE {_quote(_keys(unreadable[0]).meta)}",),
-            )  # fmt: skip
+            )
 
 
 def check_format(data: Data) -> Iterator[Finding]:
@@ -292,11 +314,12 @@ def check_format(data: Data) -> Iterator[Finding]:
     for label, some in data.by_handler.items():
         if newer := [one for one in some if _is_newer(one)]:
             yield Finding(
-                check="format", severity="problem",
+                check="format",
+                severity="problem",
                 what=f"{label} on {_streams([one.stream for one in newer])}: {newer[0].problem}",
                 why="workers and runs of this version refuse to start; those of the newer one go on",
                 mend=("millstream --version  # where the handler runs: install that version here, too",),
-            )  # fmt: skip
+            )
 
 
 def check_leftovers(data: Data) -> Iterator[Finding]:
@@ -307,15 +330,20 @@ def check_leftovers(data: Data) -> Iterator[Finding]:
         gone = [one.stream for one in some if one.stream not in there and not data.found.hidden_streams]
         if app in data.known and handler not in data.known[app]:
             yield Finding(
-                check="leftovers", severity="warning", what=f"{label}: the app {app} has no handler {handler} any more",
+                check="leftovers",
+                severity="warning",
+                what=f"{label}: the app {app} has no handler {handler} any more",
                 why="its progress, state and groups stay in Redis, and its groups keep streams from being trimmed",
                 mend=(f"millstream forget {label} --dry-run",),
-            )  # fmt: skip
+            )
         elif gone and not data.found.is_sample:
             yield Finding(
-                check="leftovers", severity="warning", what=f"{label}: its streams are gone: {_streams(gone)}",
-                why="its progress and state stay in Redis", mend=(f"millstream forget {label} --dry-run",),
-            )  # fmt: skip
+                check="leftovers",
+                severity="warning",
+                what=f"{label}: its streams are gone: {_streams(gone)}",
+                why="its progress and state stay in Redis",
+                mend=(f"millstream forget {label} --dry-run",),
+            )
 
 
 DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {

@@ -75,9 +75,10 @@ def diagnose(
     for name, check in DATA_CHECKS.items() if data else ():
         findings += run_check(name, partial(check, data[0]))
     return Diagnosis(
-        findings=tuple(findings), streams=sum(len(one.found.streams) for one in data),
+        findings=tuple(findings),
+        streams=sum(len(one.found.streams) for one in data),
         is_sample=any(one.found.is_sample for one in data),
-    )  # fmt: skip
+    )
 
 
 class _Servers:
@@ -109,11 +110,12 @@ def _check_cluster_state(client: Client) -> Iterator[Finding]:
         fields = dict(line.split(":", 1) for line in reply.decode().splitlines() if ":" in line)
         if fields.get("cluster_state") != "ok":
             yield Finding(
-                check="cluster", severity="problem",
+                check="cluster",
+                severity="problem",
                 what=f"the cluster is not ok, says {address}: {fields.get('cluster_slots_ok', '?')} of 16384 slots are served",
                 why="streams in the other slots can be neither read nor written",
                 mend=(f"redis-cli --cluster check {address}",),
-            )  # fmt: skip
+            )
             return
     yield Finding(check="cluster", severity="ok", what="all slots are served")
 
@@ -127,17 +129,21 @@ def _check_name(data: Data, app: str) -> Iterator[Finding]:
         and app not in {one[0] for one in stages if one is not None}
     ):
         yield Finding(
-            check="app", severity="problem", what=f"no handler or stage of an app named {app!r} has run on this Redis",
-            why="nothing of it can be checked", mend=("millstream info  # the names that there are",),
-        )  # fmt: skip
+            check="app",
+            severity="problem",
+            what=f"no handler or stage of an app named {app!r} has run on this Redis",
+            why="nothing of it can be checked",
+            mend=("millstream info  # the names that there are",),
+        )
 
 
 def _hidden(data: Data) -> Iterator[Finding]:
     streams, handlers = data.found.hidden_streams, data.found.hidden_handlers
     if streams or handlers:
         yield Finding(
-            check="data", severity="warning",
+            check="data",
+            severity="warning",
             what=f"not checked: {pluralize(streams, 'stream')} and {pluralize(handlers, 'handler on a stream', 'handlers on streams')} "
             "that this Redis user may not access",
             mend=("millstream acl operator",),
-        )  # fmt: skip
+        )

@@ -143,10 +143,16 @@ def _read_places(client: Client, places: Sequence[HandlerKeys]) -> list[_Place]:
         group = next((one for one in named if from_wire(one[b"name"]) == keys.group), {})
         found.append(
             _Place(
-                keys, length, group, meta, pending or (0, None, None, None), letters or 0, delayed or 0,
+                keys,
+                length,
+                group,
+                meta,
+                pending or (0, None, None, None),
+                letters or 0,
+                delayed or 0,
                 _lag(keys.stream, length, group, meta),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -193,11 +199,16 @@ def _add_keys(client: Client, places: Sequence[HandlerKeys], figures: HandlerFig
     commands: list[Command] = []
     for keys in places:
         commands += [
-            ("LLEN", keys.ready), ("HLEN", keys.owners), ("ZCARD", keys.backoff), ("HLEN", keys.parked),
+            ("LLEN", keys.ready),
+            ("HLEN", keys.owners),
+            ("ZCARD", keys.backoff),
+            ("HLEN", keys.parked),
             ("HLEN", keys.awaiting),
-            ("LRANGE", keys.ready, 0, _MOST_KEYS - 1), ("ZRANGE", keys.leases, 0, _MOST_KEYS - 1),
-            ("ZRANGE", keys.backoff, 0, _MOST_KEYS - 1), ("HSCAN", keys.parked, 0, "COUNT", _MOST_KEYS),
-        ]  # fmt: skip
+            ("LRANGE", keys.ready, 0, _MOST_KEYS - 1),
+            ("ZRANGE", keys.leases, 0, _MOST_KEYS - 1),
+            ("ZRANGE", keys.backoff, 0, _MOST_KEYS - 1),
+            ("HSCAN", keys.parked, 0, "COUNT", _MOST_KEYS),
+        ]
     sampled: list[tuple[str, Arg]] = []
     for keys, row in zip(places, _rows(_present(send_all(client, commands)), 9), strict=True):
         ready, leased, backing_off, parked, awaiting = (count or 0 for count in row[:5])

@@ -63,10 +63,14 @@ def inspect(
     left_ms = end_ms - clock.monotonic_ms()
     apps = [app] if app else {keys.app for keys in found}
     return Inspection(
-        streams=complete_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
-        restarts=read_restarts(client, apps), long_runs=read_long_runs(client, apps),
-        hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers), is_sample=is_sample,
-    )  # fmt: skip
+        streams=complete_groups(client, shown, places, budget_ms=left_ms, clock=clock),
+        handlers=handlers,
+        restarts=read_restarts(client, apps),
+        long_runs=read_long_runs(client, apps),
+        hidden_streams=len(hidden_streams),
+        hidden_handlers=len(hidden_handlers),
+        is_sample=is_sample,
+    )
 
 
 def inspect_handlers(

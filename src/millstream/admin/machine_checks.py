@@ -27,9 +27,11 @@ def check_python() -> Iterator[Finding]:
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < _MIN_PYTHON:
         yield Finding(
-            check="python", severity="problem", what=f"Python {found} is too old",
+            check="python",
+            severity="problem",
+            what=f"Python {found} is too old",
             why=f"millstream needs {'.'.join(map(str, _MIN_PYTHON))} or later",
-        )  # fmt: skip
+        )
     else:
         yield Finding(check="python", severity="ok", what=f"Python {found}")
 
@@ -38,9 +40,12 @@ def check_hiredis() -> Iterator[Finding]:
     """The C parser of Redis' replies."""
     if find_spec("hiredis") is None:
         yield Finding(
-            check="hiredis", severity="problem", what="hiredis is not installed",
-            why="millstream reads Redis' replies with it", mend=(f"{sys.executable} -m pip install hiredis",),
-        )  # fmt: skip
+            check="hiredis",
+            severity="problem",
+            what="hiredis is not installed",
+            why="millstream reads Redis' replies with it",
+            mend=(f"{sys.executable} -m pip install hiredis",),
+        )
     else:
         yield Finding(check="hiredis", severity="ok", what=f"hiredis {version('hiredis')}")
 
@@ -55,17 +60,23 @@ def check_spark() -> Iterator[Finding]:
     wanted = _requirement("pyspark")
     if not _satisfies(found, wanted):
         yield Finding(
-            check="spark", severity="warning", what=f"PySpark {found} is not supported ({wanted} is)",
-            why="`millstream run`, source and sink may fail", mend=(f"{sys.executable} -m pip install 'pyspark{wanted}'",),
-        )  # fmt: skip
+            check="spark",
+            severity="warning",
+            what=f"PySpark {found} is not supported ({wanted} is)",
+            why="`millstream run`, source and sink may fail",
+            mend=(f"{sys.executable} -m pip install 'pyspark{wanted}'",),
+        )
         return
     java = _java_version()
     if java is None or java < _MIN_JAVA:
         what = "there is no Java" if java is None else f"Java {java} is too old"
         yield Finding(
-            check="spark", severity="warning", what=f"PySpark {found} is installed, and {what} in JAVA_HOME or PATH",
-            why=f"Spark needs Java {_MIN_JAVA} or later; workers need none", mend=("apt-get install openjdk-17-jre-headless",),
-        )  # fmt: skip
+            check="spark",
+            severity="warning",
+            what=f"PySpark {found} is installed, and {what} in JAVA_HOME or PATH",
+            why=f"Spark needs Java {_MIN_JAVA} or later; workers need none",
+            mend=("apt-get install openjdk-17-jre-headless",),
+        )
     else:
         yield Finding(check="spark", severity="ok", what=f"PySpark {found}, Java {java}")
 

@@ -83,9 +83,15 @@ class RedisMetrics:
     """
 
     def __init__(
-        self, client: Client, discover: Callable[[Client], Places], recorder: Recorder, *,
-        progress: Progress | None = None, every_ms: float = _EVERY_MS, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+        self,
+        client: Client,
+        discover: Callable[[Client], Places],
+        recorder: Recorder,
+        *,
+        progress: Progress | None = None,
+        every_ms: float = _EVERY_MS,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._client = client
         self._discover = discover
         self._recorder = recorder
@@ -130,10 +136,13 @@ class RedisMetrics:
         if figures is not None:
             oldest_s = round((figures.oldest_ms or 0) / 1000, 3)
             answer = {
-                "handler": label, "waiting": figures.waiting, "oldest_age_s": oldest_s,
-                "keys_ready": figures.keys["ready"], "in_flight": figures.in_flight,
+                "handler": label,
+                "waiting": figures.waiting,
+                "oldest_age_s": oldest_s,
+                "keys_ready": figures.keys["ready"],
+                "in_flight": figures.in_flight,
                 "paused": 0 < figures.streams == figures.paused,
-            }  # fmt: skip
+            }
             return 200, msgspec.json.encode(answer)
         if self._failure is not None or not self._ever_read:
             return 503, msgspec.json.encode({"error": self._failure or "the figures have not been read yet"})

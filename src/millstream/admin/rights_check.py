@@ -29,9 +29,12 @@ def check_rights(client: Client) -> Iterator[Finding]:
         if commands and not able:
             some = ", ".join(commands[:_MOST_NAMED]) + (", ..." if len(commands) > _MOST_NAMED else "")
             yield Finding(
-                check="rights", severity="warning", what=f"the Redis user {user} is no {name}: it lacks {some}",
-                why="a process of this kind is refused at its start", mend=(f"millstream acl {name} --user {user}",),
-            )  # fmt: skip
+                check="rights",
+                severity="warning",
+                what=f"the Redis user {user} is no {name}: it lacks {some}",
+                why="a process of this kind is refused at its start",
+                mend=(f"millstream acl {name} --user {user}",),
+            )
     if able:
         yield Finding(check="rights", severity="ok", what=f"the Redis user {user} has the rights of: {', '.join(able)}")
 
@@ -42,9 +45,6 @@ def _denied(client: Client, user: str, commands: list[str]) -> set[str]:
     known = [(name, abs(info[0][1])) for name, info in zip(commands, infos, strict=True) if info and info[0]]
     replies = call_all(
         client,
-        [
-            ("ACL", "DRYRUN", user, *name.split("|"), *["1"] * (arity - 1 - name.count("|")))
-            for name, arity in known
-        ],
-    )  # fmt: skip
+        [("ACL", "DRYRUN", user, *name.split("|"), *["1"] * (arity - 1 - name.count("|"))) for name, arity in known],
+    )
     return {name for (name, _), reply in zip(known, replies, strict=True) if b" to run the " in reply}

@@ -18,9 +18,17 @@ logger = logging.getLogger(__name__)
 
 _MIN_VERSION, _MENDED_VALKEY = (7, 0), (9, 1)
 _SETTINGS = (
-    "appendfsync", "save", "min-replicas-to-write", "client-output-buffer-limit", "timeout", "maxclients",
-    "repl-backlog-size", "aof-load-truncated", "stream-node-max-bytes", "stream-node-max-entries",
-)  # fmt: skip
+    "appendfsync",
+    "save",
+    "min-replicas-to-write",
+    "client-output-buffer-limit",
+    "timeout",
+    "maxclients",
+    "repl-backlog-size",
+    "aof-load-truncated",
+    "stream-node-max-bytes",
+    "stream-node-max-entries",
+)
 _FULL_SHARE, _MACHINE_SHARE = 0.8, 2 / 3
 _MIN_CLIENTS, _DEFAULT_CLIENTS = 1_000, 10_000
 _MIN_BACKLOG_BYTES, _BACKLOG_BYTES = 64 * 2**20, 256 * 2**20
@@ -67,11 +75,13 @@ def read_servers(client: Client) -> list[Server]:
 
     return [
         Server(
-            cli=redis_cli(client.url, address), name=address if len(replies) > 1 else "", info=_to_info(reply),
+            cli=redis_cli(client.url, address),
+            name=address if len(replies) > 1 else "",
+            info=_to_info(reply),
             settings=functools.partial(_settings_of, settings, address),
         )
         for address, reply in replies
-    ]  # fmt: skip
+    ]
 
 
 def memory_problems(client: Client) -> tuple[str, ...]:
@@ -126,9 +136,11 @@ def check_version(server: Server) -> Iterator[Finding]:
     product = f"Valkey {valkey} (as Redis {redis})" if valkey else f"Redis {redis}"
     if _numbers(redis) < _MIN_VERSION:
         yield Finding(
-            check="version", severity="problem", what=f"{product} is too old",
+            check="version",
+            severity="problem",
+            what=f"{product} is too old",
             why="scripts of millstream need Redis 7.0 or later, or Valkey",
-        )  # fmt: skip
+        )
     else:
         yield Finding(check="version", severity="ok", what=product)
 
@@ -137,19 +149,24 @@ def check_role(server: Server) -> Iterator[Finding]:
     """The server is a primary."""
     if server.info.get("role", "master") != "master":
         yield Finding(
-            check="role", severity="problem", what=f"{server.where} is a replica", why="it refuses writes",
+            check="role",
+            severity="problem",
+            what=f"{server.where} is a replica",
+            why="it refuses writes",
             mend=("millstream doctor --url redis+sentinel://HOST:26379/NAME/0  # or the URL of its primary",),
-        )  # fmt: skip
+        )
 
 
 def check_cluster(server: Server, *, is_cluster: bool) -> Iterator[Finding]:
     """A server of a cluster is reached as such."""
     if server.info.get("cluster_enabled") == "1" and not is_cluster:
         yield Finding(
-            check="cluster", severity="problem", what=f"{server.where} is part of a Redis Cluster",
+            check="cluster",
+            severity="problem",
+            what=f"{server.where} is part of a Redis Cluster",
             why="a client of one server reaches the keys of that server only",
             mend=("millstream doctor --url redis+cluster://HOST:PORT",),
-        )  # fmt: skip
+        )
 
 
 def check_eviction(server: Server) -> Iterator[Finding]:
@@ -161,15 +178,20 @@ def check_eviction(server: Server) -> Iterator[Finding]:
     mend = (f"{server.cli} CONFIG SET maxmemory-policy noeviction",)
     if limit:
         yield Finding(
-            check="eviction", severity="problem",
+            check="eviction",
+            severity="problem",
             what=f"{server.where} evicts keys at maxmemory (maxmemory-policy {policy})",
-            why="messages, states and progress would be lost silently", mend=mend,
-        )  # fmt: skip
+            why="messages, states and progress would be lost silently",
+            mend=mend,
+        )
     else:
         yield Finding(
-            check="eviction", severity="warning", what=f"{server.where} has maxmemory-policy {policy}",
-            why="as soon as it has a maxmemory, it loses messages, states and progress silently", mend=mend,
-        )  # fmt: skip
+            check="eviction",
+            severity="warning",
+            what=f"{server.where} has maxmemory-policy {policy}",
+            why="as soon as it has a maxmemory, it loses messages, states and progress silently",
+            mend=mend,
+        )
 
 
 def check_persistence(server: Server) -> Iterator[Finding]:
@@ -179,26 +201,32 @@ def check_persistence(server: Server) -> Iterator[Finding]:
         yield Finding(check="persistence", severity="ok", what="append-only file")
     elif server.setting("save"):
         yield Finding(
-            check="persistence", severity="warning",
+            check="persistence",
+            severity="warning",
             what=f"{server.where} writes snapshots only (appendonly no, save {server.setting('save')})",
-            why="a Redis that dies forgets all since its last snapshot: messages, states and progress", mend=mend,
-        )  # fmt: skip
+            why="a Redis that dies forgets all since its last snapshot: messages, states and progress",
+            mend=mend,
+        )
     else:
         yield Finding(
-            check="persistence", severity="problem",
+            check="persistence",
+            severity="problem",
             what=f'{server.where} writes nothing to disk (appendonly no, save "")',
-            why="a restart loses all messages, states and progress", mend=mend,
-        )  # fmt: skip
+            why="a restart loses all messages, states and progress",
+            mend=mend,
+        )
 
 
 def check_sync(server: Server) -> Iterator[Finding]:
     """The append-only file reaches the disk within a second."""
     if server.info.get("aof_enabled") == "1" and server.setting("appendfsync") == "no":
         yield Finding(
-            check="sync", severity="warning", what=f"{server.where} has appendfsync no",
+            check="sync",
+            severity="warning",
+            what=f"{server.where} has appendfsync no",
             why="a machine that fails loses what its kernel had not written, up to half a minute",
             mend=(f"{server.cli} CONFIG SET appendfsync everysec",),
-        )  # fmt: skip
+        )
 
 
 def check_truncated(server: Server) -> Iterator[Finding]:
@@ -206,13 +234,15 @@ def check_truncated(server: Server) -> Iterator[Finding]:
     is_mended = "valkey_version" in server.info and _numbers(server.info["valkey_version"]) >= _MENDED_VALKEY
     if not is_mended and server.info.get("aof_enabled") == "1" and server.setting("aof-load-truncated") == "yes":
         yield Finding(
-            check="truncated", severity="warning", what=f"{server.where} has aof-load-truncated yes",
+            check="truncated",
+            severity="warning",
+            what=f"{server.where} has aof-load-truncated yes",
             why="if it dies in mid-write (kill -9, out of memory, power), it keeps a part of the last transaction in its file, "
             "and the start after the next applies that: effects come twice, or messages stay pending",
             mend=(
                 f"{server.cli} CONFIG SET aof-load-truncated no  # it then starts after: redis-check-aof --fix MANIFEST",
             ),
-        )  # fmt: skip
+        )
 
 
 def check_disk(server: Server) -> Iterator[Finding]:
@@ -224,9 +254,12 @@ def check_disk(server: Server) -> Iterator[Finding]:
     ):
         if server.info.get(field, "ok") != "ok":
             yield Finding(
-                check="disk", severity="problem", what=f"the last {thing} of {server.where} failed ({field})",
-                why="Redis may refuse writes, and a restart loses what is not on disk", mend=("df -h",),
-            )  # fmt: skip
+                check="disk",
+                severity="problem",
+                what=f"the last {thing} of {server.where} failed ({field})",
+                why="Redis may refuse writes, and a restart loses what is not on disk",
+                mend=("df -h",),
+            )
 
 
 def check_replicas(server: Server) -> Iterator[Finding]:
@@ -234,11 +267,12 @@ def check_replicas(server: Server) -> Iterator[Finding]:
     replicas = server.number("connected_slaves")
     if replicas and server.setting("min-replicas-to-write") in ("", "0"):
         yield Finding(
-            check="replicas", severity="warning",
+            check="replicas",
+            severity="warning",
             what=f"{server.where} has {replicas} connected replicas and min-replicas-to-write 0",
             why="a primary that is cut off goes on accepting writes, which a failover forgets",
             mend=(f"{server.cli} CONFIG SET min-replicas-to-write 1",),
-        )  # fmt: skip
+        )
 
 
 def check_memory(server: Server) -> Iterator[Finding]:
@@ -246,18 +280,22 @@ def check_memory(server: Server) -> Iterator[Finding]:
     used, limit, machine = (server.number(name) for name in ("used_memory", "maxmemory", "total_system_memory"))
     if limit and used > _FULL_SHARE * limit:
         yield Finding(
-            check="memory", severity="problem" if used >= limit else "warning",
+            check="memory",
+            severity="problem" if used >= limit else "warning",
             what=f"{server.where} uses {used / limit:.0%} of maxmemory ({limit:,} bytes)",
             why="at maxmemory it refuses writes: producers and handlers with effects wait",
-            mend=(f"{server.cli} CONFIG SET maxmemory {_more_memory(server)}  # or trim: millstream worker APP --trim",),
-        )  # fmt: skip
+            mend=(
+                f"{server.cli} CONFIG SET maxmemory {_more_memory(server)}  # or trim: millstream worker APP --trim",
+            ),
+        )
     elif not limit and machine:
         yield Finding(
-            check="memory", severity="warning",
+            check="memory",
+            severity="warning",
             what=f"{server.where} has no maxmemory and uses {used / machine:.0%} of its machine's memory",
             why="the kernel kills a Redis that fills the machine's memory",
             mend=(f"{server.cli} CONFIG SET maxmemory {int(_MACHINE_SHARE * machine)}",),
-        )  # fmt: skip
+        )
     else:
         bound = f"{used / limit:.0%} of maxmemory" if limit else "no maxmemory"
         yield Finding(check="memory", severity="ok", what=f"{used:,} bytes used, {bound}")
@@ -275,10 +313,12 @@ def check_timeout(server: Server) -> Iterator[Finding]:
     timeout = server.setting("timeout")
     if timeout not in ("", "0"):
         yield Finding(
-            check="timeout", severity="warning", what=f"{server.where} ends connections that are idle for {timeout} s",
+            check="timeout",
+            severity="warning",
+            what=f"{server.where} ends connections that are idle for {timeout} s",
             why="workers, routers and followers wait on idle connections, and connect again and again",
             mend=(f"{server.cli} CONFIG SET timeout 0",),
-        )  # fmt: skip
+        )
 
 
 def check_clients(server: Server) -> Iterator[Finding]:
@@ -286,10 +326,12 @@ def check_clients(server: Server) -> Iterator[Finding]:
     limit = int(server.setting("maxclients") or _DEFAULT_CLIENTS)
     if limit < _MIN_CLIENTS:
         yield Finding(
-            check="clients", severity="warning", what=f"{server.where} accepts {limit:,} connections (maxclients)",
+            check="clients",
+            severity="warning",
+            what=f"{server.where} accepts {limit:,} connections (maxclients)",
             why="a worker process has about ten connections; beyond the limit Redis refuses the next one",
             mend=(f"{server.cli} CONFIG SET maxclients {_DEFAULT_CLIENTS}",),
-        )  # fmt: skip
+        )
 
 
 def check_backlog(server: Server) -> Iterator[Finding]:
@@ -297,10 +339,12 @@ def check_backlog(server: Server) -> Iterator[Finding]:
     size = int(server.setting("repl-backlog-size") or _BACKLOG_BYTES)
     if server.number("connected_slaves") and size < _MIN_BACKLOG_BYTES:
         yield Finding(
-            check="backlog", severity="warning", what=f"{server.where} has a repl-backlog-size of {size:,} bytes",
+            check="backlog",
+            severity="warning",
+            what=f"{server.where} has a repl-backlog-size of {size:,} bytes",
             why="a replica that was away for some seconds copies everything, and is no safe target of a failover meanwhile",
             mend=(f"{server.cli} CONFIG SET repl-backlog-size {_BACKLOG_BYTES}",),
-        )  # fmt: skip
+        )
 
 
 def check_nodes(server: Server) -> Iterator[Finding]:
@@ -309,10 +353,12 @@ def check_nodes(server: Server) -> Iterator[Finding]:
         limit = int(server.setting(name) or default)
         if limit == 0 or limit > 10 * default:
             yield Finding(
-                check="nodes", severity="warning", what=f"{server.where} has {name} {limit or 'without a limit'}",
+                check="nodes",
+                severity="warning",
+                what=f"{server.where} has {name} {limit or 'without a limit'}",
                 why="Redis searches the whole node for each entry that is claimed, and trims only whole nodes",
                 mend=(f"{server.cli} CONFIG SET {name} {default}",),
-            )  # fmt: skip
+            )
 
 
 def check_buffers(server: Server, *, largest_mean_entry_bytes: Callable[[], int]) -> Iterator[Finding]:
@@ -324,11 +370,12 @@ def check_buffers(server: Server, *, largest_mean_entry_bytes: Callable[[], int]
         return
     largest = largest_mean_entry_bytes()
     yield Finding(
-        check="buffers", severity="problem" if largest >= limit else "warning",
+        check="buffers",
+        severity="problem" if largest >= limit else "warning",
         what=f"{server.where} ends a client whose reply exceeds {limit:,} bytes; entries of one stream have {largest:,} on average",
         why=f"a worker reads up to {_READ_BYTES:,} bytes at once (--prefetch-mb), and a larger entry cannot be read",
         mend=(f"{server.cli} CONFIG SET client-output-buffer-limit 'normal 0 0 0'",),
-    )  # fmt: skip
+    )
 
 
 SERVER_CHECKS: Mapping[str, Callable[[Server], Iterable[Finding]]] = {

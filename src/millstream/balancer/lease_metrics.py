@@ -11,9 +11,13 @@ if TYPE_CHECKING:
     from millstream.balancer.protocol import HeartbeatReply
 
 _OF_SERVICES = (
-    m.LEASES_ASSIGNED, m.LEASE_EXPIRATIONS, m.LEASE_HELD_SECONDS, m.LEASE_HEARTBEAT_SECONDS, m.LEASE_RECOVERY_SECONDS,
+    m.LEASES_ASSIGNED,
+    m.LEASE_EXPIRATIONS,
+    m.LEASE_HELD_SECONDS,
+    m.LEASE_HEARTBEAT_SECONDS,
+    m.LEASE_RECOVERY_SECONDS,
     m.LEASE_CLAIM_SECONDS,
-)  # fmt: skip
+)
 _CLAIM_ERRORS = (StreamNotFound, AlreadyOwned, LeaseLost, Unavailable)
 
 

@@ -29,9 +29,14 @@ _UNCHECKED = (
 
 
 def check(
-    target: Target, only: Only = None, sample: Sample = 100, newest: Newest = False, url: Url = DEFAULT_URL,
-    yes: Yes = False, as_json: Json = False,
-) -> None:  # fmt: skip
+    target: Target,
+    only: Only = None,
+    sample: Sample = 100,
+    newest: Newest = False,
+    url: Url = DEFAULT_URL,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
     """Run the handlers of an app on real entries, and show what would become of them. Commits nothing.
 
     No entry is read through a group or acknowledged; no state, output or dead letter is written. But the handlers

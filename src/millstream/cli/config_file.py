@@ -56,11 +56,16 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str], variables
         config: Annotated[
             str | None,
             typer.Option(
-                "--config", callback=read, is_eager=True, expose_value=False, envvar="MILLSTREAM_CONFIG", metavar="FILE",
+                "--config",
+                callback=read,
+                is_eager=True,
+                expose_value=False,
+                envvar="MILLSTREAM_CONFIG",
+                metavar="FILE",
                 help="TOML file with options; default: millstream.toml here, if it exists.",
             ),
         ] = None,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
     return parameters_of(options)[0]
 

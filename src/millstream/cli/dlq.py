@@ -216,9 +216,12 @@ def _names(selection: Sequence[str]) -> list[str]:
 
 
 def _filter(
-    selection: Sequence[str], stream: str | None, reason: str | None = None, key: str | None = None,
+    selection: Sequence[str],
+    stream: str | None,
+    reason: str | None = None,
+    key: str | None = None,
     since: str | None = None,
-) -> DeadLetterFilter:  # fmt: skip
+) -> DeadLetterFilter:
     """The filter of a command. `selection` is letter ids, and at most one handler or app before them."""
     names = _names(selection)
     if len(names) > 1 or names != [*selection[: len(names)]]:
@@ -227,9 +230,14 @@ def _filter(
         )
     app, handler = split_name(names[0]) if names else (None, None)
     return DeadLetterFilter(
-        app=app, handler=handler, stream=stream, reason=reason, key=None if key is None else unescape(key),
-        since_ms=parse_time_ms(since) if since else 0, ids=tuple(selection[len(names) :]),
-    )  # fmt: skip
+        app=app,
+        handler=handler,
+        stream=stream,
+        reason=reason,
+        key=None if key is None else unescape(key),
+        since_ms=parse_time_ms(since) if since else 0,
+        ids=tuple(selection[len(names) :]),
+    )
 
 
 def _selected(

@@ -53,9 +53,15 @@ def _kept(found: Sequence[Remains]) -> str:
 
 def _row(one: Remains, *, dead_letters: bool) -> dict[str, Any]:
     return {
-        "app": one.app, "name": one.name, "streams": len(one.streams), "groups": one.groups, "pending": one.pending,
-        "keys": one.keys, "states": one.states, "dead_letters": one.dead_letters if dead_letters else 0,
-    }  # fmt: skip
+        "app": one.app,
+        "name": one.name,
+        "streams": len(one.streams),
+        "groups": one.groups,
+        "pending": one.pending,
+        "keys": one.keys,
+        "states": one.states,
+        "dead_letters": one.dead_letters if dead_letters else 0,
+    }
 
 
 def _show(found: Sequence[Remains]) -> None:
@@ -63,9 +69,14 @@ def _show(found: Sequence[Remains]) -> None:
         ("~handler or stage", ">streams", ">groups", ">pending", ">keys in Redis", ">states", ">dead letters"),
         [
             (
-                one.label, f"{len(one.streams):,}", f"{one.groups:,}", f"{one.pending:,}", f"{one.keys:,}",
-                f"{one.states:,}", f"{one.dead_letters:,}",
+                one.label,
+                f"{len(one.streams):,}",
+                f"{one.groups:,}",
+                f"{one.pending:,}",
+                f"{one.keys:,}",
+                f"{one.states:,}",
+                f"{one.dead_letters:,}",
             )
             for one in found
         ],
-    )  # fmt: skip
+    )

@@ -16,9 +16,13 @@ from millstream.redis_client.key_names import stage_of
 _LARGEST = 2
 _STALLED_S = 10
 _STATUS_CELLS: Mapping[str, type[str]] = {
-    "unreadable": ProblemCell, "not running": ProblemCell, "crash loop": ProblemCell, "paused": WarningCell, "partly paused": WarningCell,
+    "unreadable": ProblemCell,
+    "not running": ProblemCell,
+    "crash loop": ProblemCell,
+    "paused": WarningCell,
+    "partly paused": WarningCell,
     "no progress": WarningCell,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +47,14 @@ def status_of(reader: ReaderReport, rates: Rates | None) -> str:
 
 
 def print_tables(
-    found: Inspection, readers: Sequence[ReaderReport], rates: RatesByReader | None, *,
-    app: str | None, wide: bool, limit: int,
-) -> None:  # fmt: skip
+    found: Inspection,
+    readers: Sequence[ReaderReport],
+    rates: RatesByReader | None,
+    *,
+    app: str | None,
+    wide: bool,
+    limit: int,
+) -> None:
     """Print an inspection, of `app` or of all apps, with at most `limit` rows of each table."""
     _print_hidden(found)
     if app is not None and not readers:
@@ -76,10 +85,23 @@ def _print_readers(readers: Sequence[ReaderReport], all_rates: RatesByReader | N
     rates = [None if all_rates is None else all_rates.get((one.kind, one.name)) for one in readers]
     if wide:
         columns = (
-            "~reader", "status", "mode", ">alive", ">streams", ">lag", ">min", ">avg", ">max", "~largest lags", ">oldest",
-            ">pending", ">parked keys", ">backing off", ">dead letters",
+            "~reader",
+            "status",
+            "mode",
+            ">alive",
+            ">streams",
+            ">lag",
+            ">min",
+            ">avg",
+            ">max",
+            "~largest lags",
+            ">oldest",
+            ">pending",
+            ">parked keys",
+            ">backing off",
+            ">dead letters",
             *((">arriving/s", ">done/s") if all_rates is not None else ()),
-        )  # fmt: skip
+        )
         cells = [_wide_cells(one, rate) for one, rate in zip(readers, rates, strict=True)]
     else:
         with_rates = (">in/s", ">done/s") if all_rates is not None else ()
@@ -180,9 +202,18 @@ def _print_handlers(handlers: Sequence[HandlerReport], limit: int) -> None:
     if not handlers:
         return
     columns = (
-        "~handler", "~stream", ">lag", ">oldest", "engine", ">pending", ">processed", ">written", ">refused",
-        ">dead letters", "committed id",
-    )  # fmt: skip
+        "~handler",
+        "~stream",
+        ">lag",
+        ">oldest",
+        "engine",
+        ">pending",
+        ">processed",
+        ">written",
+        ">refused",
+        ">dead letters",
+        "committed id",
+    )
     print_table(columns, [_handler_cells(one) for one in _worst(handlers, limit)])
     _print_more(len(handlers) - limit, "handler")
     print_line("")
@@ -228,12 +259,15 @@ def _print_streams(found: Inspection, limit: int, *, wide: bool) -> None:
         ("~stream", ">entries", ">oldest", *ids, "~groups (consumers, pending)"),
         [
             (
-                escape(one.name), f"{one.length:,}", format_age(one.oldest_age_ms),
-                *((one.first_id or "-", one.last_id or "-") if wide else ()), _groups(one),
+                escape(one.name),
+                f"{one.length:,}",
+                format_age(one.oldest_age_ms),
+                *((one.first_id or "-", one.last_id or "-") if wide else ()),
+                _groups(one),
             )
             for one in longest
         ],
-    )  # fmt: skip
+    )
     _print_more(len(found.streams) - len(longest), "stream")
 
 

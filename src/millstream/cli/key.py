@@ -86,9 +86,14 @@ class _HandlerOnStream:
 
 @key.command("list")
 def list_(
-    handlers: HandlerNames = None, stream: OnStream = None, state: State = None, limit: Limit = 20,
-    count: OnlyCount = False, url: Url = DEFAULT_URL, as_json: JsonLines = False,
-) -> None:  # fmt: skip
+    handlers: HandlerNames = None,
+    stream: OnStream = None,
+    state: State = None,
+    limit: Limit = 20,
+    count: OnlyCount = False,
+    url: Url = DEFAULT_URL,
+    as_json: JsonLines = False,
+) -> None:
     """List the keys of handlers that are in progress, queued or parked, why they wait, and their numbers of messages.
 
     Without a handler it lists the stuck keys of all handlers: those that are parked, or whose first message has failed
@@ -181,9 +186,14 @@ def _read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[Handle
 
 
 def _read_places(
-    client: Client, existing: Sequence[HandlerKeys], pauses: Mapping[HandlerKeys, Pause], is_wanted: _IsWanted, *,
-    running: Collection[_MessageRef], stuck_only: bool,
-) -> list[_HandlerOnStream]:  # fmt: skip
+    client: Client,
+    existing: Sequence[HandlerKeys],
+    pauses: Mapping[HandlerKeys, Pause],
+    is_wanted: _IsWanted,
+    *,
+    running: Collection[_MessageRef],
+    stuck_only: bool,
+) -> list[_HandlerOnStream]:
     """The key queues of these handlers. Leaves out what this user may not access, unless that is all of it."""
     places: list[_HandlerOnStream] = []
     refusals: list[AccessDenied] = []
@@ -208,13 +218,24 @@ def _read_places(
 
 def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, Any]:
     return {
-        "handler": keys.label, "stream": keys.stream, "key": json_value(queue.key),
-        "state": queue.state, "messages": queue.length, "first": queue.first_id, "worker": queue.worker,
-        "since_ms": queue.since_ms, "until_ms": queue.until_ms, "failed_attempts": queue.failed_attempts,
-        "attempts": last.attempts or None, "blocked": is_blocked(queue, last), "lost_leases": queue.expired_leases,
-        "parked": queue.parked_reason, "why": explain(queue, last),
-        "error": last.error or None, "traceback": last.traceback or None,
-    }  # fmt: skip
+        "handler": keys.label,
+        "stream": keys.stream,
+        "key": json_value(queue.key),
+        "state": queue.state,
+        "messages": queue.length,
+        "first": queue.first_id,
+        "worker": queue.worker,
+        "since_ms": queue.since_ms,
+        "until_ms": queue.until_ms,
+        "failed_attempts": queue.failed_attempts,
+        "attempts": last.attempts or None,
+        "blocked": is_blocked(queue, last),
+        "lost_leases": queue.expired_leases,
+        "parked": queue.parked_reason,
+        "why": explain(queue, last),
+        "error": last.error or None,
+        "traceback": last.traceback or None,
+    }
 
 
 def _print_counts(places: Sequence[_HandlerOnStream], *, as_json: bool) -> None:
@@ -225,9 +246,13 @@ def _print_counts(places: Sequence[_HandlerOnStream], *, as_json: bool) -> None:
         if as_json:
             queued, look_ahead = place.usage or (None, None)
             figures = {
-                "keys": len(place.queues), "messages": messages, "states": states, "queued": queued,
-                "look_ahead": look_ahead, "pause": asdict(place.pause) if place.pause else None,
-            }  # fmt: skip
+                "keys": len(place.queues),
+                "messages": messages,
+                "states": states,
+                "queued": queued,
+                "look_ahead": look_ahead,
+                "pause": asdict(place.pause) if place.pause else None,
+            }
             print_json({"handler": name, "stream": place.keys.stream, **figures})
         else:
             print_line(f"{name} on {escape(place.keys.stream)}: {_describe(states, messages)}")
@@ -309,9 +334,15 @@ def park(
 
 @key.command()
 def unpark(
-    handler: HandlerName, key: OneKey = None, all_: AllParked = False, stream: OnStream = None, dry_run: DryRun = False,
-    yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False,
-) -> None:  # fmt: skip
+    handler: HandlerName,
+    key: OneKey = None,
+    all_: AllParked = False,
+    stream: OnStream = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
     """Resume a parked key, or all of them. The attempts of its first message are counted from 0 again."""
     if all_ == (key is not None):
         raise ConfigError("name the key to unpark, or give --all for all parked keys of the handler")
@@ -338,9 +369,15 @@ def _unpark_all(handler: str, stream: str | None, url: str, *, dry_run: bool, ye
 
 @key.command()
 def skip(
-    handler: HandlerName, key: Key, reason: Reason = "skipped by an operator", stream: OnStream = None,
-    dry_run: DryRun = False, yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False,
-) -> None:  # fmt: skip
+    handler: HandlerName,
+    key: Key,
+    reason: Reason = "skipped by an operator",
+    stream: OnStream = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
     """Dead-letter the first message of a key, so that the next one can run. A parked key stays parked."""
     if not dry_run:
         confirm(f"Dead-letter the first message of {key}?", yes=yes)
@@ -354,9 +391,16 @@ def skip(
 
 
 def _act(
-    handler: str, key: str, stream: str | None, url: str, done: str,
-    action: Callable[[Client, HandlerKeys, bytes], object], *, dry_run: bool = False, as_json: bool,
-) -> None:  # fmt: skip
+    handler: str,
+    key: str,
+    stream: str | None,
+    url: str,
+    done: str,
+    action: Callable[[Client, HandlerKeys, bytes], object],
+    *,
+    dry_run: bool = False,
+    as_json: bool,
+) -> None:
     """Apply `action` to the queue of `key` on each of the handler's streams; report those that it changed."""
     queue = queue_of_key(unescape(key), b"")
     with Client(url) as client:

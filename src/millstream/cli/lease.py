@@ -46,9 +46,13 @@ class _Lag:
 
 @lease.command("list")
 def list_(
-    service: Service, limit: Limit = 20, group: Group = None, count: Count = False, url: Url = DEFAULT_URL,
+    service: Service,
+    limit: Limit = 20,
+    group: Group = None,
+    count: Count = False,
+    url: Url = DEFAULT_URL,
     as_json: JsonLines = False,
-) -> None:  # fmt: skip
+) -> None:
     """List a service's consumers with their shares, and its streams with their owners, lease ages and lags."""
     with Client(url) as client:
         name = _resolve_service(client, service)
@@ -123,22 +127,36 @@ def _state_of(one: StreamState) -> str:
 def _counts(name: str, found: ServiceState) -> dict[str, Any]:
     consumers = [
         {
-            "name": one.name, "streams": one.streams, "weight": one.weight, "limit": one.limit, "until_ms": one.until_ms,
+            "name": one.name,
+            "streams": one.streams,
+            "weight": one.weight,
+            "limit": one.limit,
+            "until_ms": one.until_ms,
             "unreadable": one.unreadable,
         }
         for one in found.consumers
-    ]  # fmt: skip
+    ]
     return {
-        "service": name, "streams": len(found.streams), "owned": _count_owned(found), "unread": found.unread,
-        "dead_letters": found.dead, "consumers": consumers,
-    }  # fmt: skip
+        "service": name,
+        "streams": len(found.streams),
+        "owned": _count_owned(found),
+        "unread": found.unread,
+        "dead_letters": found.dead,
+        "consumers": consumers,
+    }
 
 
 def _as_json(one: StreamState, lag: _Lag) -> dict[str, Any]:
     return {
-        "stream": one.name, "state": _state_of(one), "excluded_reason": one.excluded_reason, "consumer": one.consumer,
-        "since_ms": one.since_ms, "token": one.token, "lag": lag.count, "lag_exact": lag.exact,
-    }  # fmt: skip
+        "stream": one.name,
+        "state": _state_of(one),
+        "excluded_reason": one.excluded_reason,
+        "consumer": one.consumer,
+        "since_ms": one.since_ms,
+        "token": one.token,
+        "lag": lag.count,
+        "lag_exact": lag.exact,
+    }
 
 
 def _lags_of(client: Client, service: str, names: Sequence[str], group: str | None) -> Mapping[str, _Lag]:
@@ -199,26 +217,40 @@ def _from_input() -> list[str]:
 
 @lease.command()
 def release(
-    service: Service, names: Streams, dry_run: DryRun = False, yes: Yes = False, url: Url = DEFAULT_URL,
+    service: Service,
+    names: Streams,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Release the leases of streams: they are reassigned at once, with a new token."""
     _end(service, names, "released", url, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @lease.command()
 def remove(
-    service: Service, names: Streams, dry_run: DryRun = False, yes: Yes = False, url: Url = DEFAULT_URL,
+    service: Service,
+    names: Streams,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Remove finished streams from a service, so that they are leased no more. Their entries stay."""
     _end(service, names, "removed", url, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 def _end(
-    service: str, names: Sequence[str], how: Literal["removed", "released"], url: str, *,
-    dry_run: bool, yes: bool, as_json: bool,
-) -> None:  # fmt: skip
+    service: str,
+    names: Sequence[str],
+    how: Literal["removed", "released"],
+    url: str,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
     if not dry_run:
         verb = "Remove" if how == "removed" else "Release"
         confirm(f"{verb} {pluralize(len(names), 'stream')} of {service}?", yes=yes)

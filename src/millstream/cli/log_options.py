@@ -27,17 +27,23 @@ def add_log_options(command: Any) -> None:
         log_level: Annotated[
             Level | None,
             typer.Option(
-                "--log-level", callback=chosen("level"), expose_value=False, envvar="MILLSTREAM_LOG_LEVEL",
+                "--log-level",
+                callback=chosen("level"),
+                expose_value=False,
+                envvar="MILLSTREAM_LOG_LEVEL",
                 help="What is logged; default: as the app configures it, else warning.",
             ),
         ] = None,
         log_format: Annotated[
             Format | None,
             typer.Option(
-                "--log-format", callback=chosen("format"), expose_value=False, envvar="MILLSTREAM_LOG_FORMAT",
+                "--log-format",
+                callback=chosen("format"),
+                expose_value=False,
+                envvar="MILLSTREAM_LOG_FORMAT",
                 help="How it is logged to stderr; default: as the app configures it, else text.",
             ),
         ] = None,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
     command.params += [one for one in parameters_of(options) if one.name in ("log_level", "log_format")]

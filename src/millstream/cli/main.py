@@ -65,11 +65,23 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
 """Where each command is, its panel in the help, and its summary."""
 
 _OTHER_WORDS: Mapping[str, str] = {
-    "keys": "key list", "park": "key park", "unpark": "key unpark", "skip": "key skip",
-    "streams": "lease list", "announce": "lease add", "release": "lease release", "done": "lease remove",
-    "groups": "group list", "pending": "group pending", "claim": "group claim", "partitions": "partition show",
-    "status": "info", "lag": "info", "deadletters": "dlq list", "redrive": "dlq redrive",
-}  # fmt: skip
+    "keys": "key list",
+    "park": "key park",
+    "unpark": "key unpark",
+    "skip": "key skip",
+    "streams": "lease list",
+    "announce": "lease add",
+    "release": "lease release",
+    "done": "lease remove",
+    "groups": "group list",
+    "pending": "group pending",
+    "claim": "group claim",
+    "partitions": "partition show",
+    "status": "info",
+    "lag": "info",
+    "deadletters": "dlq list",
+    "redrive": "dlq redrive",
+}
 """What users may look for, and its command."""
 
 _NAME = "millstream"

@@ -23,7 +23,12 @@ from millstream.model import Retry
 from millstream.redis_client import DEFAULT_URL
 
 if TYPE_CHECKING:
+    from millstream.services.master.health_url_allowlist import AllowList
     from millstream.services.master.scopes import Tokens
+    from millstream.services.master.server import MasterServerOptions
+    from millstream.services.master.settings import MasterSettings
+    from millstream.services.web.connections import Limits
+    from millstream.services.web.origin_check import AllowedHosts
 
 _MAX_RETRY_DELAY_MS = 600_000
 
@@ -108,34 +113,75 @@ def master(
     as_json: Json = False,
 ) -> None:
     """Delegate a group's messages to consumers in any language, one at a time per ticket. Several masters may run."""
-    require_modules("master", "fastapi", "uvicorn")
-    from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
-    from millstream.services.master.server import MasterServerOptions, run_master
+    _require(ticket_stream, concurrency_stream_group)
+    from millstream.services.master.server import MasterServerOptions
     from millstream.services.master.settings import MasterSettings
-    from millstream.services.web.connections import Limits
-    from millstream.services.web.origin_check import AllowedHosts
 
-    if not ticket_stream or not concurrency_stream_group:
-        raise ConfigError("give the stream and its group: --ticket-stream and --concurrency-stream-group")
     settings = MasterSettings(
-        ticket_stream=ticket_stream, group=concurrency_stream_group, master=name, key=key, max_tickets=max_tickets,
-        ping_ms=ping_interval.ms, ping_failures=ping_failures, claim_idle_ms=min_idle.ms,
-        lease_ms=lease.ms, delegation_ms=delegation_limit.ms,
-        retry=Retry(attempts=attempts, delay_ms=retry_delay.ms, max_delay_ms=max(_MAX_RETRY_DELAY_MS, retry_delay.ms), then=then),
-    )  # fmt: skip
+        ticket_stream=ticket_stream,
+        group=concurrency_stream_group,
+        master=name,
+        key=key,
+        max_tickets=max_tickets,
+        ping_ms=ping_interval.ms,
+        ping_failures=ping_failures,
+        claim_idle_ms=min_idle.ms,
+        lease_ms=lease.ms,
+        delegation_ms=delegation_limit.ms,
+        retry=_retry(attempts, retry_delay, then),
+    )
     tokens = _tokens(token, token_file, insecure=insecure_no_token)
     serving = MasterServerOptions(
-        url=url, tokens=tokens, host=host, port=port, allow_list=AllowList(allow_health or LOOPBACK), max_page=max_page_size,
-        host_names=None if tokens else AllowedHosts(host, allow_host or ()),
-        limits=Limits(connections=connections, request_s=request_timeout, body_bytes=max_body),
+        url=url,
+        tokens=tokens,
+        host=host,
+        port=port,
+        allow_list=_allow_list(allow_health),
+        max_page=max_page_size,
+        host_names=None if tokens else _allowed_hosts(host, allow_host),
+        limits=_limits(connections, request_timeout, max_body),
         metrics_address=parse_address(metrics_address),
-    )  # fmt: skip
-    warn_of_data_loss_at(url)
+    )
+    _run(settings, serving, as_json=as_json)
+
+
+def _require(stream: str, group: str) -> None:
+    """Raise ConfigError if a module is not installed, or the stream or its group was not given."""
+    require_modules("master", "fastapi", "uvicorn")
+    if not stream or not group:
+        raise ConfigError("give the stream and its group: --ticket-stream and --concurrency-stream-group")
+
+
+def _allow_list(patterns: list[str] | None) -> "AllowList":
+    from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
+
+    return AllowList(patterns or LOOPBACK)
+
+
+def _allowed_hosts(host: str, others: list[str] | None) -> "AllowedHosts":
+    from millstream.services.web.origin_check import AllowedHosts
+
+    return AllowedHosts(host, others or ())
+
+
+def _limits(connections: int, request_s: float, body_bytes: int) -> "Limits":
+    from millstream.services.web.connections import Limits
+
+    return Limits(connections=connections, request_s=request_s, body_bytes=body_bytes)
+
+
+def _retry(attempts: int, delay: Duration, then: Then) -> Retry:
+    return Retry(attempts=attempts, delay_ms=delay.ms, max_delay_ms=max(_MAX_RETRY_DELAY_MS, delay.ms), then=then)
+
+
+def _run(settings: "MasterSettings", serving: "MasterServerOptions", *, as_json: bool) -> None:
+    from millstream.services.master.server import run_master
 
     def ready(where: str, metrics_url: str | None) -> None:
-        text = f"master {name} listens on {where}; Ctrl-C stops"
-        print_started(text, metrics_url, as_json=as_json, master=name, url=where)
+        text = f"master {settings.master} listens on {where}; Ctrl-C stops"
+        print_started(text, metrics_url, as_json=as_json, master=settings.master, url=where)
 
+    warn_of_data_loss_at(serving.url)
     run_master(settings, serving, recorder=new_recorder("master"), on_ready=ready)
 
 

@@ -37,9 +37,15 @@ def print_started(text: str, metrics_url: str | None, *, as_json: bool, **fields
 
 @contextmanager
 def serve_metrics(
-    address: str, url: str, discover: Callable[[Client], Places], recorder: Recorder, *,
-    health: HealthSource, progress: Progress | None = None, more: Sequence[Collector] = (),
-) -> Iterator[str | None]:  # fmt: skip
+    address: str,
+    url: str,
+    discover: Callable[[Client], Places],
+    recorder: Recorder,
+    *,
+    health: HealthSource,
+    progress: Progress | None = None,
+    more: Sequence[Collector] = (),
+) -> Iterator[str | None]:
     """Serve the metrics at `address` within the block, with those that are read from Redis; yields the URL of /metrics.
 
     Does nothing, and yields None, if `address` is "". Raises ConfigError and ServerError for an address that cannot be

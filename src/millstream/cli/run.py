@@ -215,22 +215,24 @@ def run(
     spark_log: SparkLog = False,
 ) -> None:
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
-    if from_committed and reprocess:
-        raise ConfigError("--from-committed and --reprocess exclude each other: give only one")
+    start_mode = _start_mode(from_committed=from_committed, reprocess=reprocess)
     settings = _pairs(conf or [])
     app = _load(target, only or (), py_files or ())
-    _check_installed()
-    from millstream.spark.run.early_checks import check_early
     from millstream.spark.run.query_metrics import QueryMetrics
     from millstream.spark.run.supervisor import RunSettings, Supervisor
 
     run_settings = RunSettings(
-        url=url, checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
-        max_per_batch=max_per_batch, interval_ms=interval.ms, once=once,
-        start="from-committed" if from_committed else "reprocess" if reprocess else "resume",
-        start_at=start, read_from=read_from, fail_on_data_loss=not allow_data_loss,
-    )  # fmt: skip
-    check_early(app, url)
+        url=url,
+        checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
+        max_per_batch=max_per_batch,
+        interval_ms=interval.ms,
+        once=once,
+        start=start_mode,
+        start_at=start,
+        read_from=read_from,
+        fail_on_data_loss=not allow_data_loss,
+    )
+    _check_early(app, url)
     os.environ["MILLSTREAM_URL"] = url  # the default Redis of the streams that a stage itself reads and writes
     code = (app_folder(target), py_files or ())
     with (
@@ -252,11 +254,24 @@ def run(
         _in_sessions(session, run_on, run_settings, stopping)
 
 
+def _start_mode(*, from_committed: bool, reprocess: bool) -> Literal["resume", "from-committed", "reprocess"]:
+    if from_committed and reprocess:
+        raise ConfigError("--from-committed and --reprocess exclude each other: give only one")
+    return "from-committed" if from_committed else "reprocess" if reprocess else "resume"
+
+
+def _check_early(app: App, url: str) -> None:
+    from millstream.spark.run.early_checks import check_early
+
+    check_early(app, url)
+
+
 def _load(target: str, only: Sequence[str], py_files: Sequence[str]) -> App:
     for path in py_files:
         add_to_path(path)
     app = load_app(target).only(only)
     finish_logging()
+    _check_installed()
     return app
 
 

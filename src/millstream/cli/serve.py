@@ -1,7 +1,7 @@
 """`millstream serve`: serves streams to browsers and other clients."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,6 +20,9 @@ from millstream.cli.options import (
 from millstream.cli.terminal import print_json
 from millstream.errors import ConfigError
 from millstream.redis_client import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from millstream.services.web.bearer_tokens import TokenStore
 
 Host = Annotated[
     str, typer.Option("--host", help="Address to listen on. It is plain HTTP: be careful with other addresses.")
@@ -88,27 +91,35 @@ def serve(
 ) -> None:
     """Serve streams live to browsers: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
     require_modules("serve", "starlette", "uvicorn", "websockets")
-    from millstream.services.gateway.auth import Authorizer, new_stream_tokens
+    from millstream.services.gateway.auth import Authorizer
     from millstream.services.gateway.connection import FlowControl
     from millstream.services.gateway.connections import ConnectionLimits
     from millstream.services.gateway.server import GatewayOptions, run_gateway
     from millstream.services.web.origin_check import LOOPBACK
 
-    tokens = new_stream_tokens()
-    if token_file is not None:
-        tokens.read(token_file)
-    if not tokens and not insecure_no_token and (token_file is not None or host not in LOOPBACK):
-        raise ConfigError("give --token-file: without a token every client may read all streams (--insecure-no-token)")
+    tokens = _tokens(token_file, host, insecure=insecure_no_token)
     serving = GatewayOptions(
-        url=url, authorizer=Authorizer(tokens, ticket_s=ticket), token_file=token_file, host=host, port=port,
-        origins=allow_origin or (), pages=page, host_names=None if tokens or insecure_no_token else LOOPBACK,
-        metrics_address=parse_address(metrics_address), request_s=request_timeout, stop_s=stop_timeout,
+        url=url,
+        authorizer=Authorizer(tokens, ticket_s=ticket),
+        token_file=token_file,
+        host=host,
+        port=port,
+        origins=allow_origin or (),
+        pages=page,
+        host_names=None if tokens or insecure_no_token else LOOPBACK,
+        metrics_address=parse_address(metrics_address),
+        request_s=request_timeout,
+        stop_s=stop_timeout,
         flow=FlowControl(
-            heartbeat_s=heartbeat, stall_s=stall, buffer=buffer, buffer_bytes=buffer_bytes,
-            budget_bytes=budget_bytes, when_full=when_full,
+            heartbeat_s=heartbeat,
+            stall_s=stall,
+            buffer=buffer,
+            buffer_bytes=buffer_bytes,
+            budget_bytes=budget_bytes,
+            when_full=when_full,
         ),
         limits=ConnectionLimits(connections=connections, per_token=per_token or connections),
-    )  # fmt: skip
+    )
 
     def ready(where: str, metrics_url: str | None) -> None:
         print_started(f"serving streams on {where}; Ctrl-C stops", metrics_url, as_json=as_json, url=where)
@@ -116,3 +127,15 @@ def serve(
     run_gateway(serving, recorder=new_recorder("gateway"), on_ready=ready)
     if as_json:
         print_json({"event": "stopped"}, flush=True)
+
+
+def _tokens(path: Path | None, host: str, *, insecure: bool) -> "TokenStore":
+    from millstream.services.gateway.auth import new_stream_tokens
+    from millstream.services.web.origin_check import LOOPBACK
+
+    tokens = new_stream_tokens()
+    if path is not None:
+        tokens.read(path)
+    if not tokens and not insecure and (path is not None or host not in LOOPBACK):
+        raise ConfigError("give --token-file: without a token every client may read all streams (--insecure-no-token)")
+    return tokens

@@ -3,7 +3,8 @@
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ import typer
 
 from millstream.admin.redis_metrics import places_of
 from millstream.admin.server_checks import warn_of_data_loss
-from millstream.app import load_app
+from millstream.app import App, load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl, FigureAlerts
 from millstream.cli.log_output import finish_logging
 from millstream.cli.log_output import settings as log_settings
@@ -85,12 +86,17 @@ def worker(
 ) -> None:
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
     policy = WorkerPolicy(
-        threads=threads, prefetch=prefetch, prefetch_bytes=round(prefetch_mb * 2**20), trim=trim, look_ahead=look_ahead,
-        claim_ms=claim.ms, stop_ms=stop_timeout.ms, frozen_ms=None if frozen_after is None else frozen_after.ms,
-    )  # fmt: skip
+        threads=threads,
+        prefetch=prefetch,
+        prefetch_bytes=round(prefetch_mb * 2**20),
+        trim=trim,
+        look_ahead=look_ahead,
+        claim_ms=claim.ms,
+        stop_ms=stop_timeout.ms,
+        frozen_ms=None if frozen_after is None else frozen_after.ms,
+    )
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
-    app = load_app(target)
-    finish_logging()
+    app = _load(target)
     zeros = Recorder()
     checked = WorkerProcess(app, settings, metrics=zeros)  # reports errors of the app here, once
     lines = _SupervisorOutput(as_json=as_json)
@@ -99,14 +105,14 @@ def worker(
     handlers = [one for one in app.handlers.values() if not only or one.name in only]
     discover = partial(places_of, handlers=handlers)
     with (
-        serve_metrics(metrics_address, url, discover, recorder, health=reports, more=[reports]) as metrics_url,
+        serve_metrics(metrics_address, url, discover, recorder, health=reports, more=[reports]) as metrics,
         Client(url, timeout_ms=_TIMEOUT_MS) as client,
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
         names = StaticMembership(client, app.name, name or None, handlers=[one.name for one in handlers])
         supervisor = Supervisor(
             names,
-            partial(_program, target, settings, metrics_url is not None),
+            partial(_program, target, settings, metrics is not None),
             stop_ms=policy.stop_ms,
             frozen_after_ms=checked.frozen_after_ms,
             on_line=partial(_on_figures, lines, FigureAlerts(app.name, alerts)),
@@ -114,13 +120,22 @@ def worker(
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
-            warn_of_data_loss(client)
-            if app.stages:
-                print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
-            with stopped_when_drained(url, handlers, stopping, once=once):
-                lines.started(app.name, processes, metrics_url)
+            _warn(app, client)
+            with stopped_when_drained(url, handlers, stopping, once=once), lines.shown(app.name, processes, metrics):
                 supervisor.run(stopping)
-                lines.finished()
+
+
+def _load(target: str) -> App:
+    app = load_app(target)
+    finish_logging()
+    return app
+
+
+def _warn(app: App, client: Client) -> None:
+    """Say what may lose data at this Redis, and what of the app no worker runs."""
+    warn_of_data_loss(client)
+    if app.stages:
+        print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
 
 
 def _program(target: str, settings: WorkerSettings, reports: bool, launch: Launch) -> Program:
@@ -159,12 +174,23 @@ class _SupervisorOutput:
         self._timer = threading.Timer(_LINE_INTERVAL_S, self._tick)
         self._timer.daemon = True
 
-    def started(self, app: str, processes: int, metrics_url: str | None = None) -> None:
-        """Print that the supervisor has started, and where its metrics are served."""
+    @contextmanager
+    def shown(self, app: str, processes: int, metrics_url: str | None) -> Iterator[None]:
+        """Print that the supervisor has started, and where its metrics are served; then that all processes have ended.
+
+        What raises has ended the supervisor in another way, and its error is what is printed.
+        """
         text = f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops"
         print_started(text, metrics_url, as_json=self._as_json, app=app, processes=processes)
         if not self._as_json:
             self._timer.start()
+        yield
+        self._timer.cancel()
+        if self._as_json:
+            print_json({"event": "stopped"}, flush=True)
+        else:
+            self._print_totals()
+            print_message("stopped")
 
     def add_figures(self, name: str, line: Any) -> bool:
         """Add the figures of a worker process; return whether it has committed any message."""
@@ -178,15 +204,6 @@ class _SupervisorOutput:
             print_json({**line, "worker": name}, flush=True)
         return now["committed"] > 0
 
-    def finished(self) -> None:
-        """Print that all processes have ended."""
-        self._timer.cancel()
-        if self._as_json:
-            print_json({"event": "stopped"}, flush=True)
-        else:
-            self._print_totals()
-            print_message("stopped")
-
     def _tick(self) -> None:
         self._print_totals()
         self._timer = threading.Timer(_LINE_INTERVAL_S, self._tick)
@@ -199,8 +216,9 @@ class _SupervisorOutput:
         # What is committed is shown by its parts: processed, or a dead letter.
         line = "  ".join(
             pluralize(count, "dead letter") if name == "dead" else f"{count:,} {name.replace('_', ' ')}"
-            for name, count in totals.items() if count and name != "committed"
-        )  # fmt: skip
+            for name, count in totals.items()
+            if count and name != "committed"
+        )
         if line and line != self._shown:
             self._shown = line
             print_message(with_time(line))

@@ -157,17 +157,24 @@ class _Snapshot:
         time, owners, leases, backoff, parked, ready, engine = call_all(
             client,
             [
-                ("TIME",), ("HGETALL", keys.owners), ("ZRANGE", keys.leases, 0, -1, "WITHSCORES"),
-                ("ZRANGE", keys.backoff, 0, most - 1, "WITHSCORES"), ("HGETALL", keys.parked),
-                ("LRANGE", keys.ready, 0, most - 1), ("HGET", keys.meta, "owner"),
+                ("TIME",),
+                ("HGETALL", keys.owners),
+                ("ZRANGE", keys.leases, 0, -1, "WITHSCORES"),
+                ("ZRANGE", keys.backoff, 0, most - 1, "WITHSCORES"),
+                ("HGETALL", keys.parked),
+                ("LRANGE", keys.ready, 0, most - 1),
+                ("HGET", keys.meta, "owner"),
             ],
-        )  # fmt: skip
+        )
         return cls(
             now_ms=time_ms_of(time),
-            owners=mapping_of(owners), leases=mapping_of(leases), backoff=mapping_of(backoff), parked=mapping_of(parked),
+            owners=mapping_of(owners),
+            leases=mapping_of(leases),
+            backoff=mapping_of(backoff),
+            parked=mapping_of(parked),
             ready={name: place for place, name in enumerate(ready, 1)},
             waits_for=_waits_for(engine),
-        )  # fmt: skip
+        )
 
     @classmethod
     def of_names(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
@@ -175,15 +182,23 @@ class _Snapshot:
         time, engine, owners, parked, leases, backoff = call_all(
             client,
             [
-                ("TIME",), ("HGET", keys.meta, "owner"), ("HMGET", keys.owners, *names), ("HMGET", keys.parked, *names),
-                ("ZMSCORE", keys.leases, *names), ("ZMSCORE", keys.backoff, *names),
+                ("TIME",),
+                ("HGET", keys.meta, "owner"),
+                ("HMGET", keys.owners, *names),
+                ("HMGET", keys.parked, *names),
+                ("ZMSCORE", keys.leases, *names),
+                ("ZMSCORE", keys.backoff, *names),
             ],
-        )  # fmt: skip
+        )
         return cls(
             now_ms=time_ms_of(time),
-            owners=_present(names, owners), leases=_present(names, leases), backoff=_present(names, backoff),
-            parked=_present(names, parked), ready={}, waits_for=_waits_for(engine),
-        )  # fmt: skip
+            owners=_present(names, owners),
+            leases=_present(names, leases),
+            backoff=_present(names, backoff),
+            parked=_present(names, parked),
+            ready={},
+            waits_for=_waits_for(engine),
+        )
 
     def describe(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
         """Return a key queue; state "unreadable" if its data in Redis were not written by millstream."""
@@ -221,9 +236,18 @@ class _Snapshot:
             times = "once" if expired == 1 else f"{expired} times"
             why += f"; its lease expired {times} with this first entry, which now runs alone"
         return KeyQueue(
-            name=name, state=state, length=length, first_id=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
-            failed_attempts=failed, expired_leases=expired, parked_reason=parked, why=why,
-        )  # fmt: skip
+            name=name,
+            state=state,
+            length=length,
+            first_id=first,
+            worker=worker,
+            since_ms=since_ms,
+            until_ms=until_ms,
+            failed_attempts=failed,
+            expired_leases=expired,
+            parked_reason=parked,
+            why=why,
+        )
 
     def _why_leased(self, worker: str, since_ms: int, until_ms: int) -> str:
         has = f"worker {worker} has leased it for {_format_wait(self.now_ms - since_ms)}"
@@ -315,10 +339,18 @@ def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason:
     last = LastError.parse(packed)
     error = f"{error}; last error: {last.error}" if last.error else error
     letter = DeadLetter(
-        stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(queue), app=keys.app,
-        handler=keys.handler, attempts=sum(int(count or 0) for count in counts), reason=reason, error=error,
-        traceback=last.traceback, time_ms=time_ms_of(time),
-    )  # fmt: skip
+        stream=keys.stream,
+        id=first.decode(),
+        pairs=found[0][1] if found else [],
+        key=_key_of(queue),
+        app=keys.app,
+        handler=keys.handler,
+        attempts=sum(int(count or 0) for count in counts),
+        reason=reason,
+        error=error,
+        traceback=last.traceback,
+        time_ms=time_ms_of(time),
+    )
     done = _run_park_unpark_skip(client, keys, (queue, "skip", first, *letter.items()))
     return first.decode() if done else None
 

@@ -112,14 +112,30 @@ class KeyedStream(ReliableStream):
     kind: ClassVar[WorkerKind] = "keyed"
 
     def __init__(
-        self, client: Client, stream: str, *, queue_of: Callable[[bytes, Sequence[bytes]], bytes], app: str,
-        handler: str, consumer: str, into: str | None = None, into_maxlen: int | None = None,
-        start: Literal["earliest", "latest"] = "earliest", on_trimmed: Callable[[int], None] = lambda count: None,
-    ) -> None:  # fmt: skip
+        self,
+        client: Client,
+        stream: str,
+        *,
+        queue_of: Callable[[bytes, Sequence[bytes]], bytes],
+        app: str,
+        handler: str,
+        consumer: str,
+        into: str | None = None,
+        into_maxlen: int | None = None,
+        start: Literal["earliest", "latest"] = "earliest",
+        on_trimmed: Callable[[int], None] = lambda count: None,
+    ) -> None:
         super().__init__(
-            client, stream, app=app, handler=handler, consumer=consumer, into=into, into_maxlen=into_maxlen,
-            start=start, on_trimmed=on_trimmed,
-        )  # fmt: skip
+            client,
+            stream,
+            app=app,
+            handler=handler,
+            consumer=consumer,
+            into=into,
+            into_maxlen=into_maxlen,
+            start=start,
+            on_trimmed=on_trimmed,
+        )
         self._queue_of = queue_of
         self.may_enqueue: Callable[[Sequence[tuple[bytes, Sequence[bytes]]], Sequence[bytes]], int] = (
             lambda entries, queues: len(queues)
@@ -258,9 +274,17 @@ class KeyedStream(ReliableStream):
     # Leasing
 
     def lease_keys(
-        self, *, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
-        max_bytes: int = NO_LIMIT, one_at_least: bool = True,
-    ) -> LeaseResult:  # fmt: skip
+        self,
+        *,
+        queues: int,
+        entries: int,
+        run: int,
+        lease_ms: int,
+        now_ms: float,
+        with_state: bool = True,
+        max_bytes: int = NO_LIMIT,
+        one_at_least: bool = True,
+    ) -> LeaseResult:
         """Lease up to `queues` key queues with up to `entries` entries, `run` of each queue, for `lease_ms`
         milliseconds.
 
@@ -273,9 +297,16 @@ class KeyedStream(ReliableStream):
         )
 
     def _lease_keys(
-        self, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg,
+        self,
+        queues: int,
+        entries: int,
+        run: int,
+        lease_ms: int,
+        now_ms: float,
+        with_state: bool,
+        *more: Arg,
         room: tuple[int, bool] = (NO_LIMIT, True),
-    ) -> LeaseResult:  # fmt: skip
+    ) -> LeaseResult:
         args = self._lease_args(queues, entries, run, lease_ms, with_state, room)
         return self._parse_lease_keys(now_ms + lease_ms, self._run_script(LEASE_KEYS, (*args, *more)))
 
@@ -293,9 +324,17 @@ class KeyedStream(ReliableStream):
         return (0, 1, 0) if retry is None else (retry.delay_ms, retry.factor, retry.max_delay_ms)
 
     def lease_keys_call(
-        self, *, queues: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
-        max_bytes: int = NO_LIMIT, one_at_least: bool = True,
-    ) -> Call[LeaseResult]:  # fmt: skip
+        self,
+        *,
+        queues: int,
+        entries: int,
+        run: int,
+        lease_ms: int,
+        now_ms: float,
+        with_state: bool = True,
+        max_bytes: int = NO_LIMIT,
+        one_at_least: bool = True,
+    ) -> Call[LeaseResult]:
         """Return the call that `lease_keys` makes, for callers that pipeline many streams."""
         args = self._lease_args(queues, entries, run, lease_ms, with_state, (max_bytes, one_at_least))
         command = self._store.script_command(LEASE_KEYS, self.stream, args)

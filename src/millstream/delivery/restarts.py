@@ -78,8 +78,11 @@ def read_restarts(client: Client, apps: Iterable[str]) -> tuple[RecentRestarts, 
                 continue
             found.append(
                 RecentRestarts(
-                    app=app, count=len(kept), worker=restart.worker, cause=restart.cause,
+                    app=app,
+                    count=len(kept),
+                    worker=restart.worker,
+                    cause=restart.cause,
                     age_ms=max(0, round(now_ms + KEPT_MS - until_ms)),
                 )
-            )  # fmt: skip
+            )
     return tuple(found)

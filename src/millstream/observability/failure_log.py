@@ -65,10 +65,17 @@ class Failure:
 def log_failure(failure: Failure, is_new: bool) -> None:
     """Log a failure; its traceback too if it `is_new`, the first of its kind, or nothing follows it."""
     log_with_traceback(
-        logger, failure.level, failure.text, failure.traceback if is_new or failure.is_last else "",
-        handler=failure.handler, stream=failure.stream, id=failure.id, key=json_value(failure.key),
-        attempt=failure.attempt, exception=failure.error,
-    )  # fmt: skip
+        logger,
+        failure.level,
+        failure.text,
+        failure.traceback if is_new or failure.is_last else "",
+        handler=failure.handler,
+        stream=failure.stream,
+        id=failure.id,
+        key=json_value(failure.key),
+        attempt=failure.attempt,
+        exception=failure.error,
+    )
 
 
 def log_with_traceback(log: logging.Logger, level: int, text: str, traceback: str, **fields: object) -> None:
@@ -118,9 +125,12 @@ class FailureLog:
     """
 
     def __init__(
-        self, handler: Handler, *, on_failure: Callable[[Failure, bool], object] = log_failure,
+        self,
+        handler: Handler,
+        *,
+        on_failure: Callable[[Failure, bool], object] = log_failure,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._handler = handler
         self._on_failure = on_failure
         self._clock = clock
@@ -128,9 +138,15 @@ class FailureLog:
         self._attempts, self._dead = _Window(), _Window()
 
     def attempt_failed(
-        self, stream: str, entry_id: str, key: bytes | None, attempt: int, outcome: RetryLater | Parked, *,
+        self,
+        stream: str,
+        entry_id: str,
+        key: bytes | None,
+        attempt: int,
+        outcome: RetryLater | Parked,
+        *,
         delay_ms: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Log a failed attempt; `delay_ms`: how long the message waits for its next one."""
         raised = outcome.raised if isinstance(outcome, RetryLater) else None
         kind = _kind_of_text(outcome.error, "failed") if raised is None else _kind_of(raised)
@@ -149,9 +165,15 @@ class FailureLog:
             kind=kind,
             text=f"{self._handler.label}: attempt {attempt}{of} failed on {message_name(stream, entry_id, key)}: {error}; "
             f"{self._action(outcome, attempt, key, delay_ms)}",
-            handler=self._handler.label, stream=escape(stream), id=entry_id, key=key, attempt=attempt, error=error,
-            traceback=_lines(traceback), is_last=is_last,
-        )  # fmt: skip
+            handler=self._handler.label,
+            stream=escape(stream),
+            id=entry_id,
+            key=key,
+            attempt=attempt,
+            error=error,
+            traceback=_lines(traceback),
+            is_last=is_last,
+        )
         self._on_failure(failure, is_new)
 
     def _action(self, outcome: RetryLater | Parked, attempt: int, key: bytes | None, delay_ms: float) -> str:
@@ -177,12 +199,19 @@ class FailureLog:
         after = f", attempt {attempt} of {max(attempt, self._handler.retry.attempts)}" if reason == "failed" else ""
         key = key if isinstance(key, bytes) else None
         return Failure(
-            kind=kind, reason=reason,
+            kind=kind,
+            reason=reason,
             text=f"{self._handler.label}: dead letter ({reason}{after}): {message_name(stream, entry_id, key)}: {error}; "
             "see: millstream dlq list",
-            handler=self._handler.label, stream=escape(stream), id=entry_id, key=key, attempt=attempt, error=error,
-            traceback=_lines(_text(found["traceback"])), is_last=True,
-        )  # fmt: skip
+            handler=self._handler.label,
+            stream=escape(stream),
+            id=entry_id,
+            key=key,
+            attempt=attempt,
+            error=error,
+            traceback=_lines(_text(found["traceback"])),
+            is_last=True,
+        )
 
     def _admit(self, window: _Window, kind: str) -> tuple[bool, bool]:
         with self._lock:
@@ -227,13 +256,15 @@ class FailureLog:
             return
         is_error = window is self._dead and window.omitted.keys() != {"rejected"}
         logger.log(
-            logging.ERROR if is_error else logging.WARNING, "%s: %s more %s, left out of this log: %s; see: millstream %s",
-            self._handler.label, f"{window.omitted.total():,}",
+            logging.ERROR if is_error else logging.WARNING,
+            "%s: %s more %s, left out of this log: %s; see: millstream %s",
+            self._handler.label,
+            f"{window.omitted.total():,}",
             "dead letters" if window is self._dead else "failed attempts",
             ", ".join(f"{count:,} {kind}" for kind, count in window.omitted.most_common(_KINDS_NAMED)),
             f"dlq list {self._handler.label}" if window is self._dead else "info",
             extra={"handler": self._handler.label},
-        )  # fmt: skip
+        )
 
 
 class FailureRecorder(FailureLog):

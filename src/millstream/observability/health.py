@@ -202,9 +202,14 @@ class HealthServer:
     """
 
     def __init__(
-        self, health: HealthSource | None, recorder: Collector | Sequence[Collector] | None = None, *,
-        host: str = "127.0.0.1", port: int = 0, pages: Mapping[str, Page] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        health: HealthSource | None,
+        recorder: Collector | Sequence[Collector] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        pages: Mapping[str, Page] | None = None,
+    ) -> None:
         collectors = recorder if isinstance(recorder, Sequence) else () if recorder is None else (recorder,)
         app = _pages(health, collectors, pages or {})
         try:

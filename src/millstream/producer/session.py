@@ -150,8 +150,12 @@ class ProducerSession:
         """
         keys = (*self._keys, *(to_wire(self._names.dedupe(own)) for own in batch.dedupe_ids))
         options: list[Arg] = [
-            self._maxlen or "", self._capacity or "", ceil(terms.delay_ms) or "", self._window_ms, generation or "",
-        ]  # fmt: skip
+            self._maxlen or "",
+            self._capacity or "",
+            ceil(terms.delay_ms) or "",
+            self._window_ms,
+            generation or "",
+        ]
         with self._send_lock:
             self._sequence += 1
             args: list[Arg] = [self._sequence, *options, *batch.args()]

@@ -28,9 +28,14 @@ def drop_unfinished_transaction(program: str, folder: Path) -> None:
     for manifest in folder.glob("*/*.manifest"):
         command = ["redis-check-aof", manifest.name]
         checked = subprocess.run(
-            command, executable=program, cwd=manifest.parent, stdin=subprocess.DEVNULL, capture_output=True, check=False,
+            command,
+            executable=program,
+            cwd=manifest.parent,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
             timeout=_TIMEOUT_S,
-        )  # fmt: skip
+        )
         analyzed = _ANALYZED.findall(checked.stdout.decode(errors="replace"))
         if checked.returncode and analyzed:
             _drop_tail(manifest.parent / analyzed[-1][0], int(analyzed[-1][1]))

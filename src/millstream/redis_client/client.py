@@ -270,9 +270,13 @@ class Client:
     # Waiting
 
     def retry_while_unavailable(
-        self, operation: Callable[[], T], *, what: str, limit_ms: float | None = None,
+        self,
+        operation: Callable[[], T],
+        *,
+        what: str,
+        limit_ms: float | None = None,
         give_up: Callable[[], bool] = lambda: False,
-    ) -> T:  # fmt: skip
+    ) -> T:
         """Run `operation` until Redis answers. It must be idempotent.
 
         Waits with back-off (50 ms to 1 s) while Redis is Unavailable, and logs the start of the outage, its duration
@@ -349,8 +353,12 @@ class Client:
             raise Unavailable(f"the cluster at {redact_url(self.url)} has moved slots; try again")
 
     def _exchange(
-        self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = (), meter: ReplySize | None = None
-    ) -> list[Reply]:  # fmt: skip
+        self,
+        pool: ConnectionPool,
+        commands: Sequence[Command],
+        silent: Sequence[Command] = (),
+        meter: ReplySize | None = None,
+    ) -> list[Reply]:
         """One write, then one read per command. Returns error replies as values; a broken connection raises."""
         connection = self._connection(pool)
 

@@ -190,9 +190,7 @@ class HandlerKeys:
     @property
     def commit_keys(self) -> tuple[str, ...]:
         """The KEYS of `commit.lua`, and of every script that works on key queues, but for the output streams."""
-        return (
-            self.meta, self.offsets, self.state, self.crashes, self.dead_letters, self.incomplete, self.stream
-        )  # fmt: skip
+        return (self.meta, self.offsets, self.state, self.crashes, self.dead_letters, self.incomplete, self.stream)
 
     meta = Key("meta", "hash", "committed id, epoch of the newest run, counters")
     offsets = Key("offsets", "hash", "key or entry -> id of the last entry committed in the batch in flight")

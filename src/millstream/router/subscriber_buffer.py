@@ -49,7 +49,7 @@ class SubscriberBuffer:
         "stream",
         "waker",
         "when_full",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Cursor:
         "size_log2",
         "stale",
         "watched",
-    )  # fmt: skip
+    )
 
     def __init__(self, key: bytes, last: bytes, ordinal: int | None = None) -> None:
         self.key = key

@@ -55,8 +55,11 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
         if ids != sorted(set(ids), key=EntryId.parse):
             wrong.append(f"key queue {name!r} is out of order: {ids}")
         expected_consumer = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
-        wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
-                  if one in pending and pending[one] not in (expected_consumer, WAITING.encode())]  # fmt: skip
+        wrong += [
+            f"{one!r} of {name!r} is pending with {pending[one]!r}"
+            for one in ids
+            if one in pending and pending[one] not in (expected_consumer, WAITING.encode())
+        ]
     counted = {field.rstrip(b"flaec") for field in client.execute("HKEYS", keys.crashes)}
     if counted - queued:
         wrong.append(f"crash counts of entries that are done: {counted - queued}")

@@ -44,9 +44,11 @@ class HandlerBreaker:
         self._window.on_processed(count)
 
     def may_enqueue(
-        self, entries: Sequence[tuple[bytes, Sequence[bytes]]], queues: Sequence[bytes],
+        self,
+        entries: Sequence[tuple[bytes, Sequence[bytes]]],
+        queues: Sequence[bytes],
         refusal_of: Callable[[bytes, Sequence[bytes]], DeadLettered | None],
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Return how many of these entries the router may enqueue. May open the breaker.
 
         An entry whose key is missing gets a queue of its own, where a corrected handler would not find the key either:

@@ -43,9 +43,10 @@ class TrackedDelayedMessages(DelayedMessages):
             self._check_due_ms = now_ms + _SWEEP_MS
             swept.update(self._round_robin.next_names(streams))
         checked = [
-            name for name, key in keys.items()
+            name
+            for name, key in keys.items()
             if changed is None or key in changed or name not in self._keys or name in swept
-        ]  # fmt: skip
+        ]
         self._keys = keys
         names = {keys[name]: name for name in checked}
         for key, waits in self._tracker.read_each(("EXISTS",), names):

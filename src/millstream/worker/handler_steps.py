@@ -149,9 +149,13 @@ class HandlerSteps:
         """Log a failed attempt, after which the message waits for `delay_ms` milliseconds or its key is parked."""
         lease = delivery.lease
         self.failures.attempt_failed(
-            delivery.stream.stream, delivery.id.decode(), None if lease is None else lease.key, delivery.attempt,
-            outcome, delay_ms=delay_ms,
-        )  # fmt: skip
+            delivery.stream.stream,
+            delivery.id.decode(),
+            None if lease is None else lease.key,
+            delivery.attempt,
+            outcome,
+            delay_ms=delay_ms,
+        )
 
 
 def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:

@@ -107,19 +107,37 @@ class ReadingLoop:
         self._in_flight.on_buffered = self._runner.notify
         self._process_isolation = isolation = isolation or ProcessIsolation()
         self._isolation = PoisonIsolation(
-            handler, self._in_flight, self._runner, self._stopping, isolation, clock=clock,
+            handler,
+            self._in_flight,
+            self._runner,
+            self._stopping,
+            isolation,
+            clock=clock,
             incarnation=Incarnation(
                 self._client, clock, app=handler.app, consumer=consumer, name=isolation.incarnation
             ),
-        )  # fmt: skip
-        context = WorkerContext(
-            handler=handler, steps=self._steps, in_flight=self._in_flight, loop_metrics=self.loop_metrics, clock=clock,
-            policy=policy, consumer=consumer, start=start, url=url, client=self._client, blocking_client=self._blocking_client,
-            on_suspect=self._isolation.add_suspect, cancel_run=self._runner.cancel_run,
-            traceback_of_run=self._runner.traceback_of_run, give_up=self._is_past_deadline,
-            breaker=HandlerBreaker(handler, consumer),
-        )  # fmt: skip
-        self._ordering = _make_ordering(context)
+        )
+        self._ordering = _make_ordering(self._make_context(url, consumer, start))
+
+    def _make_context(self, url: str, consumer: str, start: Literal["earliest", "latest"]) -> WorkerContext:
+        return WorkerContext(
+            handler=self.handler,
+            steps=self._steps,
+            in_flight=self._in_flight,
+            loop_metrics=self.loop_metrics,
+            clock=self._clock,
+            policy=self._policy,
+            consumer=consumer,
+            start=start,
+            url=url,
+            client=self._client,
+            blocking_client=self._blocking_client,
+            on_suspect=self._isolation.add_suspect,
+            cancel_run=self._runner.cancel_run,
+            traceback_of_run=self._runner.traceback_of_run,
+            give_up=self._is_past_deadline,
+            breaker=HandlerBreaker(self.handler, consumer),
+        )
 
     def _make_runner(self) -> Runner:
         args = self._steps, self._in_flight, self.loop_metrics, self._clock
@@ -204,8 +222,10 @@ class ReadingLoop:
                         logger.warning(
                             "handler %s cannot process a stream that matches its pattern: %s; "
                             "skipping it, and trying again every %d s",
-                            self.handler.label, error, _EXCLUDED_MS / 1000,
-                        )  # fmt: skip
+                            self.handler.label,
+                            error,
+                            _EXCLUDED_MS / 1000,
+                        )
                     self._excluded[name] = now_ms + _EXCLUDED_MS
                 else:
                     self._excluded.pop(name, None)
@@ -300,8 +320,9 @@ class ReadingLoop:
                 if not has_warned:
                     logger.warning(
                         "cannot move delayed messages of a stream of %s: %s; moving those of its other streams",
-                        self.handler.label, error,
-                    )  # fmt: skip
+                        self.handler.label,
+                        error,
+                    )
                 has_warned = True
                 self._stopping.wait(self._policy.sweep_ms / 1000)
 

@@ -15,9 +15,19 @@ from millstream.observability.health import Health, Progress
 from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 
 _OF_HANDLERS = (
-    m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.RELEASED, m.CLAIMED, m.TRIMMED, m.REFUSED, m.BUDGET_REACHED,
-    m.HANDLER_SECONDS, m.COMMIT_SECONDS, m.AGE_SECONDS,
-)  # fmt: skip
+    m.READ,
+    m.COMMITTED,
+    m.RETRIED,
+    m.PARKED,
+    m.RELEASED,
+    m.CLAIMED,
+    m.TRIMMED,
+    m.REFUSED,
+    m.BUDGET_REACHED,
+    m.HANDLER_SECONDS,
+    m.COMMIT_SECONDS,
+    m.AGE_SECONDS,
+)
 """The counters and histograms that have the label `handler` only."""
 _GAUGES = (m.IN_FLIGHT, m.IN_FLIGHT_BYTES, m.QUEUED, m.RUNNING, m.LONGEST_RUN, m.WAITING_FOR_RATE)
 """The gauges that are 0 at the start."""
@@ -57,8 +67,17 @@ class LoopMetrics:
     def counts(self) -> dict[str, int]:
         """Return all counts by name."""
         names = (
-            "read", "claimed", "committed", "processed", "dead", "retried", "refused", "released", "trimmed", "parked",
-        )  # fmt: skip
+            "read",
+            "claimed",
+            "committed",
+            "processed",
+            "dead",
+            "retried",
+            "refused",
+            "released",
+            "trimmed",
+            "parked",
+        )
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -181,8 +200,11 @@ class LoopMetrics:
                 logger.warning(
                     "prefetch of %s is full: %.1f MB of messages in flight, of at most %.1f; fetching resumes as they "
                     "finish. If the handler could run more at once, and memory allows, raise --prefetch-mb "
-                    "(WorkerPolicy.prefetch_bytes)", self._handler, size / 2**20, budget / 2**20,
-                )  # fmt: skip
+                    "(WorkerPolicy.prefetch_bytes)",
+                    self._handler,
+                    size / 2**20,
+                    budget / 2**20,
+                )
         self._at_budget = at_budget
 
     @property

@@ -82,9 +82,13 @@ def make_api(parts: MasterContext) -> FastAPI:
             await task
 
     api = FastAPI(
-        title="millstream master", version=version("millstream"), docs_url=None, redoc_url=None,
-        lifespan=checking_health, responses=_PROBLEMS,
-    )  # fmt: skip
+        title="millstream master",
+        version=version("millstream"),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=checking_health,
+        responses=_PROBLEMS,
+    )
     api.add_middleware(OriginCheck, origins=(), names=parts.host_names)
     api.router.route_class = BodyRoute
     install_error_handlers(api, "the master")
@@ -111,15 +115,21 @@ def _add_consumer_routes(api: FastAPI, parts: MasterContext) -> None:
         if body.health_url is not None:
             parts.allow_list.parse(body.health_url)
         found = registry.register(
-            body.consumer, health_url=body.health_url, max_tickets=body.max_tickets or settings.max_tickets,
-            instance=body.instance, silent_ms=settings.dead_after_ms,
-        )  # fmt: skip
+            body.consumer,
+            health_url=body.health_url,
+            max_tickets=body.max_tickets or settings.max_tickets,
+            instance=body.instance,
+            silent_ms=settings.dead_after_ms,
+        )
         parts.check_leases_now()  # frees the leases of its earlier incarnation
         delegator.assign(body.consumer, found, count=1)
         return RegisterResponse(
-            consumer=body.consumer, stream=settings.ticket_stream, group=settings.group, max_tickets=found.max_tickets,
+            consumer=body.consumer,
+            stream=settings.ticket_stream,
+            group=settings.group,
+            max_tickets=found.max_tickets,
             ping_interval_s=settings.ping_ms / 1000,
-        )  # fmt: skip
+        )
 
     @api.post("/api/consumers/heartbeat", dependencies=[_requires(parts, "register")])
     def heartbeat(body: HeartbeatRequest) -> HeartbeatResponse:

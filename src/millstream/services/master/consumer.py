@@ -136,9 +136,11 @@ class DelegatedConsumer:
     def _register(self) -> bool:
         settings = self._settings
         body = {
-            "consumer": settings.consumer, "health_url": settings.health_url, "max_tickets": settings.max_tickets,
+            "consumer": settings.consumer,
+            "health_url": settings.health_url,
+            "max_tickets": settings.max_tickets,
             "instance": self._instance,
-        }  # fmt: skip
+        }
         since_ms = self._clock.monotonic_ms()
         while not self._stopping.is_set():
             answer = self._masters.post(settings.register_urls, body, for_s=10.0)

@@ -20,9 +20,15 @@ _STOP_S = 5.0
 
 
 def run_consumer(
-    function: Function, settings: ConsumerSettings, *, host: str, port: int, limits: Limits, stop_s: float,
+    function: Function,
+    settings: ConsumerSettings,
+    *,
+    host: str,
+    port: int,
+    limits: Limits,
+    stop_s: float,
     on_ready: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Run a consumer until SIGTERM or SIGINT. Without a health URL in `settings`, its listen address is registered.
 
     Raises ServerError, and the exception that ended the consumer.

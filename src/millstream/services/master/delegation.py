@@ -186,10 +186,17 @@ class Delegator:
         pairs = list(delivery.pairs)
         fields = mapping_of(pairs)
         return DeadLetter(
-            stream=self.group_stream.stream, id=delivery.id.decode(), pairs=pairs, app=MASTER, handler=self._settings.group,
-            key=fields.get(self._settings.key.encode()), attempts=delivery.attempt, reason=reason, error=error,
+            stream=self.group_stream.stream,
+            id=delivery.id.decode(),
+            pairs=pairs,
+            app=MASTER,
+            handler=self._settings.group,
+            key=fields.get(self._settings.key.encode()),
+            attempts=delivery.attempt,
+            reason=reason,
+            error=error,
             time_ms=time.time_ns() // 1_000_000,
-        )  # fmt: skip
+        )
 
     # Internals
 

@@ -37,9 +37,16 @@ class DelegationLoop:
     """
 
     def __init__(
-        self, url: str, delegator: Delegator, registry: Registry, settings: MasterSettings, *, progress: Progress,
-        metrics: Metrics = NO_METRICS, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        delegator: Delegator,
+        registry: Registry,
+        settings: MasterSettings,
+        *,
+        progress: Progress,
+        metrics: Metrics = NO_METRICS,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._blocking_client = Client(url, timeout_ms=_BLOCK_MS + _TIMEOUT_SLACK_MS, clock=clock)
         self._client = Client(url, clock=clock)
         self._delegator = delegator
@@ -98,8 +105,9 @@ class DelegationLoop:
             logger.warning(
                 "consumer %s is stuck: it held a message longer than %.0f s; "
                 "no more are assigned to it until it finishes one or registers again",
-                name, self._settings.delegation_ms / 1000,
-            )  # fmt: skip
+                name,
+                self._settings.delegation_ms / 1000,
+            )
         if result.acknowledged:
             self._metrics.count(m.COMMITTED, len(result.acknowledged), handler=self._settings.label)
         self._dead_letter_parked()

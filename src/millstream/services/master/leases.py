@@ -63,9 +63,13 @@ class GroupStream(KeyedStream):
 
     def __init__(self, client: Client, settings: MasterSettings) -> None:
         super().__init__(
-            client, settings.ticket_stream, queue_of=queue_namer(settings), app=MASTER, handler=settings.group,
+            client,
+            settings.ticket_stream,
+            queue_of=queue_namer(settings),
+            app=MASTER,
+            handler=settings.group,
             consumer=settings.master,
-        )  # fmt: skip
+        )
         self._settings = settings
         self._first_seen_ms: dict[tuple[bytes, str], float] = {}
 

@@ -82,21 +82,30 @@ class Queries:
             found = registered[name]
             consumers.append(
                 Consumer(
-                    consumer_name=name, health_url=found.health_url, state=found.state, max_tickets=found.max_tickets,
-                    registered_ms=found.registered_ms, healthy_ms=found.healthy_ms,
+                    consumer_name=name,
+                    health_url=found.health_url,
+                    state=found.state,
+                    max_tickets=found.max_tickets,
+                    registered_ms=found.registered_ms,
+                    healthy_ms=found.healthy_ms,
                     ticket_ids=[_text(queue[1:]) for queue in queues[name] if queue.startswith(b"k")],
                     message_ids=[_text(heads[queue]) for queue in queues[name] if heads[queue] is not None],
                 )
-            )  # fmt: skip
+            )
         return ConsumerPage(consumers=consumers, cursor=page[-1].encode().hex() if len(rest) > limit else None)
 
 
 def _ticket(queue: KeyQueue, ids: list[bytes]) -> Ticket:
     return Ticket(
-        ticket_id=None if queue.key is None else _text(queue.key), consumer_name=queue.worker, state=queue.state,
-        why=queue.why, messages=queue.length, message_ids=[_text(one) for one in ids], since_ms=queue.since_ms,
+        ticket_id=None if queue.key is None else _text(queue.key),
+        consumer_name=queue.worker,
+        state=queue.state,
+        why=queue.why,
+        messages=queue.length,
+        message_ids=[_text(one) for one in ids],
+        since_ms=queue.since_ms,
         failed=queue.failed_attempts,
-    )  # fmt: skip
+    )
 
 
 def _text(value: bytes) -> str:

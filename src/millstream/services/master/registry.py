@@ -121,9 +121,14 @@ class Registry:
                 )
             ended = {} if now is None else now.ended if again else now.end_incarnation("registered")
             return Registration(
-                incarnation=now.incarnation if now is not None and again else secrets.token_hex(4), instance=instance,
-                health_url=health_url, max_tickets=max_tickets, registered_ms=time_ms, healthy_ms=time_ms, ended=ended,
-            )  # fmt: skip
+                incarnation=now.incarnation if now is not None and again else secrets.token_hex(4),
+                instance=instance,
+                health_url=health_url,
+                max_tickets=max_tickets,
+                registered_ms=time_ms,
+                healthy_ms=time_ms,
+                ended=ended,
+            )
 
         found = self._update(name, change)
         assert found is not None

@@ -76,10 +76,11 @@ class AcknowledgeRequest(_Body):
     message_ids: Annotated[
         list[Annotated[str, Field(max_length=50, json_schema_extra=_ID_SCHEMA)]],
         Field(
-            validation_alias=AliasChoices("message_ids", "messageIds"), max_length=MAX_TICKETS,
+            validation_alias=AliasChoices("message_ids", "messageIds"),
+            max_length=MAX_TICKETS,
             description="Several messages, instead of `message_id`.",
         ),
-    ] = []  # fmt: skip
+    ] = []
 
     @model_validator(mode="after")
     def _names_some(self) -> "AcknowledgeRequest":

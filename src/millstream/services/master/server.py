@@ -50,9 +50,12 @@ class MasterServerOptions:
 
 
 def run_master(
-    settings: MasterSettings, serving: MasterServerOptions, *, recorder: Recorder | None = None,
+    settings: MasterSettings,
+    serving: MasterServerOptions,
+    *,
+    recorder: Recorder | None = None,
     on_ready: Callable[[str, str | None], None],
-) -> None:  # fmt: skip
+) -> None:
     """Run a master until SIGTERM or SIGINT. `on_ready` is called with its URL, and that of /metrics or None.
 
     Leases stay when it stops: another master goes on with them, or this one after its restart. Raises ServerError, and
@@ -72,12 +75,21 @@ def run_master(
         checker = HealthChecker(registry, settings, serving.allow_list, on_death=loop.check_leases_now)
         api = make_api(
             MasterContext(
-                settings=settings, registry=registry, delegator=delegator, queries=Queries(client, registry, settings),
+                settings=settings,
+                registry=registry,
+                delegator=delegator,
+                queries=Queries(client, registry, settings),
                 ack_batches=CallBatcher(acknowledger.acknowledge, name="millstream-acknowledge"),
-                tokens=serving.tokens, allow_list=serving.allow_list, health_checker=checker, health=health, recorder=recorder,
-                check_leases_now=loop.check_leases_now, host_names=serving.host_names, max_page=serving.max_page,
+                tokens=serving.tokens,
+                allow_list=serving.allow_list,
+                health_checker=checker,
+                health=health,
+                recorder=recorder,
+                check_leases_now=loop.check_leases_now,
+                host_names=serving.host_names,
+                max_page=serving.max_page,
             )
-        )  # fmt: skip
+        )
         listener = listen(serving.host, serving.port, connections=serving.limits.connections)
         server = Server(api, serving.limits, metrics=recorder, stop_s=_STOP_S)
         serve_with_worker(
@@ -86,9 +98,13 @@ def run_master(
 
 
 def serve_with_worker(
-    server: Server, listener: socket.socket, work: Callable[[], None], stopping: threading.Event, *,
+    server: Server,
+    listener: socket.socket,
+    work: Callable[[], None],
+    stopping: threading.Event,
+    *,
     on_ready: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Serve HTTP until SIGTERM or SIGINT, with `work` on a thread; setting `stopping` ends it.
 
     `on_ready` is called with the URL. Raises the exception that ended `work`.

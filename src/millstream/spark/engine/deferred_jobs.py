@@ -54,9 +54,16 @@ class DeferredJobs:
     """
 
     def __init__(
-        self, job: Job, spark: SparkSession, *, streams: Iterable[str], give_up: Callable[[], bool],
-        failures: FailureLog | None = None, breaker: RunBreaker | None = None, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        spark: SparkSession,
+        *,
+        streams: Iterable[str],
+        give_up: Callable[[], bool],
+        failures: FailureLog | None = None,
+        breaker: RunBreaker | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._job = job
         self._failures = failures or FailureLog(job.handler)
         self._breaker = breaker
@@ -123,8 +130,10 @@ class DeferredJobs:
                 is_logged = True
                 logger.warning(
                     "%s: %d or more entries of %s are deferred; reading no more until they are fewer: millstream key list",
-                    self._job.handler.label, MAX_DEFERRED_ENTRIES, ", ".join(full[:10]),
-                )  # fmt: skip
+                    self._job.handler.label,
+                    MAX_DEFERRED_ENTRIES,
+                    ", ".join(full[:10]),
+                )
             if self._give_up():
                 raise Unfinished(
                     f"{self._job.handler.label} was stopped before its batch ran: too many entries are deferred"

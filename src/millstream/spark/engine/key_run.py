@@ -102,9 +102,14 @@ class KeyRun:
         ids = [str(entry.id) for entry in self.entries]
         how, detail, failed, last_error = self.defer_reason
         return Deferral(
-            queue=self.offset_field, expected_offset=self.effects.expected_offset, mode=how, detail=detail, failed_attempts=failed,
-            last_error=last_error, ids=ids[:1] if self.from_queue else ids,
-        )  # fmt: skip
+            queue=self.offset_field,
+            expected_offset=self.effects.expected_offset,
+            mode=how,
+            detail=detail,
+            failed_attempts=failed,
+            last_error=last_error,
+            ids=ids[:1] if self.from_queue else ids,
+        )
 
     def add_state(self) -> None:
         """Add its state to its effects, if it has changed since the last commit."""

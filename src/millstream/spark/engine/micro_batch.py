@@ -36,9 +36,14 @@ class Engine:
     """
 
     def __init__(
-        self, job: Job, *, on_batch: Callable[[BatchTotals], None], deferred_jobs: DeferredJobs, failures: FailureLog,
+        self,
+        job: Job,
+        *,
+        on_batch: Callable[[BatchTotals], None],
+        deferred_jobs: DeferredJobs,
+        failures: FailureLog,
         breaker: RunBreaker,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._job = job
         self._failures = failures
         self._breaker = breaker

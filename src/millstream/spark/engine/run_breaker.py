@@ -40,10 +40,16 @@ class RunBreaker:
     """
 
     def __init__(
-        self, job: Job, client: Client, *, streams: Callable[[], Sequence[str]], give_up: Callable[[], bool],
-        once: bool = False, on_pause: Callable[[Pause | None, Mapping[str, int]], None] = lambda pause, counters: None,
+        self,
+        job: Job,
+        client: Client,
+        *,
+        streams: Callable[[], Sequence[str]],
+        give_up: Callable[[], bool],
+        once: bool = False,
+        on_pause: Callable[[Pause | None, Mapping[str, int]], None] = lambda pause, counters: None,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._job = job
         self._client = client
         self._store = CommitStore(client, app=job.handler.app, handler=job.handler.name, token=job.token)

@@ -138,8 +138,10 @@ class RunLoader:
         if deleted:
             logger.warning(
                 "%d deferred messages of stream %s were trimmed or deleted before processing; skipping them: %s",
-                len(deleted), run.stream, ", ".join(deleted[:10]),
-            )  # fmt: skip
+                len(deleted),
+                run.stream,
+                ", ".join(deleted[:10]),
+            )
         run.load_queue(queue)
 
     def _load_keys(self, runs: list[KeyRun]) -> list[KeyRun]:

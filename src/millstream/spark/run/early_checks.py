@@ -16,13 +16,42 @@ _CONNECT_TIMEOUT_MS = 5_000
 # Spark's own grammar is Java's: https://spark.apache.org/docs/latest/sql-ref-datatypes.html
 _COLUMN = re.compile(r"\s*(`[^`]+`|\w+)\s*:?\s+(\w+)\s*((not\s+null)\s*)?(comment\s.*)?", re.IGNORECASE | re.DOTALL)
 _SIMPLE = (
-    "string", "binary", "boolean", "tinyint", "byte", "smallint", "short", "int", "integer", "bigint", "long", "float",
-    "real", "double", "date", "timestamp",
-)  # fmt: skip
+    "string",
+    "binary",
+    "boolean",
+    "tinyint",
+    "byte",
+    "smallint",
+    "short",
+    "int",
+    "integer",
+    "bigint",
+    "long",
+    "float",
+    "real",
+    "double",
+    "date",
+    "timestamp",
+)
 _OTHERS = (
-    "dec", "decimal", "numeric", "timestamp_ntz", "timestamp_ltz", "time", "varchar", "char", "character", "variant",
-    "void", "interval", "array", "map", "struct", "geometry", "geography",
-)  # fmt: skip
+    "dec",
+    "decimal",
+    "numeric",
+    "timestamp_ntz",
+    "timestamp_ltz",
+    "time",
+    "varchar",
+    "char",
+    "character",
+    "variant",
+    "void",
+    "interval",
+    "array",
+    "map",
+    "struct",
+    "geometry",
+    "geography",
+)
 
 
 def check_early(app: App, url: str) -> None:

@@ -150,13 +150,23 @@ class HandlerQuery(SupervisedQuery):
         job = Job(handler=handler, url=context.settings.url, token=token)
         deferred = [stream for stream, position in positions.items() if position.has_queues]
         breaker = RunBreaker(
-            job, context.client, streams=self.streams, give_up=context.ended.is_set, once=context.settings.once,
-            on_pause=self._on_pause, clock=context.clock,
-        )  # fmt: skip
+            job,
+            context.client,
+            streams=self.streams,
+            give_up=context.ended.is_set,
+            once=context.settings.once,
+            on_pause=self._on_pause,
+            clock=context.clock,
+        )
         self._deferred_jobs = DeferredJobs(
-            job, context.spark, streams=deferred, give_up=context.ended.is_set, failures=self._failure_log,
-            breaker=breaker, clock=context.clock,
-        )  # fmt: skip
+            job,
+            context.spark,
+            streams=deferred,
+            give_up=context.ended.is_set,
+            failures=self._failure_log,
+            breaker=breaker,
+            clock=context.clock,
+        )
         self._owner_check = OwnerCheck(self._commit_store.with_token(token), list(positions))
         engine = Engine(
             job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs, failures=self._failure_log, breaker=breaker

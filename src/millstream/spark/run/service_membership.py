@@ -35,9 +35,11 @@ class ServiceMembership:
         self._on_ended = on_ended
         self._service = handler.announced
         self._balancer = Balancer(
-            client.url, self._service, consumer=f"spark-{host_name(_HOST_CHARS)}-{os.getpid()}",
+            client.url,
+            self._service,
+            consumer=f"spark-{host_name(_HOST_CHARS)}-{os.getpid()}",
             policy=BalancerPolicy(lease_ms=_LEASE_MS),
-        )  # fmt: skip
+        )
 
     def join(self) -> None:
         """Join the service. Raises ConfigError if it belongs to another handler, RedisError."""

@@ -88,9 +88,14 @@ class Supervisor:
         self._environment_ready = self._had_executors = False
         self._executor_check_due_ms = self._no_executors_since_ms = float("-inf")
         self._context = around = RunContext(
-            spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, ended=self._ended,
+            spark=spark,
+            settings=settings,
+            client=self._client,
+            clock=clock,
+            stopping=self._stopping,
+            ended=self._ended,
             on_event=on_event,
-        )  # fmt: skip
+        )
         # Stages first: Spark's own errors about them are raised before a handler has processed anything.
         self._supervised: list[SupervisedQuery] = [StageQuery(around, stage) for stage in app.stages.values()]
         self._supervised += [HandlerQuery(around, handler) for handler in app.handlers.values()]

@@ -41,9 +41,21 @@ from millstream.spark.sink.options import Layout
 from millstream.spark.sink.staging import Part
 
 _PLAIN_TYPES = (
-    StringType, BinaryType, BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DecimalType,
-    DateType, TimestampType, TimestampNTZType, NullType,
-)  # fmt: skip
+    StringType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    ShortType,
+    IntegerType,
+    LongType,
+    FloatType,
+    DoubleType,
+    DecimalType,
+    DateType,
+    TimestampType,
+    TimestampNTZType,
+    NullType,
+)
 _NAME_TYPES = (StringType, BinaryType)
 _CASTABLE = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_date)
 _UTC = pa.timestamp("us", tz="UTC")

@@ -142,8 +142,12 @@ class GroupBatchPlanner:
                     "of the %d entries of %s in batch %d, %d were claimed by other consumers and %d were no longer "
                     "pending: they may be processed twice. claimAfter is for entries of dead consumers: set the idle "
                     "time of all consumers of the group longer than a batch, or a restart, takes",
-                    start.counts[stream], stream, start.batch, not_acknowledged.claimed, not_acknowledged.not_pending,
-                )  # fmt: skip
+                    start.counts[stream],
+                    stream,
+                    start.batch,
+                    not_acknowledged.claimed,
+                    not_acknowledged.not_pending,
+                )
         self._acknowledged = (start.token, start.batch)
 
     def _begin_run(self, streams: Iterable[str]) -> None:

@@ -73,9 +73,14 @@ class GroupPartitionReader(PartitionReader):
     """
 
     def __init__(
-        self, client: Client, portions: Sequence[GroupPartition], *, limit_ms: float | None, fail_on_data_loss: bool,
+        self,
+        client: Client,
+        portions: Sequence[GroupPartition],
+        *,
+        limit_ms: float | None,
+        fail_on_data_loss: bool,
         replicas: Replicas | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas)
         self._portions = portions
         self._unread_portions: deque[_UnreadPortion] | None = None

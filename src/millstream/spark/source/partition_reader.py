@@ -72,9 +72,14 @@ class PartitionReader:
     """
 
     def __init__(
-        self, client: Client, ranges: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
+        self,
+        client: Client,
+        ranges: Sequence[OffsetRange],
+        *,
+        limit_ms: float | None,
+        fail_on_data_loss: bool,
         replicas: Replicas | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._client = client
         self._fetch_entries = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).fetch
         self._limit_ms = limit_ms

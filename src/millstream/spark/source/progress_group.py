@@ -157,8 +157,12 @@ class ProgressGroup:
             logger.warning(
                 "the group %r of stream %r is at %s, and this query at %s: another query shows its progress in it, or "
                 "this one has begun anew; what only the other has read may be trimmed. Give each query a group of its "
-                'own: option("group", NAME)', self._group, stream, found, own,
-            )  # fmt: skip
+                'own: option("group", NAME)',
+                self._group,
+                stream,
+                found,
+                own,
+            )
 
     def _refuse_foreign(self, offsets: Mapping[str, Position]) -> None:
         for stream, groups in _groups(self._client, offsets).items():

@@ -43,13 +43,26 @@ _FIELDS: dict[FieldsAs, DataType] = {
     "json": StringType(),
 }
 _FIELD_TYPES = (
-    StringType, BinaryType, BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DateType,
+    StringType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    ShortType,
+    IntegerType,
+    LongType,
+    FloatType,
+    DoubleType,
+    DateType,
     TimestampType,
-)  # fmt: skip
+)
 _OF_MODELS: dict[object, DataType] = {
-    bytes: BinaryType(), bool: BooleanType(), int: LongType(), float: DoubleType(), date: DateType(),
+    bytes: BinaryType(),
+    bool: BooleanType(),
+    int: LongType(),
+    float: DoubleType(),
+    date: DateType(),
     datetime: TimestampType(),
-}  # fmt: skip
+}
 _LOOKALIKE = 0.88  # finds `_timestmp` and `_idms`, but not `_state`, `_index`, `_time`, `_ids` and `_uid`
 _WITH_MODELS = ("stream", "id", "timestamp")
 

@@ -109,8 +109,9 @@ class TrackingReader(DataSourceStreamReader):
                     "the first batch has as many entries as it may have (%d), so there may be more: on Spark %s "
                     "Trigger.AvailableNow and Trigger.Once end after this batch; to read all that is there, see "
                     "option availableNow",
-                    limit.max_rows, SPARK_VERSION,
-                )  # fmt: skip
+                    limit.max_rows,
+                    SPARK_VERSION,
+                )
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """Plan the tasks of a batch; of none if `start` is `end`: Spark then tells where the query stands."""

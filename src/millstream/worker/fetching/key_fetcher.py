@@ -35,10 +35,14 @@ class LeaseFetcher(Fetcher[KeyedStream]):
     def _lease_options(self, queues: int, count: int, streams: int = 1) -> dict[str, Any]:
         """Return the options of a lease of `queues` keys. One stream alone may give an entry larger than the room."""
         return {
-            "queues": queues, "entries": min(count, self._policy.batch), "run": self._in_flight.slice_length,
-            "lease_ms": self._policy.claim_ms, "with_state": self._context.handler.wants_state,
-            "max_bytes": self._in_flight.free_bytes // streams, "one_at_least": streams == 1 and self._in_flight.is_empty,
-        }  # fmt: skip
+            "queues": queues,
+            "entries": min(count, self._policy.batch),
+            "run": self._in_flight.slice_length,
+            "lease_ms": self._policy.claim_ms,
+            "with_state": self._context.handler.wants_state,
+            "max_bytes": self._in_flight.free_bytes // streams,
+            "one_at_least": streams == 1 and self._in_flight.is_empty,
+        }
 
     def _add_in_flight(self, stream: KeyedStream, leased: LeaseResult) -> int:
         new = 0

@@ -162,16 +162,23 @@ class KeyRouter:
                 logger.warning(
                     "%s: key queues of %s are nearly full: they hold %d entries of at most %d; full queues block all "
                     "other keys. Run `millstream key list %s` to see which keys fill them, and unblock those, or raise "
-                    "--look-ahead", label, name, stream.pending_count, most, label,
-                )  # fmt: skip
+                    "--look-ahead",
+                    label,
+                    name,
+                    stream.pending_count,
+                    most,
+                    label,
+                )
             if share < 1:
                 self._full.discard(name)
             elif name not in self._full:
                 self._full.add(name)
                 logger.warning(
                     "%s: key queues of %s are full: they hold %d entries; routing is paused until there are fewer",
-                    label, name, stream.pending_count,
-                )  # fmt: skip
+                    label,
+                    name,
+                    stream.pending_count,
+                )
 
     def _wait(self, mine: Sequence[KeyedStream], stopping: threading.Event) -> None:
         if not mine or (self._client.is_cluster and len(mine) > 1):

@@ -37,9 +37,14 @@ class TrackedKeyRouter(KeyRouter):
     """
 
     def __init__(
-        self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream], role: RouterRole | None = None,
-        *, ready_streams: WakeUp,
-    ) -> None:  # fmt: skip
+        self,
+        context: WorkerContext,
+        client: Client,
+        joined: Mapping[str, KeyedStream],
+        role: RouterRole | None = None,
+        *,
+        ready_streams: WakeUp,
+    ) -> None:
         super().__init__(context, client, joined, role)
         self._tracker = KeyTracker(client)
         self._ready_streams = ready_streams
@@ -111,8 +116,9 @@ class TrackedKeyRouter(KeyRouter):
             self._has_warned = True
             logger.warning(
                 "most key-tracking invalidations are false: tracking-table-max-keys of Redis may be too small for "
-                "%d streams; raise it", len(self.streams),
-            )  # fmt: skip
+                "%d streams; raise it",
+                len(self.streams),
+            )
         invalidated = self._tracker.changed()
         self._invalidated |= invalidated or set()
         self._to_route |= dict.fromkeys(self.streams.copy() if invalidated is None else invalidated)

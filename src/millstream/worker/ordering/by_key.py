@@ -84,10 +84,17 @@ class ByKey:
     ) -> S:
         c, handler, queue_of = self._context, self._context.handler, self._context.steps.queue_of
         stream = kind(
-            client, name, queue_of=lambda entry_id, pairs: queue_of(name, entry_id, pairs), app=handler.app,
-            handler=handler.name, consumer=c.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
-            start=start, on_trimmed=c.loop_metrics.count_trimmed,
-        )  # fmt: skip
+            client,
+            name,
+            queue_of=lambda entry_id, pairs: queue_of(name, entry_id, pairs),
+            app=handler.app,
+            handler=handler.name,
+            consumer=c.consumer,
+            into=handler.into,
+            into_maxlen=handler.into_maxlen,
+            start=start,
+            on_trimmed=c.loop_metrics.count_trimmed,
+        )
         stream.let_states_expire(handler.state_ttl_ms)
         stream.is_held = c.breaker.is_open
         stream.loss_retry = loss_retry(handler.retry)

@@ -69,10 +69,14 @@ class ByStream(ByKey):
         c = context
         self._service = service_of(c.handler)
         self._balancer = Balancer(
-            c.url, self._service, consumer=c.consumer, clock=c.clock, metrics=c.loop_metrics.metrics,
+            c.url,
+            self._service,
+            consumer=c.consumer,
+            clock=c.clock,
+            metrics=c.loop_metrics.metrics,
             policy=BalancerPolicy(lease_ms=max(1_000, min(c.policy.claim_ms, _LONGEST_LEASE_MS))),
             replaces=True,  # the supervisor holds the name, and has one process of that name at a time
-        )  # fmt: skip
+        )
         self._is_member = False
         self._former_since_ms: dict[str, float] = {}
         self._invalid_names: set[str] = set()
@@ -193,8 +197,11 @@ class ByStream(ByKey):
         if known is None or known.why != why:
             logger.warning(
                 "handler %s cannot process stream %r: %s; excluding it and retrying. %s",
-                self._context.handler.label, name, why, self._advice(name, error),
-            )  # fmt: skip
+                self._context.handler.label,
+                name,
+                why,
+                self._advice(name, error),
+            )
             self._report_error(lease, why)
 
     def _advice(self, name: str, error: MillstreamError) -> str:

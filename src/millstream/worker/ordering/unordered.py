@@ -39,9 +39,16 @@ class Unordered:
         """See Ordering."""
         c, handler = self._context, self._context.handler
         stream = ReliableStream(
-            c.client, name, app=handler.app, handler=handler.name, consumer=c.consumer, into=handler.into,
-            into_maxlen=handler.into_maxlen, start=c.start, on_trimmed=c.loop_metrics.count_trimmed,
-        )  # fmt: skip
+            c.client,
+            name,
+            app=handler.app,
+            handler=handler.name,
+            consumer=c.consumer,
+            into=handler.into,
+            into_maxlen=handler.into_maxlen,
+            start=c.start,
+            on_trimmed=c.loop_metrics.count_trimmed,
+        )
         stream.claim_room_bytes = lambda: c.in_flight.free_bytes
         stream.is_held = c.breaker.is_open
         stream.join()

@@ -217,8 +217,9 @@ class Supervisor:
                 "worker %s is frozen: a handler has held Python's interpreter (the GIL) for %.1f s; killing its process, "
                 "other workers get its messages. Make the handler call code that releases the GIL, or raise --claim "
                 "(and --frozen-after, if it is given)",
-                child.name, self._frozen_after_ms / 1000,
-            )  # fmt: skip
+                child.name,
+                self._frozen_after_ms / 1000,
+            )
             process.kill()
 
     def _end_of(self, child: _Child, code: int) -> ProcessEnd:
@@ -285,9 +286,13 @@ class Supervisor:
         try:
             program = self._program(launch)
             child.process = subprocess.Popen(
-                program.arguments, stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=(write_end, launch.heartbeat_to),
-                start_new_session=True, bufsize=0,
-            )  # fmt: skip
+                program.arguments,
+                stdin=subprocess.PIPE,
+                stdout=_STDERR,
+                pass_fds=(write_end, launch.heartbeat_to),
+                start_new_session=True,
+                bufsize=0,
+            )
         except OSError:
             lines.close()
             raise

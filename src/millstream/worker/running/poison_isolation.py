@@ -82,9 +82,16 @@ class PoisonIsolation:
     """
 
     def __init__(
-        self, handler: Handler, in_flight: InFlight, runner: Runner, stopping: threading.Event,
-        process_isolation: ProcessIsolation, *, incarnation: Incarnation, clock: Clock,
-    ) -> None:  # fmt: skip
+        self,
+        handler: Handler,
+        in_flight: InFlight,
+        runner: Runner,
+        stopping: threading.Event,
+        process_isolation: ProcessIsolation,
+        *,
+        incarnation: Incarnation,
+        clock: Clock,
+    ) -> None:
         self._handler = handler
         self._in_flight = in_flight
         self._runner = runner
@@ -148,9 +155,13 @@ class PoisonIsolation:
             wait_ms = self._handler.retry.delay_after(deaths + 1)
             logger.warning(
                 "%s: message %s of %s %s its process, which %s while no other message ran; retrying in %.1f s",
-                self._handler.label, delivery.id.decode(), delivery.stream.stream,
-                "crashed" if end.certain else "may have crashed", end.cause, wait_ms / 1000,
-            )  # fmt: skip
+                self._handler.label,
+                delivery.id.decode(),
+                delivery.stream.stream,
+                "crashed" if end.certain else "may have crashed",
+                end.cause,
+                wait_ms / 1000,
+            )
             self._delay(delivery, wait_ms)
         else:
             self._give_up(delivery, deaths + 1, end)
@@ -186,8 +197,11 @@ class PoisonIsolation:
     def _run_marked(self, delivery: Delivery) -> None:
         logger.warning(
             "%s: message %s of %s may have ended its process: it runs in isolation; this process starts no other "
-            "message until that run has ended", self._handler.label, delivery.id.decode(), delivery.stream.stream,
-        )  # fmt: skip
+            "message until that run has ended",
+            self._handler.label,
+            delivery.id.decode(),
+            delivery.stream.stream,
+        )
         delivery.stream.begin_isolation(delivery, self._incarnation.mark)
         outcome = self._runner.run_isolated(delivery)
         self._still_marked.append(delivery)

@@ -29,9 +29,12 @@ class ClaimRenewer:
     """
 
     def __init__(
-        self, context: WorkerContext, streams: Mapping[str, ReliableStream], *,
+        self,
+        context: WorkerContext,
+        streams: Mapping[str, ReliableStream],
+        *,
         release: Callable[[Sequence[Delivery]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._context = context
         self._streams = streams
         self._steps = context.steps
@@ -102,8 +105,9 @@ class ClaimRenewer:
         if checkpoint == "too many":
             self._warnings.warn(
                 "cannot checkpoint %s: too many entries are pending, so the key offsets in Redis grow until there are "
-                "fewer; run fewer workers at once, or use a smaller prefetch", stream.stream,
-            )  # fmt: skip
+                "fewer; run fewer workers at once, or use a smaller prefetch",
+                stream.stream,
+            )
         return checkpoint == "noted"
 
     def claim_idle(self) -> bool:
@@ -132,8 +136,10 @@ class ClaimRenewer:
         if lost:
             logger.warning(
                 "%s: claims on %d messages of %s lost: another worker claimed them, or they were deleted; dropping them",
-                self._steps.handler.label, len(lost), stream.stream,
-            )  # fmt: skip
+                self._steps.handler.label,
+                len(lost),
+                stream.stream,
+            )
             stream.report_trimmed([one.id for one in lost])
             self._in_flight.remove(lost)
             self._loop_metrics.count_refused(len(lost))

@@ -112,8 +112,10 @@ class Committer:
         except OutOfMemory as error:
             logger.warning(
                 "%s: cannot record %d failed attempts: %s; only this worker counts them",
-                self._steps.handler.label, len(deliveries), error,
-            )  # fmt: skip
+                self._steps.handler.label,
+                len(deliveries),
+                error,
+            )
 
     def _wait_s(self) -> float | None:
         now_ms = self._clock.monotonic_ms()
@@ -162,8 +164,11 @@ class Committer:
             logger.warning(
                 "%s: commit refused for %d messages of %s: another worker claimed them, or they were committed before; "
                 "discarding their effects (first: %s)",
-                self._steps.handler.label, len(refused), stream.stream, refused[0].first_id,
-            )  # fmt: skip
+                self._steps.handler.label,
+                len(refused),
+                stream.stream,
+                refused[0].first_id,
+            )
         self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():
             if len(batch) > 1 and id(one) in refused_ids:

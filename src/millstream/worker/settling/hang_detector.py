@@ -29,9 +29,11 @@ class HangDetector:
     """
 
     def __init__(
-        self, handler: Handler, consumer: str = "",
+        self,
+        handler: Handler,
+        consumer: str = "",
         traceback_of_run: Callable[[Delivery], TracebackType | None] = lambda delivery: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._handler = handler
         self._consumer = consumer
         self._traceback_of_run = traceback_of_run
@@ -72,19 +74,28 @@ class HangDetector:
         stream, entry_id = delivery.stream.stream, delivery.id.decode()
         key = None if delivery.lease is None else delivery.lease.key
         log_with_traceback(
-            logger, logging.WARNING,
+            logger,
+            logging.WARNING,
             f"{self._handler.label}: {message_name(stream, entry_id, key)} has been running for {format_age(ran_ms)} "
             f"({pluralize(len(self._warn_at_ms), 'message')} for over a minute): the handler may hang; its time limit "
             f"ends a run after {format_age(self._handler.time_limit_ms)}",
-            describe_traceback(self._traceback_of_run(delivery)), handler=self._handler.label, stream=escape(stream), id=entry_id, key=json_value(key),
+            describe_traceback(self._traceback_of_run(delivery)),
+            handler=self._handler.label,
+            stream=escape(stream),
+            id=entry_id,
+            key=json_value(key),
             attempt=delivery.attempt,
-        )  # fmt: skip
+        )
 
     def _report(self, delivery: Delivery, ran_ms: float) -> LongRun:
         key = None if delivery.lease is None else delivery.lease.key
         return LongRun(
-            handler=self._handler.label, stream=escape(delivery.stream.stream), id=delivery.id.decode(),
-            key=None if key is None else escape(key), worker=self._consumer,
-            started_ms=round(time.time() * 1000 - ran_ms), time_limit_ms=round(self._handler.time_limit_ms),
+            handler=self._handler.label,
+            stream=escape(delivery.stream.stream),
+            id=delivery.id.decode(),
+            key=None if key is None else escape(key),
+            worker=self._consumer,
+            started_ms=round(time.time() * 1000 - ran_ms),
+            time_limit_ms=round(self._handler.time_limit_ms),
             isolated=bool(delivery.isolated_by),
-        )  # fmt: skip
+        )

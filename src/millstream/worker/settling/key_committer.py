@@ -250,8 +250,11 @@ class KeyCommitter(Committer):
             logger.warning(
                 "%s: commit refused for %d messages of %s: this worker lost the lease of their key; "
                 "discarding their effects (first: %s)",
-                self._steps.handler.label, len(lost), lease.stream.stream, lost[0].id.decode(),
-            )  # fmt: skip
+                self._steps.handler.label,
+                len(lost),
+                lease.stream.stream,
+                lost[0].id.decode(),
+            )
 
     @property
     def _has_postponed(self) -> bool:

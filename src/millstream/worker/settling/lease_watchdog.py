@@ -62,6 +62,9 @@ class LeaseWatchdog:
         for stream, count in Counter(one.stream.stream for one in dropped).items():
             logger.warning(
                 "%s: leases on %d messages of %s expire: they were not renewed, as Redis was unavailable or this "
-                "process was not scheduled; cancelling their runs", self._context.handler.label, count, stream,
-            )  # fmt: skip
+                "process was not scheduled; cancelling their runs",
+                self._context.handler.label,
+                count,
+                stream,
+            )
         return running
