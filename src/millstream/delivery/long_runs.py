@@ -4,13 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from millstream.delivery.restarts import HOLD_MEMBERS
-from millstream.errors import AccessDenied, WrongType
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.delivery.held_members import hold_members, read_members
+from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
 from millstream.redis_client.key_names import long_runs_key
-from millstream.redis_client.pipelining import send_all, server_time_ms
-from millstream.redis_client.replies import pairs_of
+from millstream.redis_client.pipelining import server_time_ms
 
 LONG_MS = 60_000.0
 """A run that takes longer than this is reported."""
@@ -59,21 +57,10 @@ def report_long_runs(client: Client, app: str, runs: Sequence[LongRun], ended: S
     key = long_runs_key(app)
     for held_ms, some in ((0, ended), (HELD_MS, longest)):
         if some:
-            client.script(HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, some)))
+            hold_members(client, key, held_ms, some)
 
 
 def read_long_runs(client: Client, apps: Iterable[str]) -> tuple[LongRun, ...]:
     """Return the reported runs of `apps`, the longest first, as far as this user may read them. Raises RedisError."""
-    asked = sorted(set(apps))
-    now_ms = server_time_ms(client)
-    found = []
-    for reply in send_all(client, [("ZRANGE", long_runs_key(app), 0, -1, "WITHSCORES") for app in asked]):
-        if isinstance(reply, AccessDenied | WrongType):
-            continue
-        for member, until_ms in pairs_of(raise_if_error(reply)):
-            if float(until_ms) > now_ms:
-                try:
-                    found.append(msgspec.json.decode(member, type=LongRun))
-                except (msgspec.MsgspecError, UnicodeDecodeError):  # another program has written there
-                    continue
-    return tuple(sorted(found, key=lambda one: one.started_ms))
+    found = read_members(client, map(long_runs_key, sorted(set(apps))), LongRun, server_time_ms(client))
+    return tuple(sorted((run for runs in found for run, _ in runs), key=lambda one: one.started_ms))

@@ -5,15 +5,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millstream.errors import AccessDenied, WrongType
-from millstream.redis_client.client import Client, raise_if_error
+from millstream.delivery.held_members import hold_members, read_members
+from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import restarts_key
-from millstream.redis_client.pipelining import send_all, server_time_ms
-from millstream.redis_client.replies import pairs_of
-from millstream.redis_client.scripts import Script
-
-HOLD_MEMBERS = Script("shared/hold_members")
+from millstream.redis_client.pipelining import server_time_ms
 
 KEPT_MS = 600_000
 """How long a restart is kept."""
@@ -56,32 +52,23 @@ class RecentRestarts:
 
 def record_restart(client: Client, app: str, restart: Restart) -> None:
     """Record a restart. May be repeated. Raises RedisError."""
-    client.script(HOLD_MEMBERS, (restarts_key(app),), (KEPT_MS, msgspec.json.encode(restart)))
+    hold_members(client, restarts_key(app), KEPT_MS, (restart,))
 
 
 def read_restarts(client: Client, apps: Iterable[str]) -> tuple[RecentRestarts, ...]:
     """Return the recent restarts of those of `apps` that have any and that this user may read. Raises RedisError."""
     asked = sorted(set(apps))
     now_ms = server_time_ms(client)
-    replies = send_all(client, [("ZRANGE", restarts_key(app), 0, -1, "WITHSCORES") for app in asked])
     found = []
-    for app, reply in zip(asked, replies, strict=True):
-        if isinstance(reply, AccessDenied | WrongType):
-            continue
-        # A score is the time until which the restart is kept.
-        kept = [(member, float(until)) for member, until in pairs_of(raise_if_error(reply)) if float(until) > now_ms]
+    for app, kept in zip(asked, read_members(client, map(restarts_key, asked), Restart, now_ms), strict=True):
         if kept:
             last, until_ms = kept[-1]
-            try:
-                restart = msgspec.json.decode(last, type=Restart)
-            except (msgspec.MsgspecError, UnicodeDecodeError):  # another program has written there
-                continue
             found.append(
                 RecentRestarts(
                     app=app,
                     count=len(kept),
-                    worker=restart.worker,
-                    cause=restart.cause,
+                    worker=last.worker,
+                    cause=last.cause,
                     age_ms=max(0, round(now_ms + KEPT_MS - until_ms)),
                 )
             )

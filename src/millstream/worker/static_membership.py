@@ -4,7 +4,8 @@ import secrets
 from collections.abc import Iterable
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.restarts import HOLD_MEMBERS, Restart, record_restart
+from millstream.delivery.held_members import HOLD_MEMBERS
+from millstream.delivery.restarts import Restart, record_restart
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import check_identifier, host_name, live_workers_key, worker_name_key

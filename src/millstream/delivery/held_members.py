@@ -1,0 +1,44 @@
+"""Members that expire: values of an app in a sorted set, each scored with the time until which it is kept."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from millstream.errors import AccessDenied, WrongType
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.pipelining import send_all
+from millstream.redis_client.replies import pairs_of
+from millstream.redis_client.scripts import Script
+
+HOLD_MEMBERS = Script("shared/hold_members")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def hold_members(client: Client, key: str, held_ms: int, values: Sequence[msgspec.Struct]) -> None:
+    """Keep `values` for `held_ms` milliseconds from now; 0 removes them. May be repeated. Raises RedisError."""
+    client.script(HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, values)))
+
+
+def read_members(client: Client, keys: Iterable[str], kind: type[T], now_ms: float) -> list[list[tuple[T, float]]]:
+    """Return for each key its values, each with the time until which it is kept (Unix milliseconds), in that order.
+
+    Of a key that this user may not read, or of another type, none. Raises RedisError.
+    """
+    replies = send_all(client, [("ZRANGE", key, 0, -1, "WITHSCORES") for key in keys])
+    return [
+        []
+        if isinstance(reply, AccessDenied | WrongType)
+        else list(_decoded(pairs_of(raise_if_error(reply)), kind, now_ms))
+        for reply in replies
+    ]
+
+
+def _decoded(pairs: Iterable[tuple[bytes, bytes]], kind: type[T], now_ms: float) -> Iterable[tuple[T, float]]:
+    for member, until_ms in pairs:
+        if float(until_ms) > now_ms:
+            try:
+                yield msgspec.json.decode(member, type=kind), float(until_ms)
+            except (msgspec.MsgspecError, UnicodeDecodeError):  # another program has written there
+                continue
