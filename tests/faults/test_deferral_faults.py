@@ -25,9 +25,9 @@ SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 ROUNDS = 2 if SOAK else 1
 BATCH_POINTS = ("after-defer", "before-advance", "before-defer", "after-advance") if SOAK else ("after-defer",)
 QUEUE_POINTS = ("queue-committed", "queue-loaded", "queue-run") if SOAK else ()
-MESSAGES = 600 * ROUNDS
-ACCOUNTS = 50
-STUCK, LATE = 5, 3
+MESSAGES, MORE, BATCH = (1_200, 200, 400) if SOAK else (150, 50, 150)
+ACCOUNTS = 50 if SOAK else 15
+STUCK, LATE = (5, 3) if SOAK else (3, 2)
 """Accounts with a message that fails until it is mended, and with some that fail once."""
 PARKING, BLOCKING = (HandlerKeys("bank", name, "bookings") for name in ("park", "block"))
 
@@ -111,13 +111,13 @@ def test_killing_a_driver_loses_and_doubles_nothing_and_runs_no_parked_key(
         bookings.publish(MESSAGES, chance)
         with Driver(
             f"{APPS}/deferral_app.py:app", url=server.url, folder=tmp_path,
-            options=("--max-per-batch", "400", "--spark-master", "local[2,4]"),
+            options=("--max-per-batch", str(BATCH), "--spark-master", "local[2,4]"),
         ) as driver:  # fmt: skip
             (tmp_path / BATCH_POINTS[0]).touch()
             driver.start()
             for _ in range(ROUNDS):
                 for point in (*BATCH_POINTS, *QUEUE_POINTS):
-                    bookings.publish(200, chance)
+                    bookings.publish(MORE, chance)
                     kill_at(driver, point)
             last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
             eventually(lambda: frontiers(client) == [last, last], f"the end; seed {seed}", log=driver.errors)

@@ -24,8 +24,9 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-MESSAGES = 200_000 if SOAK else 6_000
+MESSAGES = 200_000 if SOAK else 2_000
 KILLS = 40 if SOAK else 3
+BATCH = MESSAGES // (KILLS * (4 if SOAK else 2))
 ACCOUNTS = 400 if SOAK else 100
 KEYS = HandlerKeys("bank", "book", "bookings")
 OUTPUT = "{bookings}.balances"
@@ -150,12 +151,11 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
     with EmbeddedServer() as server, Client(server.url) as client:
         expected = publish(client, chance)
         last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
-        batch = MESSAGES // (KILLS * 4)
         with Driver(
             f"{APPS}/killer_app.py:app",
             url=server.url,
             folder=tmp_path,
-            options=("--max-per-batch", str(batch)),
+            options=("--max-per-batch", str(BATCH)),
         ) as driver:
             driver.start()
             assassin = Assassin(driver, chance)

@@ -21,11 +21,11 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.groups, pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-ROWS = 100_000 if SOAK else 5_000
-BATCH = ROWS // 5
+ROWS, BATCHES = (100_000, 5) if SOAK else (3_000, 3)
+BATCH = ROWS // BATCHES
 SOURCE = ("drawn", "noted", "before-ack", "acknowledged")
 DRIVERS = SOURCE if SOAK else ("noted",)
-PROCESSES = (*SOURCE, "half-staged", "decided") if SOAK else SOURCE
+PROCESSES = (*SOURCE, "half-staged", "decided") if SOAK else tuple(point for point in SOURCE if point not in DRIVERS)
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def is_over(group: Group) -> bool:
 
 def test_kills_between_reading_recording_and_acknowledging_lose_and_double_nothing(tmp_path: Path) -> None:
     with EmbeddedServer() as server, Client(server.url) as client:
-        for start in range(0, ROWS, 5_000):
-            client.pipeline([("XADD", "in", "*", "n", n) for n in range(start, start + 5_000)])
+        for start in range(0, ROWS, 1_000):
+            client.pipeline([("XADD", "in", "*", "n", n) for n in range(start, start + 1_000)])
         group = Group(client, "in", "g")
         group.create()
         copying = Copying(server.url, tmp_path, readAs="group", group="g")

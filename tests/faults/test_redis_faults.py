@@ -15,7 +15,8 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 KEYS = HandlerKeys("bank", "book", "bookings")
-MESSAGES = 6_000
+MESSAGES = 2_000
+BATCH = MESSAGES // 8
 
 
 class Bank:
@@ -25,7 +26,7 @@ class Bank:
         self.server = server
         self.client = Client(server.url)
         self.driver = Driver(
-            f"{APPS}/killer_app.py:app", url=server.url, folder=folder, options=("--max-per-batch", "500")
+            f"{APPS}/killer_app.py:app", url=server.url, folder=folder, options=("--max-per-batch", str(BATCH))
         )
 
     def publish(self, count: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 from millstream.demo.flights import load_flights
 from tests.support.commandline import PROGRAM
 from tests.support.json_reference import faults, sections
+from tests.support.processes import descendants
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 FLIGHTS = 10_000
@@ -56,9 +57,9 @@ class Demo:
         return found
 
     def has(self, program: str) -> bool:
-        """Whether one of them runs `program`."""
+        """Whether one of its descendants runs `program`."""
         names = []
-        for process in self.family():
+        for process in descendants(self.process):
             with suppress(psutil.Error):  # it may have ended this moment
                 names.append(process.name())
         return program in names

@@ -1,21 +1,16 @@
 """Figures of queries for Prometheus: rows, seconds, how far behind, and what a handler's batches did."""
 
 import math
-import urllib.request
-from pathlib import Path
 
 import pytest
 
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
-from millstream.redis_client.client import Client
 from millstream.spark.run.offsets_behind import entries_behind
 from millstream.spark.run.query_metrics import QueryMetrics
 from millstream.spark.versions import HAS_LIMITS
-from tests.support.commandline import free_port
-from tests.support.drivers import Driver
 from tests.support.sources import Bench
-from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
 
@@ -76,52 +71,3 @@ def test_a_query_exports_its_rows_seconds_and_lag(bench: Bench) -> None:
         eventually(lambda: figures.streams() == {}, "a query that has ended has no streams")
         bench.spark.streams.removeListener(listener)
     assert not math.isnan(figures.behind()["sum"])
-
-
-TELLER = """
-from millstream import App, Message, Reject
-
-app = App("app")
-
-@app.handler("in", key="k")
-def tell(message: Message) -> None:
-    if message.fields["k"] == b"7":
-        raise Reject("no sevens")
-"""
-
-
-@pytest.mark.drivers
-def test_the_run_command_serves_its_metrics(millstream_url: str, tmp_path: Path) -> None:
-    (tmp_path / "teller.py").write_text(TELLER)
-    port = free_port()
-    options = ("--metrics-address", str(port))
-    driver = Driver(str(tmp_path / "teller.py"), url=millstream_url, folder=tmp_path, options=options)
-    with Client(millstream_url) as client:
-        client.pipeline([("XADD", "in", "*", "k", n) for n in range(10)])
-
-    def page() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=FAIL_SAFE_S) as answer:
-            text: str = answer.read().decode()
-            return text
-
-    driver.start()
-    try:
-        eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
-        eventually(lambda: 'spark_rows_total{query="app.tell"} 10.0' in page(), "Spark has reported", log=driver.errors)
-        text = page()
-        behind = (
-            'millstream_spark_behind_messages{of="max",query="app.tell"} 0.0',
-            'millstream_spark_stream_behind_messages{query="app.tell",stream="in"} 0.0',
-        )
-        for line in (
-            'millstream_messages_read_total{handler="app.tell"} 10.0',
-            'millstream_messages_committed_total{handler="app.tell"} 10.0',
-            'millstream_messages_dead_lettered_total{handler="app.tell",reason=""} 1.0',
-            'millstream_spark_rows_total{query="app.tell"} 10.0',
-            *(behind if HAS_LIMITS else ()),
-        ):
-            assert line in text, text
-    finally:
-        if driver.alive:
-            assert driver.stop() == 0
-    assert driver.errors().count("WARNING app.tell: dead letter (rejected): message ") == 1

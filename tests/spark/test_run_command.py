@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from tests.support.commandline import run
+from millstream.spark.versions import HAS_LIMITS
+from tests.support.commandline import free_port, run
 from tests.support.drivers import Driver
 from tests.support.urls import PASSWORD, contains_password
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.webhooks import webhook
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers]
@@ -29,6 +31,16 @@ app = App("app")
 def nap(message: Message) -> None:
     time.sleep(0.2)
 """
+TELLER = """
+from millstream import App, Message, Reject
+
+app = App("app")
+
+@app.handler("in", key="k")
+def tell(message: Message) -> None:
+    if message.fields["k"] == b"7":
+        raise Reject("no sevens")
+"""
 
 
 @pytest.fixture
@@ -41,8 +53,9 @@ def asleep(millstream_url: str, tmp_path: Path) -> Iterator[Driver]:
     ):
         client.pipeline([("XADD", "in", "*", "k", n) for n in range(5_000)])
         driver.start()
+        meta = "millstream:{in}:in:app.nap:meta"
+        eventually(lambda: client.execute("HEXISTS", meta, "epoch"), "a batch", log=driver.errors)
         eventually(driver.workers, "a worker", log=driver.errors)
-        eventually(lambda: client.execute("HEXISTS", "millstream:{in}:in:app.nap:meta", "epoch"), "a batch")
         yield driver
 
 
@@ -53,22 +66,51 @@ def test_a_stop_within_a_batch_is_quick_and_quiet(asleep: Driver, number: int, c
     assert asleep.events[-1]["event"] == "stopped"
 
 
-def test_a_stop_that_reaches_the_whole_process_group_is_quiet(millstream_url: str, tmp_path: Path) -> None:
-    (tmp_path / "sleeper.py").write_text(SLEEPER)
-    with (
-        Client(millstream_url) as client,
-        Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path) as driver,
-    ):
-        client.execute("XADD", "in", "*", "k", 1)
+def stop_process_group(driver: Driver) -> None:
+    """Send SIGTERM to each process of its group, as a service manager does."""
+    group = os.getpgid(driver.process.pid)
+    for pid in [*(one.pid for one in driver.descendants()), driver.process.pid]:
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                os.kill(pid, signal.SIGTERM)
+
+
+def test_a_run_serves_its_metrics_and_a_stop_of_its_whole_process_group_is_quiet(
+    millstream_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "teller.py").write_text(TELLER)
+    port = free_port()
+    options = ("--metrics-address", str(port))
+    driver = Driver(str(tmp_path / "teller.py"), url=millstream_url, folder=tmp_path, options=options)
+    with Client(millstream_url) as client:
+        client.pipeline([("XADD", "in", "*", "k", n) for n in range(10)])
+
+    def page() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=FAIL_SAFE_S) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    with driver:
         driver.start()
         eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
-        group = os.getpgid(driver.process.pid)
-        for pid in [*(one.pid for one in driver.descendants()), driver.process.pid]:
-            with suppress(ProcessLookupError):
-                if os.getpgid(pid) == group:
-                    os.kill(pid, signal.SIGTERM)
+        eventually(lambda: 'spark_rows_total{query="app.tell"} 10.0' in page(), "Spark has reported", log=driver.errors)
+        text = page()
+        stop_process_group(driver)
         assert driver.ended() == 0
-    assert driver.errors() == ""
+    behind = (
+        'millstream_spark_behind_messages{of="max",query="app.tell"} 0.0',
+        'millstream_spark_stream_behind_messages{query="app.tell",stream="in"} 0.0',
+    )
+    for line in (
+        'millstream_messages_read_total{handler="app.tell"} 10.0',
+        'millstream_messages_committed_total{handler="app.tell"} 10.0',
+        'millstream_messages_dead_lettered_total{handler="app.tell",reason=""} 1.0',
+        'millstream_spark_rows_total{query="app.tell"} 10.0',
+        *(behind if HAS_LIMITS else ()),
+    ):
+        assert line in text, text
+    (said,) = (tmp_path / "stderr.log").read_text().splitlines()
+    assert "WARNING app.tell: dead letter (rejected): message " in said
 
 
 def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver) -> None:
