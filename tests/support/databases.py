@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psycopg
-
 from tests.support.requirements import skip_without
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -28,7 +26,11 @@ class Database:
     @property
     def paramstyle(self) -> str:
         """That of its driver."""
-        return sqlite3.paramstyle if self.kind == "sqlite" else psycopg.paramstyle
+        if self.kind == "sqlite":
+            return sqlite3.paramstyle
+        import psycopg  # takes as long as all else that a process of SQLite imports
+
+        return psycopg.paramstyle
 
     @property
     def mark(self) -> str:
@@ -39,6 +41,8 @@ class Database:
         """A connection of its driver."""
         if self.kind == "sqlite":
             return sqlite3.connect(self.place, timeout=FAIL_SAFE_S, check_same_thread=False)
+        import psycopg
+
         return psycopg.connect(self.place)
 
 
@@ -79,6 +83,8 @@ def postgres_server() -> Iterator[str]:
 
 
 def _wait_for(address: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
+    import psycopg
+
     def answers() -> bool:
         try:
             psycopg.connect(address).close()

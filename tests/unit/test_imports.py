@@ -9,7 +9,14 @@ import pytest
 pytestmark = [pytest.mark.cli]
 
 HEAVY = ("pandas", "rich", "httpx", "prometheus_client", "wsgiref", "http.server", "matplotlib")
-LAZY = ("millstream", "millstream.router", "millstream.spark.sink", "millstream.testing")
+LAZY = (
+    "millstream",
+    "millstream.groups",
+    "millstream.router",
+    "millstream.spark.sink",
+    "millstream.testing",
+    "millstream.worker",
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +28,8 @@ LAZY = ("millstream", "millstream.router", "millstream.spark.sink", "millstream.
             "millstream.cli.worker",
             ("millstream.router.router", "millstream.balancer", "millstream.partitions.key_migration", "pyspark"),
         ),
-        ("millstream.cli.worker_child", ("typer", "pydantic", "pyspark")),
+        ("millstream.cli.worker_child", ("millstream.groups.reader", "typer", "pydantic", "pyspark")),
+        ("millstream.worker.process.heartbeat", ("millstream.worker.loop", "msgspec", "redis")),
         ("millstream.redis_client.client", ("opentelemetry.sdk",)),
         ("millstream.spark.source.provider", ("redis", "pyarrow", "numpy", "asyncio")),
         ("millstream.spark.source.batch_planner", ("pyarrow", "numpy")),

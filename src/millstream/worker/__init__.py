@@ -1,7 +1,21 @@
 """Worker: runs the handlers of an app on Redis Streams, as one of any number of workers. Times are in milliseconds."""
 
-from millstream.worker.handler_steps import HandlerSteps
-from millstream.worker.loop import ReadingLoop
-from millstream.worker.policy import WorkerPolicy
+from typing import TYPE_CHECKING
+
+from millstream.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from millstream.worker.handler_steps import HandlerSteps
+    from millstream.worker.loop import ReadingLoop
+    from millstream.worker.policy import WorkerPolicy
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "millstream.worker.handler_steps": ("HandlerSteps",),
+            "millstream.worker.loop": ("ReadingLoop",),
+            "millstream.worker.policy": ("WorkerPolicy",),
+        },
+    )
 
 __all__ = ["HandlerSteps", "ReadingLoop", "WorkerPolicy"]
