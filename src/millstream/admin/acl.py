@@ -313,6 +313,7 @@ ROLES: Mapping[RoleName, Role] = {
             "groups/count_entries",
             "groups/delete_consumer",
             "producer/redrive",
+            "producer/cancel_delayed",
             "keys/park_unpark_skip",
             "leases/end_leases",
             *_GROW,

@@ -5,6 +5,7 @@ from pathlib import Path
 from millstream.delivery.key_queues import list_queues, park, read_queues, skip, unpark
 from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
+from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.acl_scenarios.lease import oversee
@@ -41,6 +42,7 @@ def operate(url: str, admin: Client) -> None:
     oversee(command, url, admin)
     Worker(admin, app="shop", handler="bill")
     operate_partitions(url)
+    operate_delayed(url, admin)
     command(url, "group", "list", "--pattern", "orders*")
     command(url, "group", "create", "orders", "g", "--after", "earliest")
     command(url, "group", "set-id", "orders", "g", "--after", "earliest", "--yes")
@@ -60,6 +62,14 @@ def operate(url: str, admin: Client) -> None:
     assert not admin.execute("EXISTS", gone.meta)
     command(url, "tail", "orders", "--no-follow")
     command(url, "tail", "orders", "--from", "earliest", "--limit", "1")
+
+
+def operate_delayed(url: str, admin: Client) -> None:
+    with Producer(admin) as producer:
+        later = producer.publish("orders", {"n": b"1"}, delay_ms=3_600_000)
+    command(url, "delayed", "list", "orders")
+    command(url, "delayed", "cancel", "orders", later, "--dry-run")
+    command(url, "delayed", "cancel", "orders", later, "--yes")
 
 
 def operate_partitions(url: str) -> None:
