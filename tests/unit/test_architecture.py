@@ -221,7 +221,7 @@ def long_functions(root: Path) -> Iterator[str]:
                     yield f"{where} {node.name} has {lines} lines: at most {MAX_FUNCTION_LINES}"
 
 
-def hand_packed_lines(root: Path) -> Iterator[str]:
+def lines_kept_from_the_formatter(root: Path) -> Iterator[str]:
     for path in sorted((root / "src").rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if "# fmt:" in line:
@@ -257,7 +257,7 @@ RULES: list[tuple[Callable[[Path], Iterator[str]], str, str]] = [
     (pickles, "millstream/delivery/commit_store.py", "import pickle"),
     (names_of_the_standard_library, "millstream/spark/types.py", ""),
     (long_files, "millstream/app.py", "\n" * (MAX_FILE_LINES + 1)),
-    (hand_packed_lines, "millstream/app.py", "POINTS = (1, 2,\n    3)  # fmt: skip"),
+    (lines_kept_from_the_formatter, "millstream/app.py", "POINTS = (1, 2,\n    3)  # fmt: skip"),
     (long_functions, "millstream/app.py", "async def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
 ]
 CHECKS = dict.fromkeys(rule for rule, _, _ in RULES)

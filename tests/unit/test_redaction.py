@@ -115,7 +115,7 @@ def test_a_dead_letter_keeps_no_password_of_a_url_that_an_error_quotes() -> None
 @pytest.mark.parametrize("part", ["a", "a:/", "?password", "&token=", "a://@"])
 def test_a_long_text_is_redacted_in_linear_time(part: str) -> None:
     """Were its length squared the time that it takes, no test would outlast that."""
-    redact_text(part * (1_000_000 // len(part)))
+    redact_text(part * (200_000 // len(part)))
 
 
 def secrets_of(kind: ast.ClassDef, path: Path) -> list[ast.AnnAssign]:
