@@ -49,7 +49,7 @@ def check(spark: SparkSession, url: str, folder: Path, *, admin: str = "") -> No
                 pipelines.add(
                     stream, *({"customer": f"c{n % 7}", "amount": n - 1} for n in range(part * 50, part * 50 + 50))
                 )
-            pipelines.once(app, max_per_batch=40)
+            pipelines.once(app, max_per_batch=80)
         for stream in STREAMS:
             for customer in range(7):
                 total = sum(n - 1 for n in range(100) if n % 7 == customer and n)
