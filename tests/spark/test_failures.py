@@ -129,10 +129,12 @@ def unique(bench: Bench) -> DataFrame:
 
 def outcome(bench: Bench, frame: DataFrame, checkpoint: str = "checkpoint") -> Failure:
     """How a query on the checkpoint ends."""
+    before = len(bench.queries)
     try:
         bench.collect(frame, checkpoint)
     except (PySparkException, Py4JError) as error:
-        ended = bench.queries[-1].exception() if bench.queries and not bench.queries[-1].isActive else None
+        (query,) = bench.queries[before:] or (None,)  # none, if its start has failed
+        ended = query.exception() if query and not query.isActive else None
         return failure_of(ended or error)
     raise AssertionError("it went on")
 
