@@ -6,26 +6,27 @@ import re
 import tokenize
 from collections.abc import Iterator
 
+from tests.support.syntax import nodes_of
+
 
 def prose_of(text: str) -> Iterator[str]:
     """The docstrings and comments of a module."""
-    yield from (str(each.value) for each in docstrings(ast.parse(text)))
+    yield from (str(each.value) for each in docstrings(text))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
 
 
-def docstrings(tree: ast.AST) -> list[ast.Constant]:
+def docstrings(text: str) -> list[ast.Constant]:
     """Every string that stands alone."""
-    lone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    lone = [node.value for node in nodes_of(text) if isinstance(node, ast.Expr)]
     return [value for value in lone if isinstance(value, ast.Constant) and isinstance(value.value, str)]
 
 
 def words_of_code(text: str) -> Iterator[str]:
     """The words of all names and of all strings in the code of a module, without its prose."""
-    tree = ast.parse(text)
-    prose = {id(value) for value in docstrings(tree)}
-    for node in ast.walk(tree):
+    prose = {id(value) for value in docstrings(text)}
+    for node in nodes_of(text):
         texts = [getattr(node, each, None) for each in ("name", "id", "attr", "arg", "asname", "module")]
         if isinstance(node, ast.Constant) and id(node) not in prose:
             texts = [node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value]

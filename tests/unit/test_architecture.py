@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("architecture")]  # what is parsed is parsed once
+from tests.support.syntax import nodes_of, parsed
+
+pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("syntax")]  # what is parsed is parsed once
 
 ROOT = Path(__file__).parents[2]
 CHECKED = ("src", "tests", "benchmarks", "examples")
@@ -79,12 +81,6 @@ def _modules(src: Path, texts: tuple[tuple[Path, str], ...]) -> list[Module]:
         Module(name=module_name(path, src), path=path, imports=tuple(find_imports(parsed(text), names)))
         for path, text in texts
     ]
-
-
-@functools.cache
-def parsed(text: str) -> ast.Module:
-    """The same code is read by several rules."""
-    return ast.parse(text)
 
 
 def module_name(path: Path, src: Path) -> str:
@@ -185,7 +181,7 @@ def private_parts_of_spark(root: Path) -> Iterator[str]:
     for module in read_modules(root / "src"):
         if module.name == SPARK_VERSIONS:
             continue
-        for node in ast.walk(parsed(module.path.read_text())):
+        for node in nodes_of(module.path.read_text()):
             names = {node.attr} if isinstance(node, ast.Attribute) else set()
             if isinstance(node, ast.ImportFrom):
                 names = {alias.name for alias in node.names}
@@ -213,7 +209,7 @@ def long_files(root: Path) -> Iterator[str]:
 
 def long_functions(root: Path) -> Iterator[str]:
     for path in python_files(root):
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.prose import prose_of, words_of_code, words_of_script
+from tests.support.syntax import nodes_of, parsed
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("syntax")]  # what is parsed is parsed once
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -89,9 +90,9 @@ def names_in(tree: ast.AST, prefix: str = "") -> Iterator[str]:
             yield prefix + child.name
 
 
-def inner_names(tree: ast.AST) -> Iterator[str]:
-    """Private functions and methods, attributes and parameters below `tree`."""
-    for node in ast.walk(tree):
+def inner_names(nodes: tuple[ast.AST, ...]) -> Iterator[str]:
+    """Private functions and methods, attributes and parameters among `nodes`."""
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("_"):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -116,11 +117,11 @@ def retired_names(src: Path) -> Iterator[str]:
         module = ".".join(path.relative_to(src).with_suffix("").parts)
         for part in module.split("."):
             yield from (f"{module}: module {part!r} has {word!r}" for word in parts(part) if word in RETIRED)
-        for name in names_in(ast.parse(path.read_text())):
+        for name in names_in(parsed(path.read_text())):
             last = name.rpartition(".")[2]
             if not {name, last} & ALLOWED.keys():
                 yield from (f"{module}: {name!r} has {word!r}" for word in parts(last) if word in RETIRED)
-        for name in sorted(set(inner_names(ast.parse(path.read_text()))) - ALLOWED.keys()):
+        for name in sorted(set(inner_names(nodes_of(path.read_text()))) - ALLOWED.keys()):
             yield from (f"{module}: {name!r} has {word!r}" for word in parts(name) if word in RETIRED - _TEXT)
 
 
@@ -133,7 +134,7 @@ def prose_pronouns(src: Path) -> int:
 def unclear_names(tests: Path) -> Iterator[str]:
     """Each function or class below `tests`, public or a test, with a word that names no component or is retired."""
     for path in sorted(tests.rglob("*.py")):
-        for name in names_in(ast.parse(path.read_text())):
+        for name in names_in(parsed(path.read_text())):
             words = parts(name.replace("taken_over", ""))
             yield from (f"{path.name}: {name!r} has {word!r}" for word in words if word in IN_TESTS)
 
@@ -155,7 +156,7 @@ def names_that_nothing_has(src: Path) -> Iterator[str]:
 def fields_that_a_class_lacks(src: Path) -> Iterator[str]:
     """Each name that the list in a docstring of a class describes, and that the class does not have."""
     for path in sorted(src.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, ast.ClassDef) and (text := ast.get_docstring(node)):
                 has = {name for child in ast.walk(node) for name in own_names(child)}
                 described = re.findall(r"^\* ((?:`[^`]*`(?:, | and )?)+)", text, re.MULTILINE)

@@ -14,6 +14,7 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.redaction import HIDDEN, redact_text, redact_url, register_secrets
+from tests.support.syntax import nodes_of
 from tests.support.urls import FORMS, PASSWORD, contains_password
 
 pytestmark = [pytest.mark.cli]
@@ -137,7 +138,7 @@ def test_the_repr_of_settings_shows_no_secret() -> None:
         (f"{path}:{line.lineno}", ast.unparse(line.value) if line.value else "")
         for path in SOURCE.rglob("*.py")
         if "testing" not in path.parts
-        for kind in ast.walk(ast.parse(path.read_text()))
+        for kind in nodes_of(path.read_text())
         if isinstance(kind, ast.ClassDef)
         for line in secrets_of(kind, path)
     ]
