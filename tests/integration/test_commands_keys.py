@@ -134,6 +134,23 @@ def test_the_list_warns_when_waiting_messages_nearly_fill_the_look_ahead(client:
     assert "give the workers a greater --look-ahead" in output
 
 
+def test_the_list_says_since_when_an_operator_has_paused_the_handler(client: Client, stream: KeyedStream) -> None:
+    assert call("pause", "shop.pay", url=client.url).code == 0
+    paused = r"shop.pay on orders is paused by an operator, since \d{4}-.*Z; to go on: millstream resume shop.pay\n"
+    assert re.search(paused, call("key", "list", "shop.pay", url=client.url).err)
+    rows = {row["key"]: row["why"] for row in listed(client, "shop.pay")}
+    assert rows["d"].startswith("waits for the end of the handler's pause")
+
+
+def test_the_list_says_that_no_worker_is_alive(client: Client, stream: KeyedStream) -> None:
+    warning = "no worker and no run of shop.pay is alive: its keys wait until one starts"
+    assert warning not in call("key", "list", "shop.pay", url=client.url).err
+    keys = HandlerKeys("shop", "pay", stream.stream)
+    for consumer in client.execute("XINFO", "CONSUMERS", keys.stream, keys.group):
+        client.execute("XGROUP", "DELCONSUMER", keys.stream, keys.group, consumer[1])
+    assert warning in call("key", "list", "shop.pay", url=client.url).err
+
+
 def test_one_key_and_one_state_can_be_shown_alone(client: Client, stream: KeyedStream) -> None:
     assert asked(client, "key", "show", "shop.pay", "b")["state"] == "backing off"
     shown = call("key", "show", "shop.pay", "b", url=client.url).out

@@ -2,6 +2,7 @@
 
 import pytest
 
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import PARK_UNPARK_SKIP, list_queues, park, skip, unpark
 from millstream.delivery.keyed_stream import LeaseRelease
 from millstream.errors import ConfigError, WrongType
@@ -151,6 +152,9 @@ def test_the_list_shows_for_each_key_queue_why_it_waits(client: Client) -> None:
     assert why[b"kC"].endswith(": bad é")
     assert "the lease expired" in why[b"kD"]
     assert why[b"kE"] == "waits for a free worker, number 1 of the ready queues"
+    CommitStore(client, app=KEYS.app, handler=KEYS.handler).set_paused([KEYS.stream], paused=True)
+    why = {one.name: one.why for one in list_queues(client, KEYS)}
+    assert why[b"kE"] == "waits for the end of the handler's pause, number 1 of the ready queues"
     assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(HOUR_MS - 1, HOUR_MS + 2)
     assert len(list_queues(client, KEYS, most=2)) == 2
     lease_keys(keyed(client, "w2"))

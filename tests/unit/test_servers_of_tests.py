@@ -26,14 +26,18 @@ def commands_of(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-def test_make_test_runs_the_tests_that_ask_most_of_redis_on_the_newest_redis_and_valkey_too() -> None:
-    line = next(one for one in commands_of().splitlines() if one.startswith("for server in "))
+def test_ci_runs_the_tests_that_ask_most_of_redis_on_the_newest_redis_and_valkey_too() -> None:
+    line = next(one for one in commands_of("CI=1").splitlines() if one.startswith("for server in "))
     assert line.startswith("for server in redis8 valkey9;")
 
 
 @pytest.mark.parametrize("argument", ["AREA=keys", "ARGS=-x", "SERVER=valkey9"])
 def test_a_choice_of_tests_or_of_a_server_runs_on_one_server_only(argument: str) -> None:
-    assert "for server in " not in commands_of(argument)
+    assert "for server in " not in commands_of("CI=1", argument)
+
+
+def test_a_run_by_hand_uses_one_server() -> None:
+    assert "for server in " not in commands_of()
 
 
 def test_each_server_that_tests_can_choose_is_pinned_with_hashes() -> None:

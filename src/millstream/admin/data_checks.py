@@ -285,13 +285,14 @@ def check_paused(data: Data) -> Iterator[Finding]:
     for label, some in data.by_handler.items():
         paused = [one.stream for one in some if one.paused]
         if paused:
-            opened = next((one.pause for one in some if one.pause and one.pause.by == "breaker"), None)
+            pauses = [one.pause for one in some if one.pause]
+            opened = next((one for one in pauses if one.by == "breaker"), None)
             yield Finding(
                 check="paused",
                 severity="problem" if opened else "warning",
                 what=f"{label}: paused on {_streams(paused)}",
-                why=f"it is {opened.describe(label)}" if opened else "its workers read nothing new",
-                mend=(f"millstream resume {label}",),
+                why=f"it is {(opened or pauses[0]).reason}; nothing new of it is processed",
+                mend=(f"millstream resume {label}{'  # once the cause is mended' if opened else ''}",),
             )
 
 

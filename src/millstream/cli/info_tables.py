@@ -67,7 +67,7 @@ def print_tables(
         _print_readers(worst, rates, wide=wide)
         _print_more(len(readers) - len(worst), "reader")
         print_line("")
-    _print_breakers(found.handlers)
+    _print_pauses(found.handlers)
     _print_restarts(found.restarts)
     _print_long_runs(found.long_runs, limit)
     if wide:
@@ -166,9 +166,9 @@ def _number(count: int | None, *, exact: bool = True) -> str:
     return f"{'' if exact else '>'}{count:,}"
 
 
-def _print_breakers(handlers: Sequence[HandlerReport]) -> None:
-    """Print why breakers have paused handlers, once for each handler."""
-    by_handler = {one.label: one.pause for one in handlers if one.pause and one.pause.by == "breaker"}
+def _print_pauses(handlers: Sequence[HandlerReport]) -> None:
+    """Print why, and since when, handlers are paused, once for each handler."""
+    by_handler = {one.label: one.pause for one in handlers if one.pause}
     for label, pause in by_handler.items():
         print_line(f"{label} is {pause.describe(label)}")
     if by_handler:

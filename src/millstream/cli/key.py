@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from millstream.admin.inspection import existing_handlers
+from millstream.admin.liveness import find_runs, find_workers
 from millstream.cli.handler_names import HandlerName, HandlerNames, OnStream, find_handler, select_handlers, split_name
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import (
@@ -120,6 +121,7 @@ def list_(
         places = _read_places(client, existing, pauses, is_wanted, running=running, stuck_only=stuck_only)
         found = [(place.keys, one) for place in places for one in place.queues]
         found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
+        is_running = not one_handler or _is_running(client, existing)
         errors = [] if count else last_errors(client, found[:limit])
     if count:
         _print_counts(places, as_json=as_json)
@@ -131,6 +133,8 @@ def list_(
     if not as_json:
         _print_pauses(pauses)
         _print_nearly_full(places)
+        if found and not is_running:
+            print_message(f"no worker and no run of {existing[0].label} is alive: its keys wait until one starts")
     if len(found) > limit and not count:
         print_message(f"{len(found) - limit:,} more; use --limit to show them")
 
@@ -170,6 +174,13 @@ def _details_of(row: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
             yield field_name, "yes" if value else "no"
         else:
             yield field_name.replace("_", " "), "-" if value is None else f"{value}"
+
+
+def _is_running(client: Client, existing: Sequence[HandlerKeys]) -> bool:
+    """True if a worker, or a run on Spark, of any of these is alive; for want of rights some may not be seen."""
+    return any(find_workers(client, existing).values()) or bool(
+        find_runs(client, {(keys.app, keys.handler) for keys in existing})
+    )
 
 
 def _read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[HandlerKeys, Pause]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from millstream.delivery.effects import ERROR_SUFFIX
 from millstream.delivery.last_error import LastError
+from millstream.delivery.pause import parse_pause
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, raise_if_error
@@ -154,7 +155,7 @@ class _Snapshot:
 
     @classmethod
     def read(cls, client: Client, keys: HandlerKeys, most: int) -> "_Snapshot":
-        time, owners, leases, backoff, parked, ready, engine = call_all(
+        time, owners, leases, backoff, parked, ready, meta = call_all(
             client,
             [
                 ("TIME",),
@@ -163,7 +164,7 @@ class _Snapshot:
                 ("ZRANGE", keys.backoff, 0, most - 1, "WITHSCORES"),
                 ("HGETALL", keys.parked),
                 ("LRANGE", keys.ready, 0, most - 1),
-                ("HGET", keys.meta, "owner"),
+                ("HMGET", keys.meta, "owner", "paused"),
             ],
         )
         return cls(
@@ -173,17 +174,17 @@ class _Snapshot:
             backoff=mapping_of(backoff),
             parked=mapping_of(parked),
             ready={name: place for place, name in enumerate(ready, 1)},
-            waits_for=_waits_for(engine),
+            waits_for=_waits_for(meta, time_ms_of(time)),
         )
 
     @classmethod
     def of_names(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
         """Read the state of these key queues only."""
-        time, engine, owners, parked, leases, backoff = call_all(
+        time, meta, owners, parked, leases, backoff = call_all(
             client,
             [
                 ("TIME",),
-                ("HGET", keys.meta, "owner"),
+                ("HMGET", keys.meta, "owner", "paused"),
                 ("HMGET", keys.owners, *names),
                 ("HMGET", keys.parked, *names),
                 ("ZMSCORE", keys.leases, *names),
@@ -197,7 +198,7 @@ class _Snapshot:
             backoff=_present(names, backoff),
             parked=_present(names, parked),
             ready={},
-            waits_for=_waits_for(engine),
+            waits_for=_waits_for(meta, time_ms_of(time)),
         )
 
     def describe(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
@@ -372,7 +373,10 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
         raise
 
 
-def _waits_for(engine: bytes | None) -> str:
+def _waits_for(meta: Sequence[bytes | None], now_ms: float) -> str:
+    engine, paused = meta
+    if parse_pause(paused, now_ms):
+        return "the end of the handler's pause"
     return "the Spark run" if engine is None else "a free worker"
 
 

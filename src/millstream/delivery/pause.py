@@ -8,6 +8,7 @@ import msgspec
 
 from millstream.handlers.breaker import Trip
 from millstream.model import Breaker
+from millstream.redis_client.formats import format_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,18 @@ class Pause:
         return msgspec.json.encode(self)
 
     def describe(self, label: str) -> str:
-        """Return in one line why the handler `label` is paused, and what to do."""
+        """Return in one line why, and since when, the handler `label` is paused, and what to do."""
+        todo = f"millstream resume {label}"
+        return f"{self.reason}; {'fix the cause, then' if self.by == 'breaker' else 'to go on'}: {todo}"
+
+    @property
+    def reason(self) -> str:
+        """Why, and since when, the handler is paused, in one line."""
+        since = f", since {format_time(self.at_ms)}" if self.at_ms else ""
         if self.by == "operator":
-            return f"paused by an operator; to go on: millstream resume {label}"
+            return f"paused by an operator{since}"
         return (
-            f"paused by its breaker: {self.count:,} of {self.of:,} messages ended as {self.cause} ({self.error}); "
-            f"fix the cause, then: millstream resume {label}"
+            f"paused by its breaker: {self.count:,} of {self.of:,} messages ended as {self.cause} ({self.error}){since}"
         )
 
 
