@@ -159,3 +159,22 @@ def test_the_list_shows_for_each_key_queue_why_it_waits(client: Client) -> None:
     assert len(list_queues(client, KEYS, most=2)) == 2
     lease_keys(keyed(client, "w2"))
     assert "its lease expired once" in next(one.why for one in list_queues(client, KEYS) if one.name == b"kD")
+
+
+@pytest.mark.parametrize(
+    ("leased", "expected"), [(False, [b"1-0", b"2-0", b"3-0", b"4-0"]), (True, [b"1-0", b"3-0", b"2-0", b"4-0"])]
+)
+def test_an_entry_that_is_moved_to_another_queue_comes_before_newer_ones_that_no_worker_has(
+    client: Client, leased: bool, expected: list[bytes]
+) -> None:
+    worker = routed(client, "A-AA")
+    leases = {one.queue: one for one in lease_keys(worker, run=2).leases}
+    assert [one.id for one in leases[b"kA"].entries] == [b"1-0", b"3-0"]
+    if not leased:
+        worker.release_leases([LeaseRelease(leases[b"kA"], "return")])
+    moved = LeaseRelease(leases[b"i2-0"], "move", b"kA")
+    assert worker.release_leases([moved]) == []
+    assert client.execute("LRANGE", KEYS.queue(b"kA"), 0, -1) == expected
+    assert not client.execute("EXISTS", KEYS.queue(b"i2-0"))
+    assert worker.release_leases([moved]) == [leases[b"i2-0"]], "a repeated call changes nothing"
+    assert client.execute("LLEN", KEYS.queue(b"kA")) == 4

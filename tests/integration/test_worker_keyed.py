@@ -12,6 +12,7 @@ import pytest
 
 from millstream import Message, Reject, Retry, State
 from millstream.delivery.key_queues import list_queues, park, unpark
+from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
 from millstream.errors import HandlerStuck
 from millstream.observability import metrics as m
 from millstream.redis_client.client import Client
@@ -445,3 +446,24 @@ def test_a_stream_of_a_pattern_that_cannot_be_processed_is_retried_without_a_res
         clock.leap(60_000)
         eventually(lambda: len(rows(client)) == 2, "the message of the key that was parked")
     assert caplog.text.count("skipping it, and trying again every 60 s") == 1
+
+
+def test_messages_that_earlier_code_queued_without_a_key_are_processed_in_the_order_of_their_key(
+    client: Client,
+) -> None:
+    fill(client, 40, 4)
+    earlier = KeyedStream(
+        client,
+        "in",
+        queue_of=lambda entry_id, _: queue_of_key(None, entry_id),
+        app="app",
+        handler="handle",
+        consumer="w0",
+    )
+    earlier.join()
+    assert earlier.enqueue_new(count=25, max_pending=1_000)
+    with working(client, make(count, key="key")):
+        eventually(lambda: len(rows(client)) + len(dead(client)) == 40, "all messages")
+        eventually(lambda: pending(client) == 0, "their commits")
+    assert dead(client) == []
+    check_order(client, 40)

@@ -36,7 +36,7 @@ def test_a_choice_of_tests_or_of_a_server_runs_on_one_server_only(argument: str)
     assert "for server in " not in commands_of("CI=1", argument)
 
 
-def test_a_run_by_hand_uses_one_server() -> None:
+def test_a_run_outside_ci_uses_one_server() -> None:
     assert "for server in " not in commands_of()
 
 

@@ -58,7 +58,7 @@ _SERVICE = (
 
 SCRIPTS: Mapping[str, str] = {
     "groups/ack_owned": "xack xpending",
-    "keys/requeue_pending": f"{_QUEUES} hmget linsert lpos xpending",
+    "keys/requeue_pending": f"{_QUEUES} hmget lindex linsert lpos xpending",
     "commit/advance_committed": f"{_QUEUES} hmget hset",
     "keys/defer": f"{_QUEUES} {_GROUP} hlen hset lindex zadd",
     "keys/deferred_keys": _QUEUES,
@@ -97,7 +97,7 @@ SCRIPTS: Mapping[str, str] = {
     "commit/read_entries": "xreadgroup",
     "keys/recover_leases": f"{_QUEUES} hgetall hincrby hmget lindex xpending zadd",
     "producer/redrive": "type xadd xdel xrange",
-    "keys/release_leases": f"{_QUEUES} hlen hset lindex xpending zadd",
+    "keys/release_leases": f"{_QUEUES} hlen hset lindex linsert xpending zadd",
     "leases/leave_service": _SERVICE,
     "keys/route": f"{_QUEUES} {_GROUP} hset xgroup|setid",
     "partitions/close": "hmget hset type xinfo|stream",

@@ -44,7 +44,7 @@ _OVERHEAD_BYTES, _SAMPLE = 100, 16
 READ_BYTES = 4 * 2**20
 """About how many bytes are read at once, from one stream or from many together."""
 
-ReleaseMode = Literal["requeue", "return", "backoff", "park"]
+ReleaseMode = Literal["requeue", "return", "backoff", "park", "move"]
 """What a key queue does when its lease ends: requeued; returned untouched; backing off; parked until an operator
 acts.
 """
@@ -65,7 +65,7 @@ def lease_of(delivery: Delivery) -> KeyLease:
 
 
 class LeaseRelease(NamedTuple):
-    """How a lease ends. `detail`: milliseconds for "backoff", the reason for "park".
+    """How a lease ends. `detail`: milliseconds for "backoff", the reason for "park", the other queue's name for "move".
 
     `failed_attempts`: attempts on its first entry; `last_error`: why the last one failed, as `LastError.pack` returns it.
     """
@@ -223,6 +223,16 @@ class KeyedStream(ReliableStream):
         queues = [self._queue_name(entry_id, pairs) for entry_id, pairs in entries]
         most = self.may_enqueue(entries, queues)
         return [part for (entry_id, _), name in zip(entries[:most], queues, strict=False) for part in (entry_id, name)]
+
+    def moved_queue_of(self, lease: KeyLease) -> bytes | None:
+        """Return the queue that the entry without a key of this lease belongs into, as it has a key by now; else None.
+
+        An earlier version of the app, with another key, has enqueued it then.
+        """
+        if lease.key is not None:
+            return None
+        name = self._queue_of(lease.entries[0].id, lease.entries[0].pairs)
+        return name if name not in (b"", lease.queue) else None
 
     def _queue_name(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         return self._queue_of(entry_id, pairs)

@@ -144,9 +144,9 @@ def work_by_keys(client: Client, admin: Client) -> None:
     unit.clear_crash_counts("0-1")
     unit.unfinished = len(leases[0].queued) - 1
     assert stream.commit([unit], call_number=stream.new_call_number()) == []
-    assert (
-        stream.release_leases([LeaseRelease(leases[1], "backoff", 60_000, 1), LeaseRelease(leases[2], "return")]) == []
-    )
+    releases = [LeaseRelease(leases[1], "backoff", 60_000, 1), LeaseRelease(leases[3], "return")]
+    assert stream.release_leases([*releases, LeaseRelease(leases[2], "move", leases[3].queue)]) == []
+    assert lease_one(stream).queue == leases[3].queue
     again = keyed(client)
     again.join()
     assert again.recover_leases([], run=10)[0] == 1

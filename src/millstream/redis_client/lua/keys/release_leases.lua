@@ -4,18 +4,21 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group, then for each queue:
 --         name, lease token, number of its entries that the worker was given and has not committed
---         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off) or 'park'
---         milliseconds from now, for 'backoff'; the reason, for 'park'; else ''
+--         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off), 'park', or
+--         'move' (its one entry belongs into another queue)
+--         milliseconds from now, for 'backoff'; the reason, for 'park'; the other queue's name, for 'move'; else ''
 --         number of failed attempts on its first entry, '' if it was not attempted
 --         why the last one failed: a line, then the traceback; '' if that is not known
 -- REPLY names of the queues that the token did not hold any more, of which nothing was changed
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  A failed attempt keeps its place: the entry stays the first of its queue, and its attempts are counted.
+-- INVARIANTS  A failed attempt keeps its place: the entry stays the first of its queue, and its attempts are counted.
+--   An entry that is moved comes before any newer one of the other queue that was not given out yet.
 
 -- include ids
 -- include refusal
 -- include key_queues
+-- include queue_insert
 -- include failed_attempts
 
 local group = ARGV[2]
@@ -36,7 +39,10 @@ for i = 3, #ARGV, 7 do
       -- The process survived the run. If the entry was not begun, the marker is of another run, which may have died of
       -- it.
       if how ~= 'return' then redis.call('HDEL', KEYS[4], head .. 'a') end
-      if how == 'park' then
+      if how == 'move' and redis.call('HEXISTS', PARKED, name) == 0 then
+        redis.call('LREM', queue_of(name), 1, head)
+        if insert_queued(group, detail, head) then ready = ready + 1 end
+      elseif how == 'park' then
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
       elseif how == 'backoff' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('ZADD', BACKOFF, now + tonumber(detail), name)

@@ -7,46 +7,26 @@
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
 -- INVARIANTS  Entries beyond the committed id are left to route.lua, or they would be in their queue twice. An entry
---   comes before any newer one of its queue, except the first if that is leased.
+--   comes before any newer one of its queue, but behind those that were given out with a lease.
 
 -- include ids
 -- include refusal
 -- include key_queues
-
-local PAGE = 200
+-- include queue_insert
 
 local group = ARGV[2]
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 
--- The first id in a queue, from an index on, that is newer than `id`.
-local function newer_than(id, queue, at)
-  while true do
-    local page = redis.call('LRANGE', queue, at, at + PAGE - 1)
-    for _, other in ipairs(page) do
-      if less(id, other) then return other end
-    end
-    if #page < PAGE then return nil end
-    at = at + PAGE
-  end
-end
-
 local enqueued, ready = {}, 0
 for i = 3, #ARGV, 2 do
   local id, name = ARGV[i], ARGV[i + 1]
-  local queue = queue_of(name)
   local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
   if found.err then return named(found, 'XPENDING', KEYS[7]) end
   local is_new = meta[2] and less(meta[2], id)
-  if #found > 0 and not is_new and not redis.call('LPOS', queue, id) then
-    local leased = redis.call('HEXISTS', OWNERS, name) == 1
-    local place = newer_than(id, queue, leased and 1 or 0)
-    if place then
-      redis.call('LINSERT', queue, 'BEFORE', place, id)
-    elseif redis.call('RPUSH', queue, id) == 1 and not leased and make_ready(name) then
-      ready = ready + 1
-    end
+  if #found > 0 and not is_new and not redis.call('LPOS', queue_of(name), id) then
+    if insert_queued(group, name, id) then ready = ready + 1 end
     assign_pending(group, WAITING, {id})
     enqueued[#enqueued + 1] = id
   end
