@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from millstream.delivery.restarts import Restart, record_restart
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
@@ -106,6 +107,18 @@ def statuses(client: Client) -> dict[str, str]:
 )
 def test_the_status_of_a_reader_follows_from_its_figures(client: Client, given: dict[str, Any], status: str) -> None:
     handler(client, HandlerKeys("shop", "h", "s"), **given)
+    assert statuses(client) == {"shop.h": status}
+
+
+@pytest.mark.parametrize(
+    ("restarts", "is_alive", "status"), [(3, True, "crash loop"), (2, True, "running"), (3, False, "not running")]
+)
+def test_three_restarts_are_a_crash_loop_unless_nothing_is_alive(
+    client: Client, restarts: int, is_alive: bool, status: str
+) -> None:
+    handler(client, HandlerKeys("shop", "h", "s"), done=3, is_alive=is_alive)
+    for number in range(restarts):
+        record_restart(client, "shop", Restart(worker="vm-0", incarnation=f"{number}", cause="was killed"))
     assert statuses(client) == {"shop.h": status}
 
 

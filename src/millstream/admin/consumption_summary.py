@@ -10,7 +10,7 @@ from millstream.redis_client.key_names import stage_of
 
 ReaderKind = Literal["handler", "stage", "group"]
 Status = Literal[
-    "unreadable", "no consumers", "paused", "crash loop", "not running", "partly paused", "running", "idle"
+    "unreadable", "no consumers", "paused", "not running", "crash loop", "partly paused", "running", "idle"
 ]
 
 _LARGEST = 20
@@ -25,8 +25,8 @@ class ReaderReport:
       "consumers", or "spark, readAs=group" if a query is one of the consumers
     * `alive`: number of live workers, runs or consumers
     * `status`: the first of these that holds. "unreadable": its keys on a stream hold foreign data; "no
-      consumers": a group that has none; "paused" on all its streams; "crash loop": its app's worker processes end again and
-      again; "not running": entries wait and nothing is alive;
+      consumers": a group that has none; "paused" on all its streams; "not running": entries wait and nothing is
+      alive; "crash loop": its app's worker processes end again and again;
       "partly paused"; "running"; "idle": nothing waits and nothing is alive
     * `lag`: uncommitted entries over all its streams: a lower bound unless `lag_exact`; None if unknown for all
       streams. `lag_min`, `lag_avg`, `lag_max`: the same per stream
@@ -158,10 +158,10 @@ def _status(
     paused = sum(one.paused for one in handlers)
     if paused and paused == len(handlers):
         return "paused"
+    if not alive and any(report.lag for report in reports):
+        return "not running"  # also where its supervisor was killed in the end: starting it is what helps first
     if any(one.app in crashing and one.engine == "workers" for one in handlers):
         return "crash loop"
-    if not alive and any(report.lag for report in reports):
-        return "not running"
     return "partly paused" if paused else "running" if alive else "idle"
 
 
