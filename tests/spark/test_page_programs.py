@@ -21,6 +21,8 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.spark]
 
 LOCAL = "redis://localhost:6379/0"
+ALL_AVAILABLE = {"query.awaitTermination()": "query.processAllAvailable()"}
+"""A query of a page runs until its program ends, one of a test until all is processed."""
 ORDERS = (["customer", "ann", "amount", "10"], ["customer", "bob", "amount", "5"])
 
 
@@ -66,7 +68,7 @@ def entries(shop: Bench, stream: str) -> list[dict[str, str]]:
 
 def test_the_query_of_the_page_on_the_source_writes_parquet(shop: Bench) -> None:
     parquet = {'("path", "orders")': f'("path", "{shop.folder / "orders"}")'}
-    replaced = {LOCAL: shop.url, **parquet, **option("cp", shop.folder)}
+    replaced = {LOCAL: shop.url, **parquet, **option("cp-orders", shop.folder), **ALL_AVAILABLE}
     run_python("docs/spark-source.md", replaced=replaced, only=[0])
     await_all(shop)
     assert shop.spark.read.parquet(str(shop.folder / "orders")).count() == len(ORDERS)
@@ -113,7 +115,9 @@ def test_the_session_of_the_page_on_the_source_has_the_setting(shop: Bench) -> N
 
 
 def test_the_queries_of_the_page_on_the_sink_write_streams(shop: Bench) -> None:
-    run_python("docs/spark-sink.md", replaced={LOCAL: shop.url, **option("cp", shop.folder)}, only=[0])
+    run_python(
+        "docs/spark-sink.md", replaced={LOCAL: shop.url, **option("cp-totals", shop.folder), **ALL_AVAILABLE}, only=[0]
+    )
     await_all(shop)
     assert entries(shop, "totals") == [{"customer": "ann", "amount": "10.0"}, {"customer": "bob", "amount": "5.0"}]
     assert entries(shop, "daily") == [{"customer": "ann", "orders": "1"}]
@@ -121,7 +125,7 @@ def test_the_queries_of_the_page_on_the_sink_write_streams(shop: Bench) -> None:
 
 def test_the_changes_of_the_page_on_the_sink_are_written_batch_by_batch(shop: Bench) -> None:
     totals = orders(shop).groupBy("customer").agg(F.sum("amount").alias("sum"))
-    run_python("docs/spark-sink.md", {"totals": totals, "url": shop.url}, option("cp", shop.folder), only=[1])
+    run_python("docs/spark-sink.md", {"totals": totals, "url": shop.url}, option("cp-changes", shop.folder), only=[1])
     await_all(shop)
     assert sorted(row["customer"] for row in entries(shop, "totals")) == ["ann", "bob"]
 
@@ -141,9 +145,9 @@ def test_the_limited_batches_of_the_page_on_versions_end_or_are_refused(shop: Be
     names = {"spark": shop.spark, "url": shop.url, "save": lambda rows, _: saved.append(rows.count())}
     if HAS_LIMITS:
         with pytest.raises(AnalysisException, match="set the trigger"):
-            run_python("docs/spark-versions.md", names, option("cp", shop.folder))
+            run_python("docs/spark-versions.md", names, option("cp-saved", shop.folder))
     else:
-        run_python("docs/spark-versions.md", names, option("cp", shop.folder))
+        run_python("docs/spark-versions.md", names, option("cp-saved", shop.folder))
         assert sum(saved) == len(ORDERS)
 
 
