@@ -23,7 +23,9 @@ from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registry
 from millstream.spark.sink import Publication, WriteOptions
 from millstream.testing.topologies import cluster
+from scripts.command_reference import all_commands
 from tests.support import masters
+from tests.support.acl_scenarios import commands
 from tests.support.acl_scenarios.commands import operate, publish
 from tests.support.acl_scenarios.exporter import export
 from tests.support.acl_scenarios.group import take_from_group
@@ -36,12 +38,13 @@ from tests.support.acl_scenarios.source import read_as_log
 from tests.support.acl_scenarios.spark import run_on_spark
 from tests.support.acl_scenarios.worker import KEYS, add, handler_for, reliable, work
 from tests.support.balancers import heartbeat_request
-from tests.support.commandline import call
+from tests.support.commandline import Outcome, call
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, working
 
 pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("acl")]
 
+ACCESS_PAGE = Path(__file__).parents[2] / "docs/access-control.md"
 NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
 
 
@@ -104,6 +107,25 @@ def perform(role: RoleName, url: str, admin: Client, folder: Path) -> None:
 @pytest.mark.parametrize("role", RoleName)
 def test_the_printed_rights_are_enough(role: RoleName, admin: Client, tmp_path: Path) -> None:
     perform(role, login(admin, printed(role)), admin, tmp_path)
+
+
+def test_the_duties_of_an_operator_include_every_command_that_the_page_names(
+    admin: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = re.search(r"^\| `operator` \| ([^|]+) \|", ACCESS_PAGE.read_text(), re.M)
+    assert row is not None
+    groups = re.findall(r"`([a-z]+)`", row[1])
+    wanted = {" ".join(words) for words, _ in all_commands() if words[0] in groups}
+    assert len(wanted) >= 30
+    done: set[str] = set()
+
+    def record(*args: str, url: str | None = None) -> Outcome:
+        done.update((args[0], " ".join(args[:2])))
+        return call(*args, url=url)
+
+    monkeypatch.setattr(commands, "call", record)
+    operate(admin.url, admin)
+    assert wanted - done == set()
 
 
 @pytest.mark.parametrize(

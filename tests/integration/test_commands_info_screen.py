@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from millstream.delivery.restarts import Restart, record_restart
+from millstream.delivery.restarts import CRASH_LOOP, KEPT_MS, Restart, record_restart
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import HandlerKeys, restarts_key
+from millstream.redis_client.pipelining import server_time_ms
 from tests.support.clocks import ManualClock
 from tests.support.commandline import call, in_a_terminal
 
@@ -110,16 +111,32 @@ def test_the_status_of_a_reader_follows_from_its_figures(client: Client, given: 
     assert statuses(client) == {"shop.h": status}
 
 
-@pytest.mark.parametrize(
-    ("restarts", "is_alive", "status"), [(3, True, "crash loop"), (2, True, "running"), (3, False, "not running")]
-)
-def test_three_restarts_are_a_crash_loop_unless_nothing_is_alive(
-    client: Client, restarts: int, is_alive: bool, status: str
+@pytest.mark.parametrize(("is_alive", "status"), [(True, "crash loop"), (False, "not running")])
+def test_a_reader_of_which_nothing_is_alive_is_not_running_also_after_a_crash_loop(
+    client: Client, is_alive: bool, status: str
 ) -> None:
     handler(client, HandlerKeys("shop", "h", "s"), done=3, is_alive=is_alive)
-    for number in range(restarts):
+    for number in range(CRASH_LOOP):
         record_restart(client, "shop", Restart(worker="vm-0", incarnation=f"{number}", cause="was killed"))
     assert statuses(client) == {"shop.h": status}
+
+
+def test_handlers_of_an_app_whose_processes_end_again_and_again_are_in_a_crash_loop_for_two_minutes(
+    client: Client,
+) -> None:
+    handler(client, HandlerKeys("shop", "h", "s"), done=3, is_alive=True)
+    handler(client, HandlerKeys("depot", "h", "s2"), done=3, is_alive=True)
+    for number in range(CRASH_LOOP):
+        assert statuses(client) == {"shop.h": "running", "depot.h": "running"}, number
+        record_restart(client, "shop", Restart(worker="vm-0", incarnation=f"i-{number}", cause="was ended by SIGSEGV"))
+    assert statuses(client) == {"shop.h": "crash loop", "depot.h": "running"}
+    shown = in_a_terminal("info", url=client.url, env=TERMINAL).out
+    assert re.search(r"\x1b\[1;31m *crash loop *\x1b\[0m", shown)
+    assert "shop: 3 restarts of worker processes within 10 min; the last " in call("info", url=client.url).out
+    key, until_ms = restarts_key("shop"), server_time_ms(client) + KEPT_MS - 120_000
+    for member in client.execute("ZRANGE", key, 0, -1):
+        client.execute("ZADD", key, "XX", until_ms, member)
+    assert statuses(client)["shop.h"] == "running", "the last one was two minutes ago"
 
 
 def test_info_reports_a_redis_that_refuses_writes_for_lack_of_memory(client: Client) -> None:

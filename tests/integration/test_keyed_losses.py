@@ -6,6 +6,7 @@ from millstream import Retry
 from millstream.delivery.key_queues import park
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.redis_client.client import Client
+from millstream.worker.running import poison_isolation
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -23,8 +24,12 @@ from tests.support.keyed_fixtures import (
     unit_of,
     violations,
 )
+from tests.support.waiting import eventually
+from tests.support.workers import double, make, outputs, working
 
 pytestmark = [pytest.mark.keys]
+
+DAY_MS = 24 * HOUR_MS
 
 
 def test_an_entry_that_a_worker_died_of_is_counted_and_leased_alone(client: Client) -> None:
@@ -117,6 +122,31 @@ def test_the_keys_of_a_dead_process_back_off_at_its_restart_but_for_lost_replies
     assert worker.recover_leases([], run=100) == (2, 1)
     assert (due_in_hours(client), violations(worker)) == ([(b"kA", 1)], [])
     assert [one.queue for one in lease_keys(worker).leases] == [b"kC"]
+
+
+@pytest.mark.parametrize("how", ["expires", "restarts"])
+def test_on_a_worker_a_key_whose_lease_was_lost_waits_while_others_run_for_a_second_at_most(
+    client: Client, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    handler = make(double, key="k", retry=Retry(attempts=4, delay_ms=DAY_MS, max_delay_ms=DAY_MS))
+    name = "w1" if how == "restarts" else "w2"
+    lost = routed(client, "AB", "w1")
+    assert lease_one(lost).queue == b"kA"
+    if how == "expires":
+        expire(client)
+    with monkeypatch.context() as patch:
+        patch.setattr(poison_isolation, "_MAX_LOSS_DELAY_MS", DAY_MS)
+        with working(client, handler, name):
+            for n in range(2, 6):
+                eventually(lambda: outputs(client) == list(range(2, n + 1)), "the other key")  # noqa: B023 - at once
+                publish(client, "B", first=n + 1)
+            eventually(lambda: outputs(client) == [2, 3, 4, 5, 6], "the other key")
+    expire(client)
+    assert lease_one(keyed(client, "w1")).queue == b"kA"
+    if how == "expires":
+        expire(client)
+    with working(client, handler, name):
+        eventually(lambda: outputs(client) == [2, 3, 4, 5, 6, 1], "it, after a second at most")
 
 
 def test_an_entry_that_a_worker_died_of_is_leased_alone_even_behind_others(client: Client) -> None:

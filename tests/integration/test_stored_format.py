@@ -1,5 +1,8 @@
 """The number of the stored format: code that does not know a newer format refuses to start, and loses nothing."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from millstream.admin.doctor import diagnose
@@ -7,7 +10,7 @@ from millstream.delivery.commit_store import FORMAT, CommitStore
 from millstream.errors import Incompatible
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from tests.support.commandline import call
+from tests.support.commandline import call, run
 from tests.support.waiting import eventually
 from tests.support.workers import double, ending, fill, make, working
 
@@ -58,6 +61,30 @@ def test_workers_refuse_to_start_on_a_newer_format_and_lose_nothing(client: Clie
     with working(client, make(double, **options)):
         eventually(lambda: client.execute("XLEN", "out") == 10, "the other messages")
     assert [int(fields[1]) for _, fields in client.execute("XRANGE", "out", "-", "+")] == list(range(10))
+
+
+APP = """
+from millstream import App, Message
+
+app = App("app")
+
+@app.handler("in")
+def handle(message: Message):
+    pass
+"""
+
+
+def test_the_command_of_workers_says_in_one_line_that_a_newer_version_has_stored_a_handler(
+    client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "older_app.py").write_text(APP)
+    fill(client, 1)
+    client.execute("HSET", KEYS.meta, "format", NEWER)
+    ended = run("worker", str(tmp_path / "older_app.py"), url=client.url)
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
+    (line,) = (line for line in ended.err.splitlines() if "app.handle" in line)
+    assert re.fullmatch(rf"error: {REFUSAL}: upgrade this process; nothing is lost", line)
 
 
 def test_a_run_on_spark_refuses_to_begin_on_a_newer_format_and_raises_no_epoch(client: Client) -> None:

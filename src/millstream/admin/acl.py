@@ -318,11 +318,11 @@ ROLES: Mapping[RoleName, Role] = {
             "leases/end_leases",
             *_GROW,
         ),
-        direct="client|setname exists hdel hget hgetall hlen hmget hpexpiretime hscan hset lindex llen lrange ping time unlink "
+        direct="client|setname exists hdel hget hgetall hkeys hlen hmget hpexpiretime hscan hset lindex llen lrange ping time unlink "
         "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
         "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zcard zmscore zrange",
         optional="client|tracking",
-        never_executed="hkeys sadd scard srandmember",
+        never_executed="sadd scard srandmember",
         scans="always",
         stream_keys=("*",),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),

@@ -435,7 +435,7 @@ class _LockedFolder:
 
 def _start_failure(reason: str, log: str, port: int) -> ServerError:
     if "Address already in use" in log:
-        hint = f"port {port} is in use: stop the server that listens there, or use port 0"
+        hint = f"port {port} is in use: stop the server that listens there, or use `--port 0`"
         return _PortInUse(f"redis-server {reason}: {hint}")
     if "Failed finding TLS support" in log:
         return ServerError(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from millstream import App, Message
 from millstream.delivery.key_queues import list_queues, park, read_queues, skip, unpark
 from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
@@ -13,6 +14,16 @@ from tests.support.acl_scenarios.worker import KEYS, add, keyed, lease_one, lett
 from tests.support.commandline import call
 from tests.support.partition_fixtures import BASE, Worker
 
+WITHOUT_THEIR_RIGHTS = {"settings", "rights"}
+"""Checks of `doctor` that need rights which no role has, as the page on access control says."""
+
+checked_app = App("shop")
+
+
+@checked_app.handler("orders", name="bill")
+def bill(message: Message) -> None:
+    """For `check`, which runs the handlers of an app."""
+
 
 def command(url: str, *words: str) -> None:
     """Run a command of millstream; raise its error if access is denied."""
@@ -20,6 +31,13 @@ def command(url: str, *words: str) -> None:
     if outcome.code == 3:
         raise AccessDenied(outcome.err)
     assert outcome.code == 0, outcome.err
+
+
+def examine(url: str) -> None:
+    """Run `doctor`; raise AccessDenied if it leaves out a check that an operator may make."""
+    for one in call("doctor", "--json", url=url).json()["findings"]:
+        if not one["is_checked"] and one["check"] not in WITHOUT_THEIR_RIGHTS:
+            raise AccessDenied(one["what"])
 
 
 def operate(url: str, admin: Client) -> None:
@@ -31,6 +49,9 @@ def operate(url: str, admin: Client) -> None:
     stream.dead_letter((found[0], letter()), (found[1], letter()))
     stream.checkpoint()
     admin.execute("HSET", KEYS.state, "A", b"\x80")
+    examine(url)
+    command(url, "check", f"{__name__}:checked_app", "--yes")
+    command(url, "dlq", "show", admin.execute("XREVRANGE", KEYS.dead_letters, "+", "-", "COUNT", 1)[0][0].decode())
     for words in ("info", "dlq list", "dlq redrive shop --limit 1 --yes", "dlq purge --all --yes"):
         command(url, *words.split())
     for words in ("list", "show", "reset --dry-run", "reset --yes"):
@@ -86,6 +107,17 @@ def operate_queues(url: str, admin: Client) -> None:
     stream.join()
     stream.enqueue_new(count=100, max_pending=100)
     queue = next(name for name in admin.execute("LRANGE", KEYS.ready, 0, -1) if name.startswith(b"k"))
+    key = queue[1:].decode()
+    for words in (
+        "list",
+        "list shop.bill",
+        f"show shop.bill {key}",
+        f"park shop.bill {key}",
+        f"unpark shop.bill {key}",
+    ):
+        command(url, "key", *words.split())
+    command(url, "key", "park", "shop.bill", key)
+    command(url, "key", "unpark", "shop.bill", "--all", "--yes")
     admin.execute("LREM", KEYS.ready, 1, queue)
     admin.execute("LPUSH", KEYS.ready, queue)
     admin.execute("DEL", KEYS.notify)
@@ -97,6 +129,8 @@ def operate_queues(url: str, admin: Client) -> None:
         assert skip(client, KEYS, queue, error="by hand") is not None
         assert list_queues(client, KEYS)
         assert read_queues(client, KEYS, [queue])
+    admin.execute("RPUSH", KEYS.queue(b"kskipped"), add(admin, 1)[0])
+    command(url, "key", "skip", "shop.bill", "skipped", "--yes")
 
 
 def publish(url: str, folder: Path) -> None:
