@@ -178,3 +178,14 @@ def test_an_entry_that_is_moved_to_another_queue_comes_before_newer_ones_that_no
     assert not client.execute("EXISTS", KEYS.queue(b"i2-0"))
     assert worker.release_leases([moved]) == [leases[b"i2-0"]], "a repeated call changes nothing"
     assert client.execute("LLEN", KEYS.queue(b"kA")) == 4
+
+
+def test_a_new_lease_of_a_key_is_not_taken_for_the_one_that_a_skip_has_ended(client: Client) -> None:
+    worker = routed(client, "AAA")
+    old = lease_one(worker)
+    assert skip(client, KEYS, b"kA", error="by hand") == "1-0"
+    new = lease_one(worker)
+    assert (new.queue, [one.id for one in new.entries]) == (old.queue, [b"2-0", b"3-0"])
+    assert worker.renew_leases([old, new], HOUR_MS, 0) == [old]
+    assert (old.expired, new.expired) == (True, False)
+    assert worker.release_leases([LeaseRelease(old, "return"), LeaseRelease(new, "return")]) == [old]

@@ -386,7 +386,7 @@ class KeyedStream(ReliableStream):
         args: list[Arg] = [part for one in leases for part in (one.queue, one.token)]
         lost = set(self._with_rejoin(lambda: self._run_script(EXTEND_LEASES, (self.token, lease_ms, *args))))
         for one in leases:
-            if one.queue in lost:
+            if one.token in lost:  # no name: a worker may have leased a queue again whose lease an operator has ended
                 one.expired = True
             else:
                 one.expires_ms = now_ms + lease_ms
@@ -415,7 +415,7 @@ class KeyedStream(ReliableStream):
             args += (lease.queue, lease.token, lease.in_flight_count, how, detail)
             args += ("" if failed is None else failed, last_error)
         refused = set(self._with_rejoin(lambda: self._run_script(RELEASE_LEASES, (self.token, self.group, *args))))
-        return [ending.lease for ending in endings if ending.lease.queue in refused]
+        return [ending.lease for ending in endings if ending.lease.token in refused]
 
     # Committing
 

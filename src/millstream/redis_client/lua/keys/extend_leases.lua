@@ -3,7 +3,7 @@
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 lease in milliseconds from now   3.. name and lease token of each queue
--- REPLY names of the queues that the token does not hold any more
+-- REPLY lease tokens that hold their queue no longer
 -- ERROR STALE when a newer run has taken over
 --
 -- INVARIANT  An expired lease may be renewed until another worker has leased the queue: no other worker was affected.
@@ -24,7 +24,7 @@ for i = 3, #ARGV, 2 do
   if holds_lease(ARGV[i], ARGV[i + 1]) then
     redis.call('ZADD', LEASES, 'XX', until_ms, ARGV[i])
   else
-    lost[#lost + 1] = ARGV[i]
+    lost[#lost + 1] = ARGV[i + 1]
   end
 end
 return lost

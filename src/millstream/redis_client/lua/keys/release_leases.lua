@@ -9,7 +9,7 @@
 --         milliseconds from now, for 'backoff'; the reason, for 'park'; the other queue's name, for 'move'; else ''
 --         number of failed attempts on its first entry, '' if it was not attempted
 --         why the last one failed: a line, then the traceback; '' if that is not known
--- REPLY names of the queues that the token did not hold any more, of which nothing was changed
+-- REPLY lease tokens that held their queue no longer, of which nothing was changed
 -- ERROR STALE when a newer run has taken over
 --
 -- INVARIANTS  A failed attempt keeps its place: the entry stays the first of its queue, and its attempts are counted.
@@ -52,7 +52,7 @@ for i = 3, #ARGV, 7 do
       end
     end
   else
-    refused[#refused + 1] = name
+    refused[#refused + 1] = token
   end
 end
 notify_idle(ready)
