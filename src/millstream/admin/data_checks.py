@@ -204,7 +204,7 @@ def check_waiting(data: Data) -> Iterator[Finding]:
             yield Finding(
                 check="waiting",
                 severity="problem" if engine == "workers" else "warning",
-                what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, for "
+                what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, the oldest for "
                 f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
                 mend=(_start(engine, some[0].app),),

@@ -127,6 +127,10 @@ class HandlerQuery(SupervisedQuery):
         replies = call_all(self._context.client, [("HGET", key, "committed") for key in keys])
         return sum(int(reply or 0) for reply in replies)
 
+    def pause(self) -> Pause | None:
+        """See SupervisedQuery."""
+        return next(iter(self._commit_store.paused_streams(self.streams()).values()), None)
+
     def count_parked(self, client: Client) -> tuple[int, int]:
         """See SupervisedQuery."""
         streams = [] if self._deferred_jobs is None else self._deferred_jobs.streams()

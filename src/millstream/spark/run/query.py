@@ -15,6 +15,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from millstream.clock import Clock
+from millstream.delivery.pause import Pause
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.spark.run.failures import Failure
@@ -156,6 +157,10 @@ class SupervisedQuery(ABC):
     def is_finished(self) -> bool:
         """Whether no work is left once its query has ended."""
         return True
+
+    def pause(self) -> Pause | None:
+        """Return the pause of a stream of the handler, if it has any. Raises RedisError."""
+        return None
 
     def count_parked(self, client: Client) -> tuple[int, int]:
         """Return the number of parked keys, and of messages in their queues, read by `client`. Raises RedisError."""

@@ -128,6 +128,8 @@ class Supervisor:
                 self._stopping.wait(_WATCH_S)
             if self._paused is not None:
                 raise self._paused
+            if not self._stopping.is_set():
+                self._check_pauses()
         except Unavailable:
             if not self._stopping.is_set():
                 raise
@@ -263,6 +265,12 @@ class Supervisor:
                 "all executors are gone, and the cluster assigns no new ones: the master may have restarted. "
                 "Run the same command again: committed messages are not repeated"
             )
+
+    def _check_pauses(self) -> None:
+        """Raise PipelineFailed if a handler is paused at the end of a run with `once`: what it left is no success."""
+        for supervised in self._supervised:
+            if pause := self._context.retry_while_unavailable(supervised.pause, supervised.label):
+                raise PipelineFailed(f"not all is processed: {supervised.label} is {pause.describe(supervised.label)}")
 
     def _count_starting(self) -> int:
         """How many queries are still starting. A start takes seconds of a core, and Spark allows it only ten."""
