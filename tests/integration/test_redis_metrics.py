@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +156,15 @@ def test_delayed_messages_and_a_pause_are_shown(client: Client, recorder: Record
     figures.read_all()
     assert recorder.value(m.PAUSED, handler="shop.pay") == 1
     assert scale(figures, "shop.pay")[1]["paused"] is True
+
+
+def test_the_figures_of_a_handler_show_when_they_were_last_read(client: Client, recorder: Recorder) -> None:
+    work(client)
+    figures = reader(client, recorder)
+    for _ in range(2):
+        before_s = time.time()
+        figures.read_all()
+        assert before_s <= recorder.value(m.REDIS_READ_AT, handler="shop.pay") <= time.time()
 
 
 def test_the_figures_of_a_handler_are_the_sums_over_its_streams(
