@@ -180,7 +180,7 @@ def test_an_entry_that_is_moved_to_another_queue_comes_before_newer_ones_that_no
     assert client.execute("LLEN", KEYS.queue(b"kA")) == 4
 
 
-def test_a_new_lease_of_a_key_is_not_taken_for_the_one_that_a_skip_has_ended(client: Client) -> None:
+def test_a_new_lease_of_a_key_outlives_the_one_that_a_skip_has_ended(client: Client) -> None:
     worker = routed(client, "AAA")
     old = lease_one(worker)
     assert skip(client, KEYS, b"kA", error="by hand") == "1-0"
