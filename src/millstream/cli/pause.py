@@ -10,7 +10,7 @@ from millstream.redis_client.escaping import escape
 
 
 def pause(handler: HandlerName, stream: OnStream = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Stop a handler's workers from reading new messages until `resume`. They finish the messages in flight."""
+    """Stop a handler, on workers and on Spark, from reading new messages until `resume`. They finish the messages in flight."""
     _set(handler, stream, url, paused=True, as_json=as_json)
 
 
