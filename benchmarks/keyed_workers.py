@@ -78,10 +78,19 @@ def run(*, messages: int = 50_000, rounds: int = 2) -> dict[str, Any]:
             efficiency[f"efficiency_{wait_ms}_ms"] = round(reached * service_ms / wait_ms, 3)
             efficiency[f"nominal_{wait_ms}_ms"] = round(reached, 3)
     return {
-        "name": "keyed_workers", "rate": round(rate), "baseline_rate": round(raw), "ratio": round(rate / raw, 3),
-        "violations": violations, **efficiency, "service_ms": service, "kilobytes_idle": round(idle / 1024, 1), "messages": messages,
-        "keys": KEYS, "processes": PROCESSES, "concurrency": CONCURRENCY,
-    }  # fmt: skip
+        "name": "keyed_workers",
+        "rate": round(rate),
+        "baseline_rate": round(raw),
+        "ratio": round(rate / raw, 3),
+        "violations": violations,
+        **efficiency,
+        "service_ms": service,
+        "kilobytes_idle": round(idle / 1024, 1),
+        "messages": messages,
+        "keys": KEYS,
+        "processes": PROCESSES,
+        "concurrency": CONCURRENCY,
+    }
 
 
 def _service_ms(wait_ms: int, at_once: int) -> float:

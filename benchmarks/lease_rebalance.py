@@ -43,9 +43,13 @@ def run() -> dict[str, Any]:
     must = STREAMS - STREAMS // CONSUMERS
     least_s = must / STREAMS / _POLICY.moves
     return {
-        "name": "lease_rebalance", "ratio": round(took_s / least_s, 3), "seconds": round(took_s, 2),
-        "baseline_seconds": least_s, "moved": sum(moved), "must_move": must,
-    }  # fmt: skip
+        "name": "lease_rebalance",
+        "ratio": round(took_s / least_s, 3),
+        "seconds": round(took_s, 2),
+        "baseline_seconds": least_s,
+        "moved": sum(moved),
+        "must_move": must,
+    }
 
 
 def _answer(balancer: Balancer, at: int, moved: list[int]) -> None:

@@ -72,10 +72,12 @@ class Goal:
 def _measured(client: Client, messages: int, consume: Callable[[int, Goal], Awaitable[None]]) -> float:
     """Messages per second of all consumers together, from a stream filled before."""
     for at in range(0, messages, 1_000):
-        client.pipeline([
-            ("XADD", STREAM, "*", "ticket_id", f"T{n * 7919 % TICKETS}", "payload", b"x" * 100)
-            for n in range(at, min(at + 1_000, messages))
-        ])  # fmt: skip
+        client.pipeline(
+            [
+                ("XADD", STREAM, "*", "ticket_id", f"T{n * 7919 % TICKETS}", "payload", b"x" * 100)
+                for n in range(at, min(at + 1_000, messages))
+            ]
+        )
 
     async def work() -> float:
         goal = Goal(client.url, messages)

@@ -37,11 +37,16 @@ def run(*, batches: int = 60) -> dict[str, Any]:
             over.set()
             publisher.join()
     return {
-        "name": "spark_floor", "ratio": round(statistics.median(baseline) / statistics.median(taken), 3),
-        "batch_ms": statistics.median(taken), "batch_p99_ms": taken[len(taken) * 99 // 100],
-        "baseline_batch_ms": statistics.median(baseline), "baseline_batch_p99_ms": baseline[len(baseline) * 99 // 100],
-        "batches": batches, "cores": cores(), "session": "warm",
-    }  # fmt: skip
+        "name": "spark_floor",
+        "ratio": round(statistics.median(baseline) / statistics.median(taken), 3),
+        "batch_ms": statistics.median(taken),
+        "batch_p99_ms": taken[len(taken) * 99 // 100],
+        "baseline_batch_ms": statistics.median(baseline),
+        "baseline_batch_p99_ms": baseline[len(baseline) * 99 // 100],
+        "batches": batches,
+        "cores": cores(),
+        "session": "warm",
+    }
 
 
 def _batches(frame: DataFrame, count: int) -> list[int]:

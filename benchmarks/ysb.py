@@ -44,11 +44,21 @@ def run(*, events: int = 500_000, rate: int = 10_000, seconds: float = 40.0, rou
             reached = max(reached, events / took) if number >= 0 else 0.0
         latencies = _live(spark, client, rate, seconds)
     return {
-        "name": "ysb", "rate": round(reached), "baseline_rate": round(raw), "ratio": round(reached / raw, 3),
-        "events": events, "campaigns": CAMPAIGNS, "live_rate": rate, "live_events": len(latencies),
-        "p50_ms": round(statistics.median(latencies)), "p99_ms": round(latencies[len(latencies) * 99 // 100]),
-        "max_ms": round(latencies[-1]), "wrong_counts": 0, "cores": cores(), "session": "warm",
-    }  # fmt: skip
+        "name": "ysb",
+        "rate": round(reached),
+        "baseline_rate": round(raw),
+        "ratio": round(reached / raw, 3),
+        "events": events,
+        "campaigns": CAMPAIGNS,
+        "live_rate": rate,
+        "live_events": len(latencies),
+        "p50_ms": round(statistics.median(latencies)),
+        "p99_ms": round(latencies[len(latencies) * 99 // 100]),
+        "max_ms": round(latencies[-1]),
+        "wrong_counts": 0,
+        "cores": cores(),
+        "session": "warm",
+    }
 
 
 # The pipeline
@@ -114,9 +124,21 @@ def _event(chance: random.Random, at_ms: int, expected: Counter[str]) -> list[An
     if kind == "view":
         expected[f"campaign-{ad % CAMPAIGNS}:{at_ms // WINDOW_MS * WINDOW_MS}"] += 1
     return [
-        "user_id", f"user-{chance.randrange(100_000)}", "page_id", f"page-{chance.randrange(1_000)}",
-        "ad_id", f"ad-{ad}", "ad_type", "banner", "event_type", kind, "event_time", at_ms, "ip", "127.0.0.1",
-    ]  # fmt: skip
+        "user_id",
+        f"user-{chance.randrange(100_000)}",
+        "page_id",
+        f"page-{chance.randrange(1_000)}",
+        "ad_id",
+        f"ad-{ad}",
+        "ad_type",
+        "banner",
+        "event_type",
+        kind,
+        "event_time",
+        at_ms,
+        "ip",
+        "127.0.0.1",
+    ]
 
 
 def _drain(spark: SparkSession, client: Client) -> float:

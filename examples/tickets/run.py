@@ -73,12 +73,16 @@ def start_consumers(
     found = {}
     for name in ("anna", "bert"):
         environment = {
-            **os.environ, "MILLSTREAM_CONSUMER_TICKET_STREAM": STREAM,
-            "MILLSTREAM_CONSUMER_CONCURRENCY_STREAM_GROUP": GROUP, "MILLSTREAM_CONSUMER_NAME": name,
-            "MILLSTREAM_CONSUMER_MASTER_REGISTER_API_URL": f"{master}/api/consumers/register", "MILLSTREAM_MASTER_TOKEN": token,
-            "MILLSTREAM_CONSUMER_MASTER_ACKNOWLEDGE_API_URL": f"{master}/api/messages/acknowledge", "TICKETS_LOG": str(logs / f"{name}.jsonl"),
+            **os.environ,
+            "MILLSTREAM_CONSUMER_TICKET_STREAM": STREAM,
+            "MILLSTREAM_CONSUMER_CONCURRENCY_STREAM_GROUP": GROUP,
+            "MILLSTREAM_CONSUMER_NAME": name,
+            "MILLSTREAM_CONSUMER_MASTER_REGISTER_API_URL": f"{master}/api/consumers/register",
+            "MILLSTREAM_MASTER_TOKEN": token,
+            "MILLSTREAM_CONSUMER_MASTER_ACKNOWLEDGE_API_URL": f"{master}/api/messages/acknowledge",
+            "TICKETS_LOG": str(logs / f"{name}.jsonl"),
             "WORK_MS": "20",
-        }  # fmt: skip
+        }
         command = [*PROGRAM, "consumer", f"{HERE}/work.py:work", "--url", server.url, "--poll", "10ms"]
         found[name] = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     node = shutil.which("node")

@@ -40,9 +40,16 @@ class Nemesis:
     def kinds(self) -> list[Callable[[random.Random], None]]:
         """All kinds of harm."""
         return [
-            self.kill, self.kill_with_supervisor, self.kill_supervisor, self.stop_for_a_while, self.restart_in_order,
-            self.kill_redis, self.stop_redis, self.cut, self.fill_memory,
-        ]  # fmt: skip
+            self.kill,
+            self.kill_with_supervisor,
+            self.kill_supervisor,
+            self.stop_for_a_while,
+            self.restart_in_order,
+            self.kill_redis,
+            self.stop_redis,
+            self.cut,
+            self.fill_memory,
+        ]
 
     def kill(self, chance: random.Random) -> None:
         """kill -9 of a process."""

@@ -110,9 +110,11 @@ def test_killing_a_driver_loses_and_doubles_nothing_and_runs_no_parked_key(
         bookings = Bookings(client)
         bookings.publish(MESSAGES, chance)
         with Driver(
-            f"{APPS}/deferral_app.py:app", url=server.url, folder=tmp_path,
+            f"{APPS}/deferral_app.py:app",
+            url=server.url,
+            folder=tmp_path,
             options=("--max-per-batch", str(BATCH), "--spark-master", "local[2,4]"),
-        ) as driver:  # fmt: skip
+        ) as driver:
             (tmp_path / BATCH_POINTS[0]).touch()
             driver.start()
             for _ in range(ROUNDS):
@@ -139,12 +141,14 @@ def check_what_waits(client: Client, bookings: Bookings, driver: Driver) -> None
     for keys, states in ((PARKING, {"parked"}), (BLOCKING, {"ready", "backing off"})):
         eventually(
             lambda: bookings.waiting(keys).keys() == bookings.stuck().keys(),  # noqa: B023 - it is over by then
-            f"{keys.handler}: the stuck keys alone wait", log=driver.errors,
-        )  # fmt: skip
+            f"{keys.handler}: the stuck keys alone wait",
+            log=driver.errors,
+        )
         eventually(
             lambda: {queue.state for queue in list_queues(client, keys)} <= states,  # noqa: B023
-            f"{keys.handler}: they wait as {states}", log=driver.errors,
-        )  # fmt: skip
+            f"{keys.handler}: they wait as {states}",
+            log=driver.errors,
+        )
         assert bookings.waiting(keys) == bookings.stuck()
     assert check_invariants(client, PARKING, "bookings") == []
 

@@ -136,8 +136,9 @@ def test_a_process_that_ends_as_a_handler_outlives_its_lease_has_reported_its_de
         def counted() -> float:
             found = re.search(
                 r'^millstream_messages_dead_lettered_total\{handler="shop.book",reason="rejected",worker="till-0"\} (.+)$',
-                httpx.get(where, timeout=FAIL_SAFE_S, trust_env=False).text, re.MULTILINE,
-            )  # fmt: skip
+                httpx.get(where, timeout=FAIL_SAFE_S, trust_env=False).text,
+                re.MULTILINE,
+            )
             return float(found[1]) if found else 0.0
 
         eventually(lambda: all(Path(f"{marker}-{n}").exists() for n in (0, 1)), "two runs")
@@ -172,8 +173,9 @@ def test_a_message_gets_no_crash_count_for_a_lease_that_expired_while_redis_was_
             eventually(lambda outage=outage: len(expectations.runs()) > outage, "one more run", log=workers.log)  # type: ignore[misc]
             redis.suspend()
             eventually(
-                lambda outage=outage: workers.log().count("its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
-            )  # fmt: skip
+                lambda outage=outage: workers.log().count("its lease is about to expire") > outage,  # type: ignore[misc]
+                "the end of a process",
+            )
             redis.resume()
         expectations.open_gate()
         report = expectations.check_keys(overlap=False, log=workers.log)

@@ -228,8 +228,13 @@ def test_a_hot_key_that_stands_still_delays_no_other_and_costs_no_more_than_its_
         expectations.open_gate()
         report = expectations.check_keys(log=workers.log)
     p99 = [statistics.quantiles(times, n=100)[98] for times in (alone, beside)]
-    print_figures(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
-         still_waiting=still_waiting)  # fmt: skip
+    print_figures(
+        report,
+        p99_alone_ms=round(p99[0], 1),
+        p99_beside_ms=round(p99[1], 1),
+        bytes_each=round(bytes_each),
+        still_waiting=still_waiting,
+    )
     assert still_waiting > HOT, "all others were processed while it was paused"
     assert bytes_each < 130 + more_for_pending(fresh_client)
 

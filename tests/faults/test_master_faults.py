@@ -61,13 +61,23 @@ class RunningWorkers:
 
     def python(self, name: str, *options: str, work_ms: int = 5, function: str = f"{EXAMPLE}/work.py:work") -> None:
         """Start `millstream consumer`."""
-        environ = environment(None, {
-            "MILLSTREAM_CONSUMER_TICKET_STREAM": STREAM, "MILLSTREAM_CONSUMER_CONCURRENCY_STREAM_GROUP": GROUP,
-            "MILLSTREAM_CONSUMER_NAME": name,
-            "MILLSTREAM_MASTER_TOKEN": TOKEN, "TICKETS_LOG": str(self.log(name)), "WORK_MS": str(work_ms),
-            "MILLSTREAM_CONSUMER_MASTER_REGISTER_API_URL": " ".join(f"{one.url}/api/consumers/register" for one in self._masters),
-            "MILLSTREAM_CONSUMER_MASTER_ACKNOWLEDGE_API_URL": " ".join(f"{one.url}/api/messages/acknowledge" for one in self._masters),
-        })  # fmt: skip
+        environ = environment(
+            None,
+            {
+                "MILLSTREAM_CONSUMER_TICKET_STREAM": STREAM,
+                "MILLSTREAM_CONSUMER_CONCURRENCY_STREAM_GROUP": GROUP,
+                "MILLSTREAM_CONSUMER_NAME": name,
+                "MILLSTREAM_MASTER_TOKEN": TOKEN,
+                "TICKETS_LOG": str(self.log(name)),
+                "WORK_MS": str(work_ms),
+                "MILLSTREAM_CONSUMER_MASTER_REGISTER_API_URL": " ".join(
+                    f"{one.url}/api/consumers/register" for one in self._masters
+                ),
+                "MILLSTREAM_CONSUMER_MASTER_ACKNOWLEDGE_API_URL": " ".join(
+                    f"{one.url}/api/messages/acknowledge" for one in self._masters
+                ),
+            },
+        )
         command = [*PROGRAM, "consumer", function, "--url", self._url, "--poll", "5ms", *options]
         self.processes[name] = subprocess.Popen(command, env=environ)
 

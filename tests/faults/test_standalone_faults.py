@@ -181,8 +181,9 @@ def await_progress(orders: Orders, driver: Driver, cluster: Standalone) -> None:
     goal = orders.client.execute("XLEN", "followed") + 50
     eventually(
         lambda: orders.client.execute("XLEN", "followed") >= goal or not driver.alive or orders.is_done(),
-        f"{goal} of {orders.published} followed", log=driver.errors,
-    )  # fmt: skip
+        f"{goal} of {orders.published} followed",
+        log=driver.errors,
+    )
     assert driver.alive, driver.errors()
 
 

@@ -82,22 +82,43 @@ class BalancerMachine(RuleBasedStateMachine):
     # What consumers do
 
     @rule(
-        name=CONSUMER, max_new=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
-        weight=st.sampled_from([1.0, 1.0, 3.0]), recovers=st.sampled_from([True, True, False]),
-        moves=st.sampled_from([0, 0.2, 1.0]), expired=st.sampled_from([None, None, 0, 1]),
-        max_losses=st.sampled_from([None, None, 3]), gives=st.booleans(), why=st.sampled_from(["stuck", "overran"]),
-    )  # fmt: skip
+        name=CONSUMER,
+        max_new=st.sampled_from([0, 1, 1_000, 1_000]),
+        limit=st.sampled_from([None, None, 1, 3]),
+        weight=st.sampled_from([1.0, 1.0, 3.0]),
+        recovers=st.sampled_from([True, True, False]),
+        moves=st.sampled_from([0, 0.2, 1.0]),
+        expired=st.sampled_from([None, None, 0, 1]),
+        max_losses=st.sampled_from([None, None, 3]),
+        gives=st.booleans(),
+        why=st.sampled_from(["stuck", "overran"]),
+    )
     def round(
-        self, name: str, max_new: int, limit: int | None, weight: float, recovers: bool, moves: float,
-        expired: int | None, max_losses: int | None, gives: bool, why: str,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        max_new: int,
+        limit: int | None,
+        weight: float,
+        recovers: bool,
+        moves: float,
+        expired: int | None,
+        max_losses: int | None,
+        gives: bool,
+        why: str,
+    ) -> None:
         service = self.service(name)
         before = len(dead(self.client))
         late = [lease for other, lease in self.leases if other.consumer == name][-1 - (expired or 0) :][:1]
         changes: dict[str, Any] = {
-            "max_new": max_new, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves,
-            "requests_all": True, "max_losses": max_losses, why: late if expired is not None else (),
-        }  # fmt: skip
+            "max_new": max_new,
+            "limit": limit,
+            "weight": weight,
+            "recovers": recovers,
+            "moves": moves,
+            "requests_all": True,
+            "max_losses": max_losses,
+            why: late if expired is not None else (),
+        }
         try:
             found = service.heartbeat(heartbeat_request(**changes))
         except NameHeld:
@@ -322,7 +343,9 @@ def test_any_order_of_steps_keeps_one_owner_for_each_stream_and_loses_none(
         run_state_machine_as_test(
             BalancerMachine,
             settings=settings(
-                max_examples=EXAMPLES, stateful_step_count=STEPS, database=None,
+                max_examples=EXAMPLES,
+                stateful_step_count=STEPS,
+                database=None,
                 suppress_health_check=list(HealthCheck),
             ),
-        )  # fmt: skip
+        )

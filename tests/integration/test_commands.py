@@ -65,9 +65,12 @@ def test_usages_name_arguments_in_upper_case_and_optional_ones_in_brackets() -> 
     odd = [one for one in shown if not re.fullmatch(r"Usage: [a-z-]+( [a-z-]+)? \[OPTIONS\]( [][A-Z_.]+)*", one)]
     assert odd == []
     assert {
-        "Usage: tail [OPTIONS] STREAM...", "Usage: publish [OPTIONS] STREAM [FILE_OR_FIELD]...", "Usage: info [OPTIONS] [APP]",
-        "Usage: key list [OPTIONS] [APP[.HANDLER]]", "Usage: acl [OPTIONS] [ROLE]...",
-    } <= {*shown}  # fmt: skip
+        "Usage: tail [OPTIONS] STREAM...",
+        "Usage: publish [OPTIONS] STREAM [FILE_OR_FIELD]...",
+        "Usage: info [OPTIONS] [APP]",
+        "Usage: key list [OPTIONS] [APP[.HANDLER]]",
+        "Usage: acl [OPTIONS] [ROLE]...",
+    } <= {*shown}
 
 
 def test_light_commands_import_neither_spark_nor_modules_of_other_commands() -> None:

@@ -60,9 +60,15 @@ def holders(client: Client, group: str = "g") -> dict[str, str]:
 
 def test_groups_of_a_stream_are_listed(client: Client, group: Group) -> None:
     expected = {
-        "stream": "s", "name": "g", "consumers": 2, "pending": 6, "last_delivered": "6-0", "entries_read": 6, "lag": 4,
+        "stream": "s",
+        "name": "g",
+        "consumers": 2,
+        "pending": 6,
+        "last_delivered": "6-0",
+        "entries_read": 6,
+        "lag": 4,
         "engine": None,
-    }  # fmt: skip
+    }
     assert call("group", "list", "s", "--json", url=client.url).json_lines() == [expected]
     heading, line = call("group", "list", "s", url=client.url).out.splitlines()
     assert line.split() == ["s", "g", "2", "6", "4", "6-0", "-"]
@@ -130,8 +136,12 @@ def test_a_group_is_destroyed_after_a_question_that_counts_its_pending_entries(c
     assert "would be" in call("group", "delete", "s", "g", "--dry-run", url=client.url).out
     assert group.info() is not None
     assert call("group", "delete", "s", "g", "--yes", "--json", url=client.url).json() == {
-        "stream": "s", "group": "g", "pending": 6, "deleted": True, "dry_run": False,
-    }  # fmt: skip
+        "stream": "s",
+        "group": "g",
+        "pending": 6,
+        "deleted": True,
+        "dry_run": False,
+    }
     assert group.info() is None
     assert call("group", "delete", "s", "g", "--yes", url=client.url).code == 1
 
@@ -166,8 +176,13 @@ def test_idle_consumers_without_pending_entries_are_removed(client: Client, grou
 
 def test_pending_entries_are_summed_up_and_listed(client: Client, group: Group) -> None:
     assert call("group", "pending", "s", "g", "--count", "--json", url=client.url).json() == {
-        "stream": "s", "group": "g", "count": 6, "lowest": "1-0", "highest": "6-0", "by_consumer": {"a": 4, "b": 2},
-    }  # fmt: skip
+        "stream": "s",
+        "group": "g",
+        "count": 6,
+        "lowest": "1-0",
+        "highest": "6-0",
+        "by_consumer": {"a": 4, "b": 2},
+    }
     found = call("group", "pending", "s", "g", "--json", url=client.url).json_lines()
     assert [one["id"] for one in found] == [f"{n}-0" for n in range(1, 7)]
     assert set(found[0]) == {"stream", "group", "id", "consumer", "idle_ms", "deliveries"}

@@ -53,9 +53,16 @@ def test_info_of_an_empty_redis_shows_nothing(client: Client) -> None:
     assert inspect(client) == Inspection(streams=(), handlers=())
     assert call("info", url=client.url).err == "there are no streams\n"
     assert call("info", "--json", url=client.url).json() == {
-        "readers": [], "streams": [], "handlers": [], "restarts": [], "long_runs": [], "hidden_streams": 0, "problems": [], "hidden_handlers": 0,
+        "readers": [],
+        "streams": [],
+        "handlers": [],
+        "restarts": [],
+        "long_runs": [],
+        "hidden_streams": 0,
+        "problems": [],
+        "hidden_handlers": 0,
         "is_sample": False,
-    }  # fmt: skip
+    }
 
 
 def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> None:
@@ -319,8 +326,10 @@ def test_keys_of_any_bytes_are_listed_and_accepted_as_they_are_listed(client: Cl
     by_json = call("state", "list", *STATE, "--json", url=client.url).json_lines()
     assert by_json == [{"key": "N1", "state": {"n": 2}}, {"key": {"hex": key.hex()}, "state": {"n": 1}}]
     assert call("state", "reset", *STATE, written, "--yes", "--json", url=client.url).json() == {
-        "keys": 1, "reset": 1, "dry_run": False,
-    }  # fmt: skip
+        "keys": 1,
+        "reset": 1,
+        "dry_run": False,
+    }
     assert client.execute("HKEYS", KEYS.state) == [b"N1"]
 
 

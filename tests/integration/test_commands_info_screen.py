@@ -25,9 +25,16 @@ LONG = HandlerKeys(
 
 
 def handler(
-    client: Client, keys: HandlerKeys, *, done: int = 0, dead: int = 0, parked: int = 0, backing_off: int = 0,
-    is_paused: bool = False, is_alive: bool = False,
-) -> None:  # fmt: skip
+    client: Client,
+    keys: HandlerKeys,
+    *,
+    done: int = 0,
+    dead: int = 0,
+    parked: int = 0,
+    backing_off: int = 0,
+    is_paused: bool = False,
+    is_alive: bool = False,
+) -> None:
     """A handler on workers that has committed `done` of five entries."""
     client.pipeline([("XADD", keys.stream, f"{number}-0", "n", number) for number in range(1, 6)])
     client.execute("XGROUP", "CREATE", keys.stream, keys.group, f"{done}-0")
@@ -195,15 +202,22 @@ def test_watch_prints_an_object_for_each_interval_with_the_rates_since_the_last_
     script = Script(
         lambda: client.execute("XADD", "s", "*", "n", 6),
         lambda: client.execute("HSET", keys.meta, "committed", 9),
-        lambda: None, lambda: None, lambda: client.execute("HSET", keys.meta, "committed", 10),
-    )  # fmt: skip
+        lambda: None,
+        lambda: None,
+        lambda: client.execute("HSET", keys.meta, "committed", 10),
+    )
     monkeypatch.setattr("millstream.cli.info.time", script)
     ended = call("info", "shop", "--watch", "4s", "--json", url=client.url)
     rows = [report["readers"][0] for report in ended.json_lines()]
     assert (ended.code, script.slept_s) == (130, [4.0] * 6)
     assert [(one.get("arriving_per_s"), one.get("done_per_s")) for one in rows] == [
-        (None, None), (0.25, 0.0), (0.0, 2.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.25),
-    ]  # fmt: skip
+        (None, None),
+        (0.25, 0.0),
+        (0.0, 2.0),
+        (0.0, 0.0),
+        (0.0, 0.0),
+        (0.0, 0.25),
+    ]
     assert {one["status"] for one in rows} == {"running"}, "eight seconds without a commit are nothing yet"
 
 
@@ -215,8 +229,11 @@ def test_a_reader_that_completes_nothing_for_long_makes_no_progress(
     monkeypatch.setattr("millstream.cli.info.time", Script(*[lambda: None] * 3))
     reports = call("info", "--watch", "5s", "--json", url=client.url).json_lines()
     assert [[one["status"] for one in report["readers"] if "stands" in one["name"]] for report in reports] == [
-        ["running"], ["running"], ["no progress"], ["no progress"],
-    ]  # fmt: skip
+        ["running"],
+        ["running"],
+        ["no progress"],
+        ["no progress"],
+    ]
     assert {one["status"] for report in reports for one in report["readers"] if "nothing" in one["name"]} == {"running"}
 
 

@@ -97,9 +97,13 @@ def test_a_key_whose_first_message_has_failed_is_stuck_also_while_it_is_attempte
 
 def test_stuck_keys_of_all_handlers_are_listed_if_no_handler_is_given(client: Client, stream: KeyedStream) -> None:
     other = KeyedStream(
-        client, "refunds", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="bank", handler="back",
+        client,
+        "refunds",
+        queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
+        app="bank",
+        handler="back",
         consumer="w-0",
-    )  # fmt: skip
+    )
     other.join()
     client.execute("XADD", "refunds", "*", "key", "e")
     other.enqueue_new(count=100, max_pending=1_000)
@@ -118,9 +122,17 @@ def test_keys_are_counted_by_handler_stream_and_state(client: Client, stream: Ke
     counted = listed(client, "shop.pay", "--count")
     states = {"leased": 1, "backing off": 1, "parked": 1, "ready": 1}
     assert counted == [
-        {"handler": "shop.pay", "stream": "orders", "keys": 4, "messages": 11, "states": states, "queued": 11, "pause": None,
-         "look_ahead": 1_000}
-    ]  # fmt: skip
+        {
+            "handler": "shop.pay",
+            "stream": "orders",
+            "keys": 4,
+            "messages": 11,
+            "states": states,
+            "queued": 11,
+            "pause": None,
+            "look_ahead": 1_000,
+        }
+    ]
     output = call("key", "list", "--count", url=client.url).out
     assert output == "shop.pay on orders: 2 keys with 5 messages: 1 backing off, 1 parked\n"
 
@@ -236,9 +248,13 @@ def test_info_shows_a_handler_with_a_key_as_run_by_workers(client: Client, strea
 def test_the_list_leaves_out_streams_that_are_gone_or_not_readable(client: Client, stream: KeyedStream) -> None:
     for name in ("gone", "secret"):
         other = KeyedStream(
-            client, name, queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
+            client,
+            name,
+            queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
+            app="shop",
+            handler="pay",
             consumer="w-0",
-        )  # fmt: skip
+        )
         other.join()
         client.execute("XADD", name, "*", "key", "a")
         other.enqueue_new(count=100, max_pending=1_000)

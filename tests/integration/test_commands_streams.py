@@ -37,8 +37,9 @@ def test_streams_are_announced_listed_released_and_removed(client: Client) -> No
         assert leases["call:1"].info == {"tariff": 1}
         found = call("lease", "list", "calls", "--group", "readers", "--json", *url).json_lines()
         assert {row["stream"]: (row["consumer"], row["lag"]) for row in found} == {
-            "call:1": ("me", 1), "call:2": ("me", None),
-        }  # fmt: skip
+            "call:1": ("me", 1),
+            "call:2": ("me", None),
+        }
         assert {row["stream"]: row["lag_exact"] for row in found} == {"call:1": True, "call:2": False}
         counted = call("lease", "list", "calls", "--count", "--json", *url).json()
         assert (counted["streams"], counted["owned"], counted["consumers"][0]["name"]) == (2, 2, "me")

@@ -216,8 +216,12 @@ def test_tail_reports_a_gap_at_its_position(client: Client, form: tuple[str, ...
     if form:
         check_events("tail", [json.loads(shown[0])])
         assert json.loads(shown[0]) == {
-            "event": "gap", "stream": "s", "after": "5-1", "reason": "recreated", "missed": None
-        }  # fmt: skip
+            "event": "gap",
+            "stream": "s",
+            "after": "5-1",
+            "reason": "recreated",
+            "missed": None,
+        }
     else:
         assert "s: the stream was deleted and created again, after 5-1\n" in err
 

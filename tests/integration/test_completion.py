@@ -21,9 +21,11 @@ def completed(line: str, *, shell: str = "bash", program: str = PROGRAM) -> list
     """What `millstream` offers for the last word of a line."""
     words = line.split(" ")
     asked = {
-        "_MILLSTREAM_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1),
+        "_MILLSTREAM_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
         "_TYPER_COMPLETE_ARGS": line,
-    }  # fmt: skip
+    }
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **asked}, capture_output=True, text=True, check=False
     )

@@ -89,8 +89,14 @@ class Machine(TaskFixture):
     def work(self) -> None:
         self.on_spark = False
         worker = KeyedStream(
-            self.client, "in", queue_of=queue_of, app="app", handler="handle", consumer="w1", into="out",
-        )  # fmt: skip
+            self.client,
+            "in",
+            queue_of=queue_of,
+            app="app",
+            handler="handle",
+            consumer="w1",
+            into="out",
+        )
         worker.join()
         worker.recover_leases([], 100)
         worker.enqueue_new(count=self.chance.randrange(20), max_pending=MANY)

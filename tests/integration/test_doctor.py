@@ -341,11 +341,15 @@ def test_dead_letters_parked_keys_and_pauses_are_found_with_their_commands(clien
     diagnosis = diagnose(client, app="app")
     texts = {name: found(diagnosis, name)[0] for name in ("dead-letters", "parked", "paused")}
     assert [one.what for one in texts.values()] == [
-        "app.handle: 3 dead letters", "app.handle: 1 parked key", "app.handle: paused on in"
-    ]  # fmt: skip
+        "app.handle: 3 dead letters",
+        "app.handle: 1 parked key",
+        "app.handle: paused on in",
+    ]
     assert [one.mend[0] for one in texts.values()] == [
-        "millstream dlq list app.handle", "millstream key list app.handle", "millstream resume app.handle"
-    ]  # fmt: skip
+        "millstream dlq list app.handle",
+        "millstream key list app.handle",
+        "millstream resume app.handle",
+    ]
     assert found(diagnose(client, app="another"), "dead-letters") == []
     (misspelt,) = found(diagnose(client, app="another"), "app")
     assert (misspelt.severity, "named 'another' has run on this Redis" in misspelt.what) == ("problem", True)

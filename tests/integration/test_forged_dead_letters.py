@@ -34,9 +34,17 @@ def harmless(outcome: Outcome) -> Outcome:
 def letter(number: int, **fields: bytes | str) -> list[bytes | str | int]:
     """The items of a dead letter, with some of them forged."""
     made = DeadLetter(
-        stream=KEYS.stream, id=f"{number}-0", pairs=[b"n", b"%d" % number], key=None, app=KEYS.app, handler=KEYS.handler,
-        attempts=1, reason="failed", error="no", time_ms=1_700_000_000_000,
-    )  # fmt: skip
+        stream=KEYS.stream,
+        id=f"{number}-0",
+        pairs=[b"n", b"%d" % number],
+        key=None,
+        app=KEYS.app,
+        handler=KEYS.handler,
+        attempts=1,
+        reason="failed",
+        error="no",
+        time_ms=1_700_000_000_000,
+    )
     items = made.items()
     named: dict[bytes | str | int, bytes | str | int] = mapping_of(items)
     named.update(fields)
@@ -185,9 +193,13 @@ def test_a_handlers_key_of_another_type_stops_no_other_handler(client: Client, n
 def stream(client: Client) -> KeyedStream:
     """A message of `a`, leased; of `b`, backing off; of `c`, parked for a forged reason; of `d`, ready."""
     opened = KeyedStream(
-        client, "orders", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="bill",
+        client,
+        "orders",
+        queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
+        app="shop",
+        handler="bill",
         consumer="w-0",
-    )  # fmt: skip
+    )
     opened.join()
     for key in "abcd":
         client.execute("XADD", "orders", "*", "key", key)
@@ -257,8 +269,10 @@ def test_a_forged_owner_of_a_stream_is_unreadable_and_the_others_are_shown(clien
     assert shown.code == 0
     found = call("lease", "list", "calls", "--json", url=client.url).json_lines()
     assert {one["stream"]: one["state"] for one in found} == {
-        "call:1": "unreadable", "call:2": "excluded", EVIL: "free",
-    }  # fmt: skip
+        "call:1": "unreadable",
+        "call:2": "excluded",
+        EVIL: "free",
+    }
     counted = call("lease", "list", "calls", "--count", "--json", url=client.url).json()
     assert {one["name"]: one["unreadable"] for one in counted["consumers"]} == {"w1": False, "w2": True, EVIL: True}
 

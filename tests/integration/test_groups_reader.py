@@ -46,9 +46,14 @@ class Running:
         self.seen: list[tuple[str, bytes]] = []
         self.reads = 0
         self.reader = Reader(
-            client, group="g", consumer="c", streams=streams or ("s",), policy=policy, on_event=self.events.append,
+            client,
+            group="g",
+            consumer="c",
+            streams=streams or ("s",),
+            policy=policy,
+            on_event=self.events.append,
             clock=clock,
-        )  # fmt: skip
+        )
         self._client = client
         self._acks = acks
         self._thread = threading.Thread(target=self._run)

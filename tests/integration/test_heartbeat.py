@@ -51,8 +51,10 @@ def process_at_once(
     """A process that runs some code in the moment in which its heartbeat has started."""
     running = subprocess.Popen(
         [sys.executable, "-c", START + deed, str(watchdog.descriptor), str(cpu_limit_ms)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watchdog.descriptor,),
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(watchdog.descriptor,),
+    )
     with running:
         try:
             yield running

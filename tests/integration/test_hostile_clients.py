@@ -185,9 +185,14 @@ def test_a_text_that_is_not_utf8_ends_a_websocket_and_logs_nothing(gateway: Serv
 def test_a_stop_waits_for_no_unfinished_request(patient: Service) -> None:
     long_handshake = b"GET /ws/o HTTP/1.1\r\n" + HANDSHAKE + b"X: " + 8_200 * b"0" + b"\r\n\r\n"
     said: tuple[tuple[bytes, ...], ...] = (
-        (), (b"GET / HT",), (patient.page_request, b"GET / HT"), (patient.post_head(100), b"{"), (long_handshake,),
-        (b"GET /ws/o HTTP/1.1\r\n" + HANDSHAKE,), (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",),
-    )  # fmt: skip
+        (),
+        (b"GET / HT",),
+        (patient.page_request, b"GET / HT"),
+        (patient.post_head(100), b"{"),
+        (long_handshake,),
+        (b"GET /ws/o HTTP/1.1\r\n" + HANDSHAKE,),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",),
+    )
     with ExitStack() as stack:
         for first in said:
             stack.enter_context(open_connections(patient, 3, *first))

@@ -228,10 +228,18 @@ def _services(found: _Outputs, app: Path, folder: Path) -> None:
     found.service("master", *group, "--insecure-no-token", "--port", "0", "--metrics-address", "0")
     nowhere = "http://127.0.0.1:1/api"
     found.service(
-        "consumer", f"{app}:consume", *group, "--name", "c", "--port", "0",
-        "--master-register-api-url", f"{nowhere}/consumers/register",
-        "--master-acknowledge-api-url", f"{nowhere}/messages/acknowledge",
-    )  # fmt: skip
+        "consumer",
+        f"{app}:consume",
+        *group,
+        "--name",
+        "c",
+        "--port",
+        "0",
+        "--master-register-api-url",
+        f"{nowhere}/consumers/register",
+        "--master-acknowledge-api-url",
+        f"{nowhere}/messages/acknowledge",
+    )
 
 
 def here() -> list[str]:

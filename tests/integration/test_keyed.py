@@ -204,8 +204,14 @@ def test_key_queues_are_leased_in_rotation_whatever_their_length(client: Client)
         assert commit(lease, len(lease.queued))
         worker.release_leases([LeaseRelease(lease, "requeue")])
     assert order == [
-        ("kA", [1, 2]), ("kB", [21, 22]), ("kC", [23, 24]), ("kA", [3, 4]), ("kA", [5, 6]), ("kA", [7, 8]), ("kA", [9, 10]),
-    ]  # fmt: skip
+        ("kA", [1, 2]),
+        ("kB", [21, 22]),
+        ("kC", [23, 24]),
+        ("kA", [3, 4]),
+        ("kA", [5, 6]),
+        ("kA", [7, 8]),
+        ("kA", [9, 10]),
+    ]
 
 
 def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_in_parts(client: Client) -> None:

@@ -35,7 +35,7 @@ from tests.support.keyed_fixtures import (
     run_on_spark,
     unit_of,
     violations,
-)  # fmt: skip
+)
 
 pytestmark = [pytest.mark.keys]
 
@@ -309,7 +309,9 @@ def test_any_order_of_steps_keeps_messages_in_order_and_loses_none(
         run_state_machine_as_test(
             KeyedMachine,
             settings=settings(
-                max_examples=EXAMPLES, stateful_step_count=STEPS, database=None,
+                max_examples=EXAMPLES,
+                stateful_step_count=STEPS,
+                database=None,
                 suppress_health_check=list(HealthCheck),
             ),
-        )  # fmt: skip
+        )

@@ -107,11 +107,19 @@ def test_the_check_of_the_key_queues_finds_every_violation(client: Client) -> No
     worker = routed(client, "AABB")
     lease_keys(worker, queues=1)
     breaks: list[tuple[object, ...]] = [
-        ("RPUSH", KEYS.ready, "kA"), ("DEL", KEYS.ready), ("HDEL", KEYS.owners, "kA"), ("ZREM", KEYS.leases, "kA"),
-        ("XACK", "in", KEYS.group, "1-0"), ("LPOP", KEYS.queue(b"kB")), ("LPUSH", KEYS.queue(b"kB"), "4-0"),
-        ("HSET", KEYS.meta, "fence", 1), ("HSET", KEYS.parked, "kB", "1 x"), ("HSET", KEYS.crashes, "9-0", 1),
-        ("XCLAIM", "in", KEYS.group, "w2", 0, "1-0"), ("RPUSH", KEYS.ready, "kZ"),
-    ]  # fmt: skip
+        ("RPUSH", KEYS.ready, "kA"),
+        ("DEL", KEYS.ready),
+        ("HDEL", KEYS.owners, "kA"),
+        ("ZREM", KEYS.leases, "kA"),
+        ("XACK", "in", KEYS.group, "1-0"),
+        ("LPOP", KEYS.queue(b"kB")),
+        ("LPUSH", KEYS.queue(b"kB"), "4-0"),
+        ("HSET", KEYS.meta, "fence", 1),
+        ("HSET", KEYS.parked, "kB", "1 x"),
+        ("HSET", KEYS.crashes, "9-0", 1),
+        ("XCLAIM", "in", KEYS.group, "w2", 0, "1-0"),
+        ("RPUSH", KEYS.ready, "kZ"),
+    ]
     assert violations(worker) == []
     dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
     for command in breaks:

@@ -141,10 +141,12 @@ def test_the_list_shows_for_each_key_queue_why_it_waits(client: Client) -> None:
         for one in found.values()
     ]
     assert sorted(seen, key=repr) == [
-        (b"A", "leased", 3, "1-0", "w1", 0, "soon"), (b"B", "backing off", 2, "4-0", None, 1, None),
-        (b"C", "parked", 2, "6-0", None, 2, "bad é"), (b"D", "leased", 2, "8-0", "w1", 0, None),
+        (b"A", "leased", 3, "1-0", "w1", 0, "soon"),
+        (b"B", "backing off", 2, "4-0", None, 1, None),
+        (b"C", "parked", 2, "6-0", None, 2, "bad é"),
+        (b"D", "leased", 2, "8-0", "w1", 0, None),
         (b"E", "ready", 1, "10-0", None, 0, None),
-    ]  # fmt: skip
+    ]
     why = {name: one.why for name, one in found.items()}
     assert "worker w1 has leased it for" in why[b"kA"]
     assert why[b"kA"].endswith("then it stays parked: soon")

@@ -42,7 +42,8 @@ DEEDS: dict[str, list[tuple[object, ...]]] = {
     "entries are claimed before their time": [("XCLAIM", "in", GROUP, "outsider", 0, *EVERYTHING, "FORCE")],
     "new entries are read": [("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")],
     "all entries are read": [
-        ("XGROUP", "SETID", "in", GROUP, "0"), ("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">"),
+        ("XGROUP", "SETID", "in", GROUP, "0"),
+        ("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">"),
     ],
     "the group is set back": [("XGROUP", "SETID", "in", GROUP, "0")],
     "the group is set back a little": [("XGROUP", "SETID", "in", GROUP, "4-0")],
@@ -60,7 +61,7 @@ DEEDS: dict[str, list[tuple[object, ...]]] = {
     "the stream is emptied": [("XTRIM", "in", "MAXLEN", "0")],
     "the stream is deleted": [("DEL", "in")],
     "the scripts are forgotten": [("SCRIPT", "FLUSH")],
-}  # fmt: skip
+}
 
 
 def left_after(client: Client) -> dict[str, list[int]]:

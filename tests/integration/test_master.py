@@ -303,10 +303,16 @@ def test_the_openapi_document_names_every_call_and_its_token(master: Master) -> 
     document = master.http.get("/openapi.json").json()
     calls = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
     assert calls == {
-        "post /api/consumers/register", "post /api/consumers/heartbeat", "post /api/messages/acknowledge",
-        "post /api/messages/fail", "post /api/messages/release", "get /api/tickets", "get /api/consumers",
-        "get /api/health", "get /metrics",
-    }  # fmt: skip
+        "post /api/consumers/register",
+        "post /api/consumers/heartbeat",
+        "post /api/messages/acknowledge",
+        "post /api/messages/fail",
+        "post /api/messages/release",
+        "get /api/tickets",
+        "get /api/consumers",
+        "get /api/health",
+        "get /metrics",
+    }
     assert document["paths"]["/api/messages/acknowledge"]["post"]["security"] == [{"acknowledge": []}]
 
 

@@ -109,9 +109,11 @@ def test_a_consumer_whose_health_url_fails_is_dead_and_its_name_is_free(millstre
 
 
 def test_health_urls_outside_of_the_allow_list_are_refused(millstream_url: str) -> None:
-    with HealthPage() as page, HealthPage() as other, Master(
-        millstream_url, "--allow-health", f"127.0.0.1:{page.port}"
-    ) as master:  # fmt: skip
+    with (
+        HealthPage() as page,
+        HealthPage() as other,
+        Master(millstream_url, "--allow-health", f"127.0.0.1:{page.port}") as master,
+    ):
         assert master.post("consumers/register", consumer="c1", health_url=page.url).status_code == 200
         for url in (other.url, "http://10.0.0.1/", "file:///etc/passwd"):
             assert master.post("consumers/register", consumer="c2", health_url=url).status_code in (403, 422)

@@ -49,9 +49,14 @@ def service(page: str, folder: Path, url: str, output: Path, **more: str) -> Ite
     (console,) = consoles_of(page)
     with output.open("w") as file:
         shell = subprocess.Popen(
-            ["bash", "-c", console.commands], cwd=folder, env=shell_environment(url, {"PYTHONUNBUFFERED": "1", **more}), start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-        )  # fmt: skip
+            ["bash", "-c", console.commands],
+            cwd=folder,
+            env=shell_environment(url, {"PYTHONUNBUFFERED": "1", **more}),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
     try:
         yield
         os.killpg(shell.pid, signal.SIGINT)
@@ -146,9 +151,14 @@ def test_the_commands_of_the_runbook_succeed_where_keys_are_stuck(client: Client
         for old, new in names.items():
             command = command.replace(old, new)
         done = subprocess.run(
-            ["bash", "-c", command], cwd=broken_shop, env=shell_environment(client.url), capture_output=True, text=True,
-            timeout=FAIL_SAFE_S, check=False,
-        )  # fmt: skip
+            ["bash", "-c", command],
+            cwd=broken_shop,
+            env=shell_environment(client.url),
+            capture_output=True,
+            text=True,
+            timeout=FAIL_SAFE_S,
+            check=False,
+        )
         assert done.returncode == expected(command), f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
@@ -162,9 +172,14 @@ def test_the_commands_of_the_page_on_upgrading_succeed_where_nothing_is_wrong(cl
     client.execute("XADD", "orders", "*", "customer", "ann", "amount", "10")
     (console,) = consoles_of("docs/operations/upgrading.md")
     done = subprocess.run(
-        ["bash", "-e", "-c", console.commands], cwd=tmp_path, env=shell_environment(client.url), capture_output=True,
-        text=True, timeout=FAIL_SAFE_S, check=False,
-    )  # fmt: skip
+        ["bash", "-e", "-c", console.commands],
+        cwd=tmp_path,
+        env=shell_environment(client.url),
+        capture_output=True,
+        text=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not client.execute("EXISTS", "totals")
 
@@ -177,8 +192,13 @@ def test_the_commands_of_the_cookbook_remove_a_key(client: Client, tmp_path: Pat
         assert end(worker) == 0, "a worker that is killed may leave the key leased"
     (console,) = consoles_of("docs/guides/cookbook.md")
     done = subprocess.run(
-        ["bash", "-e", "-c", console.commands], cwd=tmp_path, env=shell_environment(client.url), capture_output=True,
-        text=True, timeout=FAIL_SAFE_S, check=False,
-    )  # fmt: skip
+        ["bash", "-e", "-c", console.commands],
+        cwd=tmp_path,
+        env=shell_environment(client.url),
+        capture_output=True,
+        text=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert commandline.call("state", "show", "shop.total", "ann", url=client.url).code == 1

@@ -63,9 +63,12 @@ def program(text_of: str, folder: Path, url: str, *, number: int = 0) -> Iterato
     code = "import sys\nfrom tests.support.pages import run_python\n"
     code += f"run_python({text_of!r}, replaced={in_redis(url)!r}, only=[{number}])\n"
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        [sys.executable, "-u", "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     try:
         yield process
         process.send_signal(signal.SIGINT)

@@ -165,7 +165,12 @@ def test_no_interleaving_loses_doubles_or_reorders_a_message(millstream_url: str
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=STEPS, derandomize=True, database=None,
-            phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
         ),
-    )  # fmt: skip
+    )

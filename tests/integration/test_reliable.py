@@ -157,9 +157,17 @@ def test_a_dead_letter_replaces_its_entry_in_one_step(client: Client) -> None:
     mine = worker(client)
     (found,) = mine.fetch(count=1)
     letter = DeadLetter(
-        stream="in", id="1-0", pairs=found.pairs, key=None, app="app", handler="handle",
-        attempts=1, reason="rejected", error="no", time_ms=1,
-    )  # fmt: skip
+        stream="in",
+        id="1-0",
+        pairs=found.pairs,
+        key=None,
+        app="app",
+        handler="handle",
+        attempts=1,
+        reason="rejected",
+        error="no",
+        time_ms=1,
+    )
     assert mine.dead_letter((found, letter)) == []
     assert (client.execute("XLEN", KEYS.dead_letters), pending(client)) == (1, [])
 

@@ -33,9 +33,12 @@ pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("replica_reads")]
 
 PATIENCE_MS = round(FAIL_SAFE_S * 1000)
 USUAL = {
-    "replica-read-only": "yes", "replica-serve-stale-data": "yes", "replica-ignore-maxmemory": "yes", "maxmemory": "0",
+    "replica-read-only": "yes",
+    "replica-serve-stale-data": "yes",
+    "replica-ignore-maxmemory": "yes",
+    "maxmemory": "0",
     "key-load-delay": "0",
-}  # fmt: skip
+}
 
 
 @dataclass

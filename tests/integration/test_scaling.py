@@ -107,9 +107,13 @@ def test_a_handler_with_a_key_is_scaled_by_the_keys_that_can_go_on(
 ) -> None:
     client, total = exporter.client, scaled["shop-total"]
     stream = KeyedStream(
-        client, "orders", app="shop", handler="total", consumer="w-0",
+        client,
+        "orders",
+        app="shop",
+        handler="total",
+        consumer="w-0",
         queue_of=lambda entry_id, pairs: queue_of_key(mapping_of(pairs).get(b"k"), entry_id),
-    )  # fmt: skip
+    )
     stream.join()
     client.pipeline([("XADD", "orders", "*", "k", n % 200) for n in range(1_000)])
     while stream.enqueue_new(count=1_000, max_pending=10_000):

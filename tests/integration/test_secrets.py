@@ -32,23 +32,33 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "info": ((), ("--json",)),
     "check": (("APP:app", "--yes"),),
     "state": (
-        ("show", "a.h", "k"), ("list", "a.h", "--stream", "s"), ("reset", "a.h", "--stream", "s", "k", "--yes"),
+        ("show", "a.h", "k"),
+        ("list", "a.h", "--stream", "s"),
+        ("reset", "a.h", "--stream", "s", "k", "--yes"),
     ),
     "group": (
-        ("list", "s"), ("consumers", "s", "g"), ("create", "s", "g"), ("clean", "s"), ("pending", "s", "g"),
+        ("list", "s"),
+        ("consumers", "s", "g"),
+        ("create", "s", "g"),
+        ("clean", "s"),
+        ("pending", "s", "g"),
         ("claim", "s", "g", "c", "1-0"),
     ),
     "forget": (("a.h", "--yes"),),
     "pause": (("a.h",),),
     "resume": (("a.h",),),
     "key": (
-        ("list",), ("list", "a.h"), ("show", "a.h", "k"), ("park", "a.h", "k"), ("unpark", "a.h", "k"),
+        ("list",),
+        ("list", "a.h"),
+        ("show", "a.h", "k"),
+        ("park", "a.h", "k"),
+        ("unpark", "a.h", "k"),
         ("skip", "a.h", "k", "--yes"),
     ),
     "lease": (("list", "s"), ("add", "s", "t"), ("release", "s", "t", "--yes"), ("remove", "s", "t", "--yes")),
     "partition": (("show", "b"), ("grow", "b", "3", "--yes")),
     "dlq": (("list",), ("show", "1-0"), ("redrive", "--all", "--yes"), ("purge", "--all", "--yes")),
-}  # fmt: skip
+}
 """Commands that do one thing and end."""
 
 SERVICES = {
@@ -143,8 +153,10 @@ def test_an_encoded_password_is_decoded(millstream_fresh_server: EmbeddedServer)
 
 
 WRONG_URLS = (
-    f"redis://:{PASSWORD}/x@{NOWHERE}/0", f"redis://:a[{PASSWORD}@{NOWHERE}", f"redis://{NOWHERE}/x?password={PASSWORD}"
-)  # fmt: skip
+    f"redis://:{PASSWORD}/x@{NOWHERE}/0",
+    f"redis://:a[{PASSWORD}@{NOWHERE}",
+    f"redis://{NOWHERE}/x?password={PASSWORD}",
+)
 
 
 # Each service starts a process: one URL for each; with full counts all of them.

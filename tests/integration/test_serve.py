@@ -101,8 +101,12 @@ def test_a_websocket_carries_the_same_messages_as_json(client: Client, server: S
     with server.socket("s", "after=earliest") as socket:
         found = [json.loads(socket.recv(FAIL_SAFE_S)) for _ in range(3)]
         assert found[0] == {
-            "event": "message", "stream": "s", "id": ids[0], "fields": {"n": "0"}, "position": ids[0],
-        }  # fmt: skip
+            "event": "message",
+            "stream": "s",
+            "id": ids[0],
+            "fields": {"n": "0"},
+            "position": ids[0],
+        }
         assert [frame["id"] for frame in found] == ids
         socket.send("whatever a client says means nothing")
         ids += publish(client, "s", [3])
@@ -155,11 +159,18 @@ def test_a_key_that_is_no_stream_ends_its_own_connections_only(client: Client, s
 
 def test_an_invalid_request_is_refused_with_one_line_of_json(server: Server) -> None:
     for path in (
-        "/streams", "/streams/a?stream=b", "/streams/a?after=x", "/streams/a?after=1-0,2-0",
-        "/streams?stream=a&stream=b&after=1-0,2-0,3-0", f"/streams/a?after={2**64}-0", "/streams/a?token=0123456789",
-        "/streams/a?aftr=0", "/streams?stream=a&Stream=b",
-        "/streams?" + "&".join(f"stream={n}" for n in range(101)), "/streams?" + "&".join(["stream=a"] * 500),
-    ):  # fmt: skip
+        "/streams",
+        "/streams/a?stream=b",
+        "/streams/a?after=x",
+        "/streams/a?after=1-0,2-0",
+        "/streams?stream=a&stream=b&after=1-0,2-0,3-0",
+        f"/streams/a?after={2**64}-0",
+        "/streams/a?token=0123456789",
+        "/streams/a?aftr=0",
+        "/streams?stream=a&Stream=b",
+        "/streams?" + "&".join(f"stream={n}" for n in range(101)),
+        "/streams?" + "&".join(["stream=a"] * 500),
+    ):
         answer = server.http.get(path)
         assert answer.status_code == 400, path
         assert list(answer.json()) == ["error"]

@@ -43,7 +43,10 @@ def test_a_service_stops_at_a_signal_that_comes_as_it_begins_to_serve(
     client: Client, service: str, number: int
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", STOP + PROGRAMS[service], str(number), client.url], capture_output=True, text=True,
-        timeout=FAIL_SAFE_S, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", STOP + PROGRAMS[service], str(number), client.url],
+        capture_output=True,
+        text=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -91,9 +91,14 @@ class Driver:
         self.clock.sleep_ms = lambda duration_ms: self.resume()  # type: ignore[method-assign]
         self.gives_up = False
         self.breaker = RunBreaker(
-            Job(handler=self.handler, url=client.url, token=1), client, streams=lambda: ["in", "in.2"],
-            give_up=lambda: self.gives_up, once=once, on_pause=self.on_pause, clock=self.clock,
-        )  # fmt: skip
+            Job(handler=self.handler, url=client.url, token=1),
+            client,
+            streams=lambda: ["in", "in.2"],
+            give_up=lambda: self.gives_up,
+            once=once,
+            on_pause=self.on_pause,
+            clock=self.clock,
+        )
 
     def on_pause(self, pause: Pause | None, counters: Mapping[str, int]) -> None:
         self.pauses.append(pause)

@@ -88,8 +88,15 @@ def test_a_handler_that_blocks_the_interpreter_is_ended_and_only_its_message_die
         await asyncio.sleep(0)
         return handle(item)
 
-    handler = only(app, handle_soon if is_async else handle, name="handle", key="k", into="out",
-                   retry=Retry(attempts=3), time_limit_ms=100)  # fmt: skip
+    handler = only(
+        app,
+        handle_soon if is_async else handle,
+        name="handle",
+        key="k",
+        into="out",
+        retry=Retry(attempts=3),
+        time_limit_ms=100,
+    )
     for _ in range(2):
         assert run_in_a_process(bench, lambda own: own.process(handler, batch, retried=True)) == -signal.SIGKILL
     bench.process(handler, batch, retried=True)

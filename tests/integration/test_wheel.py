@@ -114,8 +114,12 @@ def test_an_installed_wheel_imports_every_module_and_processes_a_message(wheel: 
     extras = distribution("millstream").metadata.get_all("Provides-Extra", [])
     done = subprocess.run(
         [sys.executable, "-P", str(CHECKS), str(tmp_path / "site/bin/millstream"), *extras],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["at"], found["lacking"]) == (str(tmp_path / "site/millstream"), {})

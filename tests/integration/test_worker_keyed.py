@@ -101,8 +101,12 @@ def test_a_key_can_be_a_function_and_a_message_without_one_is_a_dead_letter_or_u
     with working(client, handler):
         eventually(lambda: len(rows(client)) >= 5)
     assert sorted((row["key"], row["count"]) for row in rows(client)) == [
-        ("-", "1"), ("K0", "1"), ("K0", "2"), ("K1", "1"), ("K1", "2"),
-    ]  # fmt: skip
+        ("-", "1"),
+        ("K0", "1"),
+        ("K0", "2"),
+        ("K1", "1"),
+        ("K1", "2"),
+    ]
 
 
 def back_offs_end(client: Client) -> None:

@@ -163,8 +163,9 @@ def test_a_paused_handler_reads_nothing_stays_healthy_and_continues_when_resumed
         eventually(lambda: loop.loop_metrics.committed == 20)
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [one.partition(" is ")[2] for one in messages if " is paused" in one or " is resumed" in one] == [
-        "paused by an operator on in", "resumed on in",
-    ]  # fmt: skip
+        "paused by an operator on in",
+        "resumed on in",
+    ]
     assert sorted(outputs(client)) == list(range(20))
 
 

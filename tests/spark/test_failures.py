@@ -140,9 +140,13 @@ def outcome(bench: Bench, frame: DataFrame, checkpoint: str = "checkpoint") -> F
 
 
 DAMAGES: list[tuple[str, Callable[[list[Path]], None]]] = [
-    ("offsets/0", emptied), ("offsets/0", overwritten), ("offsets/0", changed_without_its_checksum),
-    ("commits/0", overwritten), ("state/0/*/1.*delta", removed), ("state/0/*/1.*delta", overwritten),
-]  # fmt: skip
+    ("offsets/0", emptied),
+    ("offsets/0", overwritten),
+    ("offsets/0", changed_without_its_checksum),
+    ("commits/0", overwritten),
+    ("state/0/*/1.*delta", removed),
+    ("state/0/*/1.*delta", overwritten),
+]
 
 
 def test_damage_that_spark_finds_in_a_checkpoint_is_distinguished_from_other_errors(bench: Bench) -> None:

@@ -161,9 +161,16 @@ def test_a_run_alerts_of_dead_letters_and_neither_debug_nor_a_logger_shows_a_pas
     url = millstream_fresh_server.url.replace("://", f"://:{PASSWORD}@")
     with webhook() as hook:
         ended = run(
-            "--debug", "run", str(tmp_path / "talker.py"), "--once", "--checkpoint", str(tmp_path / "cp"),
-            "--alert-url", hook.url, url=url,
-        )  # fmt: skip
+            "--debug",
+            "run",
+            str(tmp_path / "talker.py"),
+            "--once",
+            "--checkpoint",
+            str(tmp_path / "cp"),
+            "--alert-url",
+            hook.url,
+            url=url,
+        )
     assert ended.code == 0, ended.err
     assert hook.received == [{"events": 1, "summaries": [{"app": "app", "handler": "nap", "dead": 1}]}]
     assert "stopped: 1 processed, 1 dead letter" in ended.err

@@ -214,8 +214,10 @@ def test_hashes_and_json_hold_the_newest_row_of_each_key(bench: Bench) -> None:
         save(bench, frame.where("x < 500"), target="hash", **options)
     found = bench.client.execute("HGETALL", "user:u3")
     assert mapping_of(found) == {
-        b"millstream.guard": b"1993-1", b"version": b"1993-1", b"x": b"1993.0",
-    }  # fmt: skip
+        b"millstream.guard": b"1993-1",
+        b"version": b"1993-1",
+        b"x": b"1993.0",
+    }
     bench.add("in", 100)
     rows = bench.stream("in", startingOffsets="earliest", schema="_id string, n int").selectExpr("'all' k", "_id", "n")
     run(bench, rows, target="json", keyColumn="k", guardColumn="_id")

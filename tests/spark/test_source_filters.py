@@ -43,10 +43,12 @@ TEXTS = [EqualTo, EqualNullSafe, StringStartsWith, StringEndsWith, StringContain
 on_ids = st.one_of(
     st.builds(lambda kind, value: kind(("id_ms",), value), st.sampled_from(ORDERS), numbers),
     st.builds(lambda kind, value: kind(("timestamp",), value), st.sampled_from(ORDERS), times),
-    st.builds(lambda kind, value: kind(("id",), value), st.sampled_from(ORDERS[:2]), st.sampled_from(["5-1", "05-1", "x"])),
+    st.builds(
+        lambda kind, value: kind(("id",), value), st.sampled_from(ORDERS[:2]), st.sampled_from(["5-1", "05-1", "x"])
+    ),
     st.builds(lambda values: In(("id_ms",), tuple(values)), st.lists(numbers, min_size=1, max_size=3)),
     st.builds(lambda values: In(("timestamp",), tuple(values)), st.lists(times, min_size=1, max_size=3)),
-)  # fmt: skip
+)
 on_streams = st.one_of(
     st.builds(lambda kind, value: kind(("stream",), value), st.sampled_from(TEXTS), names),
     st.builds(lambda values: In(("stream",), tuple(values)), st.lists(names, min_size=1, max_size=3)),

@@ -44,8 +44,13 @@ def test_each_stream_may_begin_at_its_own_time(client: Client) -> None:
         fill(client, stream, "10-0", "20-0", "20-1", "30-0")
     found = starts(client, "a,b,c", startingOffsetsByTimestamp='{"a": 20, "b": 11}', startingOffsets='{"c": "30-0"}')
     assert found == [f"19-{2**64 - 1}", f"10-{2**64 - 1}", "30-0"]
-    plan = planner(client, "a,b,c", startingOffsetsByTimestamp='{"a": 20, "b": 31, "c": 30}', startingOffsets="earliest",
-                   startingOffsetsByTimestampStrategy="latest")  # fmt: skip
+    plan = planner(
+        client,
+        "a,b,c",
+        startingOffsetsByTimestamp='{"a": 20, "b": 31, "c": 30}',
+        startingOffsets="earliest",
+        startingOffsetsByTimestampStrategy="latest",
+    )
     start = plan.starting_offsets("latest")
     assert (start["b"], start["c"]) == (Position(EntryId(30, 0), 4), Position(EntryId(29, 2**64 - 1), None))
 

@@ -84,8 +84,11 @@ def test_stages_branch_beside_a_handler_and_keep_their_state_through_an_upgrade(
     minutes = {fields["minute"]: fields for _, fields in pipelines.entries("minutes")}
     assert len(minutes) == len(pipelines.entries("minutes")) >= 8, "a window is closed once"
     assert minutes["2026-01-01T12:02:00+00:00"] | {"version": "?"} == {
-        "minute": "2026-01-01T12:02:00+00:00", "orders": "4", "sum": str(8 + 9 + 10 + 11), "version": "?",
-    }  # fmt: skip
+        "minute": "2026-01-01T12:02:00+00:00",
+        "orders": "4",
+        "sum": str(8 + 9 + 10 + 11),
+        "version": "?",
+    }
 
     # The handler's outputs may come just after the stage has polled for them the last time.
     pipelines.once(shop(folder, version=2).only(["matched"]))
@@ -207,9 +210,14 @@ def test_an_invalid_stage_is_refused_before_anything_runs(pipelines: Pipelines) 
         pipelines.once(app)
     app = App("app")
     app.stage(Rows("in", "n int"), name="wrong")(
-        lambda rows: rows.groupBy("n").count().writeStream.outputMode("update").format("redis-streams")
-        .options(url=pipelines.url, stream="out")
-    )  # fmt: skip
+        lambda rows: (
+            rows.groupBy("n")
+            .count()
+            .writeStream.outputMode("update")
+            .format("redis-streams")
+            .options(url=pipelines.url, stream="out")
+        )
+    )
     pipelines.client.execute("XADD", "in", "*", "n", 1)
     with pytest.raises(PipelineFailed, match=r"app\.wrong stopped: .*Update mode: use the mode append.*foreachBatch"):
         pipelines.once(app)
@@ -220,7 +228,10 @@ def test_the_stages_of_sales_are_functions_of_frames_that_batches_can_test(spark
     app = load_app(f"{Path(__file__).parents[2]}/examples/sales.py:app")
     assert (list(app.handlers), list(app.stages)) == (["total"], ["per_minute", "paid", "archive"])
     at = [datetime(2026, 1, 1, 12, 0, second, tzinfo=UTC) for second in (10, 50)]
-    orders = spark.createDataFrame([("o1", "ann", 5.0, at[0]), ("o2", "bob", 7.0, at[1])], "order string, customer string, amount double, at timestamp")  # fmt: skip
+    orders = spark.createDataFrame(
+        [("o1", "ann", 5.0, at[0]), ("o2", "bob", 7.0, at[1])],
+        "order string, customer string, amount double, at timestamp",
+    )
     payments = spark.createDataFrame(
         [("o2", 7.0, datetime(2026, 1, 2, tzinfo=UTC))], "order string, paid double, at timestamp"
     )

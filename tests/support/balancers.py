@@ -48,9 +48,16 @@ def peer(client: Client, name: str, incarnation: str = "i1") -> Service:
 
 def heartbeat_request(**changes: Any) -> HeartbeatRequest:
     usual: dict[str, Any] = {
-        "lease_ms": LONG_MS, "weight": 1.0, "limit": None, "max_new": 1_000, "recovers": True, "releasing": 0,
-        "requests_all": False, "moves": 1.0, "max_losses": None,
-    }  # fmt: skip
+        "lease_ms": LONG_MS,
+        "weight": 1.0,
+        "limit": None,
+        "max_new": 1_000,
+        "recovers": True,
+        "releasing": 0,
+        "requests_all": False,
+        "moves": 1.0,
+        "max_losses": None,
+    }
     return HeartbeatRequest(**usual | changes)
 
 

@@ -15,10 +15,20 @@ from tests.support.requirements import skip_without
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
-    "--disable-component-update", "--disable-default-apps", "--disable-extensions", "--disable-sync", "--no-first-run",
-    "--no-default-browser-check", "--no-proxy-server", "--remote-debugging-port=0",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--no-proxy-server",
+    "--remote-debugging-port=0",
+)
 
 
 def _program() -> str:

@@ -34,20 +34,42 @@ KINDS = {
     "serve": Kind(command=("serve", "--connections", "4"), page="/healthz", post="/tickets", connections=104),
     "master": Kind(
         command=(
-            "master", "--ticket-stream", STREAM, "--concurrency-stream-group", GROUP, "--token", TOKEN,
-            "--connections", "50",
+            "master",
+            "--ticket-stream",
+            STREAM,
+            "--concurrency-stream-group",
+            GROUP,
+            "--token",
+            TOKEN,
+            "--connections",
+            "50",
         ),
-        page="/api/health", post="/api/consumers/register", connections=50,
+        page="/api/health",
+        post="/api/consumers/register",
+        connections=50,
     ),
     "consumer": Kind(
         command=(
-            "consumer", f"{EXAMPLE}/work.py:work", "--ticket-stream", STREAM, "--concurrency-stream-group", GROUP,
-            "--name", "c1", "--master-register-api-url", f"{NOWHERE}/consumers/register",
-            "--master-acknowledge-api-url", f"{NOWHERE}/messages/acknowledge", "--connections", "50",
+            "consumer",
+            f"{EXAMPLE}/work.py:work",
+            "--ticket-stream",
+            STREAM,
+            "--concurrency-stream-group",
+            GROUP,
+            "--name",
+            "c1",
+            "--master-register-api-url",
+            f"{NOWHERE}/consumers/register",
+            "--master-acknowledge-api-url",
+            f"{NOWHERE}/messages/acknowledge",
+            "--connections",
+            "50",
         ),
-        page="/api/health", post="/api/health", connections=50,
+        page="/api/health",
+        post="/api/health",
+        connections=50,
     ),
-}  # fmt: skip
+}
 
 
 class Service(ServiceProcess):

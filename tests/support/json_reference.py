@@ -10,8 +10,12 @@ from typing import Any
 PAGE = Path(__file__).parents[2] / "docs/reference/json.md"
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    "text": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
-}  # fmt: skip
+    "text": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
 _STEPS = re.compile(r"\[\]|[^.\[\]]+")
 
 

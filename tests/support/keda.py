@@ -14,8 +14,11 @@ from typing import Any
 
 _TOLERANCE = 0.1
 _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 Get = Callable[[str], tuple[int, Any]]
 """Returns the status and the JSON of a URL."""

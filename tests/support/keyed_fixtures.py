@@ -175,9 +175,13 @@ def _commit_on_spark(store: CommitStore, entry_id: bytes, mark: bytes) -> int:
 def keys_in_each_state(client: Client) -> KeyedStream:
     """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
     opened = KeyedStream(
-        client, "orders", queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
+        client,
+        "orders",
+        queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
+        app="shop",
+        handler="pay",
         consumer="w-0",
-    )  # fmt: skip
+    )
     opened.join()
     for key, count in (("a", 5), ("b", 3), ("c", 2), ("d", 1)):
         for n in range(count):

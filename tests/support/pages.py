@@ -78,9 +78,12 @@ def write_files(page: str, folder: Path, replaced: Mapping[str, str] = MappingPr
 
 
 def run_python(
-    page: str, names: Mapping[str, object] | None = None, replaced: Mapping[str, str] | None = None, *,
+    page: str,
+    names: Mapping[str, object] | None = None,
+    replaced: Mapping[str, str] | None = None,
+    *,
     only: Sequence[int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Run the Python blocks of a page, or only those numbers, from 0, one after another as one module; return its names.
 
     `names`: what the page's excerpts take for granted, such as a Spark session; `replaced`: addresses and paths.
@@ -114,8 +117,13 @@ def run_tests(page: str, folder: Path) -> str:
     files = write_files(page, folder)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        cwd=folder, env={**os.environ, "CI": "1"}, capture_output=True, text=True, timeout=FAIL_SAFE_S, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env={**os.environ, "CI": "1"},
+        capture_output=True,
+        text=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
@@ -131,9 +139,13 @@ def run_consoles(page: str, folder: Path, port: int) -> None:
     script = "\n".join(block.commands for block in consoles).replace(REDIS, address)
     script = script.replace("millstream dev ", f"millstream dev --port {port} ")
     shell = subprocess.Popen(
-        ["bash", "-c", _TRAP + script], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ["bash", "-c", _TRAP + script],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env=shell_environment(f"redis://{address}/0"),
-    )  # fmt: skip
+    )
     try:
         printed, errors = shell.communicate(timeout=FAIL_SAFE_S)
     except subprocess.TimeoutExpired as late:

@@ -83,9 +83,14 @@ class Worker:
         for place, name in reversed(list(enumerate(layout.streams))):
             if place not in self.streams:
                 stream = PartitionStream(
-                    self.client, name, queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
-                    consumer=self.name, into="out", app=self.app, handler=self.handler,
-                )  # fmt: skip
+                    self.client,
+                    name,
+                    queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
+                    consumer=self.name,
+                    into="out",
+                    app=self.app,
+                    handler=self.handler,
+                )
                 stream.let_states_expire(self.state_ttl_ms)
                 stream.join()
                 stream.partition, stream.migration = place, self.moves

@@ -148,9 +148,20 @@ class KeyQueueProtocol:
         """All messages are in the stream, and nothing else exists."""
         each = len(self.keys)
         return KeyQueueState(
-            0, ((),) * each, (), (None,) * each, (False,) * each, (0,) * each, (None,) * self.workers,
-            (Worker(),) * self.workers, (), False, self.crashes, self.expiries, self.losses,
-        )  # fmt: skip
+            0,
+            ((),) * each,
+            (),
+            (None,) * each,
+            (False,) * each,
+            (0,) * each,
+            (None,) * self.workers,
+            (Worker(),) * self.workers,
+            (),
+            False,
+            self.crashes,
+            self.expiries,
+            self.losses,
+        )
 
     def steps(self, state: KeyQueueState) -> Iterator[Step]:
         """The possible steps of each worker, of each lease, and of faults."""
@@ -220,8 +231,10 @@ class KeyQueueProtocol:
         key, *rest = ready
         k, token = self.keys.index(key), max(s.newest) + 1
         owned = after._replace(
-            ready=tuple(rest), owners=_with(after.owners, k, (w, worker.incarnation, token)), newest=_with(s.newest, k, token),
-        )  # fmt: skip
+            ready=tuple(rest),
+            owners=_with(after.owners, k, (w, worker.incarnation, token)),
+            newest=_with(s.newest, k, token),
+        )
         lease = Lease(key, token, after.queues[k][: self.run])
         yield (
             f"w{w} leases {key} with token {token}",
@@ -279,9 +292,11 @@ class KeyQueueProtocol:
             return s, False
         left = tuple(n for n in s.queues[k] if n != lease.ids[0])
         after = s._replace(
-            queues=_with(s.queues, k, left), committed=(*s.committed, lease.ids[0]), answered=_with(s.answered, w, call),
+            queues=_with(s.queues, k, left),
+            committed=(*s.committed, lease.ids[0]),
+            answered=_with(s.answered, w, call),
             stale=s.stale or lease.token != s.newest[k],
-        )  # fmt: skip
+        )
         return after, True
 
     def wrong(self, s: KeyQueueState) -> Iterator[str]:
@@ -324,10 +339,11 @@ def _renumbered(s: KeyQueueState) -> KeyQueueState:
         for worker in s.workers
     )
     return s._replace(
-        newest=tuple(low[one] for one in s.newest), workers=workers,
+        newest=tuple(low[one] for one in s.newest),
+        workers=workers,
         owners=tuple(owner and (owner[0], owner[1], low[owner[2]]) for owner in s.owners),
         answered=tuple(call and (low[call[0]], call[1]) for call in answered),
-    )  # fmt: skip
+    )
 
 
 # --- The protocol of the memo ---
@@ -373,9 +389,16 @@ class Memo:
     def begin(self) -> MemoState:
         """All messages are in the stream, and all consumers are registered."""
         return MemoState(
-            0, (None,) * len(self.messages), (None,) * len(self.keys), None, (None,) * self.consumers, (),
-            self.crashes, self.alarms, self.losses,
-        )  # fmt: skip
+            0,
+            (None,) * len(self.messages),
+            (None,) * len(self.keys),
+            None,
+            (None,) * self.consumers,
+            (),
+            self.crashes,
+            self.alarms,
+            self.losses,
+        )
 
     def _ticket(self, n: int) -> int:
         return self.keys.index(self.messages[n])

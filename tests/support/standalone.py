@@ -47,8 +47,11 @@ class Standalone:
         with (self._folder / f"{kind}.log").open("ab") as log:
             return subprocess.Popen(
                 [f"{os.environ['SPARK_HOME']}/bin/spark-class", *command, "--host", "127.0.0.1"],
-                stdout=log, stderr=log, cwd=here, env={**os.environ, **more},
-            )  # fmt: skip
+                stdout=log,
+                stderr=log,
+                cwd=here,
+                env={**os.environ, **more},
+            )
 
     def executors(self) -> list[psutil.Process]:
         """The executors of all workers that live."""

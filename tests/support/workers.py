@@ -106,13 +106,23 @@ def make_context(
 ) -> WorkerContext:
     """What the parts of a worker share, for a part that a test runs by itself."""
     return WorkerContext(
-        handler=handler, steps=HandlerSteps(handler), in_flight=in_flight or InFlight(WorkerPolicy(), 1), clock=clock,
-        loop_metrics=LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms), policy=WorkerPolicy(),
-        consumer="w", start="earliest", url=client.url, client=client, blocking_client=client,
-        on_suspect=lambda delivery: None, cancel_run=lambda delivery: None,
-        traceback_of_run=lambda delivery: None, breaker=HandlerBreaker(handler, "w"),
+        handler=handler,
+        steps=HandlerSteps(handler),
+        in_flight=in_flight or InFlight(WorkerPolicy(), 1),
+        clock=clock,
+        loop_metrics=LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms),
+        policy=WorkerPolicy(),
+        consumer="w",
+        start="earliest",
+        url=client.url,
+        client=client,
+        blocking_client=client,
+        on_suspect=lambda delivery: None,
+        cancel_run=lambda delivery: None,
+        traceback_of_run=lambda delivery: None,
+        breaker=HandlerBreaker(handler, "w"),
         give_up=lambda: False,
-    )  # fmt: skip
+    )
 
 
 def double(message: Message) -> dict[str, Any]:
@@ -137,7 +147,7 @@ def deliver_to(client: Client, consumer: str, *, times: int) -> None:
     for entry_id, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000, consumer):
         client.execute(
             "XCLAIM", "in", KEYS.group, consumer, 0, entry_id, "IDLE", LONG_AGO_MS, "RETRYCOUNT", times, "JUSTID"
-        )  # fmt: skip
+        )
 
 
 def pause(client: Client, *loops: RecordingLoop) -> None:

@@ -43,11 +43,20 @@ def test_a_policy_that_makes_no_sense_is_refused(option: dict[str, Any], message
 @pytest.mark.parametrize(
     "option",
     [
-        {"lease_ms": 300}, {"lease_ms": 300_000}, {"weight": 0.001}, {"weight": 1_000_000}, {"moves": 1}, {"moves": 1e-9},
-        {"recover": "claim"}, {"max_streams": 1}, {"max_waiting": 1}, {"max_losses": 1}, {"drain_ms": 1},
+        {"lease_ms": 300},
+        {"lease_ms": 300_000},
+        {"weight": 0.001},
+        {"weight": 1_000_000},
+        {"moves": 1},
+        {"moves": 1e-9},
+        {"recover": "claim"},
+        {"max_streams": 1},
+        {"max_waiting": 1},
+        {"max_losses": 1},
+        {"drain_ms": 1},
         {"max_streams": None, "max_losses": None},
     ],
-)  # fmt: skip
+)
 def test_a_policy_at_the_limits_of_its_ranges_is_accepted(option: dict[str, Any]) -> None:
     BalancerPolicy(**option)
 

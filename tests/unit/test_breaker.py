@@ -68,9 +68,15 @@ def test_a_trip_has_the_number_of_dead_letters_and_of_messages() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"first": 0}, {"first": 50, "window": 20}, {"share": 0}, {"share": 1.1}, {"retry_after_s": 0},
-     {"retry_after_s": float("inf")}],
-)  # fmt: skip
+    [
+        {"first": 0},
+        {"first": 50, "window": 20},
+        {"share": 0},
+        {"share": 1.1},
+        {"retry_after_s": 0},
+        {"retry_after_s": float("inf")},
+    ],
+)
 def test_a_policy_out_of_range_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Breaker"):
         Breaker(**options)

@@ -124,9 +124,13 @@ def test_a_record_has_the_failure_in_fields(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     named = {name: getattr(record, name) for name in ("handler", "stream", "id", "key", "attempt", "exception")}
     assert named == {
-        "handler": "shop.total", "stream": "orders", "id": "1-0", "key": "ann", "attempt": 2,
+        "handler": "shop.total",
+        "stream": "orders",
+        "id": "1-0",
+        "key": "ann",
+        "attempt": 2,
         "exception": "RuntimeError: gateway says no to 1-0",
-    }  # fmt: skip
+    }
     assert "gateway says no" in record.traceback  # type: ignore[attr-defined]
 
 

@@ -69,10 +69,18 @@ def test_mypy_refuses_an_option_that_is_none_and_keeps_the_type_of_the_function(
     program = tmp_path / "shop.py"
     program.write_text(PROGRAM)
     monkeypatch.setenv("MYPYPATH", str(SOURCE.parent))
-    stdout, problems, code = api.run([
-        "--config-file=", "--strict", "--follow-imports=skip", "--explicit-package-bases", "--no-error-summary",
-        f"--cache-dir={tmp_path}", str(program), *(str(SOURCE / name) for name in NEEDED),
-    ])  # fmt: skip
+    stdout, problems, code = api.run(
+        [
+            "--config-file=",
+            "--strict",
+            "--follow-imports=skip",
+            "--explicit-package-bases",
+            "--no-error-summary",
+            f"--cache-dir={tmp_path}",
+            str(program),
+            *(str(SOURCE / name) for name in NEEDED),
+        ]
+    )
     revealed = [line.partition("shop.py:")[2] for line in stdout.splitlines() if line.startswith(str(program))]
     assert [re.sub(r"\s+\[.*", "", line) for line in revealed if "defined in" not in line] == [
         '11: error: Unexpected keyword argument "kye" for "handler" of "App"',

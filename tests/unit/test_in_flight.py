@@ -166,8 +166,11 @@ def plain_batch(messages: list[Message]) -> None: ...
 
 
 RUNNERS: dict[Callable[..., Any], type[Any]] = {
-    plain: ThreadRunner, plain_batch: ThreadBatchRunner, coroutine: AsyncRunner, coroutine_batch: AsyncBatchRunner,
-}  # fmt: skip
+    plain: ThreadRunner,
+    plain_batch: ThreadBatchRunner,
+    coroutine: AsyncRunner,
+    coroutine_batch: AsyncBatchRunner,
+}
 ALL = pytest.mark.parametrize("function", RUNNERS, ids=lambda function: function.__name__)
 
 
@@ -354,9 +357,14 @@ def test_a_suspect_and_the_other_handlers_of_its_process_wait_for_each_other(in_
 
         def guard_of(in_flight: InFlight) -> PoisonIsolation:
             return PoisonIsolation(
-                handler, in_flight, runner, stopping, quiet,  # type: ignore[arg-type]
-                incarnation=Incarnation(nowhere, SYSTEM_CLOCK, app="app", consumer="w"), clock=SYSTEM_CLOCK,
-            )  # fmt: skip
+                handler,
+                in_flight,
+                runner,  # type: ignore[arg-type]
+                stopping,
+                quiet,
+                incarnation=Incarnation(nowhere, SYSTEM_CLOCK, app="app", consumer="w"),
+                clock=SYSTEM_CLOCK,
+            )
 
         guard = guard_of(in_flight)
         guard_of(other)

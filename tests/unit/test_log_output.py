@@ -65,17 +65,24 @@ def test_an_app_that_configures_nothing_gets_lines_with_time_and_level_from_warn
 
 def test_the_log_of_the_app_can_be_seen_and_lines_name_the_worker() -> None:
     assert without_time(logged(level="info", worker="w-0")) == [
-        "WARNING w-0: before", f"WARNING w-0: {OF_MILLSTREAM}", "INFO w-0: of the app", "INFO w-0: of the root",
+        "WARNING w-0: before",
+        f"WARNING w-0: {OF_MILLSTREAM}",
+        "INFO w-0: of the app",
+        "INFO w-0: of the root",
         "a message",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("app", "level"), [(BASIC, ("WARNING ", "INFO ")), (DICT, ("", ""))])
 def test_the_logging_of_an_app_is_kept_and_hides_no_record_of_millstream(app: str, level: tuple[str, str]) -> None:
     warning, info = level
     assert without_time(logged(app)) == [
-        "WARNING before", f"OWN {warning}{OF_MILLSTREAM}", f"OWN {info}of the app", f"OWN {info}of the root", "a message",
-    ]  # fmt: skip
+        "WARNING before",
+        f"OWN {warning}{OF_MILLSTREAM}",
+        f"OWN {info}of the app",
+        f"OWN {info}of the root",
+        "a message",
+    ]
 
 
 def test_records_that_millstream_logs_while_the_app_is_loaded_have_no_password() -> None:
@@ -136,5 +143,11 @@ def test_a_json_line_has_exception_and_traceback_and_only_fields_that_are_known(
     line = json.loads(JsonFormatter("w-1").format(record))
     assert line.pop("time").endswith("Z")
     assert line.pop("traceback").startswith("Traceback")
-    assert line == {"level": "error", "logger": "app", "message": "it broke", "worker": "w-1", "exception": "ValueError: odd \ud800"}  # fmt: skip
+    assert line == {
+        "level": "error",
+        "logger": "app",
+        "message": "it broke",
+        "worker": "w-1",
+        "exception": "ValueError: odd \ud800",
+    }
     assert TextFormatter("").format(record).partition("\n")[0].endswith("Z ERROR it broke")

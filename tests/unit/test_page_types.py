@@ -80,9 +80,13 @@ def test_mypy_accepts_every_complete_program_of_the_pages(tmp_path: Path) -> Non
     programs = write_programs(tmp_path)
     assert len(programs) > 30
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *programs], cwd=ROOT, env={**os.environ, "MYPYPATH": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "mypy", *programs],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

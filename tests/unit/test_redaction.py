@@ -102,9 +102,18 @@ def test_a_log_record_of_any_library_has_neither_password_nor_token() -> None:
 
 def test_a_dead_letter_keeps_no_password_of_a_url_that_an_error_quotes() -> None:
     letter = DeadLetter(
-        stream="s", id="1-1", pairs=[b"url", b"redis://:pw@h"], key=None, app="a", handler="h", attempts=1, reason="failed",
-        error=f"no redis://:{PASSWORD}@h", traceback=f"open('redis://me:{PASSWORD}@h')", time_ms=1,
-    )  # fmt: skip
+        stream="s",
+        id="1-1",
+        pairs=[b"url", b"redis://:pw@h"],
+        key=None,
+        app="a",
+        handler="h",
+        attempts=1,
+        reason="failed",
+        error=f"no redis://:{PASSWORD}@h",
+        traceback=f"open('redis://me:{PASSWORD}@h')",
+        time_ms=1,
+    )
     kept = [item.decode() if isinstance(item, bytes) else str(item) for item in letter.items()[:-1]]
     assert not contains_password(" ".join(kept))
     assert (

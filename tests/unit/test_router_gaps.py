@@ -101,9 +101,13 @@ def test_reading_after_the_id_before_finds_the_entry_itself(ms: int, seq: int) -
 
 def test_counters_are_understood_in_both_protocols() -> None:
     named = {
-        b"length": 1, b"last-generated-id": b"2-0", b"max-deleted-entry-id": b"1-0", b"entries-added": 2,
-        b"first-entry": entry(2), b"last-entry": entry(2),
-    }  # fmt: skip
+        b"length": 1,
+        b"last-generated-id": b"2-0",
+        b"max-deleted-entry-id": b"1-0",
+        b"entries-added": 2,
+        b"first-entry": entry(2),
+        b"last-entry": entry(2),
+    }
     expected = StreamCounters(
         last_generated=b"2-0", first=b"2-0", last=b"2-0", length=1, entries_added=2, max_deleted=b"1-0"
     )

@@ -35,9 +35,13 @@ class RecordingLink:
 
 def info(last: int) -> dict[bytes, Any]:
     return {
-        b"length": last, b"last-generated-id": b"%d-0" % last, b"entries-added": last, b"max-deleted-entry-id": b"0-0",
-        b"first-entry": [b"1-0", []], b"last-entry": [b"%d-0" % last, []],
-    }  # fmt: skip
+        b"length": last,
+        b"last-generated-id": b"%d-0" % last,
+        b"entries-added": last,
+        b"max-deleted-entry-id": b"0-0",
+        b"first-entry": [b"1-0", []],
+        b"last-entry": [b"%d-0" % last, []],
+    }
 
 
 class Bench:
@@ -49,9 +53,12 @@ class Bench:
         budget = Budget(1 << 30)
         buffer = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NO_METRICS, budget)
         calls = ReaderCallbacks(
-            on_read=lambda cursor: None, schedule=self._want, on_moved=lambda: None,
-            read_at=lambda node, cursors: None, call_later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
-        )  # fmt: skip
+            on_read=lambda cursor: None,
+            schedule=self._want,
+            on_moved=lambda: None,
+            read_at=lambda node, cursors: None,
+            call_later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
+        )
         link: Any = self.link
         self.reader = StreamReader(link, buffer, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
         self.inboxes = [

@@ -47,9 +47,15 @@ def test_in_json_the_last_event_has_the_totals(capsys: pytest.CaptureFixture[str
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last.pop("at_ms") > 1_700_000_000_000
     assert last == {
-        "event": "stopped", "parked": {}, "batches": 2, "messages": 57, "committed": 50, "processed": 44,
-        "dead": 6, "retries": 1,
-    }  # fmt: skip
+        "event": "stopped",
+        "parked": {},
+        "batches": 2,
+        "messages": 57,
+        "committed": 50,
+        "processed": 44,
+        "dead": 6,
+        "retries": 1,
+    }
 
 
 def test_a_count_of_one_is_written_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:

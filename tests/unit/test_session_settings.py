@@ -41,5 +41,8 @@ def test_checkpoint_folders_are_private_whatever_the_umask_and_those_that_exist_
     finally:
         os.umask(before)
     assert [one.stat().st_mode & 0o777 for one in (there, made.parents[1], made.parents[0], made)] == [
-        0o755, 0o700, 0o700, 0o700
-    ]  # fmt: skip
+        0o755,
+        0o700,
+        0o700,
+        0o700,
+    ]

@@ -153,8 +153,13 @@ def test_an_app_is_packed_with_the_modules_that_it_imported_from_its_folder(
         "import package_of_this_test.later as later, packed_app_of_this_test as app; print(later.value, app.__file__)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/", env={"PYTHONPATH": _path(tmp_path)}
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
+        env={"PYTHONPATH": _path(tmp_path)},
+    )
     assert done.stdout.startswith(f"7 {tmp_path}/app.zip/")
     monkeypatch.chdir(tmp_path)
     twin = tmp_path / "twin" / "packed_app_of_this_test.py"

@@ -27,6 +27,14 @@ from tests.support.partition_fixtures import BASE, Publisher, moved_key
 from tests.support.waiting import eventually
 
 
+def effects_on(entry_id: str) -> Effects:
+    """All kinds of effects of one message."""
+    letters = [letter().items()]
+    unit = Effects(b"kA", b"", b"A", b"\x80", cleared_counts=[entry_id], outputs=[("n", 1)], dead_letters=letters)
+    unit.add_message(entry_id)
+    return unit
+
+
 def run_on_spark(url: str, admin: Client) -> None:
     """Every operation of a pipeline in Redis, in the driver and in tasks, without Spark itself."""
     from millstream.spark.run.first_start import prepare_new
@@ -43,8 +51,17 @@ def run_on_spark(url: str, admin: Client) -> None:
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
         prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")
-        options = parse({"url": url, "subscribePattern": "orders*", "committedApp": "shop", "committedHandler": "bill",
-                         "group": KEYS.group, "startingOffsets": "committed"}, {})  # fmt: skip
+        options = parse(
+            {
+                "url": url,
+                "subscribePattern": "orders*",
+                "committedApp": "shop",
+                "committedHandler": "bill",
+                "group": KEYS.group,
+                "startingOffsets": "committed",
+            },
+            {},
+        )
         planner = BatchPlanner(client, options, cores=2)
         start = planner.starting_offsets("earliest")
         ends = planned_end(planner, start, limit=10)
@@ -56,17 +73,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         assert store.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
         client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks do
         store.count_crash("orders", ids[0].decode())
-        unit = Effects(
-            b"kA",
-            b"",
-            b"A",
-            b"\x80",
-            cleared_counts=[ids[0].decode()],
-            outputs=[("n", 1)],
-            dead_letters=[letter().items()],
-        )
-        unit.add_message(ids[0].decode())
-        assert store.commit({"orders": [unit]}) == []
+        assert store.commit({"orders": [effects_on(ids[0].decode())]}) == []
         store.advance_committed({"orders": EntryId.parse(ids[9])})
         ProgressGroup(client, KEYS.group).publish(ends)
         stream = reliable(admin)
@@ -92,8 +99,10 @@ def keep_queues(client: Client, admin: Client, keys: HandlerKeys) -> None:
     store = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
     store = store.with_token(store.new_token([keys.stream]))
     store.begin_run([keys.stream])
-    deferrals = [Deferral(queue=queue, expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=some)
-                 for queue, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
+    deferrals = [
+        Deferral(queue=queue, expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=some)
+        for queue, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))
+    ]
     assert defer(store, keys.stream, deferrals) == []
     assert deferred_keys(store, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
     ready = [b"kX", b"kY"]

@@ -39,9 +39,17 @@ def add(admin: Client, count: int, stream: str = "orders") -> list[bytes]:
 
 def letter() -> DeadLetter:
     return DeadLetter(
-        stream="orders", id="1-1", pairs=[b"n", b"1"], key=None, app="shop", handler="bill", attempts=1, reason="failed",
-        error="no", time_ms=0,
-    )  # fmt: skip
+        stream="orders",
+        id="1-1",
+        pairs=[b"n", b"1"],
+        key=None,
+        app="shop",
+        handler="bill",
+        attempts=1,
+        reason="failed",
+        error="no",
+        time_ms=0,
+    )
 
 
 def reliable(client: Client, name: str = "w-0") -> ReliableStream:

@@ -108,9 +108,11 @@ def park(booking: Booking, message: Message, state: State) -> dict[str, object]:
 
 
 @app.handler(
-    "bookings", key="account", into="{bookings}.block",
+    "bookings",
+    key="account",
+    into="{bookings}.block",
     retry=Retry(attempts=2, delay_ms=1_100, max_delay_ms=1_100, then="block"),
-)  # fmt: skip
+)
 def block(booking: Booking, message: Message, state: State) -> dict[str, object]:
     """Keys whose messages fail wait until these succeed."""
     return add(booking, message, state)
