@@ -48,7 +48,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "dlq": ("millstream.cli.dlq:dlq", REPAIR, "List, show, redrive and purge dead letters."),
     "key": ("millstream.cli.key:key", REPAIR, "List the keys that wait, and why; park, unpark and skip."),
     "state": ("millstream.cli.state:state", REPAIR, "Show, list and reset the state of keys."),
-    "pause": ("millstream.cli.pause:pause", REPAIR, "Stop a handler, on workers and on Spark, from reading new messages."),
+    "pause": (
+        "millstream.cli.pause:pause",
+        REPAIR,
+        "Stop a handler, on workers and on Spark, from reading new messages.",
+    ),
     "resume": ("millstream.cli.pause:resume", REPAIR, "Resume a paused handler."),
     "forget": ("millstream.cli.forget:forget", REPAIR, "Remove what a handler or an app has left in Redis."),
     "publish": (
