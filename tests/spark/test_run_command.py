@@ -1,7 +1,9 @@
 """`millstream run` as a process: however it ends, one line says why and the exit code fits."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -159,6 +161,7 @@ def test_a_run_alerts_of_dead_letters_and_neither_debug_nor_a_logger_shows_a_pas
     millstream_fresh_server.call("XADD", "in", "*", "without", "a key")
     millstream_fresh_server.call("CONFIG", "SET", "requirepass", PASSWORD)
     url = millstream_fresh_server.url.replace("://", f"://:{PASSWORD}@")
+    given = tmp_path / "alert.json"
     with webhook() as hook:
         ended = run(
             "--debug",
@@ -169,10 +172,13 @@ def test_a_run_alerts_of_dead_letters_and_neither_debug_nor_a_logger_shows_a_pas
             str(tmp_path / "cp"),
             "--alert-url",
             hook.url,
+            "--alert-command",
+            shlex.join(["tee", str(given)]),
             url=url,
         )
     assert ended.code == 0, ended.err
     assert hook.received == [{"events": 1, "summaries": [{"app": "app", "handler": "nap", "dead": 1}]}]
+    assert json.loads(given.read_text()) == hook.received[0]
     assert "stopped: 1 processed, 1 dead letter" in ended.err
     assert "token=secret" not in ended.err
     assert "Command to send: A\\n***" in ended.err  # it has been logged, so there was something to hide

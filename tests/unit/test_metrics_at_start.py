@@ -35,6 +35,13 @@ NOWHERE = "redis://127.0.0.1:1/0"
 MASTER = MasterSettings(ticket_stream="tickets", group="g")
 
 KNOWN_VALUES: list[tuple[m.Metric, dict[str, str], str, set[str]]] = [
+    *(
+        (one, {}, "handler", {"shop.pay", "run.pay", MASTER.label})
+        for one in (m.READ, m.COMMITTED, m.RETRIED, m.REFUSED)
+    ),
+    *((one, {}, "handler", {"shop.pay", MASTER.label}) for one in (m.CLAIMED, m.PARKED)),
+    (m.SPARK_ROWS, {}, "query", {"run.pay"}),
+    (m.DEAD_LETTERED, {"handler": "run.pay"}, "reason", {""}),
     (m.DEAD_LETTERED, {"handler": "shop.pay"}, "reason", {*get_args(Reason)}),
     (m.DEAD_LETTERED, {"handler": MASTER.label}, "reason", {*get_args(Reason)}),
     (m.REDIS_ERRORS, {}, "error", {Unavailable.__name__, OutOfMemory.__name__}),
@@ -52,8 +59,8 @@ KNOWN_VALUES: list[tuple[m.Metric, dict[str, str], str, set[str]]] = [
 """Counters with labels whose values are known at the start."""
 
 
-def app() -> App:
-    made = App("shop")
+def app(name: str = "shop") -> App:
+    made = App(name)
 
     @made.handler("orders", key="customer")
     def pay(message: Message) -> None:
@@ -66,7 +73,7 @@ def start_everything(recorder: Recorder) -> None:
     """Make, but not run, every component that counts anything, as its command makes it."""
     WorkerProcess(app(), WorkerSettings(url=NOWHERE, consumer="w-0"), metrics=recorder)
     ProcessReports(recorder, {}).expect(["w-0", "w-1"])
-    init_run(recorder, app().handlers.values())
+    init_run(recorder, app("run").handlers.values())
     Balancer(NOWHERE, "calls", consumer="c-0", metrics=recorder)
     Producer(NOWHERE, metrics=recorder).close()
     router = Router(NOWHERE, read=ReadPolicy(), metrics=recorder)
