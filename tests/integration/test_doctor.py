@@ -17,6 +17,7 @@ from millstream.admin.findings import Finding
 from millstream.admin.liveness import find_workers
 from millstream.admin.server_checks import Server, check_role, check_version, warn_of_data_loss
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.long_runs import LongRun, report_long_runs
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.delivery.restarts import Restart, record_restart
 from millstream.groups import Group
@@ -428,3 +429,29 @@ def test_the_command_ends_with_1_only_if_there_is_a_problem(admin: Client) -> No
     assert outcome.code == 1
     assert outcome.out.startswith('problem  persistence: Redis writes nothing to disk (appendonly no, save "")')
     assert "CONFIG REWRITE" in outcome.err
+
+
+def test_a_run_in_isolation_is_a_problem_where_no_other_process_could_process_the_rest(client: Client) -> None:
+    run = LongRun(
+        handler="app.handle",
+        stream="in",
+        id="1-0",
+        key=None,
+        worker="w1",
+        started_ms=1,
+        time_limit_ms=300_000,
+        isolated=True,
+    )
+    fill(client, 1)
+
+    def severities() -> list[str]:
+        report_long_runs(client, "app", [run])
+        return [one.severity for one in found(diagnose(client), "long-runs")]
+
+    with working(client, make(double), "w1"):
+        eventually(lambda: severities() == ["problem"], "the worker to be seen")
+        (finding,) = found(diagnose(client), "long-runs")
+        assert "all its handlers wait" in finding.why
+        assert finding.mend[0].startswith("millstream worker")
+        with working(client, make(double), "w2"):
+            eventually(lambda: severities() == ["warning"], "the other worker")

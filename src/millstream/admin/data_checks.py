@@ -231,12 +231,21 @@ def check_long_runs(data: Data) -> Iterator[Finding]:
     for label in dict.fromkeys(one.handler for one in runs):
         some = [one for one in runs if one.handler == label]
         more = f"; and {pluralize(len(some) - 1, 'more message')}" if some[1:] else ""
+        app = label.partition(".")[0]
+        alive = {name for one in data.found.handlers if one.app == app for name in one.workers}
+        stands_still = any(one.isolated and alive == {one.worker} for one in some)
         yield Finding(
             check="long-runs",
-            severity="warning",
+            severity="problem" if stands_still else "warning",
             what=f"{some[0].describe(now_ms)}{more}",
-            why="the handler may hang, and the messages behind it wait; the log of that worker shows where the handler is",
-            mend=(f"millstream key list {label}", f"py-spy dump --pid PID  # of the worker {some[0].worker}"),
+            why="no other process of the app is alive: all its handlers wait until the run has ended"
+            if stands_still
+            else "the handler may hang, and the messages behind it wait; the log of that worker shows where the handler is",
+            mend=(
+                *((_start("workers", app),) if stands_still else ()),
+                f"millstream key list {label}",
+                f"py-spy dump --pid PID  # of the worker {some[0].worker}",
+            ),
         )
 
 
