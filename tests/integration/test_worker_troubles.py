@@ -393,12 +393,13 @@ def test_a_message_in_a_lost_reply_has_not_begun_and_does_not_back_off(
 ) -> None:
     monkeypatch.setattr(poison_isolation, "_MAX_LOSS_DELAY_MS", DAY_MS)
     with working(client, make(double, retry=Retry(delay_ms=DAY_MS, max_delay_ms=DAY_MS))) as loop:
-        eventually(lambda: pending(client) is not None, "the group")
-        pause(client, loop)  # so that the worker reads nothing before
         fill(client, 1)
+        eventually(lambda: outputs(client) == [0], "a read, so what an earlier process had is recovered")
+        pause(client, loop)  # so that the worker does not read the next one itself
+        fill(client, 1, first=1)
         client.execute("XREADGROUP", "GROUP", KEYS.group, "w1", "STREAMS", "in", ">")
         resume(client)
-        eventually(lambda: outputs(client) == [0])
+        eventually(lambda: outputs(client) == [0, 1], "the message in the lost reply")
 
 
 def test_orderly_stops_do_not_make_a_message_a_suspect(client: Client) -> None:
