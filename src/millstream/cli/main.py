@@ -51,7 +51,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "pause": (
         "millstream.cli.pause:pause",
         REPAIR,
-        "Stop a handler, on workers and on Spark, from reading new messages.",
+        "Stop a handler from reading new messages.",
     ),
     "resume": ("millstream.cli.pause:resume", REPAIR, "Resume a paused handler."),
     "forget": ("millstream.cli.forget:forget", REPAIR, "Remove what a handler or an app has left in Redis."),

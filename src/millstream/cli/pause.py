@@ -10,7 +10,7 @@ from millstream.redis_client.escaping import escape
 
 
 def pause(handler: HandlerName, stream: OnStream = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Stop a handler, on workers and on Spark, from reading new messages until `resume`. They finish the messages in flight."""
+    """Stop a handler from reading new messages. Workers, and runs on Spark, finish what is in flight; `resume` continues."""
     _set(handler, stream, url, paused=True, as_json=as_json)
 
 
