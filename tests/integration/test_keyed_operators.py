@@ -1,13 +1,16 @@
 """What operators do to key queues, and what is reported about them."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import PARK_UNPARK_SKIP, list_queues, park, skip, unpark
-from millstream.delivery.keyed_stream import LeaseRelease
+from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
 from millstream.errors import ConfigError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
+from millstream.redis_client.resp import Arg
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -19,6 +22,7 @@ from tests.support.keyed_fixtures import (
     lease_keys,
     lease_one,
     publish,
+    queue_of,
     queued_ids,
     routed,
     violations,
@@ -191,3 +195,29 @@ def test_a_new_lease_of_a_key_outlives_the_one_that_a_skip_has_ended(client: Cli
     assert worker.renew_leases([old, new], HOUR_MS, 0) == [old]
     assert (old.expired, new.expired) == (True, False)
     assert worker.release_leases([LeaseRelease(old, "return"), LeaseRelease(new, "return")]) == [old]
+
+
+def test_the_queues_that_entries_move_to_are_prepared_as_those_of_new_entries(client: Client) -> None:
+    """On a partition a key may have to wait there until it has left another one."""
+    prepared: list[bytes] = []
+
+    class Preparing(KeyedStream):
+        def _before_enqueue(self, queues: Sequence[Arg]) -> None:
+            prepared.extend(name for name in queues if isinstance(name, bytes))
+
+    publish(client, "AB-")
+    earlier = KeyedStream(
+        client,
+        "in",
+        queue_of=lambda entry_id, _: queue_of_key(None, entry_id),
+        app="app",
+        handler="handle",
+        consumer="w0",
+    )
+    earlier.join()
+    earlier.enqueue_new(count=10, max_pending=100)
+    worker = Preparing(client, "in", queue_of=queue_of, app="app", handler="handle", consumer="w1")
+    worker.join()
+    (rest,) = worker.move_to_their_keys(lease_keys(worker).leases)
+    assert (rest.queue, prepared) == (b"i3-0", [b"kA", b"kB"])
+    assert client.execute("LRANGE", KEYS.ready, 0, -1) == [b"kA", b"kB"]

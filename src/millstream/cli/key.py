@@ -121,7 +121,7 @@ def list_(
         places = _read_places(client, existing, pauses, is_wanted, running=running, stuck_only=stuck_only)
         found = [(place.keys, one) for place in places for one in place.queues]
         found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
-        is_running = not one_handler or _is_running(client, existing)
+        is_left = bool(found) and one_handler and not as_json and not _is_running(client, existing)
         errors = [] if count else last_errors(client, found[:limit])
     if count:
         _print_counts(places, as_json=as_json)
@@ -133,7 +133,7 @@ def list_(
     if not as_json:
         _print_pauses(pauses)
         _print_nearly_full(places)
-        if found and not is_running:
+        if is_left:
             print_message(f"no worker and no run of {existing[0].label} is alive: its keys wait until one starts")
     if len(found) > limit and not count:
         print_message(f"{len(found) - limit:,} more; use --limit to show them")

@@ -6,6 +6,7 @@ script that any worker may run. (The problem: "Redis streaming concurrency with 
 token: M. Kleppmann, "How to do distributed locking", 2016.)
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
+
+logger = logging.getLogger(__name__)
 
 READ_RANGE = Script("commit/read_range")
 ROUTE = Script("keys/route")
@@ -224,11 +227,24 @@ class KeyedStream(ReliableStream):
         most = self.may_enqueue(entries, queues)
         return [part for (entry_id, _), name in zip(entries[:most], queues, strict=False) for part in (entry_id, name)]
 
-    def moved_queue_of(self, lease: KeyLease) -> bytes | None:
-        """Return the queue that the entry without a key of this lease belongs into, as it has a key by now; else None.
+    def move_to_their_keys(self, leases: Sequence[KeyLease]) -> Sequence[KeyLease]:
+        """Release entries that an app with another key enqueued without one into the queues of their keys.
 
-        An earlier version of the app, with another key, has enqueued it then.
+        Return the other leases, but for those of these queues, which are released first: older entries go before them.
         """
+        queues = {lease: queue for lease in leases if (queue := self._key_queue_of(lease))}
+        if not queues:
+            return leases
+        targets = list(dict.fromkeys(queues.values()))
+        self._before_enqueue(targets)
+        returned = [LeaseRelease(lease, "return") for lease in leases if lease.queue in targets]
+        self.release_leases(returned + [LeaseRelease(lease, "move", queue) for lease, queue in queues.items()])
+        text = "%s: %d messages of %s have a key that they had not when they were queued: moved to its queue"
+        logger.info(text, self._store.keys(self.stream).label, len(queues), self.stream)
+        return [lease for lease in leases if lease not in queues and lease.queue not in targets]
+
+    def _key_queue_of(self, lease: KeyLease) -> bytes | None:
+        """Return the queue of the key that the entry of a lease without a key has by now; None if it has none."""
         if lease.key is not None:
             return None
         name = self._queue_of(lease.entries[0].id, lease.entries[0].pairs)

@@ -1,20 +1,17 @@
 """Leases key queues for a worker of a handler with a key."""
 
-import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, LeaseResult
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseResult
 from millstream.delivery.reliable_stream import Delivery
 from millstream.redis_client.key_names import to_wire
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
 from millstream.worker.fetching.rate_limit import Permit
 from millstream.worker.running.poison_isolation import isolated_after
-
-logger = logging.getLogger(__name__)
 
 
 class WakeUp(Protocol):
@@ -51,7 +48,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         new = 0
         trusted: list[KeyLease] = []
         suspects: list[Delivery] = []
-        for lease in self._move_to_their_keys(stream, leased.leases):
+        for lease in stream.move_to_their_keys(leased.leases):
             first = lease.queued[0]
             # Entries that were leased before, and have failed since, were counted then.
             if first.attempt == first.deliveries == 1:
@@ -68,25 +65,6 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         self._loop_metrics.on_polled(new)
         self._loop_metrics.count_claimed(leased.expired_count)
         return len(leased.leases)
-
-    def _move_to_their_keys(self, stream: KeyedStream, leases: Sequence[KeyLease]) -> Sequence[KeyLease]:
-        """Release entries that an app with another `key` queued without one into the queues of their keys.
-
-        Return the other leases, but for those of these queues, which are released first: older entries go before them.
-        """
-        queues = {lease: queue for lease in leases if (queue := stream.moved_queue_of(lease))}
-        if not queues:
-            return leases
-        targets = set(queues.values())
-        returned = [LeaseRelease(lease, "return") for lease in leases if lease.queue in targets]
-        stream.release_leases(returned + [LeaseRelease(lease, "move", queue) for lease, queue in queues.items()])
-        logger.info(
-            "%s: %d messages of %s have a key that they had not when they were queued: moved to its queue",
-            self._context.handler.label,
-            len(queues),
-            stream.stream,
-        )
-        return [lease for lease in leases if lease not in queues and lease.queue not in targets]
 
 
 class KeyFetcher(LeaseFetcher):
