@@ -1,10 +1,11 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test servers quick-servers spark unit lint docs quick-java soak bench clean
+.PHONY: help setup demo test servers quick-servers spark unit lint docs quick-java compiled soak bench clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
 VERSION ?= 4.0.5
+unexport PYTHONDONTWRITEBYTECODE # each of a thousand processes would compile everything anew
 ifdef SERVER
 export MILLSTREAM_TEST_SERVER = $(SERVER)
 endif
@@ -32,7 +33,7 @@ demo: ## a year of real flights through a Spark pipeline, and a report (ARGS=--k
 	@$(BIN)/millstream demo $(ARGS)
 
 test: setup ## lint and every test; with CI set, some on newer servers too (AREA=keys: those of one area; SERVER=redis8, valkey9 or a path: on that server)
-	@$(MAKE) --no-print-directory -j2 lint quick-java
+	@$(MAKE) --no-print-directory -j2 lint quick-java compiled
 	@mkdir -p build
 	$(BIN)/python -m pytest -n 5 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
 	@$(if $(CI),$(if $(AREA)$(ARGS)$(SERVER),,$(MAKE) --no-print-directory -o setup quick-servers))
@@ -80,6 +81,9 @@ soak: setup ## every test, the fault and load tests with full counts (AREA=keys:
 
 quick-java: setup # what makes starts of Spark's Java quick in tests, once a clone
 	@$(BIN)/python -m tests.support.java
+
+compiled: setup # the modules of the tests, once for all the processes that run them
+	@$(BIN)/python -m pytest --collect-only -q >/dev/null || true # the run itself says what is wrong
 
 bench: setup ## every benchmark, one line of JSON each
 	$(BIN)/python -m benchmarks all --json $(ARGS)

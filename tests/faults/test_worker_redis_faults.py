@@ -22,7 +22,7 @@ SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
 REDIS_KILLS = 20 if SOAK else 1
-CUTS = 50 if SOAK else 2
+CUTS = 50 if SOAK else 1
 KEYS = HandlerKeys("steady", "work", "in")
 AWAY_S = 3.0
 COMMANDS = ("XREADGROUP", "XPENDING", "XCLAIM", "HMGET", "HSCAN", "HSET")

@@ -75,7 +75,7 @@ def test_a_key_that_backs_off_is_listed_with_its_attempts(client: Client, stream
     stream.release_leases([LeaseRelease(lease, "backoff", 60_000, 2, error.pack())])
     (row,) = (one for one in listed(client, "shop.pay") if one["key"] == "d")
     assert (row["attempts"], row["blocked"]) == (5, False)
-    assert row["why"].startswith("attempt 3 of its first entry is due in ")
+    assert re.match(r"attempt 3 of its first entry, which has failed for [\d.]+ \w+, is due in ", row["why"])
     assert row["why"].endswith(", of 5 attempts")
 
 
@@ -89,6 +89,12 @@ def test_a_key_whose_first_message_has_failed_is_stuck_also_while_it_is_attempte
     assert [one.key for one in again] == [b"d"]
     rows = {row["key"]: row for row in listed(client)}
     assert (rows["d"]["state"], rows["d"]["blocked"]) == ("leased", True)
+    since_ms = rows["d"]["failing_since_ms"]
+    assert "its first entry has failed for " in rows["d"]["why"]
+    stream.release_leases([LeaseRelease(again[0], "backoff", 60_000, 3, error.pack())])
+    (backing_off,) = (row for row in listed(client) if row["key"] == "d")
+    assert backing_off["failing_since_ms"] == since_ms, "the first of its failures counts"
+    assert ", which has failed for " in backing_off["why"]
     assert sorted(rows) == ["b", "c", "d"], "the leased one that has not failed is not stuck"
     call("key", "unpark", "shop.pay", "c", url=client.url)
     call("key", "skip", "shop.pay", "b", "--yes", url=client.url)

@@ -247,11 +247,12 @@ def test_an_unsuitable_java_or_pyspark_is_found(monkeypatch: pytest.MonkeyPatch,
         (one,) = machine_checks.check_spark()
         return one
 
-    java = tmp_path / "bin" / "java"
-    java.parent.mkdir()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     assert (spark().severity, "no Java" in spark().what) == ("warning", True)
     for version, severity in (("1.8.0_402", "warning"), ("11.0.2", "warning"), ("21.0.1", "ok")):
+        java = tmp_path / version / "bin" / "java"
+        java.parent.mkdir(parents=True)
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path / version))
         java.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2024-01-16' >&2\n")
         java.chmod(0o700)
         assert spark().severity == severity
@@ -372,7 +373,9 @@ def test_a_blocked_key_is_found_and_listed_as_such(client: Client) -> None:
         assert one.mend[1].startswith("millstream key skip app.handle KEY")
         row = call("key", "list", "app.handle", "--json", url=client.url).json()
         assert (row["state"], row["blocked"], row["attempts"], row["failed_attempts"]) == ("backing off", True, 2, 2)
-        assert row["why"].startswith("blocked, as 2 attempts have failed: attempt 3 of its first entry is due in ")
+        assert row["why"].startswith(
+            "blocked, as 2 attempts have failed: attempt 3 of its first entry, which has failed for "
+        )
         assert found(diagnose(client, app="another"), "blocked") == []
 
 

@@ -78,17 +78,22 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(hasty:
 # --- Too many ---
 
 
-@pytest.mark.parametrize("first", ["nothing", "half a head", "half a body", "an answer and half a head"])
-def test_idle_connections_cannot_exclude_other_clients(patient: Service, first: str) -> None:
-    said = {"nothing": (), "half a body": (patient.post_head(100), b"{")}.get(first, (b"GET / HT",))
-    connections = patient.kind.connections
-    with open_connections(patient, connections + 20, *said, asks=first == "an answer and half a head") as opened:
-        assert [page_of(patient) for _ in range(5)] == [200] * 5
-        eventually(lambda: sum(one.is_open() for one in opened) <= connections, "the end of those beyond the limit")
-        assert not opened[0].is_open(), "the one that has waited longest goes first"
-        assert opened[-1].is_open()
+def test_idle_connections_cannot_exclude_other_clients(patient: Service) -> None:
+    limit = patient.kind.connections
+    cases: dict[str, tuple[bytes, ...]] = {
+        "nothing": (),
+        "half a head": (b"GET / HT",),
+        "half a body": (patient.post_head(100), b"{"),
+        "an answer and half a head": (b"GET / HT",),
+    }
+    for first, said in cases.items():
+        with open_connections(patient, limit + 20, *said, asks=first == "an answer and half a head") as opened:
+            assert [page_of(patient) for _ in range(5)] == [200] * 5, first
+            eventually(lambda: sum(one.is_open() for one in opened) <= limit, f"the end of those beyond: {first}")
+            assert not opened[0].is_open(), f"{first}: the one that has waited longest goes first"
+            assert opened[-1].is_open(), first
     assert [line for line in patient.logged() if "connections are in use" not in line] == []
-    assert len(patient.logged()) <= 1
+    assert len(patient.logged()) <= len(cases)
 
 
 def test_a_client_that_follows_a_stream_stays_connected_beside_any_number_of_idle_connections(

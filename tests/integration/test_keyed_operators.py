@@ -154,7 +154,7 @@ def test_the_list_shows_for_each_key_queue_why_it_waits(client: Client) -> None:
     why = {name: one.why for name, one in found.items()}
     assert "worker w1 has leased it for" in why[b"kA"]
     assert why[b"kA"].endswith("then it stays parked: soon")
-    assert why[b"kB"].startswith("attempt 2 of its first entry is due in")
+    assert why[b"kB"].startswith("attempt 2 of its first entry, which has failed for ")
     assert why[b"kC"].endswith(": bad é")
     assert "the lease expired" in why[b"kD"]
     assert why[b"kE"] == "waits for a free worker, number 1 of the ready queues"

@@ -1,5 +1,6 @@
 """The Python of the pages on Spark runs as it is printed, in the one session of these tests."""
 
+import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -14,7 +15,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from millstream.observability.metrics import SPARK_ROWS
 from millstream.spark.versions import HAS_FILTERS, HAS_LIMITS
 from tests.support.fields import text_fields
-from tests.support.pages import run_python
+from tests.support.pages import run_python, write_files
 from tests.support.sources import Bench
 from tests.support.waiting import eventually
 
@@ -191,3 +192,20 @@ def test_the_app_of_the_page_on_stages_has_a_handler_and_two_stages(shop: Bench)
     frame = shop.stream("orders", schema="customer string, amount double, at timestamp")
     assert app.stages["per_minute"].function(frame).columns == ["minute", "orders"]
     assert isinstance(app.stages["archive"].function(orders(shop)), DataStreamWriter)
+
+
+def test_the_job_of_the_page_on_platforms_runs_the_app_in_a_session_that_is_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "docs/spark-platforms.md"
+    monkeypatch.chdir(bench.folder)
+    monkeypatch.syspath_prepend(bench.folder)
+    monkeypatch.delitem(sys.modules, "app", raising=False)
+    write_files(page, bench.folder)
+    bench.client.execute("XADD", "orders", "*", "customer", "ann", "order", "o-1")
+    checkpoint = f'"{bench.folder / "checkpoint"}", once=True'
+    printed = {"rediss://redis.internal:6379": bench.url, '"s3://bucket/checkpoints/shop"': checkpoint}
+    printed['"app.py"'] = f'"{bench.folder / "app.py"}"'  # the Java of the session has a folder of its own
+    run_python(page, replaced=printed, only=[1])
+    monkeypatch.delitem(sys.modules, "app")
+    assert {"customer": "ann", "order": "o-1"} in entries(bench, "bills")

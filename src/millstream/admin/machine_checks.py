@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,8 +109,11 @@ def _java_version() -> int | None:
     """The major version of the Java that Spark would start; None if there is none."""
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=str(Path(home) / "bin") if home else None)
-    if java is None:
-        return None
+    return _version_of(java) if java else None
+
+
+@cache  # a process that diagnoses more than once starts it once
+def _version_of(java: str) -> int | None:
     try:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -168,7 +168,7 @@ def _details_of(row: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
     for field_name, value in {**row, "key": name}.items():
         if field_name == "traceback":
             continue
-        if field_name in ("since_ms", "until_ms"):
+        if field_name in ("since_ms", "until_ms", "failing_since_ms"):
             yield field_name.removesuffix("_ms"), "-" if value is None else format_time(value) or "-"
         elif isinstance(value, bool):
             yield field_name, "yes" if value else "no"
@@ -239,6 +239,7 @@ def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, A
         "since_ms": queue.since_ms,
         "until_ms": queue.until_ms,
         "failed_attempts": queue.failed_attempts,
+        "failing_since_ms": queue.failing_since_ms,
         "attempts": last.attempts or None,
         "blocked": is_blocked(queue, last),
         "lost_leases": queue.expired_leases,

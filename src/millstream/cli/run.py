@@ -126,7 +126,7 @@ class Progress:
         total = self._total
         left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
         return (
-            f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  "
+            f"{rate:,.0f} entries/s  lag {'not known yet' if lag is None else format(lag, ',')}  "
             f"{pluralize(total['batches'], 'batch', 'batches')}  {_processed(total):,} processed  "
             f"{pluralize(total['dead'], 'dead letter')}  {pluralize(total['retries'], 'retry', 'retries')}{left}"
         )

@@ -17,6 +17,9 @@ FROM_QUEUE = b"queue"
 ERROR_SUFFIX = "e"
 """Suffix of the field beside the crash counts that says why the last attempt failed (`last_error.py`)."""
 
+SINCE_SUFFIX = "s"
+"""Suffix of the field beside the crash counts that says when the first attempt failed, in Unix milliseconds."""
+
 EXPIRED_SUFFIX = "l"
 """Suffix of the crash-count field for leases that expired while the entry was the first of its queue."""
 

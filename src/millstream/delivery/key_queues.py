@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from millstream.delivery.effects import ERROR_SUFFIX
+from millstream.delivery.effects import ERROR_SUFFIX, EXPIRED_SUFFIX, FAILED_SUFFIX, SINCE_SUFFIX
 from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import parse_pause
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
@@ -23,6 +23,8 @@ QUEUED_KEYS = Script("keys/queued_keys")
 WAITING = "waiting"
 """The consumer that holds the pending entries which no worker has leased."""
 
+_COUNTS = tuple(one.encode() for one in (FAILED_SUFFIX, EXPIRED_SUFFIX, SINCE_SUFFIX))
+
 QueueState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
 
 
@@ -38,6 +40,7 @@ class KeyQueue:
     * `worker`, `since_ms`: the worker that leased it; since when, or since when it is parked (Unix milliseconds)
     * `until_ms`: when the lease ends, or the next attempt is due (Unix milliseconds)
     * `failed_attempts`, `expired_leases`: failed attempts and expired leases of its first entry
+    * `failing_since_ms`: when the first of these attempts failed (Unix milliseconds); None if none has
     * `parked_reason`: why it is parked, or will be when its lease ends; None if it is not
     * `why`: what it waits for, in words
     """
@@ -51,6 +54,7 @@ class KeyQueue:
     until_ms: int | None = None
     failed_attempts: int = 0
     expired_leases: int = 0
+    failing_since_ms: int | None = None
     parked_reason: str | None = None
     why: str
 
@@ -113,7 +117,7 @@ def _describe(client: Client, keys: HandlerKeys, snapshot: "_Snapshot", names: S
     lengths = dict(zip(names, pairs_of(counted), strict=True))
     counts_of_first = call_all(
         client,
-        [("HMGET", keys.crashes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
+        [("HMGET", keys.crashes, *((first or b"") + one for one in _COUNTS)) for _, first in lengths.values()],
     )
     return [
         snapshot.describe(name, length, from_wire(first or b""), counts)
@@ -206,29 +210,34 @@ class _Snapshot:
         try:
             if length is None:
                 raise ValueError("its key holds no list")
-            failed, expired = (int(count or 0) for count in counts)
-            return self._describe(name, length, first, failed, expired)
+            failed, expired, failing_since_ms = (int(count or 0) for count in counts)
+            return self._describe(name, length, first, failed, expired, failing_since_ms)
         except (ValueError, OverflowError) as error:
             why = f"its data in Redis were not written by millstream: {error}"
             return KeyQueue(name=name, state="unreadable", length=length or 0, first_id=first, why=why)
 
-    def _describe(self, name: bytes, length: int, first: str, failed: int, expired: int) -> KeyQueue:
+    def _describe(
+        self, name: bytes, length: int, first: str, failed: int, expired: int, failing_since_ms: int
+    ) -> KeyQueue:
         parked_ms, _, reason = self.parked.get(name, b"").partition(b" ")
         parked = from_wire(reason) if parked_ms else None
         state: QueueState
         worker = since_ms = until_ms = None
+        failing = _format_wait(self.now_ms - failing_since_ms) if failing_since_ms else ""
         if name in self.owners:
             fence, _, worker_name = self.owners[name].split(b" ", 2)
             state, worker, since_ms = "leased", from_wire(worker_name), int(fence) // 1000
             until_ms = int(float(self.leases.get(name, 0)))
             why = self._why_leased(worker, since_ms, until_ms)
+            why += f"; its first entry has failed for {failing}" if failing else ""
             why += "" if parked is None else f"; then it stays parked: {parked}"
         elif parked is not None:
             state, since_ms = "parked", int(parked_ms)
             why = f"parked for {_format_wait(self.now_ms - since_ms)}: {parked}"
         elif name in self.backoff:
             state, until_ms = "backing off", int(float(self.backoff[name]))
-            why = f"attempt {failed + 1} of its first entry is due in {_format_wait(until_ms - self.now_ms)}"
+            since = f", which has failed for {failing}," if failing else ""
+            why = f"attempt {failed + 1} of its first entry{since} is due in {_format_wait(until_ms - self.now_ms)}"
         else:
             state = "ready"
             why = f"waits for {self.waits_for}"
@@ -246,6 +255,7 @@ class _Snapshot:
             until_ms=until_ms,
             failed_attempts=failed,
             expired_leases=expired,
+            failing_since_ms=failing_since_ms or None,
             parked_reason=parked,
             why=why,
         )

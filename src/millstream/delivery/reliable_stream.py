@@ -22,6 +22,7 @@ from millstream.delivery.effects import (
     EXPIRED_SUFFIX,
     FAILED_SUFFIX,
     ISOLATED_SUFFIX,
+    SINCE_SUFFIX,
     Effects,
 )
 from millstream.delivery.key_queues import WAITING
@@ -570,7 +571,7 @@ class ReliableStream:
 
 def crash_counts_of(entry_id: str) -> tuple[str, ...]:
     """Return all crash-count fields of an entry."""
-    suffixes = (FAILED_SUFFIX, ERROR_SUFFIX, EXPIRED_SUFFIX, CAUSES_SUFFIX, ISOLATED_SUFFIX)
+    suffixes = (FAILED_SUFFIX, SINCE_SUFFIX, ERROR_SUFFIX, EXPIRED_SUFFIX, CAUSES_SUFFIX, ISOLATED_SUFFIX)
     return entry_id, *(entry_id + suffix for suffix in suffixes)
 
 

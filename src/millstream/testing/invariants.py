@@ -60,7 +60,7 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
             for one in ids
             if one in pending and pending[one] not in (expected_consumer, WAITING.encode())
         ]
-    counted = {field.rstrip(b"flaec") for field in client.execute("HKEYS", keys.crashes)}
+    counted = {field.rstrip(b"flaecs") for field in client.execute("HKEYS", keys.crashes)}
     if counted - queued:
         wrong.append(f"crash counts of entries that are done: {counted - queued}")
     return wrong

@@ -15,10 +15,10 @@ local function queue_of(name)
   return BASE .. name .. ':queue'
 end
 
--- The crash counts of an entry: deaths, failed attempts ('f') and why the last one failed ('e'), expired leases ('l')
--- and, of a master, their causes ('c'), the isolated run under way ('a').
+-- The crash counts of an entry: deaths, failed attempts ('f'), since when ('s') and why the last one failed ('e'),
+-- expired leases ('l') and, of a master, their causes ('c'), the isolated run under way ('a').
 local function clear_crash_counts(id)
-  redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'e', id .. 'l', id .. 'c', id .. 'a')
+  redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 's', id .. 'e', id .. 'l', id .. 'c', id .. 'a')
 end
 
 local function now_ms()
