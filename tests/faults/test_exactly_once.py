@@ -1,11 +1,16 @@
-"""Exactly once under fire: drivers and Python workers are killed all through a pipeline, and nothing shows."""
+"""Exactly once under fire: drivers, Python workers and Redis are killed all through a pipeline, and nothing shows.
+
+Redis also refuses writes for lack of memory. The pipeline waits, says so, and goes on.
+"""
 
 import os
 import random
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -98,6 +103,43 @@ def wait_for_commits(client: Client, goal: int, driver: Driver) -> None:
     eventually(lambda: committed(client) >= goal, f"{goal} commits", log=driver.errors)
 
 
+class Outages:
+    """Takes Redis away from a running pipeline, until this has said that it waits. Each method is one kind of outage."""
+
+    def __init__(self, server: EmbeddedServer, client: Client, driver: Driver) -> None:
+        self._server = server
+        self._client = client
+        self._driver = driver
+
+    def kill(self) -> None:
+        said = self._said("is waiting for Redis")
+        self._server.kill()
+        self._wait_for_more("is waiting for Redis", said)
+        self._server.start()
+        self._client.retry_while_unavailable(lambda: self._client.execute("PING"), what="test")
+
+    def fill(self) -> None:
+        """Give it too little memory: nothing is committed, however often it is tried."""
+        said = self._said("maxmemory")
+        self._client.execute("CONFIG", "SET", "maxmemory", "1")
+        self._wait_for_more("maxmemory", said)
+        stuck_at, refused = committed(self._client), self._refused()
+        eventually(lambda: self._refused() >= refused + 5, "more writes to be refused", log=self._driver.errors)
+        assert committed(self._client) == stuck_at < MESSAGES
+        self._client.execute("CONFIG", "SET", "maxmemory", "0")
+
+    def _wait_for_more(self, word: str, said: int) -> None:
+        eventually(lambda: self._said(word) > said, f"a word about it: {word}", log=self._driver.errors)
+
+    def _said(self, word: str) -> int:
+        return (self._driver.folder / "stderr.log").read_text(errors="replace").count(word)
+
+    def _refused(self) -> int:
+        """How many writes Redis has refused for lack of memory."""
+        found = re.search(rb"errorstat_OOM:count=(\d+)", self._client.execute("INFO", "errorstats"))
+        return int(found[1]) if found else 0
+
+
 class Assassin:
     """Kills, alternately, at exact points and at random ones, and keeps a list of what it hit."""
 
@@ -123,7 +165,7 @@ class Assassin:
     def _arm(self, point: str) -> None:
         before = self._hits(point)  # counted first: a process may be there as soon as it is armed
         (self._driver.folder / point).touch()
-        eventually(lambda: self._hits(point) > before, f"nobody reached {point}", log=self._driver.errors)
+        eventually(lambda: self._hits(point) > before, f"no process reached {point}", log=self._driver.errors)
         if point == EXACT_POINTS[2]:  # this one is the driver's own
             self._driver.ended()
             self._restart()
@@ -143,12 +185,13 @@ class Assassin:
             self._kill_worker()
 
 
-def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_and_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_killing_drivers_workers_and_redis_all_through_a_run_applies_everything_once_and_in_order(
+    millstream_fresh_server: EmbeddedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
-    with EmbeddedServer() as server, Client(server.url) as client:
+    server = millstream_fresh_server
+    with Client(server.url) as client:
         expected = publish(client, chance)
         last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
         with Driver(
@@ -158,10 +201,12 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
             options=("--max-per-batch", str(BATCH)),
         ) as driver:
             driver.start()
-            assassin = Assassin(driver, chance)
-            for number in range(KILLS):
-                goal = number * MESSAGES // (KILLS + 2)  # enough is left to be at work when it kills
+            assassin, outages = Assassin(driver, chance), Outages(server, client, driver)
+            for number, outage in zip_longest(range(KILLS), (outages.kill, outages.kill, outages.fill)):
+                goal = max(1, number * MESSAGES // (KILLS + 2))  # enough is left to be at work when it kills
                 wait_for_commits(client, goal, driver)
+                if outage is not None:
+                    outage()
                 assassin.kill_once(number)
             eventually(
                 lambda: client.execute("HGET", KEYS.meta, "committed_id") == last,
