@@ -20,7 +20,7 @@ QUICK_TESTS = $(patsubst %,tests/integration/test_%.py,acl client commit_store d
 	keyed_handover partitions reliable replica_reads sink_publish sink_upserts)
 QUICK = not (cluster or sentinel or kill) and (not required_rights or worker or spark)
 SPARK_TESTS = tests/spark tests/unit/test_spark_lookup.py tests/faults/test_sink_faults.py \
-	tests/faults/test_exactly_once.py tests/faults/test_group_faults.py
+	tests/faults/test_exactly_once.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile

@@ -1,6 +1,5 @@
 """A driver that copies a stream through source and sink, and is killed where a test says."""
 
-import json
 import os
 import subprocess
 import sys
@@ -15,12 +14,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Copying:
-    """A driver that copies `in`; each one begins with another number of cores. `options` are the source's."""
+    """A driver that copies `in` and `shared`; each one begins with another number of cores."""
 
-    def __init__(self, url: str, folder: Path, **options: str) -> None:
+    def __init__(self, url: str, folder: Path) -> None:
         self._url = url
         self._folder = folder
-        self._options = json.dumps(options)
         self._starts = 0
 
     @contextmanager
@@ -28,7 +26,7 @@ class Copying:
         """One driver, and what it starts; all of it is gone in the end."""
         self._starts += 1
         master = f"local[{1 + self._starts % 3},4]"
-        arguments = [self._url, str(self._folder / "checkpoint"), master, str(rows), self._options]
+        arguments = [self._url, str(self._folder / "checkpoint"), master, str(rows)]
         paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         with (self._folder / "stderr.log").open("ab") as errors:
             process = subprocess.Popen(

@@ -1,34 +1,32 @@
-"""A driver that copies the stream `in` to streams by a column, and begins again whenever its query fails.
+"""A driver that copies two streams to streams by a column in one query, and begins again whenever that fails.
 
-Arguments: URL, checkpoint folder, master, most entries in a batch, more options of the source as JSON. It ends when all that was there is copied.
+It reads `in` by offsets, and shares the group `g` of `shared`. Arguments: URL, checkpoint folder, master, most entries of a
+stream in a batch. It ends when all that was there is copied.
 """
 
-import json
 import sys
 
 from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame
 
 from millstream.spark.run.session import open_session
 from tests.support.apps.sink_source import DeadlySource
 from tests.support.triggers import run_to_end
 
 
-def main(url: str, checkpoint: str, master: str, most: str, options: str) -> None:
+def main(url: str, checkpoint: str, master: str, most: str) -> None:
     """Run to the end."""
     spark = open_session("sink", master=master, conf={})
     spark.dataSource.register(DeadlySource)
-    source = {
-        "url": url,
-        "subscribe": "in",
-        "group": "sink",
-        "startingOffsets": "earliest",
-        "maxOffsetsPerTrigger": most,
-    }
-    source |= json.loads(options)
+
+    def rows(stream: str, **options: str) -> DataFrame:
+        reader = spark.readStream.format("deadly-streams").options(url=url, subscribe=stream, **options)
+        frame = reader.options(startingOffsets="earliest", maxOffsetsPerTrigger=most).schema("n int").load()
+        return frame.selectExpr(f"concat('{stream}:', n % 3) stream", "n")
+
+    copied = rows("in", group="sink").union(rows("shared", group="g", readAs="group"))
     while True:
-        frame = spark.readStream.format("deadly-streams").options(**source).schema("n int").load()
-        rows = frame.selectExpr("concat('out', n % 3) stream", "n")
-        writer = rows.writeStream.format("deadly-streams").options(url=url, checkpointLocation=checkpoint)
+        writer = copied.writeStream.format("deadly-streams").options(url=url, checkpointLocation=checkpoint)
         try:
             run_to_end(writer)
             break

@@ -78,6 +78,19 @@ def _after_scripts() -> None:
     Publication._call_record = stepped  # type: ignore[method-assign]
 
 
+def _after_draining() -> None:
+    step = Publication._translate_errors
+
+    def stepped(self: Publication, operation: Any) -> Any:
+        result = step(self, operation)
+        ((script, *_), *_) = operation.args[0]  # those that close the parts come here as well
+        if script == publication.DRAIN:
+            reach("half-published")
+        return result
+
+    Publication._translate_errors = stepped  # type: ignore[method-assign]
+
+
 def _around_acknowledging() -> None:
     step = Batches.acknowledge
 
@@ -98,8 +111,8 @@ _around(Stage, Stage.add.__name__, "before-staging", "half-staged")
 _around(Stage, Stage.finish.__name__, None, "staged")
 _around(Publication, Publication.publish.__name__, "before-commit", "published")
 _around(Publication, Publication._close_parts.__name__, None, "closed")
-_around(Publication, Publication._translate_errors.__name__, None, "half-published")
 _after_scripts()
+_after_draining()
 _around(Batches, Batches.fetch.__name__, None, "drawn")
 _around(Batches, Batches.add.__name__, None, "noted")
 _around_acknowledging()
