@@ -1,7 +1,7 @@
-"""An app that defers messages, and whose driver is killed, by SIGKILL, at exactly the points that a test arms.
+"""An app that defers messages, and whose processes are killed, by SIGKILL, at exactly the points that a test arms.
 
-A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM. The first process to reach it, driver or task, takes
-the file and ends the driver, and itself.
+A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM, which says what is to die: the `process` that
+reaches it first, driver or task, or the `driver` with it.
 """
 
 import os
@@ -21,14 +21,11 @@ from millstream.spark.engine import run_committer, run_loader, task
 app = App("bank")
 
 ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
-MENDED = ARM / "mended"
-"""While it is not there, what is poisoned fails for good."""
-
 _runs_deferred = False
 
 
 def reach(point: str) -> None:
-    """End the driver, and this process, if `point` is armed."""
+    """End this process if `point` is armed, and the driver as well if that is to die."""
     armed = ARM / point
     if not armed.exists():
         return
@@ -36,6 +33,8 @@ def reach(point: str) -> None:
     drivers = [process for process in (*me.parents(), me) if "millstream.cli.main" in process.cmdline()]
     if not drivers:
         return  # a task that has outlived its driver
+    if armed.read_text() == "process":
+        drivers = []
     try:
         armed.rename(ARM / f"hit.{point}")
     except FileNotFoundError:
@@ -90,9 +89,9 @@ class Booking:
     poison: str | None = None
 
 
-def add(booking: Booking, message: Message, state: State) -> dict[str, object]:
-    """Count and sum up; what is poisoned fails until it is mended, or, "late", the first time."""
-    fails = message.attempt == 1 if booking.poison == "late" else booking.poison and not MENDED.exists()
+def add(booking: Booking, message: Message, state: State, mended: Path) -> dict[str, object]:
+    """Count and sum up; what is poisoned fails until the file `mended` is there, or, "late", the first time."""
+    fails = message.attempt == 1 if booking.poison == "late" else booking.poison and not mended.exists()
     if fails:
         state["spoilt"] = True  # a failed attempt must leave no trace
         raise RuntimeError("not yet")
@@ -104,15 +103,15 @@ def add(booking: Booking, message: Message, state: State) -> dict[str, object]:
 @app.handler("bookings", key="account", retry=Retry(attempts=2, delay_ms=1_100, then="park"), into="{bookings}.park")
 def park(booking: Booking, message: Message, state: State) -> dict[str, object]:
     """Keys whose messages fail twice wait for an operator."""
-    return add(booking, message, state)
+    return add(booking, message, state, ARM / "mended.park")
 
 
 @app.handler(
     "bookings",
     key="account",
     into="{bookings}.block",
-    retry=Retry(attempts=2, delay_ms=1_100, max_delay_ms=1_100, then="block"),
+    retry=Retry(attempts=2, delay_ms=1_100, max_delay_ms=2_200, then="block"),
 )
 def block(booking: Booking, message: Message, state: State) -> dict[str, object]:
     """Keys whose messages fail wait until these succeed."""
-    return add(booking, message, state)
+    return add(booking, message, state, ARM / "mended.block")
