@@ -19,7 +19,8 @@ from tests.support.fields import text_fields
 from tests.support.waiting import eventually
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-MESSAGES, KILLS, BATCHES = (40_000, 20, 10) if SOAK else (400, 1, 2)
+MESSAGES, KILLS, BATCHES = (40_000, 20, 10) if SOAK else (400, 0, 2)
+"""Kills at random, besides the one between a commit and the end of its task."""
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 APP = """
@@ -43,6 +44,26 @@ def copy(orders):
     from pyspark.sql import functions as F
     return orders.select(F.col("_id").alias("id"), "customer", F.udf(price, "int")().alias("price"))
 """
+DEADLY = """
+import psutil, signal
+from millstream.delivery.commit_store import CommitStore
+
+commit = CommitStore.commit
+
+def commit_and_die(self, *args, **options):
+    result = commit(self, *args, **options)
+    try:
+        os.unlink("{armed}")
+    except FileNotFoundError:
+        return result
+    for one in psutil.Process().parents():
+        if "CoarseGrainedExecutorBackend" in " ".join(one.cmdline()):
+            one.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+CommitStore.commit = commit_and_die
+"""
+"""The first executor to commit while the file is there takes it, and dies before its task has ended."""
 UPSERTS = """
 @app.stage(Rows("orders", "_id string, customer string"))
 def newest(orders):
@@ -57,9 +78,10 @@ def cluster(tmp_path: Path, millstream_url: str, monkeypatch: pytest.MonkeyPatch
     home, app, taxes = tmp_path / "spark", tmp_path / "app", tmp_path / "elsewhere" / "taxes"
     for folder in (home, app, taxes):
         folder.mkdir(parents=True)
-    for part in ("bin", "jars", "python"):  # executors work below Spark's home
+    # Executors work below Spark's home. With full counts PySpark is in it as an archive, which each Python compiles anew.
+    for part in ("bin", "jars", *(("python",) if SOAK else ())):
         (home / part).symlink_to(Path(pyspark.__file__).parent / part)
-    (app / "shop_of_cluster.py").write_text(APP + UPSERTS * SOAK)
+    (app / "shop_of_cluster.py").write_text(APP + UPSERTS * SOAK + DEADLY.format(armed=tmp_path / "armed"))
     (app / "prices.py").write_text("def price() -> int:\n    return 1\n")
     (taxes / "rates.py").write_text("def rate() -> int:\n    return 10\n")
     monkeypatch.setenv("SPARK_HOME", str(home))
@@ -131,8 +153,9 @@ def finish(driver: Driver, client: Client, count: int) -> None:
     assert driver.stop() == 0
 
 
-def kill_executors(driver: Driver, client: Client) -> None:
-    """Kill one at a time, all through the first messages."""
+def kill_executors(driver: Driver, client: Client, folder: Path) -> None:
+    """Kill one between a commit and the end of its task, then others one at a time, all through the first messages."""
+    eventually(lambda: not (folder / "armed").exists(), "an executor to die", log=driver.errors)
     for kill in range(KILLS):
         wait_for(client, "totals", (kill + 1) * MESSAGES // (KILLS + 2), driver)
         eventually(lambda: len(executors(driver)) == 2, "two executors", log=driver.errors)
@@ -158,8 +181,9 @@ def check(client: Client, ids: dict[bytes, list[str]], prices: Sequence[int], fo
 def test_executors_that_die_lose_and_double_nothing(cluster: Driver, millstream_url: str, tmp_path: Path) -> None:
     with Client(millstream_url) as client:
         ids = publish(client, 0)
+        (tmp_path / "armed").touch()
         cluster.start()
-        kill_executors(cluster, client)
+        kill_executors(cluster, client, tmp_path)
         finish(cluster, client, MESSAGES)
         check(client, ids, [1], tmp_path)
 

@@ -6,7 +6,7 @@ some 15,000 classes from 300 archives. So tests run with the first compiler alon
 
 Each query starts some Python, too, and Spark has it import PySpark from the archive `python/lib/pyspark.zip` in its home,
 which Python has to compile anew each time. So tests run with a home without that archive, where the same PySpark is
-imported as it is installed: 1.7 s of processor time a query become 1.2. `test_cluster_faults` has a home with the archive.
+imported as it is installed: 1.7 s of processor time a query become 1.2. With full counts, `test_cluster_faults` has a home with it.
 """
 
 import os
