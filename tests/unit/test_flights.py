@@ -82,6 +82,10 @@ def test_flights_are_published_in_the_order_of_their_scheduled_departure(year: F
     assert due == sorted(due)
 
 
+def test_the_first_flights_are_those_of_the_year(year: Flights) -> None:
+    assert load_flights(3_000).rows == year.rows[:3_000]
+
+
 def test_flights_due_at_the_same_time_keep_the_order_of_the_file(year: Flights) -> None:
     due, carrier, flight = (year.columns.index(name) for name in ("sched_dep_time", "carrier", "flight"))
     at_six = [row[carrier] + row[flight] for row in year.rows[:25] if row[due] == "600"]

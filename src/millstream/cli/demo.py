@@ -16,7 +16,7 @@ def demo(
         int | None, typer.Option(help="Number of flights; default: all 336,776.", show_default=False)
     ] = None,
     kill: Annotated[
-        bool, typer.Option("--kill", help="Kill Python workers and the driver with SIGKILL during the run.")
+        bool, typer.Option("--kill", help="Kill a Python worker, and later the driver, with SIGKILL during the run.")
     ] = False,
     url: Annotated[str | None, typer.Option(help="Use this Redis; default: start one.", show_default=False)] = None,
     data_dir: Annotated[Path, typer.Option(help="Folder for what the demo writes; emptied at the start.")] = Path(

@@ -4,10 +4,11 @@ The package itself is never imported: it needs pandas, and a module that newer v
 """
 
 import csv
+import heapq
 import importlib.util
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,9 +65,15 @@ def _data_file() -> Path:
 def _read(lines: io.TextIOWrapper, limit: int | None) -> Flights:
     table = csv.reader(lines)
     columns = tuple(next(table))
+    year, month, day, due = (columns.index(name) for name in ("year", "month", "day", "sched_dep_time"))
+
+    def departs(row: Sequence[str]) -> tuple[int, ...]:
+        return int(row[year]), int(row[month]), int(row[day]), int(row[due])
+
+    if limit is not None:
+        return Flights(columns, [tuple(row) for row in heapq.nsmallest(limit, table, key=departs)])
     # Six million cells hold a few thousand distinct values: one object for each value keeps the year in 80 MB.
     shared: dict[str, str] = {}
     rows = [tuple([shared.setdefault(cell, cell) for cell in row]) for row in table]
-    year, month, day, due = (columns.index(name) for name in ("year", "month", "day", "sched_dep_time"))
-    rows.sort(key=lambda row: (int(row[year]), int(row[month]), int(row[day]), int(row[due])))
-    return Flights(columns, rows[:limit])
+    rows.sort(key=departs)
+    return Flights(columns, rows)

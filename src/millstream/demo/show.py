@@ -27,7 +27,7 @@ from millstream.redis_client.redaction import redact_url
 _POLL_MS = 20
 _SHOW_MS = 200
 _STALL_MS = 300_000
-_KILL_AT = (1 / 3, 2 / 3)
+_KILL_WORKER_AT, _KILL_DRIVER_AT = 1 / 3, 2 / 3
 _HOLD_AT = 5 / 6
 
 
@@ -36,7 +36,7 @@ class DemoSettings:
     """Settings of the demo.
 
     * `flights`: number of flights, the first ones in order of departure; None = all
-    * `kill`: kill Python workers and the driver with SIGKILL in mid-run
+    * `kill`: kill a Python worker and, later, the driver with SIGKILL in mid-run
     * `url`: URL of a Redis to use; None starts one for the demo
     * `data_dir`: folder for everything the demo writes; emptied first if an earlier demo created it
     * `keep`: keep the data in Redis and the checkpoints at the end
@@ -119,7 +119,8 @@ class _Run:
         self._total = len(flights)
         hold_at = int(self._total * _HOLD_AT) if settings.kill else None
         self._publisher = FlightPublisher(url, flights, hold_at=hold_at)
-        self._kills_to_come = [int(self._total * share) for share in _KILL_AT] if settings.kill else []
+        due = ((_KILL_WORKER_AT, self._kill_worker), (_KILL_DRIVER_AT, self._kill_driver)) if settings.kill else ()
+        self._kills_to_come = [(int(self._total * share), kill) for share, kill in due]
         self._began_ms = clock.monotonic_ms()
         self._progress, self._progress_ms = 0, self._began_ms
         self.startup_s = 0.0
@@ -166,7 +167,7 @@ class _Run:
                 view.show(sample, progress, self._pipeline.batches)
             if is_finished:
                 return sample
-            if self._kills_to_come and progress.done >= self._kills_to_come[0]:
+            if self._kills_to_come and progress.done >= self._kills_to_come[0][0]:
                 self._kill()
             self._clock.sleep_ms(_POLL_MS)
 
@@ -184,17 +185,27 @@ class _Run:
         return (self._clock.monotonic_ms() - self._began_ms) / 1000
 
     def _kill(self) -> None:
-        """Kill a Python worker, then the driver, and restart the pipeline from its checkpoint."""
-        worker = self._pipeline.kill_worker()
-        if worker is None:
-            return  # Spark is about to start one: `_watch` tries again
-        self._record_kills("a Python worker of Spark", [worker])
-        self._record_kills("the driver, Python and JVM", self._pipeline.kill_driver())
+        """Make the next kill; the flights that wait for the last one are published then."""
+        _, kill = self._kills_to_come[0]
+        if not kill():
+            return  # there is nothing to kill yet: `_watch` tries again
         self._kills_to_come.pop(0)
-        self._pipeline.start()
-        self._console.print("restarting millstream run with the same checkpoint")
         if not self._kills_to_come:
             self._publisher.release()
+
+    def _kill_worker(self) -> bool:
+        """Kill a Python worker, whose task Spark repeats; False while Spark is about to start one."""
+        worker = self._pipeline.kill_worker()
+        if worker is not None:
+            self._record_kills("a Python worker of Spark", [worker])
+        return worker is not None
+
+    def _kill_driver(self) -> bool:
+        """Kill the driver, and restart the pipeline from its checkpoint."""
+        self._record_kills("the driver, Python and JVM", self._pipeline.kill_driver())
+        self._pipeline.start()
+        self._console.print("restarting millstream run with the same checkpoint")
+        return True
 
     def _record_kills(self, what: str, pids: list[int]) -> None:
         sample = self._sample(read_progress(self._client))
