@@ -1,11 +1,13 @@
-"""A program at the client's end of Spark Connect: `connect_client.py REMOTE REDIS FOLDER`; reports by a line of JSON.
+"""A program at the client's end of Spark Connect: `connect_client.py REMOTE REDIS FOLDER PROGRAM`.
 
-Up to its last part it has no millstream, as a client's machine need not have one.
+It also runs PROGRAM, a file, in its session, and reports by a line of JSON. Up to its last part it has no millstream, as a client's machine need not have one.
 """
 
+import io
 import json
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,13 @@ class Client:
         rows.write.format(FORMAT).options(url=self.url, stream="ids", idColumn="at").mode("append").save()
 
 
+def shown_by(program: Path) -> str:
+    """What a program prints, which finds the session of this one by its address."""
+    with redirect_stdout(io.StringIO()) as shown:
+        exec(compile(program.read_text(), program, "exec"), {"__name__": "__main__"})
+    return shown.getvalue()
+
+
 def _told(wrong: Any) -> str:
     try:
         wrong()
@@ -120,6 +129,7 @@ if __name__ == "__main__":
     client.append(200, 230)
     client.totals()
     found["refusals"] = client.refusals()
+    found["shown"] = shown_by(Path(sys.argv[4]))
     for name in ours:
         del sys.modules[name]
     print(json.dumps(found | with_millstream(client)))  # noqa: T201 - it is how it reports

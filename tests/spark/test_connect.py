@@ -59,16 +59,31 @@ def numbers(client: Client, stream: str) -> list[int]:
     return [int(entry["n"]) for entry in entries(client, stream)]
 
 
-def test_a_client_without_millstream_reads_and_writes_streams_exactly_once(
+def python_of_the_page(number: int) -> str:
+    return [block.text for block in blocks_of(PAGE) if block.language == "python"][number]
+
+
+def test_a_client_without_millstream_reads_and_writes_streams_exactly_once_and_runs_the_program_of_the_page(
     server: ConnectServer, millstream_url: str, tmp_path: Path
 ) -> None:
+    text = python_of_the_page(0)
+    for place, ours in (
+        ("sc://spark.internal:15002", server.remote),
+        ("redis://redis.internal:6379/0", millstream_url),
+    ):
+        assert place in text
+        text = text.replace(place, ours)
+    program = tmp_path / "page.py"
+    program.write_text(text)
     with Client(millstream_url) as client:
         client.pipeline([("XADD", stream, "*", "n", n) for stream in "ab" for n in range(200)])
         client.execute("SET", "plain", "no stream")
+        client.execute("XADD", "orders", "1-0", "customer", "ann", "amount", "10")
         stdout = run(
-            [sys.executable, HERE / "connect_client.py", server.remote, millstream_url, tmp_path], cwd=tmp_path
+            [sys.executable, HERE / "connect_client.py", server.remote, millstream_url, tmp_path, program], cwd=tmp_path
         )
         result: dict[str, Any] = json.loads(stdout)
+        assert "|1-0|     ann|  10.0|" in result["shown"]
         assert result["rows"] == [[stream, n] for stream in "ab" for n in range(200)]
         assert (sum(result["copied"]), len(result["copied"])) == (400, 2)
         assert sum(result["copied_then"]) == result["counted"] == 30, "what came since"
@@ -138,18 +153,5 @@ def test_a_declarative_pipeline_adds_each_entry_once_to_its_table_and_its_stream
             check(180)
 
 
-def test_the_client_of_the_page_shows_what_is_in_a_stream(
-    server: ConnectServer, millstream_url: str, tmp_path: Path
-) -> None:
-    with Client(millstream_url) as client:
-        client.execute("XADD", "orders", "1-0", "customer", "ann", "amount", "10")
-    places = {"sc://spark.internal:15002": server.remote, "redis://redis.internal:6379/0": millstream_url}
-    program = f"from tests.support.pages import run_python; run_python({PAGE!r}, replaced={places!r}, only=[0])"
-    assert "|1-0|     ann|  10.0|" in run(
-        [sys.executable, "-c", program], cwd=tmp_path, PYTHONPATH=str(HERE.parents[1])
-    )
-
-
 def test_the_pipeline_of_the_page_is_that_of_the_example() -> None:
-    shown = [block.text for block in blocks_of(PAGE) if block.language == "python"][1]
-    assert (EXAMPLE / "transformations" / "orders.py").read_text().endswith(shown)
+    assert (EXAMPLE / "transformations" / "orders.py").read_text().endswith(python_of_the_page(1))

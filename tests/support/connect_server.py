@@ -35,12 +35,12 @@ class ConnectServer:
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.python.authenticate.socketTimeout": "120s",
-            "spark.sql.shuffle.partitions": "2",
+            "spark.sql.shuffle.partitions": "1",
             "spark.sql.warehouse.dir": str(self.warehouse),
             "spark.ui.enabled": "false",
         }
         conf = [word for key, value in settings.items() for word in ("--conf", f"{key}={value}")]
-        submit = [str(SPARK_HOME / "bin" / "spark-submit"), "--master", "local[2]"]
+        submit = [str(SPARK_HOME / "bin" / "spark-submit"), "--master", "local[1]"]
         with (self.folder / "server.log").open("w") as log:
             self._process = subprocess.Popen(
                 [*submit, *conf, "--class", PROGRAM, "spark-internal"],
