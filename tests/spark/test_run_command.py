@@ -6,7 +6,7 @@ import re
 import shlex
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,15 +71,9 @@ def stop_process_group(driver: Driver) -> int:
     return driver.ended()
 
 
-def press_ctrl_c(driver: Driver) -> int:
-    return driver.stop(signal.SIGINT)
-
-
-@pytest.mark.parametrize(("stop", "code"), [(stop_process_group, 0), (press_ctrl_c, 130)])
-def test_a_stop_within_a_batch_is_quick_and_quiet_also_one_of_the_whole_process_group(
-    asleep: Driver, stop: Callable[[Driver], int], code: int
-) -> None:
-    assert stop(asleep) == code
+def test_a_stop_of_the_whole_process_group_within_a_batch_is_quick_and_quiet(asleep: Driver) -> None:
+    """Ctrl-C within a batch is in `test_sessions.py`."""
+    assert stop_process_group(asleep) == 0
     assert asleep.errors() == ""
     assert asleep.events[-1]["event"] == "stopped"
 

@@ -1,15 +1,20 @@
 """`millstream run` and its Spark session: what ends it, and what is reported before there is one."""
 
+import json
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
-from tests.support.commandline import run
+from tests.support.commandline import environment
 from tests.support.drivers import Driver
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers]
 
@@ -24,10 +29,13 @@ app = App("app")
 
 @app.handler("in", key="k", into="out")
 def count(message: Message, state: State) -> dict:
+    if message.text("k") == "long":
+        Path("in-a-batch").touch()
+        time.sleep(3_600)
     state["n"] = state.get("n", 0) + 1
     return {"k": message.text("k"), "n": state["n"]}
 
-@app.stage(Rows("in", "k string"), into="copies")
+@app.stage(Rows("in", "k string"))
 def copy(rows):
     context = rows.sparkSession.sparkContext
 
@@ -38,14 +46,28 @@ def copy(rows):
         order.unlink()
         context._jsc.sc().stop()
 
+    def note(rows, batch):
+        count = rows.where("k <> 'long'").count()
+        with open("copied", "a") as copied:
+            copied.write(f"{batch} {count}\\n")
+
     threading.Thread(target=stop_when_told, daemon=True).start()
-    return rows
+    return rows.writeStream.foreachBatch(note)
 """
 
 
-def test_a_run_continues_in_a_new_session_when_its_session_ends(millstream_url: str, tmp_path: Path) -> None:
+def copied(folder: Path) -> int:
+    """How many rows the stage has had; a batch that is repeated in the next session counts once."""
+    noted = folder / "copied"
+    lines = noted.read_text().splitlines() if noted.exists() else []
+    return sum({int(batch): int(rows) for batch, rows in map(str.split, lines)}.values())
+
+
+def test_a_run_continues_in_a_new_session_when_its_session_ends_and_ctrl_c_within_a_batch_is_quick_and_quiet(
+    millstream_url: str, tmp_path: Path
+) -> None:
     (tmp_path / "ending.py").write_text(APP)
-    options = ("--spark-master", "local[2,4]")
+    options = ("--spark-master", "local[1,4]", "--conf", "spark.sql.shuffle.partitions=1")
 
     def publish(client: Client) -> None:
         client.pipeline([("XADD", "in", "*", "k", n % 5) for n in range(50)])
@@ -53,21 +75,34 @@ def test_a_run_continues_in_a_new_session_when_its_session_ends(millstream_url: 
     with Client(millstream_url) as client:
         publish(client)
         with Driver(str(tmp_path / "ending.py"), url=millstream_url, folder=tmp_path, options=options) as driver:
+
+            def wait_for(condition: Callable[[], bool], what: str) -> None:
+                def holds() -> bool:
+                    assert driver.alive, driver.errors()
+                    return condition()
+
+                eventually(holds, what, log=driver.errors)
+
             driver.start()
             for round_ in range(ENDS + 1):
                 count = 50 * (round_ + 1)
-                for stream in ("out", "copies"):
-                    eventually(lambda: client.execute("XLEN", stream) >= count, f"{count} {stream}", log=driver.errors)  # noqa: B023
+                wait_for(lambda: client.execute("XLEN", "out") >= count, f"{count} out")  # noqa: B023
+                wait_for(lambda: copied(tmp_path) >= count, f"{count} copied")  # noqa: B023
                 if round_ < ENDS:
                     (tmp_path / "stop-the-session").touch()
                     publish(client)
-            assert driver.stop() == 0
+            client.execute("XADD", "in", "*", "k", "long")
+            wait_for((tmp_path / "in-a-batch").exists, "a long batch")
+            said = (tmp_path / "stderr.log").read_text()
+            assert driver.stop(signal.SIGINT) == 130
+            assert (tmp_path / "stderr.log").read_text() == said
+        assert driver.events[-1]["event"] == "stopped"
         rows = [mapping_of(items) for _, items in client.execute("XRANGE", "out", "-", "+")]
-        assert client.execute("XLEN", "copies") == 50 * (ENDS + 1)
+    assert copied(tmp_path) == 50 * (ENDS + 1)
     assert sorted((row[b"k"], int(row[b"n"])) for row in rows) == [
         (b"%d" % k, n) for k in range(5) for n in range(1, 10 * (ENDS + 1) + 1)
     ]
-    assert (tmp_path / "stderr.log").read_text().count("the Spark session has ended") == ENDS
+    assert said.count("the Spark session has ended") == ENDS
 
 
 STAGE = """
@@ -81,30 +116,47 @@ def copy(rows):
 """
 
 
-@pytest.mark.parametrize(
-    ("schema", "options", "url", "message"),
-    [
-        ("n strng", {}, "", "column n has the type 'strng', which Spark does not know; did you mean 'string'?"),
-        ("n long, `a b` duble", {}, "", "did you mean 'double'?"),
-        (
-            "n string",
-            {"minPartitions": "two"},
-            "",
-            "app.copy cannot be built: option minPartitions='two' must be a whole",
-        ),
-        ("n string", {}, "redis:/nowhere", "is not a Redis URL"),
-        ("n string", {}, "redis://127.0.0.1:{port}/99", "has no database of this number"),
-        ("n string", {}, "redis://nobody:wrong@127.0.0.1:{port}/0", "refuses the credentials"),
-    ],
-)
+CALLER = """
+import json, sys
+from tests.support.commandline import call
+
+outcomes = [call(*args) for args in json.load(sys.stdin)]
+print(json.dumps([(outcome.code, outcome.err) for outcome in outcomes]))
+"""
+WRONG: list[tuple[str, dict[str, str], str, str]] = [
+    ("n strng", {}, "", "column n has the type 'strng', which Spark does not know; did you mean 'string'?"),
+    ("n long, `a b` duble", {}, "", "did you mean 'double'?"),
+    ("n string", {"minPartitions": "two"}, "", "app.copy cannot be built: option minPartitions='two' must be a whole"),
+    ("n string", {}, "redis:/nowhere", "is not a Redis URL"),
+    ("n string", {}, "redis://127.0.0.1:{port}/99", "has no database of this number"),
+    ("n string", {}, "redis://nobody:wrong@127.0.0.1:{port}/0", "refuses the credentials"),
+]
+
+
 def test_an_error_in_the_url_or_in_a_stage_is_reported_before_java_is_started(
-    schema: str, options: dict[str, str], url: str, message: str, millstream_url: str, tmp_path: Path
+    millstream_url: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "wrong.py").write_text(STAGE.format(schema=schema, options=options))
     port = millstream_url.rpartition(":")[2].partition("/")[0]
-    command = ("run", str(tmp_path / "wrong.py"), "--url", url.format(port=port) or millstream_url)
-    refused = run(*command, env={"JAVA_HOME": "/nonexistent"})
-    assert refused.code != 0
-    assert refused.err.count("\n") == 1
-    assert message in refused.err
-    assert "Java" not in refused.err
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    commands = []
+    for number, (schema, options, url, _) in enumerate(WRONG):
+        app = tmp_path / f"wrong{number}.py"
+        app.write_text(STAGE.format(schema=schema, options=options))
+        commands.append(["run", str(app), "--url", url.format(port=port) or millstream_url])
+    done = subprocess.run(
+        [sys.executable, "-c", CALLER],
+        input=json.dumps(commands),
+        env=environment(None, {"JAVA_HOME": "/nonexistent", "PYTHONPATH": path}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    refusals = json.loads(done.stdout)
+    for (code, said), (*_, message) in zip(refusals, WRONG, strict=True):
+        assert code != 0, message
+        assert said.count("\n") == 1, said
+        assert message in said
+        assert "Java" not in said
