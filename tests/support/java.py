@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.support import source_runners
+
 HOME = Path(sys.prefix) / "spark-home"  # beside the PySpark that it is of
 ARCHIVE = HOME / "classes.jsa"
 VARIABLE = "JAVA_TOOL_OPTIONS"
@@ -46,6 +48,12 @@ def _home() -> Path:
     for part in ("bin", "jars"):
         with suppress(FileExistsError):
             (HOME / part).symlink_to(Path(installed.origin).parent / part)
+    site = HOME / "python" / "lib" / "pyspark.zip" / "sitecustomize.py"
+    site.parent.mkdir(parents=True, exist_ok=True)
+    if not site.exists() or site.read_text() != source_runners.SITE:
+        written = site.with_suffix(f".{os.getpid()}")
+        written.write_text(source_runners.SITE)
+        written.rename(site)
     return HOME
 
 

@@ -8,15 +8,17 @@ from pyspark.sql import SparkSession
 
 from millstream.spark.run.session import close_session, open_session
 from tests.support.java import end_java
+from tests.support.source_runners import quick_source_runners
 from tests.support.waiting import eventually
 
 
 @contextmanager
 def shared_session() -> Iterator[SparkSession]:
     """Two cores, tasks that may fail three times, two shuffle partitions, no web page and a quiet log."""
-    spark = open_session("tests", master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"})
-    yield spark
-    _end_session(spark)
+    with quick_source_runners():
+        spark = open_session("tests", master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"})
+        yield spark
+        _end_session(spark)
 
 
 def _end_session(spark: SparkSession) -> None:
