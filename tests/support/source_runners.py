@@ -3,7 +3,7 @@
 Spark runs the module `python_streaming_source_runner` in a new process each time, which imports PySpark, pyarrow and
 redis-py: half a second of processor time. Here that process has one with all of it imported, started once, fork another
 that does the work with its environment, its import path and its pipes, and waits for it; either ends with the other.
-Tests that start Spark in other processes start it as it is.
+millstream is imported by each, as by what Spark starts. Tests that start Spark in other processes start it as it is.
 """
 
 import gc
@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from millstream.spark.python_daemon import thread_count
+import psutil
 
 RUNNER = "pyspark.sql.streaming.python_streaming_source_runner"
 VARIABLE = "MILLSTREAM_TEST_SOURCE_RUNNERS"
@@ -49,11 +49,13 @@ _MODULES = (
     "pyspark.sql.pandas.serializers",
     "pyspark.sql.streaming.datasource",
     "pyspark.sql.worker.plan_data_source_read",
+    "concurrent.futures.thread",
+    "difflib",
     "encodings.idna",
-    "millstream.redis_client.client",
-    "millstream.spark.source.batch_planner",
-    "millstream.spark.source.group_reader",
-    "millstream.spark.source.provider",
+    "msgspec",
+    "redis",
+    "redis.cluster",
+    "redis.sentinel",
 )
 
 
@@ -82,7 +84,7 @@ def serve(path: str) -> None:
     for name in _MODULES:
         with suppress(ImportError):  # another PySpark
             importlib.import_module(name)
-    assert thread_count() in (1, None), "a fork loses threads"
+    assert psutil.Process().num_threads() == 1, "a fork loses threads"
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that none has to be waited for
     with socket.socket(socket.AF_UNIX) as listener:
