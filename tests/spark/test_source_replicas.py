@@ -23,12 +23,12 @@ def test_tasks_read_from_the_replica(spark: SparkSession, tmp_path: Path) -> Non
         with EmbeddedServer(extra=follows) as replica:
             bench = Bench(client, spark, tmp_path)
             eventually(lambda: b"state=online" in primary.call("INFO", "replication"), "the replica")
-            bench.add("s", 5_000)
+            bench.add("s", 1_000)
             eventually(lambda: has_all(replica, primary), "the replica to have all entries")
-            numbers = list(range(5_000))
+            numbers = list(range(1_000))
             bounds: dict[str, Any] = {
                 "startingOffsets": "earliest",
-                "maxRecordsPerPartition": 2_000,
+                "maxRecordsPerPartition": 400,
                 "readFrom": "replica",
             }
             with none_asked(primary), asked_for(replica):
