@@ -109,6 +109,22 @@ def test_the_error_names_settings_that_spark_cannot_start_with(
     assert message in refused.err
 
 
+def check_figures(text: str) -> None:
+    """The page of metrics has what the run has done."""
+    behind = (
+        'millstream_spark_behind_messages{of="max",query="app.tell"} 0.0',
+        'millstream_spark_stream_behind_messages{query="app.tell",stream="in"} 0.0',
+    )
+    for line in (
+        'millstream_messages_read_total{handler="app.tell"} 11.0',
+        'millstream_messages_committed_total{handler="app.tell"} 11.0',
+        'millstream_messages_dead_lettered_total{handler="app.tell",reason=""} 2.0',
+        'millstream_spark_rows_total{query="app.tell"} 11.0',
+        *(behind if HAS_LIMITS else ()),
+    ):
+        assert line in text, text
+
+
 def test_a_run_serves_its_metrics_and_alerts_and_neither_debug_nor_a_logger_shows_a_password_or_a_token(
     millstream_fresh_server: EmbeddedServer, tmp_path: Path
 ) -> None:
@@ -152,18 +168,7 @@ def test_a_run_serves_its_metrics_and_alerts_and_neither_debug_nor_a_logger_show
         done = ended(process)
     said = log.read_text()
     assert done.code == 0, said
-    behind = (
-        'millstream_spark_behind_messages{of="max",query="app.tell"} 0.0',
-        'millstream_spark_stream_behind_messages{query="app.tell",stream="in"} 0.0',
-    )
-    for line in (
-        'millstream_messages_read_total{handler="app.tell"} 11.0',
-        'millstream_messages_committed_total{handler="app.tell"} 11.0',
-        'millstream_messages_dead_lettered_total{handler="app.tell",reason=""} 2.0',
-        'millstream_spark_rows_total{query="app.tell"} 11.0',
-        *(behind if HAS_LIMITS else ()),
-    ):
-        assert line in text, text
+    check_figures(text)
     assert hook.received == [{"events": 1, "summaries": [{"app": "app", "handler": "tell", "dead": 2}]}]
     assert json.loads(given.read_text()) == hook.received[0]
     assert said.count("WARNING app.tell: dead letter (rejected): message ") == 1

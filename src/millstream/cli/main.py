@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -188,6 +189,7 @@ class _CommandGroup(TyperGroup):
             return super().invoke(ctx)
 
 
+@cache  # it is the same each time that one process asks
 def load_command(name: str) -> Any:
     """The command or family `name`, with its module imported."""
     module, _, attribute = COMMANDS[name][0].partition(":")
