@@ -139,13 +139,22 @@ def _appended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
     return some
 
 
-def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterator[Sequence[T]]:
+Unit = Effects | bytes
+"""What is committed whole or not at all: effects, or the id of an entry that is only acknowledged.
+
+Most entries of a handler without outputs are; objects for their effects would cost more than their commit.
+"""
+
+
+def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequence[T]]:
     """Split `some`, in order, into chunks that are each sent and answered well within a client's timeout.
 
     A call that times out looks like a Redis that is away, and would be repeated for ever.
     """
     begin = total = outputs = 0
     for at, unit in enumerate(map(unit_of, some)):
+        if isinstance(unit, bytes):
+            continue
         if unit.outputs or unit.dead_letters or unit.state:  # most units have no effects, and there are many
             size, count = unit.size, len(unit.outputs)
             if (total + size > _CHUNK_BYTES or outputs + count > _CHUNK_OUTPUTS) and at > begin:
@@ -156,15 +165,26 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterato
         yield some[begin:]
 
 
-def _partition_bare(units: Iterable[Effects]) -> tuple[list[Effects], list[Effects]]:
-    """Split the units into those without effects and the others."""
-    bare: list[Effects] = []
+def partition_bare(units: Iterable[Unit]) -> tuple[list[Unit], list[Effects]]:
+    """Split the units into those whose only effect is that their message is done, in stream order, and the others."""
+    bare: list[Unit] = []
     full: list[Effects] = []
     for unit in units:
-        (bare if unit.is_bare else full).append(unit)
+        if isinstance(unit, bytes) or unit.is_bare:
+            bare.append(unit)
+        else:
+            full.append(unit)
+    # Ids of one form are in stream order as they are in that of their bytes, which is compared much faster.
+    forms = {(len(one), one.find(b"-")) for one in map(last_id_of, bare)}
+    bare.sort(key=last_id_of if len(forms) == 1 else _order)
     return bare, full
 
 
-def _order(unit: Effects) -> tuple[int, int]:
-    ms, _, seq = unit.last_id.partition("-")
+def last_id_of(unit: Unit) -> bytes:
+    """Return the last id that a unit covers."""
+    return unit if isinstance(unit, bytes) else unit.last_id.encode()
+
+
+def _order(unit: Unit) -> tuple[int, int]:
+    ms, _, seq = last_id_of(unit).partition(b"-")
     return int(ms), int(seq)

@@ -24,6 +24,7 @@ from millstream.delivery.effects import (
     ISOLATED_SUFFIX,
     SINCE_SUFFIX,
     Effects,
+    Unit,
 )
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.pause import Pause
@@ -457,7 +458,7 @@ class ReliableStream:
         """Return a number for a commit that may have to be repeated; greater than those before."""
         return f"{self._incarnation}:{next(self._calls)}"
 
-    def commit(self, units: Sequence[Effects], *, allow_oom: bool = False, call_number: str = "") -> list[Effects]:
+    def commit(self, units: Sequence[Unit], *, allow_oom: bool = False, call_number: str = "") -> list[Unit]:
         """Commit and acknowledge in one atomic step; return the units that were refused, as `CommitStore.commit` does.
 
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same
@@ -467,14 +468,14 @@ class ReliableStream:
             lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call_number=call_number)
         )
 
-    def commit_call(self, units: Sequence[Effects], call_number: str) -> Call[list[Effects]]:
+    def commit_call(self, units: Sequence[Unit], call_number: str) -> Call[list[Unit]]:
         """Return the call that `commit` makes, for callers that pipeline many streams.
 
         If the reply is an error or is lost, call `commit` with the same `call_number`.
         """
         return self._store.commit_call(self.stream, units, call_number)
 
-    def ack(self, *deliveries: Delivery) -> list[Effects]:
+    def ack(self, *deliveries: Delivery) -> list[Unit]:
         """Commit entries that have no effects in Redis; return the units that were refused."""
         return self.commit([self.effects_of(delivery) for delivery in deliveries], allow_oom=True)
 
@@ -496,7 +497,7 @@ class ReliableStream:
             time_ms=time.time_ns() // 1_000_000,
         )
 
-    def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Effects]:
+    def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Unit]:
         """Move entries to the dead letters; return the units that were refused."""
         units = []
         for delivery, letter in letters:

@@ -182,9 +182,10 @@ class InFlight:
             # The same entry may have been delivered to this worker again since.
             if by_ref.get(delivery.entry_ref) is delivery:
                 del by_ref[delivery.entry_ref]
-                self._forget_suspect(delivery)
+                if self._suspects:
+                    self._forget_suspect(delivery)
                 self._bytes -= delivery.size
-                if delivery.running and not delivery.finished:
+                if not delivery.finished and delivery.running:
                     self._dropped.add(delivery)
 
     def _forget_suspect(self, delivery: Delivery) -> None:

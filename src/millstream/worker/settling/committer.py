@@ -8,20 +8,21 @@ from operator import itemgetter
 from typing import TypeVar
 
 from millstream.clock import Every
-from millstream.delivery.effects import Effects, chunk_by_size
+from millstream.delivery.effects import Unit, chunk_by_size
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
-from millstream.handlers.attempt import DeadLettered, Done, RetryLater
+from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
+from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.timers import DelayQueue
 
 logger = logging.getLogger(__name__)
 
 _MEMORY_RETRY_MS = 500.0
 _WARN_EVERY_MS = 5_000.0
-PendingCommit = tuple[Sequence[Delivery], Effects]
+PendingCommit = tuple[Sequence[Delivery], Unit]
 T = TypeVar("T")
 
 
@@ -34,6 +35,7 @@ class Committer:
 
     def __init__(self, context: WorkerContext, *, release: Callable[[Sequence[Delivery]], None]) -> None:
         self._steps = context.steps
+        self._has_own_commit = type(context.steps).commit is not HandlerSteps.commit
         self._in_flight = context.in_flight
         self._client = context.client
         self._loop_metrics = context.loop_metrics
@@ -76,8 +78,7 @@ class Committer:
                 self._run_again([one for one in deliveries if one not in lost], now_ms)
             elif isinstance(outcome, Done):
                 processed += len(deliveries)
-                effects = self._steps.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
-                commits.append((deliveries, effects or self._steps.commit(delivery, outcome)))
+                commits.append((deliveries, self._unit_of(deliveries, outcome)))
             elif isinstance(outcome, DeadLettered):
                 self._breaker.on_processed(processed)
                 processed = 0
@@ -105,6 +106,14 @@ class Committer:
         if held_back:
             self._release(held_back)
         self._loop_metrics.on_runs_settled(sum([len(deliveries) for deliveries, _ in finished]))
+
+    def _unit_of(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
+        delivery = deliveries[0]
+        if len(deliveries) > 1:
+            return self._steps.commit_batch(deliveries, done)
+        if done is NO_EFFECTS and delivery.attempt == delivery.deliveries == 1 and not self._has_own_commit:
+            return delivery.id
+        return self._steps.commit(delivery, done)
 
     def _record_failures(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         try:
@@ -154,7 +163,7 @@ class Committer:
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
-        letters = [letter for _, one in written for letter in one.dead_letters]
+        letters = [letter for _, one in written if not isinstance(one, bytes) for letter in one.dead_letters]
         dead = list(map(reason_of, letters))
         self._steps.failures.dead_lettered(letters)
         deliveries = _deliveries(some)
@@ -167,7 +176,7 @@ class Committer:
                 self._steps.handler.label,
                 len(refused),
                 stream.stream,
-                refused[0].first_id,
+                refused[0].decode() if isinstance(refused[0], bytes) else refused[0].first_id,
             )
         self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():
@@ -204,10 +213,10 @@ class Committer:
 
     def _postpone(self, stream: ReliableStream, some: Sequence[PendingCommit], error: OutOfMemory) -> None:
         """Commit plain acknowledgements, which free memory in the end; keep the rest pending, without an attempt."""
-        acknowledgements = [one for one in some if not (one[1].outputs or one[1].dead_letters)]
+        acknowledgements = [one for one in some if not _adds_entries(one[1])]
         if acknowledgements:
             self._commit_some(stream, acknowledgements, allow_oom=True)
-        postponed = [one for one in some if one[1].outputs or one[1].dead_letters]
+        postponed = [one for one in some if _adds_entries(one[1])]
         for one in _deliveries(postponed):
             one.committing = False  # Redis may be out of memory for longer than a claim lasts
         self._postponed += postponed
@@ -247,6 +256,10 @@ class Committer:
     def _observe_run_times(self, finished: Sequence[FinishedRun]) -> None:
         if self._loop_metrics.has_backend:
             self._loop_metrics.observe_run_times([one.attempt_ms for deliveries, _ in finished for one in deliveries])
+
+
+def _adds_entries(unit: Unit) -> bool:
+    return not isinstance(unit, bytes) and bool(unit.outputs or unit.dead_letters)
 
 
 def _deliveries(commits: Sequence[PendingCommit]) -> list[Delivery]:
