@@ -58,6 +58,7 @@ def commit_and_die(self, *args, **options):
         return result
     for one in psutil.Process().parents():
         if "CoarseGrainedExecutorBackend" in " ".join(one.cmdline()):
+            open("{armed}-killed", "w").close()
             one.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -155,7 +156,7 @@ def finish(driver: Driver, client: Client, count: int) -> None:
 
 def kill_executors(driver: Driver, client: Client, folder: Path) -> None:
     """Kill one between a commit and the end of its task, then others one at a time, all through the first messages."""
-    eventually(lambda: not (folder / "armed").exists(), "an executor to die", log=driver.errors)
+    eventually((folder / "armed-killed").exists, "an executor to die", log=driver.errors)
     for kill in range(KILLS):
         wait_for(client, "totals", (kill + 1) * MESSAGES // (KILLS + 2), driver)
         eventually(lambda: len(executors(driver)) == 2, "two executors", log=driver.errors)

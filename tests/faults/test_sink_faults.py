@@ -1,4 +1,4 @@
-"""Source and sink under fire: tasks, commits and drivers are killed at every step, and each row is published once.
+"""Source and sink under fire: tasks, commits and drivers are killed, and each row is published once.
 
 The query reads one stream by offsets, and shares the group of another with a worker that reads beside it.
 """
@@ -66,7 +66,7 @@ def is_over(group: Group) -> bool:
     return info is not None and not info.lag and not group.pending.summary().count
 
 
-def test_kills_at_every_step_of_sources_tasks_commits_and_drivers_publish_each_row_once_and_in_order(
+def test_kills_of_sources_tasks_commits_and_drivers_publish_each_row_once_and_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with EmbeddedServer() as server, Client(server.url) as client:

@@ -133,7 +133,7 @@ def test_a_stored_error_is_bounded_and_has_no_traceback_where_many_keys_wait(cli
     error = LastError(error="x\n\t" * 10_000, traceback="y\n" * 10_000, attempts=10**9 - 1, blocks=True)
     assert len(error.pack()) <= 300 + 30 + 1 + 4_096
     worker = routed(client, "A")
-    client.execute("HSET", KEYS.crashes, *(part for n in range(10_000) for part in (f"9-{n}f", 1)))
+    client.execute("HSET", KEYS.crashes, *(part for n in range(15_000) for part in (f"9-{n}f", 1)))
     lease = lease_one(worker)
     worker.release_leases([back_off(lease, error.pack())])
     stored = last_error(client, "1-0")

@@ -10,7 +10,7 @@ import pytest
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, CommittedPosition
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
-from millstream.delivery.effects import Effects
+from millstream.delivery.effects import Effects, Unit
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
@@ -96,6 +96,22 @@ def test_a_worker_whose_entry_was_claimed_commits_nothing_and_the_claiming_worke
     assert pending(client) == [("1-0", "other"), ("2-0", "other")]
     assert other.commit([effect(other, one) for one in claimed]) == []
     assert (outputs(client), pending(client)) == ([1, 2], [])
+
+
+def test_ids_alone_are_acknowledged_beside_effects_but_for_those_that_another_worker_has_claimed(
+    client: Client,
+) -> None:
+    fill(client, 11)
+    mine = worker(client)
+    fetched = {one.id: one for one in mine.fetch(count=20)}
+    worker(client, "w2")
+    client.execute("XCLAIM", "in", KEYS.group, "w2", 0, "2-0", "10-0")
+    alone = [one for one in reversed(fetched) if one != b"5-0"]  # ids of two lengths, in no order
+    units: list[Unit] = [*alone, effect(mine, fetched[b"5-0"])]
+    refused = mine.commit(units)
+    assert sorted(map(repr, refused)) == ["b'10-0'", "b'2-0'"]
+    assert outputs(client) == [5]
+    assert pending(client) == [("2-0", "w2"), ("10-0", "w2")]
 
 
 def test_claimed_entries_are_not_idle_and_returned_ones_are_claimed_at_once(client: Client) -> None:

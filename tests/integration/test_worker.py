@@ -395,6 +395,11 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
     with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), steps=Traced) as loop:
         eventually(lambda: loop.loop_metrics.committed >= 1)
     assert steps == ["decode", "run", "retry", "decode", "run", "dead_letter"]
+    steps.clear()
+    fill(client, 1)
+    with working(client, make(lambda message: None), steps=Traced) as loop:
+        eventually(lambda: loop.loop_metrics.committed >= 1)
+    assert steps == ["decode", "run", "commit"], "a message without effects too is committed by its step"
 
 
 def test_the_outcomes_of_a_worker_are_exported_as_metrics(client: Client) -> None:

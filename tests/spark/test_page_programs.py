@@ -206,6 +206,8 @@ def test_the_job_of_the_page_on_platforms_runs_the_app_in_a_session_that_is_ther
     checkpoint = f'"{bench.folder / "checkpoint"}", once=True'
     printed = {"rediss://redis.internal:6379": bench.url, '"s3://bucket/checkpoints/shop"': checkpoint}
     printed['"app.py"'] = f'"{bench.folder / "app.py"}"'  # the Java of the session has a folder of its own
-    run_python(page, replaced=printed, only=[1])
-    monkeypatch.delitem(sys.modules, "app")
+    try:
+        run_python(page, replaced=printed, only=[1])
+    finally:
+        sys.modules.pop("app", None)
     assert {"customer": "ann", "order": "o-1"} in entries(bench, "bills")

@@ -62,7 +62,10 @@ def asleep(millstream_url: str, tmp_path: Path) -> Iterator[Driver]:
 
 
 def stop_process_group(driver: Driver) -> int:
-    """Send SIGTERM to each process of its group, as a service manager does; return its exit code."""
+    """Send SIGTERM to each process of its group, as a service manager does; return its exit code.
+
+    Java and its Python workers have a group of their own: the driver gets it as if it were sent to it alone.
+    """
     group = os.getpgid(driver.process.pid)
     for pid in [*(one.pid for one in driver.descendants()), driver.process.pid]:
         with suppress(ProcessLookupError):

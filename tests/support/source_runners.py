@@ -35,7 +35,11 @@ if {VARIABLE!r} in os.environ and sys.orig_argv[-1] == {RUNNER!r}:
     sys.path[:] = [one for one in path if one.startswith(sys.base_prefix)]  # archives take long to look through
     import marshal, socket
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[{VARIABLE!r}])
+        try:
+            connection.connect(os.environ[{VARIABLE!r}])
+        except OSError:
+            sys.path[:] = path
+            raise
         about = marshal.dumps((dict(os.environ), os.getcwd(), path))
         socket.send_fds(connection, [len(about).to_bytes(8, "big")], [0, 1, 2])
         connection.sendall(about)
@@ -107,7 +111,10 @@ def _work_for(connection: socket.socket) -> None:
         size, pipes, _, _ = socket.recv_fds(connection, 8, 3)
         about = b""
         while len(about) < int.from_bytes(size, "big"):
-            about += connection.recv(1 << 20)
+            more = connection.recv(1 << 20)
+            if not more:  # the process that asked has ended
+                raise EOFError
+            about += more
         environment, folder, sys.path[:] = marshal.loads(about)
         os.environ.clear()
         os.environ.update(environment)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from millstream.delivery.effects import FAILED_SUFFIX, Effects, Unit, last_id_of, partition_bare
+from millstream.delivery.effects import FAILED_SUFFIX, U, last_id_of, split_bare
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.errors import CommandFailed, ConfigError, Incompatible, StaleOwner
 from millstream.model import EntryId
@@ -198,9 +198,7 @@ class CommitStore:
             found.update(one for one, value in zip(chunk, values, strict=True) if value is not None)
         return found
 
-    def commit(
-        self, units: Mapping[str, Sequence[Unit]], *, allow_oom: bool = False, call_number: str = ""
-    ) -> list[Unit]:
+    def commit(self, units: Mapping[str, Sequence[U]], *, allow_oom: bool = False, call_number: str = "") -> list[U]:
         """Commit each stream's units in one atomic step per stream; return the units that were refused.
 
         A refused unit wrote nothing: part of it is committed already, or another worker holds the entry now. Also
@@ -216,32 +214,32 @@ class CommitStore:
             for one in self._parse_commit(group, reply)
         ]
 
-    def commit_call(self, stream: str, units: Sequence[Unit], call_number: str) -> Call[list[Unit]]:
+    def commit_call(self, stream: str, units: Sequence[U], call_number: str) -> Call[list[U]]:
         """Return the call that `commit` makes, for callers that pipeline many streams. If the reply is an error, call
         `commit` instead.
         """
         command = self.script_command(COMMIT, stream, self._commit_args(units, call_number))
         return Call(command, partial(self._parse_commit, units))
 
-    def _parse_commit(self, units: Sequence[Unit], reply: Reply) -> list[Unit]:
+    def _parse_commit(self, units: Sequence[U], reply: Reply) -> list[U]:
         if not reply:  # almost always: saves sorting a thousand units again
             return []
         bare, full = self._split_bare(units)
         sent = [*bare, *full]
         return [sent[int(number) - 1] for number in reply]
 
-    def _commit_args(self, units: Sequence[Unit], call_number: str) -> list[Arg]:
+    def _commit_args(self, units: Sequence[U], call_number: str) -> list[Arg]:
         bare, full = self._split_bare(units)
         args: list[Arg] = [self.token, *self._worker, call_number, len(bare), *map(last_id_of, bare)]
         for unit in full:
+            if isinstance(unit, bytes):
+                raise TypeError("ids alone are committed by workers only")
             args += unit.args(self._maxlen, self.state_ttl_ms)
         return args
 
-    def _split_bare(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Effects]]:
+    def _split_bare(self, units: Sequence[U]) -> tuple[list[U], list[U]]:
         """Return the units without effects, for which the ids are enough, and the others."""
-        if self._worker[1]:
-            return partition_bare(units)
-        return [], [unit for unit in units if isinstance(unit, Effects)]  # ids alone are committed by workers only
+        return split_bare(units) if self._worker[1] else ([], list(units))
 
     def advance_committed(self, ends: Mapping[str, EntryId]) -> None:
         """Move the committed id of each stream to the given id, and drop the key offsets up to it."""

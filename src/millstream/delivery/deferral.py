@@ -34,7 +34,7 @@ _STREAMS_AT_ONCE = 100
 class Deferral:
     """Messages of one key to defer.
 
-    * `queue`, `expected_offset`: the field of their key offset, and its value as it was loaded, or IN_LINE for entries that
+    * `queue`, `expected_offset`: the field of their key offset, and its value as it was loaded, or FROM_QUEUE for entries that
       were run from their key queue
     * `mode`; `detail`: milliseconds for "backoff", the reason for "park"
     * `failed_attempts`: how many attempts on the first have failed, None if that is not known; `last_error`: why the

@@ -42,7 +42,7 @@ class Effects:
 
     * `offset_field`, `expected_offset`: the offset field and the value it was loaded with (b"" = none). For a worker's key: the name
       of its queue and the token of its lease. For entries that Spark runs from a key queue: the queue's name and
-      IN_LINE
+      FROM_QUEUE
     * `first_id`, `last_id`, `message_count`: the messages it covers
     * `state_field`, `state`: None leaves the state alone; b"" removes it
     * `other_ids`: for a worker's batch, or entries of a key queue, the ids of all but the last
@@ -145,6 +145,8 @@ Unit = Effects | bytes
 Most entries of a handler without outputs are; objects for their effects would cost more than their commit.
 """
 
+U = TypeVar("U", bound=Unit)
+
 
 def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequence[T]]:
     """Split `some`, in order, into chunks that are each sent and answered well within a client's timeout.
@@ -165,15 +167,15 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[S
         yield some[begin:]
 
 
-def partition_bare(units: Iterable[Unit]) -> tuple[list[Unit], list[Effects]]:
-    """Split the units into those whose only effect is that their message is done, in stream order, and the others."""
-    bare: list[Unit] = []
-    full: list[Effects] = []
+def split_bare(units: Iterable[U]) -> tuple[list[U], list[U]]:
+    """Split the units into those whose only effect is that their message is done, in stream order, and the others.
+
+    The same units always come in the same order: the replies of Redis number them.
+    """
+    bare: list[U] = []
+    full: list[U] = []
     for unit in units:
-        if isinstance(unit, bytes) or unit.is_bare:
-            bare.append(unit)
-        else:
-            full.append(unit)
+        (bare if isinstance(unit, bytes) or unit.is_bare else full).append(unit)
     # Ids of one form are in stream order as they are in that of their bytes, which is compared much faster.
     forms = {(len(one), one.find(b"-")) for one in map(last_id_of, bare)}
     bare.sort(key=last_id_of if len(forms) == 1 else _order)

@@ -443,7 +443,7 @@ class KeyedStream(ReliableStream):
         )
         unit.other_ids = ids[:-1]
         for one, entry_id in zip(deliveries, ids, strict=True):
-            if one.deliveries > 1 or one.attempt > 1:
+            if one.may_have_crash_counts:
                 unit.clear_crash_counts(*crash_counts_of(entry_id))
         return unit
 

@@ -24,7 +24,7 @@ from millstream.delivery.effects import (
     ISOLATED_SUFFIX,
     SINCE_SUFFIX,
     Effects,
-    Unit,
+    U,
 )
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.pause import Pause
@@ -97,6 +97,11 @@ class Delivery:
     def __post_init__(self) -> None:
         self.entry_ref = (self.stream.stream, self.id)
         self.size = sum(map(len, self.pairs))
+
+    @property
+    def may_have_crash_counts(self) -> bool:
+        """True if an attempt has failed, or if Redis has delivered it before: its commit clears what was counted."""
+        return self.attempt > 1 or self.deliveries > 1
 
 
 @dataclass(slots=True, eq=False)
@@ -444,13 +449,13 @@ class ReliableStream:
         entry_id = delivery.id.decode()
         # Positional, as keyword arguments would double the cost, and there is one unit per message.
         unit = Effects(ENTRY_PREFIX + delivery.id, b"", b"", None, entry_id, entry_id, 1)
-        if delivery.deliveries > 1 or delivery.attempt > 1:
+        if delivery.may_have_crash_counts:
             unit.clear_crash_counts(*crash_counts_of(entry_id))
         if rest:
             unit.other_ids = [one.id.decode() for one in rest]
             unit.message_count += len(rest)
             for one, other_id in zip(rest, unit.other_ids, strict=True):
-                if one.deliveries > 1 or one.attempt > 1:
+                if one.may_have_crash_counts:
                     unit.clear_crash_counts(*crash_counts_of(other_id))
         return unit
 
@@ -458,7 +463,7 @@ class ReliableStream:
         """Return a number for a commit that may have to be repeated; greater than those before."""
         return f"{self._incarnation}:{next(self._calls)}"
 
-    def commit(self, units: Sequence[Unit], *, allow_oom: bool = False, call_number: str = "") -> list[Unit]:
+    def commit(self, units: Sequence[U], *, allow_oom: bool = False, call_number: str = "") -> list[U]:
         """Commit and acknowledge in one atomic step; return the units that were refused, as `CommitStore.commit` does.
 
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same
@@ -468,14 +473,14 @@ class ReliableStream:
             lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call_number=call_number)
         )
 
-    def commit_call(self, units: Sequence[Unit], call_number: str) -> Call[list[Unit]]:
+    def commit_call(self, units: Sequence[U], call_number: str) -> Call[list[U]]:
         """Return the call that `commit` makes, for callers that pipeline many streams.
 
         If the reply is an error or is lost, call `commit` with the same `call_number`.
         """
         return self._store.commit_call(self.stream, units, call_number)
 
-    def ack(self, *deliveries: Delivery) -> list[Unit]:
+    def ack(self, *deliveries: Delivery) -> list[Effects]:
         """Commit entries that have no effects in Redis; return the units that were refused."""
         return self.commit([self.effects_of(delivery) for delivery in deliveries], allow_oom=True)
 
@@ -497,7 +502,7 @@ class ReliableStream:
             time_ms=time.time_ns() // 1_000_000,
         )
 
-    def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Unit]:
+    def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Effects]:
         """Move entries to the dead letters; return the units that were refused."""
         units = []
         for delivery, letter in letters:

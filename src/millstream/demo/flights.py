@@ -70,10 +70,7 @@ def _read(lines: io.TextIOWrapper, limit: int | None) -> Flights:
     def departs(row: Sequence[str]) -> tuple[int, ...]:
         return int(row[year]), int(row[month]), int(row[day]), int(row[due])
 
-    if limit is not None:
-        return Flights(columns, [tuple(row) for row in heapq.nsmallest(limit, table, key=departs)])
     # Six million cells hold a few thousand distinct values: one object for each value keeps the year in 80 MB.
     shared: dict[str, str] = {}
-    rows = [tuple([shared.setdefault(cell, cell) for cell in row]) for row in table]
-    rows.sort(key=departs)
-    return Flights(columns, rows)
+    rows = (tuple([shared.setdefault(cell, cell) for cell in row]) for row in table)
+    return Flights(columns, sorted(rows, key=departs) if limit is None else heapq.nsmallest(limit, rows, key=departs))

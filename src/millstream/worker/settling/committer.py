@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from millstream.clock import Every
-from millstream.delivery.effects import Unit, chunk_by_size
+from millstream.delivery.effects import Unit, chunk_by_size, last_id_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
@@ -111,7 +111,7 @@ class Committer:
         delivery = deliveries[0]
         if len(deliveries) > 1:
             return self._steps.commit_batch(deliveries, done)
-        if done is NO_EFFECTS and delivery.attempt == delivery.deliveries == 1 and not self._has_own_commit:
+        if done is NO_EFFECTS and not (self._has_own_commit or delivery.may_have_crash_counts):
             return delivery.id
         return self._steps.commit(delivery, done)
 
@@ -172,11 +172,11 @@ class Committer:
             self._loop_metrics.count_refused(len(refused))
             logger.warning(
                 "%s: commit refused for %d messages of %s: another worker claimed them, or they were committed before; "
-                "discarding their effects (first: %s)",
+                "discarding their effects (%s, for one)",
                 self._steps.handler.label,
                 len(refused),
                 stream.stream,
-                refused[0].decode() if isinstance(refused[0], bytes) else refused[0].first_id,
+                last_id_of(refused[0]).decode(),
             )
         self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():

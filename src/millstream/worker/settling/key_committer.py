@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from millstream.delivery.effects import Effects, Unit, chunk_by_size
+from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery
@@ -50,7 +50,7 @@ class _PipelinedReply:
     """The effects that a commit which was pipelined with others refused, or its error; and the number of the call."""
 
     call_number: str
-    refused: list[Unit] | RedisError
+    refused: list[Effects] | RedisError
     took_s: float
 
 
@@ -152,7 +152,7 @@ class KeyCommitter(Committer):
         numbers = {stream: stream.new_call_number() for stream in _first_round_trip(effects_of)}
         calls = [stream.commit_call(_effects(effects_of[stream]), number) for stream, number in numbers.items()]
         began_ms = self._clock.monotonic_ms()
-        results: Sequence[list[Unit] | RedisError]
+        results: Sequence[list[Effects] | RedisError]
         try:
             results = list(self._client.run_all(calls))
         except Unavailable as error:

@@ -1,6 +1,6 @@
 -- The failed attempts on the first entry of a key queue: their number ('f'), when the first one failed ('s', Unix ms),
 -- and why the last one failed ('e': the error in one line, then the traceback). KEYS as in commit.lua, `key_queues` first.
-local MOST_FIELDS = 10000
+local MOST_FIELDS = 15000
 
 local function store_failed_attempts(id, number, last_error)
   -- Where so many keys wait, most wait for the same reason: the tracebacks of all could fill the memory.
