@@ -67,6 +67,10 @@ def working(client: Client, handler: Handler, name: str = "w1", **options: Any) 
     thread.start()
     try:
         yield loop
+    except AssertionError as error:
+        if loop.failure is not None:  # what the block waited for in vain may have needed the loop
+            raise error from loop.failure
+        raise
     finally:
         loop.stop()
         thread.join(FAIL_SAFE_S)
