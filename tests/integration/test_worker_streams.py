@@ -1,6 +1,7 @@
 """Workers of a handler with order="stream": whole streams have one owner at a time, and stay in order."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections import defaultdict
@@ -14,11 +15,13 @@ from millstream import App, Message, Retry, State
 from millstream.admin.liveness import find_workers
 from millstream.balancer import announce
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import AccessDenied, ConfigError, StaleOwner
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, live_workers_key
 from millstream.testing.topologies import cluster
 from millstream.worker.incarnations import NAME_LEASE_MS
+from millstream.worker.ordering.ordering import names_to_work_on
 from millstream.worker.static_membership import StaticMembership
 from tests.support.command_stats import scripts_run
 from tests.support.commandline import call
@@ -369,6 +372,21 @@ def test_a_worker_on_idle_streams_calls_redis_seldom(client: Client) -> None:
     with working(client, make(count, pattern="s:*", order="stream")):
         eventually(lambda: len(rows(client)) == 500)
         eventually(lambda: scripts_in(0.5) < 500, "less than one a second for each of the streams")
+
+
+def test_streams_may_come_while_those_of_a_worker_are_listed(client: Client) -> None:
+    def add(phase: str, info: Any) -> None:  # as another thread may, which runs when the garbage collector does
+        streams[f"later:{len(streams)}"] = one
+
+    one = ReliableStream(client, "s:0", app="app", handler="handle", consumer="w1")
+    streams = {f"s:{n}": one for n in range(5_000)}
+    gc.callbacks.append(add)
+    try:
+        assert set(names_to_work_on(streams)) == {"s:0"}
+        gc.collect()
+    finally:
+        gc.callbacks.remove(add)
+    assert len(streams) > 5_000
 
 
 def test_large_effects_of_many_streams_are_committed_a_few_at_a_time(

@@ -37,7 +37,7 @@ from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.ordering.by_key import ByKey
-from millstream.worker.ordering.ordering import Ordering
+from millstream.worker.ordering.ordering import Ordering, names_to_work_on
 from millstream.worker.ordering.unordered import Unordered
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.running.async_runner import AsyncRunner
@@ -309,7 +309,7 @@ class ReadingLoop:
         while not self._stopping.is_set():
             try:
                 delayed.move_until_stopped(
-                    lambda: [name for name, one in list(self._ordering.streams.items()) if not one.leaving],
+                    lambda: names_to_work_on(self._ordering.streams),
                     self._stopping,
                     every_ms=self._policy.sweep_ms,
                     on_moved=self.loop_metrics.count_delayed_moved,

@@ -31,7 +31,7 @@ def ship(spark: SparkSession, folder: Path, more: Sequence[str] = ()) -> None:
 def loaded_modules(folder: Path) -> list[Path]:
     """The modules, and whole packages, that this process has imported from `folder`."""
     found = set()
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         origin = getattr(module, "__file__", None)
         path = folder.joinpath(*name.split("."))
         if origin is not None and Path(origin) in (path.with_suffix(".py"), path / "__init__.py"):

@@ -64,7 +64,8 @@ class KeyRouter:
         return self._role is None or name in self._role.held
 
     def _readable(self, name: str) -> bool:
-        return name in self._joined and self._joined[name].readable
+        stream = self._joined.get(name)  # another thread may remove it meanwhile
+        return stream is not None and stream.readable
 
     def run(self, stopping: threading.Event) -> None:
         """Route until `stopping`. Raises StaleOwner, and RedisError except Unavailable."""

@@ -66,6 +66,15 @@ def existing_streams(handler: Handler, scan_client: Client) -> Sequence[str]:
     return handler.streams or scan_client.scan_streams(handler.pattern or "*")
 
 
+def names_to_work_on(streams: Mapping[str, ReliableStream]) -> list[str]:
+    """Return the names of the streams that this worker is not about to leave. Other threads may add some meanwhile.
+
+    A copy of the items would not be atomic: the tuple made for each of them may start the garbage collector, which runs
+    Python code, and then another thread may add a stream. A copy of the values allocates nothing on its way.
+    """
+    return [one.stream for one in list(streams.values()) if not one.leaving]
+
+
 def _warn_not_released(handler: Handler, count: int, error: MillstreamError) -> None:
     logger.warning(
         "%s: cannot release %d messages: %s; other workers claim them when they expire", handler.label, count, error
