@@ -194,6 +194,13 @@ class StaleOwner(MillstreamError):
     """A newer run of the same handler, or a newer owner of the key, has taken over. Nothing was written: stop."""
 
 
+class BatchBehind(StaleOwner):
+    """The sink has published a later batch: another run was at work on this checkpoint, or it was set back.
+
+    A query that starts again reads its checkpoint again, so the first of these may not come twice.
+    """
+
+
 class Unfinished(MillstreamError):
     """Work was left undone: a handler cancelled tasks that are not its own, or the run was stopped. It is repeated."""
 

@@ -1,5 +1,6 @@
 """A real standalone cluster, of which everything dies: executors, a worker, the driver, the master."""
 
+import json
 import os
 import random
 import subprocess
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from millstream.handlers.dead_letter import DeadLetter
@@ -65,6 +67,20 @@ def copy(orders):
 def scatter(message: Message, state: State) -> dict:
     state["count"] = state.get("count", 0) + 1
     return {"stream": message.stream, "count": state["count"], "size": len(message.fields.get("blob", ""))}
+"""
+
+STAGES = """
+from millstream import App, Rows
+
+app = App("desk")
+
+@app.stage(Rows("orders", "_id string, n string"), into="copies")
+def copy(orders):
+    return orders
+
+@app.stage(Rows("orders", "_id string, n string"))
+def files(orders):
+    return orders.writeStream.format("parquet").option("path", "{folder}")
 """
 
 
@@ -270,6 +286,50 @@ def test_of_two_live_drivers_on_one_checkpoint_one_continues_and_no_checkpoint_i
     said = (tmp_path / "stderr.log").read_text()
     assert "damaged" not in said, said
     assert "cannot resume" not in said, said
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """The numbers in the files that Spark's file sink counts as written; it leaves those of failed tasks behind."""
+    paths: set[str] = set()
+    for log in (folder / "_spark_metadata").iterdir():
+        if not log.name.startswith("."):
+            paths |= {json.loads(line)["path"] for line in log.read_text().splitlines()[1:]}
+    tables = [pq.read_table(path.removeprefix("file://")) for path in paths]
+    return sorted(int(one) for table in tables for one in table["n"].to_pylist())
+
+
+def test_of_two_live_drivers_with_stages_alone_the_newer_one_continues_and_each_row_is_written_once(
+    cluster: Standalone, driver: Driver, client: Client, millstream_url: str, tmp_path: Path
+) -> None:
+    def publish() -> None:
+        first = client.execute("XLEN", "orders")
+        client.pipeline([("XADD", "orders", "*", "n", n) for n in range(first, first + PORTION)])
+
+    def is_done(driver: Driver) -> bool:
+        count = client.execute("XLEN", "orders")
+        written = len(numbers_in(tmp_path / "files")) if (tmp_path / "files" / "_spark_metadata").exists() else 0
+        return (client.execute("XLEN", "copies") >= count and written >= count) or not driver.alive
+
+    (tmp_path / "app" / "desk.py").write_text(STAGES.format(folder=tmp_path / "files"))
+    publish()
+    driver.start()
+    eventually(lambda: is_done(driver), "the first portion", log=driver.errors)
+    cluster.start_worker()  # the first keeps its executors
+    cluster.start_worker()
+    with Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=driver.options) as second:
+        second.start()
+        while driver.alive and second.alive:
+            publish()
+            time.sleep(1)
+        assert driver.ended() != 0
+        publish()
+        eventually(lambda: is_done(second), "all of it", log=second.errors)
+        assert second.alive, second.errors()
+        assert second.stop() == 0
+    everything = list(range(client.execute("XLEN", "orders")))
+    copies = [int(text_fields(items)["n"]) for _, items in client.execute("XRANGE", "copies", "-", "+")]
+    assert sorted(copies) == everything
+    assert numbers_in(tmp_path / "files") == everything
 
 
 def redrive_and_kill(client: Client, url: str, *, left: int) -> None:

@@ -16,7 +16,8 @@ from millstream.delivery.effects import Effects
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, stage_group, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
-from millstream.spark.run.liveness import announce_run, keep_announced
+from millstream.spark.run import liveness
+from millstream.spark.run.liveness import announce_run, begin_run, keep_announced
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.options import parse
@@ -211,7 +212,7 @@ def test_stages_and_groups_are_shown_with_their_lag_and_pending_entries(client: 
     client.execute("XREADGROUP", "GROUP", "billing", "w1", "COUNT", 3, "STREAMS", "a", ">")
     client.execute("XREADGROUP", "GROUP", "billing", "w2", "COUNT", 3, "STREAMS", "b", ">")
     client.execute("XACK", "b", "billing", "1-0", "2-0")
-    announce_run(client, "shop", ["minutes"])
+    announce_run(client, "shop", ["minutes"], epoch=1)
     found = inspect(client)
     stage, group = reader(found, "shop.minutes"), reader(found, "billing")
     assert (stage.kind, stage.modes, stage.alive, stage.lag, stage.done) == ("stage", ("spark, stage",), 1, 12, 8)
@@ -237,20 +238,36 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_the_group(client: Client
     assert "spark, readAs=group" in call("info", "--wide", url=client.url).out
 
 
-def test_the_handlers_of_a_run_on_spark_are_shown_as_alive(client: Client) -> None:
+def test_the_handlers_of_a_run_on_spark_are_shown_as_alive(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_INTERVAL_S", 1.0)
     fill(client, "flights", 3)
     committed_id(client, "1-0")
     assert (reader(inspect(client), "airline.departure").alive, handler(inspect(client)).consumers) == (0, 0)
     over = threading.Event()
-    run = threading.Thread(target=keep_announced, args=(client.url, "airline", lambda: ["departure"], over))
+    epoch = begin_run(client, "airline", ["departure"])
+    assert epoch is not None
+    replaced: list[set[str]] = []
+    run = threading.Thread(
+        target=keep_announced,
+        args=(client.url, "airline", lambda: ["departure"], over),
+        kwargs={"epoch": epoch, "on_replaced": replaced.append},
+    )
     run.start()
+    key = worker_name_key("airline", "spark:departure")
     try:
         eventually(lambda: handler(inspect(client)).workers == ("spark:departure",), "the run is seen")
+        client.execute("DEL", key)
+        eventually(lambda: client.execute("GET", key) == str(epoch).encode(), "it is announced again")
+        assert replaced == []
+        newer = begin_run(client, "airline", ["departure"])
+        eventually(lambda: len(replaced) >= 3, "checks with a renewal between them")
+        assert replaced[0] == {"departure"}
+        assert int(client.execute("GET", key)) == newer, "the older run leaves the key to the newer one"
     finally:
         over.set()
         run.join(FAIL_SAFE_S)
     assert "spark (1)" in call("info", "--wide", url=client.url).out
-    assert 0 < client.execute("PTTL", worker_name_key("airline", "spark:departure")) <= 30_000
+    assert 0 < client.execute("PTTL", key) <= 30_000
 
 
 def test_two_reports_give_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

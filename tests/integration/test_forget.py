@@ -129,7 +129,7 @@ def test_forget_refuses_and_removes_nothing_while_a_worker_or_a_run_is_alive(cli
         outcome = call("forget", "app.handle", "--yes", url=client.url)
         assert (outcome.code, "still alive, or within the last minute: app.handle: w1" in outcome.err) == (1, True)
         assert client.execute("HGET", KEYS.meta, "committed") == b"1"
-    announce_run(client, "app", ["handle"])
+    announce_run(client, "app", ["handle"], epoch=1)
     outcome = call("forget", "app", "--yes", url=client.url)
     assert (outcome.code, "app.handle: a run on Spark" in outcome.err) == (1, True)
     assert client.execute("EXISTS", KEYS.meta) == 1
@@ -139,7 +139,7 @@ def test_a_run_that_starts_after_the_question_keeps_its_keys(client: Client) -> 
     remains_of_a_worker(client)
     one = Forgetting(client, "app", "handle", dead_letters=False)
     assert [found.label for found in one.find()] == ["app.handle"]
-    announce_run(client, "app", ["handle"])
+    announce_run(client, "app", ["handle"], epoch=1)
     with pytest.raises(MillstreamError, match="still alive"):
         one.remove()
     assert client.execute("EXISTS", KEYS.meta) == 1

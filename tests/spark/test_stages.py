@@ -1,7 +1,7 @@
 """Stages: ordinary PySpark beside the handlers of an app, started, watched and started again as they are."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,9 @@ from millstream import App, Rows, State, load_app
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import stage_group
 from millstream.redis_client.replies import mapping_of
+from millstream.spark.run.liveness import begin_run
 from millstream.spark.run.stage_query import StageQuery
+from millstream.spark.run.supervisor import RunSettings, Supervisor
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 
@@ -130,6 +132,46 @@ def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipe
     events = [(event["event"], event.get("stage")) for event in pipelines.events]
     assert events[0] == ("started", "copy")
     assert events[-1] == ("stopped", None)
+
+
+def test_a_run_of_a_stage_ends_once_a_newer_run_has_taken_over(pipelines: Pipelines) -> None:
+    app = App("app")
+    app.stage(Rows("in", "n int"), name="copy")(lambda rows: rows.writeStream.format("noop"))
+    with pipelines.running(app, fails=True) as background:
+        eventually(lambda: pipelines.events_named("started"), "its start")
+        begin_run(pipelines.client, "app", ["other"])
+        begin_run(pipelines.client, "other", ["copy"])
+        pipelines.add("in", {"n": 1})
+        eventually(lambda: pipelines.events_named("batch"), "a batch: these are other runs")
+        begin_run(pipelines.client, "app", ["copy"])
+        eventually(lambda: not background.is_alive(), "its end")
+    assert isinstance(background.error, PipelineFailed)
+    assert "app.copy stopped: a newer run of it has taken over" in str(background.error)
+
+
+def test_a_stage_whose_checkpoint_another_run_has_moved_on_is_restarted_once(pipelines: Pipelines) -> None:
+    app = App("app")
+    app.stage(Rows("in", "n int"), into="out", name="copy")(lambda rows: rows)
+    pipelines.add("in", {"n": 1})
+    pipelines.once(app)
+    (record,) = pipelines.client.execute("KEYS", "millstream:{sink:*}:record")
+    pipelines.client.execute("HSET", record, "batch", 7)  # published by a run that was at work when this one read it
+    pipelines.add("in", {"n": 2})
+    supervisor = pipelines.supervisor(app, once=True)
+    with pytest.raises(PipelineFailed, match="batch 1 comes before batch 7"):
+        supervisor.run()
+    (restart,) = pipelines.events_named("restarting")
+    assert "BatchBehind" not in restart["reason"]
+    assert [fields["n"] for _, fields in pipelines.entries("out")] == ["1"]
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "restarting":
+            pipelines.client.execute("HSET", record, "batch", 0)
+
+    settings = RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"), once=True)
+    pipelines.client.execute("HSET", record, "batch", 7)
+    Supervisor(app, pipelines.spark, settings, on_event=on_event).run()
+    assert [fields["n"] for _, fields in pipelines.entries("out")] == ["1", "2"]
 
 
 def test_a_new_checkpoint_of_a_stage_with_progress_is_refused_without_a_choice_of_the_start(

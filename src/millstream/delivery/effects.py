@@ -31,6 +31,13 @@ ISOLATED_SUFFIX = "a"
 (`worker/incarnations.py`).
 """
 
+
+def crash_counts_of(entry_id: str) -> tuple[str, ...]:
+    """Return all crash-count fields of an entry."""
+    suffixes = (FAILED_SUFFIX, SINCE_SUFFIX, ERROR_SUFFIX, EXPIRED_SUFFIX, CAUSES_SUFFIX, ISOLATED_SUFFIX)
+    return entry_id, *(entry_id + suffix for suffix in suffixes)
+
+
 _CHUNK_BYTES = 8 << 20
 _CHUNK_OUTPUTS = 10_000
 _OUTPUT_KEY = 8

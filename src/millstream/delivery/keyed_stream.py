@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
-from millstream.delivery.effects import ERROR_SUFFIX, Effects
+from millstream.delivery.effects import ERROR_SUFFIX, Effects, crash_counts_of
 from millstream.delivery.reliable_stream import (
     NO_LIMIT,
     Delivery,
     LeasedKey,
     ReliableStream,
-    crash_counts_of,
 )
 from millstream.errors import Unavailable
 from millstream.model import Retry

@@ -16,16 +16,7 @@ from itertools import count, islice
 from typing import ClassVar, Literal, TypeVar
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
-from millstream.delivery.effects import (
-    CAUSES_SUFFIX,
-    ERROR_SUFFIX,
-    EXPIRED_SUFFIX,
-    FAILED_SUFFIX,
-    ISOLATED_SUFFIX,
-    SINCE_SUFFIX,
-    Effects,
-    U,
-)
+from millstream.delivery.effects import ISOLATED_SUFFIX, Effects, U, crash_counts_of
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.pause import Pause
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
@@ -573,12 +564,6 @@ class ReliableStream:
                     raise
             self.join()
         return step()
-
-
-def crash_counts_of(entry_id: str) -> tuple[str, ...]:
-    """Return all crash-count fields of an entry."""
-    suffixes = (FAILED_SUFFIX, SINCE_SUFFIX, ERROR_SUFFIX, EXPIRED_SUFFIX, CAUSES_SUFFIX, ISOLATED_SUFFIX)
-    return entry_id, *(entry_id + suffix for suffix in suffixes)
 
 
 def remove_consumers(client: Client, streams: Iterable[ReliableStream]) -> None:

@@ -47,7 +47,7 @@ def run_on_spark(url: str, admin: Client) -> None:
     ids = add(admin, 30)
     with Client(url) as client:
         warn_of_data_loss(client)
-        announce_run(client, "shop", ["bill"])
+        announce_run(client, "shop", ["bill"], epoch=1)
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
         prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.effects import ERROR_SUFFIX, FAILED_SUFFIX, SINCE_SUFFIX
+from millstream.delivery.effects import crash_counts_of
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater, check_key, dead_letter_of
 from millstream.handlers.handler import Handler
 from millstream.model import Message
@@ -198,10 +198,8 @@ class PartitionTask:
         """Add a processed message's outcome to its run's effects."""
         effects = run.effects
         effects.add_message(message.id)
-        if self._cautious.is_on:
-            effects.clear_crash_counts(message.id)
-        if run.from_queue and message.attempt > 1:
-            effects.clear_crash_counts(*(message.id + suffix for suffix in (FAILED_SUFFIX, SINCE_SUFFIX, ERROR_SUFFIX)))
+        if self._cautious.is_on or (run.from_queue and message.attempt > 1):
+            effects.clear_crash_counts(*crash_counts_of(message.id))
         if isinstance(outcome, DeadLettered):
             effects.add_dead_letter(dead_letter_of(self._handler, message, outcome).items())
             self._buffer.count_bytes(sum(map(len, message.pairs)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from py4j.protocol import Py4JError, Py4JJavaError
 
 from millstream import errors
-from millstream.errors import AccessDenied, ConfigError, DataLoss, MillstreamError, StaleOwner, WrongType
+from millstream.errors import AccessDenied, BatchBehind, ConfigError, DataLoss, MillstreamError, StaleOwner, WrongType
 from millstream.spark.versions import CHECKPOINT_READERS
 
 _FINAL = (StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType)
@@ -51,6 +51,11 @@ class Failure:
     def is_final(self) -> bool:
         """Whether an operator has to change something first."""
         return (self.kind is not None and issubclass(self.kind, _FINAL)) or _USE_APPEND in self.reason
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether another run may have moved the checkpoint on after the query had read it."""
+        return self.kind is BatchBehind
 
     @property
     def is_worker_late(self) -> bool:

@@ -1,35 +1,87 @@
-"""Liveness: a key in Redis for each running query, read by `millstream info`, as workers hold their names."""
+"""Liveness: a key in Redis for each running query, read by `millstream info`, as workers hold their names.
+
+Its value is the epoch of the run. Of two live runs of a stage the older one stops once it sees a greater epoch: handlers
+and the Redis sink have fences of their own, a stage that writes elsewhere has none.
+"""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Event
 
 from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import run_name, worker_name_key
+from millstream.redis_client.pipelining import call_all, server_time_us
 
 logger = logging.getLogger(__name__)
 
 _TTL_MS, _INTERVAL_S = 30_000, 10.0
+_CHECK_S = 1.0
 
 
-def announce_run(client: Client, app: str, names: Iterable[str]) -> None:
-    """Set the liveness keys of these handlers and stages for half a minute. Raises RedisError."""
-    for reply in client.pipeline([("SET", worker_name_key(app, run_name(one)), 1, "PX", _TTL_MS) for one in names]):
+def begin_run(client: Client, app: str, names: Sequence[str]) -> int | None:
+    """Announce a new run of these handlers and stages; return its epoch, which is above those of all runs alive.
+
+    It is at least the server's time in microseconds. Returns None without the right to announce. Raises RedisError.
+    """
+    try:
+        epoch = max([server_time_us(client), *(known + 1 for known in _epochs(client, app, names))])
+        announce_run(client, app, names, epoch=epoch)
+    except AccessDenied as error:
+        _warn_denied(app, error)
+        return None
+    return epoch
+
+
+def announce_run(client: Client, app: str, names: Iterable[str], *, epoch: int) -> None:
+    """Set the liveness keys of these handlers and stages to `epoch`, for half a minute. Raises RedisError."""
+    commands = [("SET", worker_name_key(app, run_name(one)), epoch, "PX", _TTL_MS) for one in names]
+    for reply in client.pipeline(commands):
         raise_if_error(reply)
 
 
-def keep_announced(url: str, app: str, names: Callable[[], Iterable[str]], ended: Event) -> None:
-    """Renew the liveness keys until `ended`. Processing does not depend on them: a failure is only logged."""
+def replaced_names(client: Client, app: str, names: Sequence[str], *, epoch: int) -> set[str]:
+    """Return those of `names` that a run newer than `epoch` has announced. Raises RedisError."""
+    known = _epochs(client, app, names)
+    return {name for name, newest in zip(names, known, strict=True) if newest > epoch}
+
+
+def _epochs(client: Client, app: str, names: Sequence[str]) -> list[int]:
+    replies = call_all(client, [("GET", worker_name_key(app, run_name(one))) for one in names])
+    return [int(reply or 0) for reply in replies]
+
+
+def keep_announced(
+    url: str,
+    app: str,
+    names: Callable[[], Sequence[str]],
+    ended: Event,
+    *,
+    epoch: int,
+    on_replaced: Callable[[set[str]], None],
+) -> None:
+    """Renew the liveness keys until `ended`; report the names that a newer run has announced, which stay the newer run's.
+
+    A failure is only logged: fences, not these keys, protect what is committed.
+    """
+    renew_in = 0
     with Client(url) as client:
         while not ended.is_set():
             try:
-                announce_run(client, app, names())
+                current = names()
+                if replaced := replaced_names(client, app, current, epoch=epoch):
+                    on_replaced(replaced)
+                if renew_in <= 0:
+                    announce_run(client, app, [one for one in current if one not in replaced], epoch=epoch)
+                    renew_in = round(_INTERVAL_S / _CHECK_S)
             except AccessDenied as error:
-                logger.warning(
-                    "cannot write liveness keys, millstream info will not show this run of %s: %s", app, error
-                )
+                _warn_denied(app, error)
                 return
             except RedisError as error:
                 logger.debug("cannot write liveness keys of %s now, trying again: %s", app, error)
-            ended.wait(_INTERVAL_S)
+            renew_in -= 1
+            ended.wait(_CHECK_S)
+
+
+def _warn_denied(app: str, error: AccessDenied) -> None:
+    logger.warning("cannot write liveness keys, millstream info will not show this run of %s: %s", app, error)

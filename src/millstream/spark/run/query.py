@@ -104,6 +104,7 @@ class SupervisedQuery(ABC):
     * `has_started`: the query has been started in this run
     * `resumed`, `batch_started`: it continues from a checkpoint; it has started a batch in this run
     * `failures`: failures in a row, without progress in between
+    * `was_behind`: it has been restarted in this run because another run had moved its checkpoint on
     """
 
     kind: ClassVar[str]
@@ -120,6 +121,7 @@ class SupervisedQuery(ABC):
         self.resumed = False
         self.batch_started = False
         self.failures = 0
+        self.was_behind = False
         self.last_progress = 0
         self.retry_at_ms = 0.0
         self.done = False

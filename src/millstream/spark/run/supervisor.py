@@ -7,6 +7,7 @@ on request or after a failure that a restart cannot fix.
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
@@ -31,7 +32,7 @@ from millstream.redis_client.client import Client
 from millstream.spark.run.connect_guard import refuse_session
 from millstream.spark.run.failures import Failure, failure_of
 from millstream.spark.run.handler_query import HandlerQuery
-from millstream.spark.run.liveness import keep_announced
+from millstream.spark.run.liveness import begin_run, keep_announced
 from millstream.spark.run.offsets_behind import entries_behind
 from millstream.spark.run.query import MAX_FAILURES, WAITS_MS, Event, RunContext, RunSettings, SupervisedQuery
 from millstream.spark.run.redis_lag import RedisLag
@@ -116,7 +117,7 @@ class Supervisor:
                 self._context.retry_while_unavailable(supervised.join, supervised.label)
                 self._context.retry_while_unavailable(supervised.prepare, supervised.label)
             threading.Thread(target=self._move_delayed, name="millstream-delayed-mover", daemon=True).start()
-            threading.Thread(target=self._announce, name="millstream-liveness", daemon=True).start()
+            self._begin_run()
             for supervised in self._supervised:
                 supervised.start_background()
             while not self._stopping.is_set() and not all(supervised.done for supervised in self._supervised):
@@ -166,13 +167,26 @@ class Supervisor:
             except (RedisError, ConfigError) as error:
                 logger.warning("this pipeline stops moving delayed messages to their streams: %s", error)
 
-    def _announce(self) -> None:
-        """Announce the run in Redis, for `millstream info`."""
+    def _begin_run(self) -> None:
+        """Announce the run in Redis from now on, for `millstream info` and for older runs of its stages."""
+        begin = partial(begin_run, self._client, self._app, self._names())
+        epoch = self._context.retry_while_unavailable(begin, self._app)
+        if epoch is not None:
+            threading.Thread(target=self._announce, args=(epoch,), name="millstream-liveness", daemon=True).start()
 
-        def names() -> list[str]:
-            return [supervised.name for supervised in self._supervised if not supervised.done]
+    def _announce(self, epoch: int) -> None:
+        """Keep the run announced. Ends it once a newer run has announced one of its stages."""
 
-        keep_announced(self._settings.url, self._app, names, self._ended)
+        def on_replaced(names: set[str]) -> None:
+            for supervised in self._supervised:
+                if supervised.kind == "stage" and supervised.name in names:
+                    supervised.background_failure = Failure(kind=StaleOwner, reason="a newer run of it has taken over")
+
+        keep_announced(self._settings.url, self._app, self._names, self._ended, epoch=epoch, on_replaced=on_replaced)
+
+    def _names(self) -> list[str]:
+        """Return the names of what is not finished."""
+        return [supervised.name for supervised in self._supervised if not supervised.done]
 
     def _stop_queries(self) -> None:
         """Stop all queries in parallel, since each waits for its batch; a late one ends with the session."""
@@ -281,8 +295,9 @@ class Supervisor:
         if failure.kind is HandlerPaused:  # the others go on to their ends
             supervised.done, self._paused = True, _ended(supervised, failure)
             return
-        if failure.is_final:
+        if failure.is_final and (supervised.was_behind or not failure.is_behind):
             raise _ended(supervised, failure)
+        supervised.was_behind = supervised.was_behind or failure.is_behind
         progress = self._context.retry_while_unavailable(supervised.progress_count, supervised.label)
         supervised.failures = supervised.failures + 1 if progress == supervised.last_progress else 1
         supervised.last_progress = progress

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
-from millstream.errors import CommandFailed, DataLoss, OutputError, StaleOwner
+from millstream.errors import BatchBehind, CommandFailed, DataLoss, OutputError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import SinkKeys
 from millstream.redis_client.resp import Arg, Reply
@@ -44,8 +44,8 @@ class Publication:
     ) -> bool:
         """Publish batch number `batch`, staged by the run of `epoch`; return False if it was published before.
 
-        A batch before the last one is refused, or counts as published (`before`). Raises StaleOwner if a newer run has
-        begun, DataLoss if staged rows are gone, OutputError for ids that do not ascend.
+        A batch before the last one is refused with BatchBehind, or counts as published (`before`). Raises StaleOwner
+        if a newer run has begun, DataLoss if staged rows are gone, OutputError for ids that do not ascend.
         """
         manifest = Manifest(tasks)
         new = self._is_new(manifest, batch, epoch, before)
@@ -90,10 +90,10 @@ class Publication:
             return self._with_retry(lambda: self._client.script(script, (self._record, self._staged), args))
         except CommandFailed as error:
             if error.code == "BEHIND":
-                raise StaleOwner(
+                raise BatchBehind(
                     f"batch {args[1]!s} comes before batch {error.detail}, the last one that the sink {self._sink} has "
-                    "published: this run is old, or its checkpoint was set back; to publish all batches again, use a "
-                    "new checkpoint"
+                    "published: another run was at work on this checkpoint when this one started, or the checkpoint was "
+                    "set back; start it again, or, to publish all batches again, use a new checkpoint"
                 ) from error
             raise translate_stale(self._sink, error) from error
 

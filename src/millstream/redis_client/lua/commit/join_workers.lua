@@ -46,7 +46,7 @@ local function make_deferred_incomplete(committed_id)
       if committed_id and not less(committed_id, id) then
         redis.call('HSET', KEYS[6], id, WAITING)
       else
-        redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 's', id .. 'e')
+        clear_crash_counts(id)
       end
     end
   end
