@@ -17,6 +17,7 @@ from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import ConfigError, PipelineFailed, StaleOwner
+from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -260,7 +261,7 @@ def test_a_takeover_ends_the_running_engine_with_an_error_and_refuses_its_late_c
             worker.join(FAIL_SAFE_S)
             assert isinstance(worker.error, StaleOwner)
             unit = frozen.effects_of(late)
-            unit.outputs = [["id", late.id, "fence", frozen.token]]
+            unit.outputs = [pack_output({"id": late.id, "fence": frozen.token})]
             with pytest.raises(StaleOwner, match="taken over"):
                 frozen.commit([unit])
             frozen.fetch(count=5)  # as a worker that has not noticed yet
@@ -330,14 +331,14 @@ def spark_on(client: Client) -> tuple[CommitStore, EntryId | None]:
 
 def unit_of(entry_id: str) -> Effects:
     unit = Effects(ENTRY_PREFIX + entry_id.encode(), b"", first_id=entry_id, last_id=entry_id, message_count=1)
-    unit.outputs = [["id", entry_id]]
+    unit.outputs = [pack_output({"id": entry_id})]
     return unit
 
 
 def commit_what_is_left(worker: ReliableStream) -> None:
     for delivery in [*worker.claim_idle(), *worker.fetch(count=10)]:
         unit = worker.effects_of(delivery)
-        unit.outputs = [["id", delivery.id]]
+        unit.outputs = [pack_output({"id": delivery.id})]
         worker.commit([unit])
 
 

@@ -9,6 +9,7 @@ from millstream import App, Message
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Arg
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, publish, run_cases, verify
@@ -38,10 +39,10 @@ def client(millstream_url: str) -> Iterator[Client]:
         yield connected
 
 
-def unit(number: int, **effects: list[Sequence[Arg]]) -> Effects:
+def unit(number: int, *, outputs: Sequence[bytes] = (), dead: Sequence[Sequence[Arg]] = ()) -> Effects:
     one_id = entry_id(number)
     found = Effects(ENTRY_PREFIX + one_id.encode(), b"", first_id=one_id, last_id=one_id, message_count=1)
-    found.outputs, found.dead_letters = effects.get("outputs", []), effects.get("dead", [])
+    found.outputs, found.dead_letters = outputs, dead
     return found
 
 
@@ -51,8 +52,8 @@ def letter(**changes: Any) -> list[Sequence[Arg]]:
     return [found.items()]
 
 
-FIRST: Sequence[Arg] = ["k", "a", "n", 0]
-SECOND: Sequence[Arg] = ["k", "a", "n", 1]
+FIRST = pack_output({"k": "a", "n": 0})
+SECOND = pack_output({"k": "a", "n": 1})
 
 
 def commit(client: Client, *units: Effects) -> None:

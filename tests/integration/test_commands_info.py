@@ -13,6 +13,7 @@ from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
+from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, stage_group, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
@@ -147,7 +148,13 @@ def test_handlers_are_shown_with_their_counters_and_dead_letters(client: Client)
     fill(client, "flights", 5)
     store = CommitStore(client, app="airline", handler="departure", into="departures")
     unit = Effects(
-        b"k", b"", first_id="2-0", last_id="3-0", message_count=2, outputs=[["a", "b"]], dead_letters=[["c", "d"]]
+        b"k",
+        b"",
+        first_id="2-0",
+        last_id="3-0",
+        message_count=2,
+        outputs=[pack_output({"a": "b"})],
+        dead_letters=[["c", "d"]],
     )
     store.commit({"flights": [unit]})
     committed_id(client, "3-0")

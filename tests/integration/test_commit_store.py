@@ -1,7 +1,7 @@
 """The commit store: of two executions of a message at most one commits, in stream order, whole or not at all."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
 from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwner, WrongType
+from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -28,7 +29,15 @@ def make_store(client: Client, token: int = 1, **options: object) -> CommitStore
     return CommitStore(client, app="app", handler="handler", token=token, into="out", **options)  # type: ignore[arg-type]
 
 
-def unit(first: str, last: str = "", *, expected: str = "", key: bytes = b"k", **rest: object) -> Effects:
+def unit(
+    first: str,
+    last: str = "",
+    *,
+    expected: str = "",
+    key: bytes = b"k",
+    outputs: Iterable[tuple[str | bytes, str | bytes]] = (),
+    **rest: object,
+) -> Effects:
     last = last or first
     return Effects(
         KEY_PREFIX + key,
@@ -37,6 +46,7 @@ def unit(first: str, last: str = "", *, expected: str = "", key: bytes = b"k", *
         first_id=first,
         last_id=last,
         message_count=1,
+        outputs=[pack_output({name: value}) for name, value in outputs],
         **rest,  # type: ignore[arg-type]
     )
 
@@ -306,7 +316,9 @@ def test_keys_states_and_outputs_are_byte_exact(client: Client, key: bytes, stat
 
 def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Client) -> None:
     store = make_store(client)
-    single = Effects(ENTRY_PREFIX + b"5-0", b"", first_id="5-0", last_id="5-0", message_count=1, outputs=[("a", "1")])
+    single = Effects(
+        ENTRY_PREFIX + b"5-0", b"", first_id="5-0", last_id="5-0", message_count=1, outputs=[pack_output({"a": 1})]
+    )
     assert store.commit({STREAM: [single]}) == []
     assert store.commit({STREAM: [single]}) == [single]
     assert store.count_crash(STREAM, "6-0") == 0

@@ -9,6 +9,7 @@ from millstream import App, Message, Retry
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
+from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -111,7 +112,7 @@ class Machine(TaskFixture):
                 worker.release_leases([LeaseRelease(lease, "park", "bad", 2)])
                 return
             unit = worker.key_effects_of(lease, [one])
-            unit.add_outputs([[b"k", fields[b"k"], b"n", fields[b"n"]]])
+            unit.add_outputs([pack_output({"k": fields[b"k"], "n": fields[b"n"]})])
             assert worker.commit([unit]) == []
             lease.queued.popleft()
             lease.in_flight_count -= 1

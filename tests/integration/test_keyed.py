@@ -11,6 +11,7 @@ from millstream.delivery.effects import Effects
 from millstream.delivery.key_queues import park, unpark
 from millstream.delivery.keyed_stream import READ_BYTES, ROUTE, KeyedStream, KeyLease, LeaseRelease
 from millstream.errors import CommandFailed, Unavailable
+from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.keyed_fixtures import (
@@ -376,7 +377,7 @@ def test_no_entry_of_a_key_queue_is_committed_without_a_lease(client: Client) ->
     with pytest.raises(CommandFailed, match="UNLEASED"):
         worker.ack(*lease.queued)
     unleased = worker.effects_of(lease.queued[0])
-    unleased.add_outputs([[b"x", b"1"]])
+    unleased.add_outputs([pack_output({"x": 1})])
     assert worker.commit([unleased]) == [unleased]
     assert (outputs(client), violations(worker)) == ({}, [])
 

@@ -9,6 +9,7 @@ from millstream.delivery.key_queues import park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import ConfigError, StaleOwner
+from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from tests.support.keyed_fixtures import (
@@ -42,7 +43,7 @@ def finish(stream: ReliableStream, deliveries: list[Delivery]) -> None:
     units = []
     for one in deliveries:
         units.append(stream.effects_of(one))
-        units[-1].add_outputs([[b"line", b"i" + one.id, b"id", one.id, b"fence", b"0"]])
+        units[-1].add_outputs([pack_output({"line": b"i" + one.id, "id": one.id, "fence": 0})])
     assert stream.commit(units) == []
 
 

@@ -16,6 +16,7 @@ from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
 from millstream.groups import Consumer, Group
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
@@ -42,7 +43,7 @@ def fill(client: Client, count: int, first: int = 1) -> None:
 
 def effect(stream: ReliableStream, delivery: Delivery) -> Effects:
     unit = stream.effects_of(delivery)
-    unit.add_outputs([(b"n", delivery.pairs[1])])
+    unit.add_outputs([pack_output({"n": delivery.pairs[1]})])
     return unit
 
 
@@ -440,7 +441,7 @@ def test_workers_take_over_from_spark_after_its_key_offsets(client: Client) -> N
 
 def unit_of_spark(n: int) -> Effects:
     mark = ENTRY_PREFIX + b"%d-0" % n
-    return Effects(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", message_count=1, outputs=[("n", str(n))])
+    return Effects(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", message_count=1, outputs=[pack_output({"n": n})])
 
 
 def open_to_spark(store: CommitStore, position: CommittedPosition, end: int) -> list[int]:

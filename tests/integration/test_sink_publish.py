@@ -6,11 +6,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
+from millstream.errors import BatchBehind, DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
+from millstream.handlers.encoding import raw
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.scripts import Script
-from millstream.spark.sink import Stage, StagedTask, WriteOptions, begin, raw, token_of
+from millstream.spark.sink import Stage, StagedTask, WriteOptions, begin, token_of
 from millstream.spark.sink import publication as publication_module
 from millstream.testing.topologies import cluster
 from tests.support.sink_fixtures import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
@@ -273,7 +274,7 @@ def test_a_checkpoint_that_was_set_back_is_refused(client: Client) -> None:
     run = Run(client, "one")
     for batch in range(3):
         run.batch(batch, range(batch * 10, batch * 10 + 10))
-    with pytest.raises(StaleOwner, match=r"batch 1 comes before batch .* its checkpoint was set back"):
+    with pytest.raises(BatchBehind, match=r"batch 1 comes before batch .* the checkpoint was set back"):
         run.batch(1, range(100, 200))
     numbered = run.stage(1, range(100, 200))
     assert not run.publication.publish(numbered, batch=1, epoch=numbered[0].epoch, before="skip")

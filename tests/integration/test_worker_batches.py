@@ -13,6 +13,7 @@ import pytest
 from millstream import Message, Reject, Retry
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck
+from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from tests.support.clocks import LeapClock
@@ -250,7 +251,7 @@ def stream_of(client: Client, name: str = "w1") -> ReliableStream:
 def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
     """Commit a batch with one output; return whether it was accepted."""
     unit = stream.effects_of(*batch)
-    unit.add_outputs([(b"n", len(batch))])
+    unit.add_outputs([pack_output({"n": len(batch)})])
     return stream.commit([unit]) == []
 
 

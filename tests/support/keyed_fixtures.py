@@ -7,6 +7,7 @@ from typing import Any
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, LeaseResult, queue_of_key
+from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -82,7 +83,7 @@ def unit_of(lease: KeyLease, count: int = 1) -> Effects:
     """The first entries of a lease, each with one output."""
     chosen = list(lease.queued)[:count]
     unit = lease.stream.key_effects_of(lease, chosen)
-    unit.add_outputs([[b"line", lease.queue, b"id", one.id, b"fence", str(lease.fence)] for one in chosen])
+    unit.add_outputs([pack_output({"line": lease.queue, "id": one.id, "fence": lease.fence}) for one in chosen])
     return unit
 
 
@@ -167,7 +168,7 @@ def _commit_on_spark(store: CommitStore, entry_id: bytes, mark: bytes) -> int:
         return 0
     unit = Effects(mark, before)
     unit.add_message(entry_id.decode())
-    unit.add_outputs([[b"line", mark, b"id", entry_id, b"fence", str(store.token)]])
+    unit.add_outputs([pack_output({"line": mark, "id": entry_id, "fence": store.token})])
     assert store.commit({"in": [unit]}) == []
     return 1
 

@@ -4,6 +4,7 @@ import string
 from collections import defaultdict
 
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease, queue_of_key
+from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.partitions.key_migration import KeyMigration, PartitionStream
 from millstream.partitions.partition_map import PartitionMap
@@ -117,7 +118,7 @@ class Worker:
         for one in lease.queued:
             number = int(one.pairs[3])
             unit.add_outputs(
-                [[b"k", one.pairs[1], b"n", one.pairs[3], b"before", str(before), b"fence", str(lease.fence)]]
+                [pack_output({"k": one.pairs[1], "n": one.pairs[3], "before": before, "fence": lease.fence})]
             )
             before = number
         # Every third time the state ends, as a state may.

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
 def unit(outputs: int, size: int = 1) -> tuple[Effects]:
     effects = Effects(b"i1-1", b"")
-    effects.add_outputs([[b"n", b"x" * size]] * outputs)
+    effects.add_outputs([b"x" * size] * outputs)
     return (effects,)
 
 
@@ -25,6 +25,6 @@ def test_a_call_has_at_most_ten_thousand_outputs_unless_one_unit_has_more() -> N
 
 
 def test_a_call_has_at_most_eight_megabytes_unless_one_unit_has_more() -> None:
-    half = 4 * 2**20 - 1
+    half = 4 * 2**20
     assert sizes_of_chunks(unit(1, half), unit(1, half), unit(1)) == [2, 1]
     assert sizes_of_chunks(unit(1, 4 * half), unit(1)) == [1, 1]

@@ -132,7 +132,7 @@ def test_a_message_has_at_most_so_many_outputs_and_an_endless_generator_is_stopp
 
 
 def test_a_message_has_at_most_so_many_bytes_of_outputs() -> None:
-    row = "x" * (16 * 2**20 - 3)  # with the name exactly half of the bound
+    row = "x" * (16 * 2**20 - 10)  # packed with its name exactly half of the bound
     assert len(run(app, many, Order(row, 2)).outputs) == 2
     assert run(app, many, Order(row, 3)).reason == "bad-output"
     assert run(app, many, Order(row + "x", 2)).reason == "bad-output"

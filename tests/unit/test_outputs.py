@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from millstream.errors import OutputError
 from millstream.handlers.decoding import compile_decoder
-from millstream.handlers.encoding import encode_output
+from millstream.handlers.encoding import encode_output, pack_output, unpack_output
 from tests.support.models import Address, Colour, Customer, Level, Point, Price, pairs
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
@@ -48,6 +49,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.spark]
 )
 def test_each_type_has_its_text_form(value: object, text: bytes) -> None:
     assert encode_output({"a": None, "b": value, b"\xff": 1}) == [b"b", text, b"\xff", b"1"]
+    assert unpack_output(pack_output({"a": None, "b": value})) == [b"b", text]
 
 
 def test_an_instance_of_a_model_is_written_field_by_field() -> None:
@@ -90,6 +92,9 @@ def test_an_output_that_cannot_be_written_is_refused_with_the_reason(output: Any
         encode_output(output)
     assert words in str(caught.value)
     assert str(caught.value).isprintable()
+    with pytest.raises(OutputError) as packing:
+        pack_output(output)
+    assert str(packing.value) == str(caught.value)
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -131,6 +136,27 @@ def test_a_written_output_is_read_back_unchanged(value: object) -> None:
     found = decode_everything(encode_output(value))
     assert found == value
     assert repr(found) == repr(value)
+    assert unpack_output(pack_output(value)) == encode_output(value)
+
+
+def fields_of(encode: Callable[[object], list[bytes]], output: object) -> list[bytes] | str:
+    """The fields of an output, or why it was refused."""
+    try:
+        return encode(output)
+    except OutputError as error:
+        return str(error)
+
+
+@given(st.dictionaries((names | st.binary()).filter(bool), st.text() | st.binary(max_size=2**17) | st.integers()))
+def test_an_output_is_packed_as_it_is_encoded_or_refused_as_well(output: dict[str | bytes, object]) -> None:
+    assert fields_of(lambda one: unpack_output(pack_output(one)), output) == fields_of(encode_output, output)
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 255, 256, 2**16 - 1, 2**16, 2**17])
+@pytest.mark.parametrize("kind", [str, bytes])
+def test_values_of_every_size_are_packed_whole(size: int, kind: type) -> None:
+    value = "x" * size if kind is str else b"\xff" * size
+    assert unpack_output(pack_output({"a": value, "b": 1})) == encode_output({"a": value, "b": 1})
 
 
 @given(st.dictionaries(names.filter(bool), st.text() | st.binary() | finite | st.integers() | st.none()))

@@ -55,7 +55,8 @@ class Effects:
     * `other_ids`: for a worker's batch, or entries of a key queue, the ids of all but the last
     * `unfinished`: "" keeps the lease; a number ends it, and is how many of the entries given out with it are not committed
     * `cleared_counts`: fields of the crash counts that this commit clears
-    * `outputs`, `dead_letters`: items of the entries to add
+    * `outputs`: the entries to add to the output stream, each packed by `handlers.encoding.pack_output`
+    * `dead_letters`: items of the entries to add
     """
 
     offset_field: bytes
@@ -68,7 +69,7 @@ class Effects:
     other_ids: Sequence[str] = ()
     unfinished: int | Literal[""] = ""
     cleared_counts: Sequence[str] = ()
-    outputs: Sequence[Sequence[Arg]] = ()
+    outputs: Sequence[bytes] = ()
     dead_letters: Sequence[Sequence[Arg]] = ()
 
     def add_message(self, entry_id: str) -> None:
@@ -79,7 +80,7 @@ class Effects:
         self.last_id = entry_id
         self.message_count += 1
 
-    def add_outputs(self, outputs: Sequence[Sequence[Arg]]) -> None:
+    def add_outputs(self, outputs: Sequence[bytes]) -> None:
         """Add entries for the output stream."""
         self.outputs = _appended(self.outputs, outputs)
 
@@ -107,8 +108,8 @@ class Effects:
     @property
     def size(self) -> int:
         """About how many bytes it adds to the data in Redis."""
-        size = len(self.state) if self.state else 0
-        for items in (*self.outputs, *self.dead_letters):
+        size = (len(self.state) if self.state else 0) + sum(map(len, self.outputs))
+        for items in self.dead_letters:
             size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
         return size
 
@@ -127,9 +128,9 @@ class Effects:
         else:
             args += ("D", self.state_field)
         args += (len(self.cleared_counts), *self.cleared_counts, len(self.outputs))
-        for items in self.outputs:
-            args += (_OUTPUT_KEY, maxlen, len(items))
-            args += items
+        if self.outputs:
+            args += (_OUTPUT_KEY, maxlen)
+            args += self.outputs
         args.append(len(self.dead_letters))
         for items in self.dead_letters:
             args.append(len(items))

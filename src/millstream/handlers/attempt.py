@@ -17,21 +17,18 @@ import msgspec
 
 from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
 from millstream.handlers.dead_letter import DeadLetter, Reason
-from millstream.handlers.encoding import encode_output
+from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
 
 KEY_FUNCTION = "key function"
 """The `place` of an error that kept a message from having a key."""
 
-MAX_ITEMS = 7_000
-"""Most names and values in one entry: a script cannot pass on more (Lua's `unpack`)."""
-
 MAX_OUTPUTS = 10_000
 """Most outputs of one message, or of one batch: one script writes all of them, and Redis serves nothing else meanwhile."""
 
 MAX_OUTPUT_BYTES = 32 * 2**20
-"""Most bytes of names and values in these outputs."""
+"""Most bytes of these outputs, packed."""
 
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
@@ -74,7 +71,8 @@ class Parked:
 
 
 Outcome = Done | DeadLettered | RetryLater | Parked
-Outputs = Sequence[Sequence[bytes]]
+Outputs = Sequence[bytes]
+"""Entries for the output stream, each packed by `pack_output`."""
 
 NO_EFFECTS = Done((), b"")
 """The outcome of a message that the handler does not have to see."""
@@ -265,14 +263,12 @@ def encode_results(handler: Handler, result: object) -> Outputs:
     if handler.into is None:
         raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to write it to')
     results = result if isinstance(result, (list, tuple, Iterator)) else (result,)
-    entries: list[list[bytes]] = []
+    entries: list[bytes] = []
     size = 0
     for one in results:  # an iterator may be endless: each output is checked as it comes
-        entry = encode_output(one)
-        if len(entry) > MAX_ITEMS:
-            raise OutputError(f"an output has {len(entry) // 2} fields; at most {MAX_ITEMS // 2} fit in one entry")
+        entry = pack_output(one)
         entries.append(entry)
-        size += sum(map(len, entry))
+        size += len(entry)
         if len(entries) > MAX_OUTPUTS or size > MAX_OUTPUT_BYTES:
             raise OutputError(
                 f"{handler.label} returned more than {MAX_OUTPUTS:,} outputs or {MAX_OUTPUT_BYTES // 2**20} MB at once, "

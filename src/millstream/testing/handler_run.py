@@ -26,7 +26,7 @@ from millstream.handlers.attempt import (
 from millstream.handlers.attempt import attempt as attempt_async
 from millstream.handlers.dead_letter import Reason
 from millstream.handlers.decoding import compile_decoder
-from millstream.handlers.encoding import encode_output
+from millstream.handlers.encoding import encode_output, unpack_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
 from millstream.redis_client.replies import mapping_of
@@ -158,5 +158,5 @@ def _of_one(ended: BatchOutcome) -> Outcome:
 
 
 def _texts(outputs: Outputs) -> list[dict[str, str]]:
-    decoded = ([part.decode("utf-8", "surrogateescape") for part in output] for output in outputs)
+    decoded = ([part.decode("utf-8", "surrogateescape") for part in unpack_output(one)] for one in outputs)
     return [mapping_of(parts) for parts in decoded]

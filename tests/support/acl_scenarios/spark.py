@@ -8,6 +8,7 @@ from millstream.admin.server_checks import warn_of_data_loss
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.deferral import Deferral, defer, deferred_keys, read_queue, runnable_keys
 from millstream.delivery.effects import FROM_QUEUE, Effects
+from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -30,7 +31,9 @@ from tests.support.waiting import eventually
 def effects_on(entry_id: str) -> Effects:
     """All kinds of effects of one message."""
     letters = [letter().items()]
-    unit = Effects(b"kA", b"", b"A", b"\x80", cleared_counts=[entry_id], outputs=[("n", 1)], dead_letters=letters)
+    unit = Effects(
+        b"kA", b"", b"A", b"\x80", cleared_counts=[entry_id], outputs=[pack_output({"n": 1})], dead_letters=letters
+    )
     unit.add_message(entry_id)
     return unit
 

@@ -14,6 +14,7 @@ from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream, remove_consumers
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
 from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitions import Partitions
@@ -87,7 +88,7 @@ def work(url: str, admin: Client) -> None:
         stream.reserve_rate(1_000.0, 7)
         found = stream.fetch(count=7)
         effects = stream.effects_of(found[0])
-        effects.outputs = [("n", "1")]
+        effects.outputs = [pack_output({"n": 1})]
         assert stream.commit([effects]) == []
         assert stream.ack(found[1]) == []
         assert stream.dead_letter((found[2], letter())) == []
@@ -148,7 +149,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     leases = [lease_one(stream) for _ in range(4)]
     assert stream.renew_leases(leases, 60_000, 0) == []
     unit = stream.key_effects_of(leases[0], [leases[0].queued[0]])
-    unit.state, unit.outputs, unit.dead_letters = b"\x80", [("n", "1")], [letter().items()]
+    unit.state, unit.outputs, unit.dead_letters = b"\x80", [pack_output({"n": 1})], [letter().items()]
     unit.clear_crash_counts("0-1")
     unit.unfinished = len(leases[0].queued) - 1
     assert stream.commit([unit], call_number=stream.new_call_number()) == []

@@ -205,7 +205,7 @@ class PartitionTask:
             self._buffer.count_bytes(sum(map(len, message.pairs)))
         else:
             effects.add_outputs(outcome.outputs)
-            self._buffer.count_bytes(len(outcome.state) + sum(sum(map(len, items)) for items in outcome.outputs))
+            self._buffer.count_bytes(len(outcome.state) + sum(map(len, outcome.outputs)))
             run.state = outcome.state
         run.covered.append(run.entries.popleft())
         run.attempt = 1

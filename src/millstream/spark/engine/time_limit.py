@@ -6,21 +6,30 @@ kills a process that runs such code.
 """
 
 import asyncio
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 from millstream.handlers.attempt import RunResult, TimeLimit
 from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
 
 _MIN_REPEAT_S = 1.0
+_MIN_WAIT_S = 0.001
 
 
 class AttemptTimeLimit:
-    """Interrupts an attempt that exceeds its time limit. Created outside a process's main thread, it sets no limit."""
+    """Interrupts an attempt that exceeds its time limit. Created outside a process's main thread, it sets no limit.
+
+    Setting the timer costs as much as a cheap handler does, so attempts share one: when it fires before the limit of the
+    attempt that runs then, it is set anew for the rest.
+    """
 
     def __init__(self) -> None:
         self._armed = False
+        self._deadline_s = self._fires_at_s = math.inf
+        self._repeat_s = _MIN_REPEAT_S
         self._watchdog = watchdog()
         self._usable = threading.current_thread() is threading.main_thread()
         if self._usable:
@@ -32,7 +41,7 @@ class AttemptTimeLimit:
         try:
             # A plain handler may run an event loop of its own, and asyncio.run refuses to start inside another.
             asyncio._set_running_loop(None)
-            self._set_timer(limit_ms / 1000)
+            self._arm(limit_ms / 1000)
             self._watchdog.arm(hard_limit_ms(limit_ms))
             try:
                 return work()
@@ -40,19 +49,38 @@ class AttemptTimeLimit:
                 self._armed = False
         finally:
             self._armed = False  # again: the alarm may have fired just before the first assignment
-            self._set_timer(0)
             asyncio._set_running_loop(loop)
 
     def disarm(self) -> None:
-        """Disarm the watchdog: no attempt runs now. Call it before anything that may take long."""
+        """Stop the timer and the watchdog: no attempt runs now. Call it before anything that may take long."""
+        if self._fires_at_s < math.inf:
+            self._set_timer(0)
+            self._fires_at_s = math.inf
         self._watchdog.disarm()
+
+    def _arm(self, limit_s: float) -> None:
+        now_s = time.monotonic()
+        self._deadline_s, self._repeat_s = now_s + limit_s, max(limit_s, _MIN_REPEAT_S)
+        self._armed = True  # before the check: a timer that fires from here on is set anew
+        # One that should have fired by now was stopped by a handler, which may use the signal itself.
+        if not now_s < self._fires_at_s <= self._deadline_s:
+            self._fires_at_s = self._deadline_s
+            self._set_timer(limit_s)
 
     def _set_timer(self, seconds: float) -> None:
         if self._usable:
-            self._armed = seconds > 0
-            # The alarm repeats: a handler may swallow the first one.
-            signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, _MIN_REPEAT_S) if seconds else 0)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def _on_alarm(self, _signal: int, _frame: object) -> None:
-        if self._armed:
+        self._fires_at_s = math.inf
+        if not self._armed:
+            return
+        now_s = time.monotonic()
+        left_s = self._deadline_s - now_s
+        is_over = left_s <= 0
+        # The alarm repeats: a handler may swallow the first one.
+        wait_s = self._repeat_s if is_over else max(left_s, _MIN_WAIT_S)
+        self._set_timer(wait_s)
+        self._fires_at_s = now_s + wait_s
+        if is_over:
             raise TimeLimit

@@ -13,7 +13,7 @@ from millstream.lazy import lazy_names
 if TYPE_CHECKING:
     from millstream.spark.sink.manifest import StagedTask
     from millstream.spark.sink.publication import Publication
-    from millstream.spark.sink.staging import Row, Stage, begin, raw, token_of
+    from millstream.spark.sink.staging import Row, Stage, begin, token_of
     from millstream.spark.sink.write_options import WriteOptions
 else:
     __getattr__, __dir__ = lazy_names(
@@ -21,9 +21,9 @@ else:
         {
             "millstream.spark.sink.manifest": ("StagedTask",),
             "millstream.spark.sink.publication": ("Publication",),
-            "millstream.spark.sink.staging": ("Row", "Stage", "begin", "raw", "token_of"),
+            "millstream.spark.sink.staging": ("Row", "Stage", "begin", "token_of"),
             "millstream.spark.sink.write_options": ("WriteOptions",),
         },
     )
 
-__all__ = ["Publication", "Row", "Stage", "StagedTask", "WriteOptions", "begin", "raw", "token_of"]
+__all__ = ["Publication", "Row", "Stage", "StagedTask", "WriteOptions", "begin", "token_of"]

@@ -33,10 +33,10 @@ from pyspark.sql.types import (
 )
 
 from millstream.errors import ConfigError, OutputError
-from millstream.handlers.encoding import encode_output
+from millstream.handlers.encoding import encode_output, raw
 from millstream.producer.session import MAX_FIELDS
 from millstream.redis_client.key_names import check_stream
-from millstream.spark.sink import Row, raw
+from millstream.spark.sink import Row
 from millstream.spark.sink.options import Layout
 from millstream.spark.sink.staging import Part
 

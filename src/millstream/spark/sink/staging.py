@@ -32,18 +32,7 @@ _CHUNK_BYTES = 1_000_000
 _TRIP_BYTES = 8_000_000
 _BUFFER_BYTES = 16_000_000
 _MAX_ID = EntryId(2**64 - 1, 2**64 - 1)
-_HEADS = [bytes([0xA0 | size]) for size in range(32)]
 _encode = msgspec.msgpack.Encoder().encode
-
-
-def raw(value: bytes) -> msgspec.Raw:
-    """Encode bytes, UTF-8 or not, as a msgpack string: Lua's cmsgpack has no binary type, but accepts any bytes."""
-    size = len(value)
-    if size < 32:
-        return msgspec.Raw(_HEADS[size] + value)
-    if size < 1 << 16:
-        return msgspec.Raw(b"\xda" + size.to_bytes(2) + value)
-    return msgspec.Raw(b"\xdb" + size.to_bytes(4) + value)
 
 
 def begin(client: Client, sink: str, run: str) -> int:

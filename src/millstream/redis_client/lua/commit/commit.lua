@@ -17,8 +17,8 @@
 --         state: '' (untouched), 'S' field value (set), 'D' field (delete) or 'E' field value duration (set, and let it
 --           expire so many milliseconds later, unless it is set again)
 --         number of crash-count fields to clear, the fields
---         number of outputs, each: index into KEYS, length to trim the stream to (0 = no trimming),
---           number of items, the items (name, value, ...)
+--         number of outputs; if there are any: index into KEYS, length to trim the stream to (0 = no trimming), and each
+--           as a msgpack array of its items (name, value, ...)
 --         number of dead letters, each: number of items, the items
 -- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their offset or
 --       the committed id has moved on, so some of their messages are committed already; or, for a worker, the entry is
@@ -91,11 +91,12 @@ local function try(...)
   if type(reply) == 'table' and reply.err then failure = named(reply, select(1, ...), select(2, ...)) end
 end
 
-local function add(key, maxlen, items)
+local function add_output(key, maxlen, packed)
+  local items = cmsgpack.unpack(packed)
   if maxlen == '0' then
-    try('XADD', key, '*', unpack(ARGV, at + 1, at + items))
+    try('XADD', key, '*', unpack(items))
   else
-    try('XADD', key, 'MAXLEN', '~', maxlen, '*', unpack(ARGV, at + 1, at + items))
+    try('XADD', key, 'MAXLEN', '~', maxlen, '*', unpack(items))
   end
 end
 
@@ -258,15 +259,15 @@ while at < #ARGV and not failure do
   at = at + cleared
 
   local outputs = next_count()
-  for _ = 1, outputs do
-    local key, maxlen, items = next_count(), next_arg(), next_count()
-    if accepted then add(KEYS[key], maxlen, items) end
-    at = at + items
+  if outputs > 0 then
+    local key, maxlen = KEYS[next_count()], next_arg()
+    for i = at + 1, accepted and at + outputs or at do add_output(key, maxlen, ARGV[i]) end
+    at = at + outputs
   end
   local letters = next_count()
   for _ = 1, letters do
     local items = next_count()
-    if accepted then add(KEYS[5], '0', items) end
+    if accepted then try('XADD', KEYS[5], '*', unpack(ARGV, at + 1, at + items)) end
     at = at + items
   end
 
