@@ -1,8 +1,6 @@
 """The alerts: `deploy/prometheus/rules.yaml` asks for metrics that exist, and the page on production has the same alerts."""
 
 import re
-import shutil
-import subprocess
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millstream.observability.metrics import CATALOGUE
+from tests.support.expressions import labels_by_series, promtool_accepts, series_of, wrong_names
 from tests.support.requirements import skip_without
 
 pytestmark = [pytest.mark.cli]
@@ -19,8 +17,6 @@ pytestmark = [pytest.mark.cli]
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/rules.yaml"
 RUNBOOK = "https://docs.example/operations/runbook.html#"
-SCRAPED = {"worker", "instance", "job"}
-"""Labels that the supervisor and Prometheus add to those of the catalogue."""
 
 
 @pytest.fixture
@@ -55,22 +51,16 @@ def test_every_rule_has_a_time_a_severity_a_summary_and_a_section_of_the_runbook
 
 
 def test_every_metric_and_label_of_a_rule_is_in_the_catalogue(rules: list[dict[str, Any]]) -> None:
-    labels = {metric.name: {*metric.labels, *SCRAPED} for metric in CATALOGUE}
-    for rule in rules:
-        named = re.findall(r"\bmillstream_\w+", rule["expr"])
-        assert named, rule["alert"]
-        assert set(named) <= labels.keys(), f"{rule['alert']}: {set(named) - labels.keys()}"
-        grouped = [name.strip() for part in re.findall(r"by \(([\w, ]+)\)", rule["expr"]) for name in part.split(",")]
-        matched = re.findall(r"(\w+)=~?\"", rule["expr"])
-        assert {*grouped, *matched} <= set.union(*(labels[name] for name in named)), rule["alert"]
+    assert [f"{rule['alert']}: {wrong}" for rule in rules for wrong in wrong_names(rule["expr"])] == []
 
 
 def test_the_summary_of_a_rule_uses_labels_that_its_expression_leaves(rules: list[dict[str, Any]]) -> None:
-    labels = {metric.name: {*metric.labels, *SCRAPED} for metric in CATALOGUE}
+    labels = labels_by_series()
     for rule in rules:
         outer = re.match(r"(?:sum|max) by \(([\w, ]+)\)", rule["expr"])
-        named = re.findall(r"\bmillstream_\w+", rule["expr"])
-        left = set(outer[1].split(", ")) if outer else set.intersection(*(labels[name] for name in named))
+        left = (
+            set(outer[1].split(", ")) if outer else set.intersection(*(labels[one] for one in series_of(rule["expr"])))
+        )
         assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= left, rule["alert"]
 
 
@@ -93,6 +83,4 @@ def test_the_page_on_production_has_the_alerts_of_the_file(rules: list[dict[str,
 
 
 def test_promtool_accepts_the_rules() -> None:
-    skip_without(shutil.which("promtool"), "promtool is not installed; it comes with Prometheus")
-    done = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool_accepts("rules", RULES)
