@@ -17,7 +17,8 @@ DOCS = ROOT / "docs"
 NOT_RUN: Mapping[str, str] = {
     "docs/start/install.md": "`make wheels` installs the wheel with each extra",
     "docs/start/spark.md": "one command that publishes the orders; test_readme publishes them by itself",
-    "docs/operations/production.md": "containers: their commands are checked by test_deploy",
+    "docs/operations/systemd.md": "a machine with systemd: the unit is checked by test_page_blocks",
+    "docs/operations/compose.md": "containers: their commands are checked by test_deploy",
 }
 """Pages whose consoles no test runs, with the reason."""
 COMPARED: Mapping[str, str] = {
