@@ -19,6 +19,7 @@ NOT_RUN: Mapping[str, str] = {
     "docs/start/spark.md": "one command that publishes the orders; test_readme publishes them by itself",
     "docs/operations/systemd.md": "a machine with systemd: the unit is checked by test_page_blocks",
     "docs/operations/compose.md": "containers: their commands are checked by test_deploy",
+    "docs/operations/helm.md": "a cluster: the chart is checked by test_helm_chart",
 }
 """Pages whose consoles no test runs, with the reason."""
 COMPARED: Mapping[str, str] = {
