@@ -3,12 +3,17 @@
 import configparser
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.deploy_files import documents, parsed_options
 from tests.support.pages import ROOT, blocks_of
+from tests.support.requirements import skip_without
 
 pytestmark = [pytest.mark.cli]
 
@@ -49,6 +54,16 @@ def test_the_unit_starts_a_command_that_millstream_understands_and_stops_it_in_o
     _, *words = shlex.split(service["ExecStart"])
     assert int(service["TimeoutStopSec"]) > parsed_options(words)["stop_timeout"]
     assert (service["KillSignal"], service["KillMode"], service["Restart"]) == ("SIGTERM", "mixed", "always")
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    skip_without(shutil.which("systemd-analyze"), "systemd-analyze is not installed; it comes with systemd")
+    program = shlex.split(unit(UNIT.read_text())["Service"]["ExecStart"])[0]
+    copy = tmp_path / "shop-worker.service"
+    copy.write_text(UNIT.read_text().replace(program, sys.executable))  # systemd looks for the program
+    done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, check=False)
+    wrong = [line for line in done.stderr.splitlines() if copy.name in line]  # units of the machine may be wrong, too
+    assert (done.returncode, wrong) == (0, [])
 
 
 def test_every_block_of_nginx_has_complete_lines_and_sections() -> None:
