@@ -62,8 +62,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     copy = tmp_path / "shop-worker.service"
     copy.write_text(UNIT.read_text().replace(program, sys.executable))  # systemd looks for the program
     done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, check=False)
-    wrong = [line for line in done.stderr.splitlines() if copy.name in line]  # units of the machine may be wrong, too
-    assert (done.returncode, wrong) == (0, [])
+    assert [line for line in done.stderr.splitlines() if copy.name in line] == []  # the machine's own may be wrong
 
 
 def test_every_block_of_nginx_has_complete_lines_and_sections() -> None:
