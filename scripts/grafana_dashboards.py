@@ -353,7 +353,6 @@ def _filter(label: str, query: str) -> dict[str, Any]:
         "label": label.capitalize(),
         "type": "query",
         "datasource": DATASOURCE,
-        "definition": query,
         "query": {"query": query, "refId": label},
         "refresh": 2,
         "sort": 1,
