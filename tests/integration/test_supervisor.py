@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
+from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.worker.incarnations import Incarnation, ProcessEnd
+from millstream.worker.process.process_reports import ProcessReports
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
 from millstream.worker.static_membership import StaticMembership
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -86,7 +88,7 @@ def test_a_process_that_an_operator_killed_counts_as_no_crash(client: Client) ->
 
 
 @contextmanager
-def supervised(client: Client, codes: Sequence[str]) -> Iterator[list[Launch]]:
+def supervised(client: Client, codes: Sequence[str], reports: ProcessReports | None = None) -> Iterator[list[Launch]]:
     """Run a supervisor of one process during the block: its starts run these programs, the last one again and again."""
     launched: list[Launch] = []
 
@@ -99,7 +101,9 @@ def supervised(client: Client, codes: Sequence[str]) -> Iterator[list[Launch]]:
     names = StaticMembership(client, "shop", "till")
     names.acquire(1)
     stopping = threading.Event()
-    supervisor = Supervisor(names, program, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)
+    supervisor = Supervisor(
+        names, program, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True, reports=reports
+    )
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -136,6 +140,17 @@ def test_a_process_is_restarted_after_any_end(
     with supervised(client, [code, STAYS]) as launched:
         eventually(lambda: len(launched) == 2, "a restart", log=lambda: caplog.text)
     assert logged in caplog.text
+
+
+def test_a_worker_that_cannot_be_started_is_not_healthy_until_it_is_started(client: Client) -> None:
+    reports = ProcessReports(Recorder(), Recorder().snapshot())
+    with supervised(client, [""], reports):
+        eventually(reports.failures, "a failure")
+        assert reports.failures()[0].startswith("worker till-0: it could not be started: ")
+    reports = ProcessReports(Recorder(), Recorder().snapshot())
+    with supervised(client, ["", STAYS], reports) as launched:
+        eventually(lambda: len(launched) == 2, "a process")
+        eventually(lambda: not reports.failures(), "the end of the failure")
 
 
 def test_a_process_that_ends_itself_during_the_stop_counts_as_no_crash_of_a_message(client: Client) -> None:

@@ -269,6 +269,8 @@ class Supervisor:
             wait_ms = child.backoff.next_ms()
             child.due_ms = child.started_ms + wait_ms
             logger.warning("cannot start worker %s: %s; retrying in %.1f s", child.name, error, wait_ms / 1000)
+            if self._reports is not None:
+                self._reports.on_ended(child.name, f"could not be started: {error}")
             return
         if self._reports is not None:
             self._reports.on_started(child.name)
