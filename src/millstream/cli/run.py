@@ -169,6 +169,10 @@ SparkMaster = Annotated[
     str, typer.Option(help="Spark's master URL; default: local[*] with task retries.", metavar="URL")
 ]
 MaxPerBatch = Annotated[int, typer.Option(help="Maximum number of entries of a micro-batch.")]
+BatchTarget = Annotated[
+    Duration,
+    duration("--batch-target", "How long a micro-batch should take: fewer entries if it takes longer; 0 = off."),
+]
 Interval = Annotated[Duration, duration("--interval", "Minimum time between the starts of two micro-batches.")]
 Once = Annotated[bool, typer.Option("--once", help="Process the available entries, then end.")]
 Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler or stage that never ran starts.")]
@@ -198,6 +202,7 @@ def run(
     checkpoint: Checkpoint = ".millstream/checkpoints",
     spark_master: SparkMaster = "",
     max_per_batch: MaxPerBatch = 50_000,
+    batch_target: BatchTarget = Duration("4s"),
     interval: Interval = Duration(0),
     once: Once = False,
     start: Start = "earliest",
@@ -215,7 +220,6 @@ def run(
     spark_log: SparkLog = False,
 ) -> None:
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
-    start_mode = _start_mode(from_committed=from_committed, reprocess=reprocess)
     settings = _pairs(conf or [])
     app = _load(target, only or (), py_files or ())
     from millstream.spark.run.query_metrics import QueryMetrics
@@ -225,15 +229,15 @@ def run(
         url=url,
         checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
         max_per_batch=max_per_batch,
+        batch_target_ms=batch_target.ms,
         interval_ms=interval.ms,
         once=once,
-        start=start_mode,
+        start=_start_mode(from_committed=from_committed, reprocess=reprocess),
         start_at=start,
         read_from=read_from,
         fail_on_data_loss=not allow_data_loss,
     )
-    _check_early(app, url)
-    os.environ["MILLSTREAM_URL"] = url  # the default Redis of the streams that a stage itself reads and writes
+    _prepare(app, url)
     code = (app_folder(target), py_files or ())
     with (
         orderly_stop() as stopping,
@@ -260,10 +264,11 @@ def _start_mode(*, from_committed: bool, reprocess: bool) -> Literal["resume", "
     return "from-committed" if from_committed else "reprocess" if reprocess else "resume"
 
 
-def _check_early(app: App, url: str) -> None:
+def _prepare(app: App, url: str) -> None:
     from millstream.spark.run.early_checks import check_early
 
     check_early(app, url)
+    os.environ["MILLSTREAM_URL"] = url  # the default Redis of the streams that a stage itself reads and writes
 
 
 def _load(target: str, only: Sequence[str], py_files: Sequence[str]) -> App:

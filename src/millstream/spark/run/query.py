@@ -42,6 +42,8 @@ class RunSettings:
     * `url`: the URL of Redis
     * `checkpoint`: folder (any Hadoop file system) for Spark's checkpoints, one sub-folder per handler and stage
     * `max_per_batch`: most entries of a micro-batch
+    * `batch_target_ms`: how long a micro-batch should take, in milliseconds: it has fewer entries where it would take
+      longer; 0 = `max_per_batch` alone decides. Without effect if there is an `interval_ms`
     * `interval_ms`: least time between the starts of two micro-batches, in milliseconds; 0 = without a pause
     * `once`: process the entries that are there now, then end
     * `start`: what to do if the checkpoint is new but the handler or stage has run before: `resume` refuses to start;
@@ -55,6 +57,7 @@ class RunSettings:
     url: str = field(repr=False)
     checkpoint: str
     max_per_batch: int = 50_000
+    batch_target_ms: int = 0
     interval_ms: int = 0
     once: bool = False
     start: Start = "resume"
@@ -63,8 +66,8 @@ class RunSettings:
     fail_on_data_loss: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_per_batch < 1 or self.interval_ms < 0:
-            raise ConfigError("max_per_batch must be at least 1 and interval_ms at least 0")
+        if self.max_per_batch < 1 or self.interval_ms < 0 or self.batch_target_ms < 0:
+            raise ConfigError("max_per_batch must be at least 1, interval_ms and batch_target_ms at least 0")
 
 
 _NO_EXECUTOR = "no executor has registered with the master: check that workers run with enough free cores and memory"
@@ -198,6 +201,11 @@ class SupervisedQuery(ABC):
         if self.resumed and self._context.settings.start == "reprocess":
             raise ConfigError(f"reprocessing {self.label} needs a new --checkpoint: this one records what is processed")
 
+    @property
+    def _has_target(self) -> bool:
+        # The source cannot tell how long a batch takes from how long the next one waits for its trigger.
+        return bool(self._context.settings.batch_target_ms) and not self._context.settings.interval_ms
+
     def _source_options(self) -> dict[str, Any]:
         """The source options that handlers and stages share."""
         settings, context = self._context.settings, self._context.spark.sparkContext
@@ -206,6 +214,7 @@ class SupervisedQuery(ABC):
             "maxOffsetsPerTrigger": settings.max_per_batch,
             "failOnDataLoss": settings.fail_on_data_loss,
             "readFrom": settings.read_from,
+            **({"targetBatchDuration": settings.batch_target_ms} if self._has_target else {}),
             **({} if HAS_LIMITS else {"availableNow": settings.once}),
             # On a cluster the source sees only the driver's own cores.
             **({"minPartitions": context.defaultParallelism} if is_cluster(str(context.master)) else {}),

@@ -32,6 +32,7 @@ NAMES = (
     "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger",
     "maxTriggerDelay",
+    "targetBatchDuration",
     "minPartitions",
     "maxRecordsPerPartition",
     "failOnDataLoss",
@@ -53,12 +54,13 @@ NAMES = (
     "committedApp",
     "committedHandler",
 )
-_NAMES_SHOWN = 25
+_NAMES_SHOWN = 26
 _UNITS_MS = {"": 1, "ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 _SHARED_ONLY = ("consumer", "claimAfter")
 _LOG_ONLY = ("startingGroup", "committedApp")
 _SHARED_BATCH = 10_000
 _MIN_CLAIM_MS = 1_000
+_MIN_TARGET_MS = 100
 _PACKED_ONLY = ("keyField",)
 _COLUMNS_ONLY = ("fieldsAs", "mode", "redriven")
 
@@ -67,12 +69,14 @@ _COLUMNS_ONLY = ("fieldsAs", "mode", "redriven")
 class Limits:
     """Entries per batch, tasks per batch, entries per task; None = no limit.
 
-    A batch of fewer than `min_per_trigger` entries waits for more, until `max_delay_ms` after the last batch.
+    A batch of fewer than `min_per_trigger` entries waits for more, until `max_delay_ms` after the last batch. Batches
+    have fewer than `max_per_trigger` entries where they would take longer than `target_ms`.
     """
 
     max_per_trigger: int | None = None
     min_per_trigger: int | None = None
     max_delay_ms: float = 900_000.0
+    target_ms: float | None = None
     min_partitions: int | None = None
     max_per_partition: int | None = None
 
@@ -183,6 +187,8 @@ class SourceOptions:
             return "maxOffsetsPerTrigger is for spark.readStream; spark.read ends at endingOffsets"
         if self.available_now is not None:
             return "availableNow is for spark.readStream; spark.read ends at endingOffsets"
+        if self.limits.target_ms is not None:
+            return "targetBatchDuration is for spark.readStream: spark.read has one batch"
         if self.limits.min_per_trigger is not None:
             return "minOffsetsPerTrigger is for spark.readStream; spark.read does not wait for entries"
         return None
@@ -271,13 +277,26 @@ def _limits(options: OptionParser, *, maximum: int | None) -> Limits:
     delay = options.text("maxTriggerDelay")
     if delay is not None and minimum is None:
         raise ConfigError("option maxTriggerDelay limits the wait of minOffsetsPerTrigger: set that one too")
+    target = options.text("targetBatchDuration")
+    if target is not None and maximum is None:
+        raise ConfigError(
+            "option targetBatchDuration makes batches smaller than maxOffsetsPerTrigger: set that one too"
+        )
     return Limits(
         max_per_trigger=maximum,
+        target_ms=None if target is None else _target_ms(target),
         min_per_trigger=minimum,
         max_delay_ms=Limits.max_delay_ms if delay is None else _duration_ms("maxTriggerDelay", delay),
         min_partitions=options.number("minPartitions"),
         max_per_partition=options.number("maxRecordsPerPartition"),
     )
+
+
+def _target_ms(text: str) -> int:
+    target_ms = _duration_ms("targetBatchDuration", text)
+    if target_ms < _MIN_TARGET_MS:
+        raise ConfigError(f"option targetBatchDuration={text!r} must be 100ms or more")
+    return target_ms
 
 
 def _duration_ms(name: str, text: str) -> int:

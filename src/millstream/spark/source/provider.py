@@ -161,6 +161,11 @@ def _check_version(options: SourceOptions) -> None:
             f"option pushDownPredicate needs Spark 4.1 or later, this is {SPARK_VERSION}: limit what is read by "
             "startingOffsets, endingOffsets and the streams of subscribe"
         )
+    if options.limits.target_ms is not None and options.available_now is None and not HAS_LIMITS:
+        raise ConfigError(
+            f"option targetBatchDuration: Spark {SPARK_VERSION} ends Trigger.AvailableNow and Trigger.Once after the first "
+            "batch, which is small then: set option availableNow, to false for a query that goes on"
+        )
     if options.available_now is not None and HAS_LIMITS:
         raise ConfigError("option availableNow is for Spark 4.0 and 4.1: set the trigger, .trigger(availableNow=True)")
 
@@ -257,6 +262,8 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         if isinstance(planned, Advance):
             end = dump(planned.end.positions)
             self._remember(end, planned.end)
+            if self._sizer is not None:
+                self._sizer.on_planned(self.count_entries(start, end))
             return end
         if self._target is not None or not HAS_LIMITS:
             self._with_retry(self._progress_group.publish_rest)  # this may be the last call
@@ -269,12 +276,17 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     def _plan_next(self, start: Offsets, limit: ReadLimit) -> Advance[Offsets] | NoAdvance:
         self._progress_group.publish(start)
         limits = BatchLimits(
-            max_entries=limit.max_rows if isinstance(limit, ReadMaxRows) else None,
+            max_entries=self._max_entries(limit),
             target=self._target,
             # Trigger.Once and Trigger.AvailableNow have no later batch, so a small one must not wait.
             may_delay=self._target is None and not isinstance(limit, ReadAllAvailable),
         )
         return self._planner.plan_next(start, limits)
+
+    def _max_entries(self, limit: ReadLimit) -> int | None:
+        if not isinstance(limit, ReadMaxRows):
+            return None
+        return limit.max_rows if self._sizer is None else self._sizer.max_entries(limit.max_rows)
 
     def _parse_offsets(self, raw: dict[str, Any]) -> Offsets:
         for known, offsets in self._recent_offsets:

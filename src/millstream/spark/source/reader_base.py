@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from millstream.redis_client.client import Client
     from millstream.spark.source.batch_planner import BatchPlanner
+    from millstream.spark.source.batch_sizer import BatchSizer
     from millstream.spark.source.replica_reads import Replicas
 
 T = TypeVar("T")
@@ -57,6 +58,15 @@ class ReaderBase:
         from millstream.spark.source.batch_planner import BatchPlanner
 
         return BatchPlanner(self._client, self._options, cores=os.cpu_count() or 1)
+
+    @cached_property
+    def _sizer(self) -> "BatchSizer | None":
+        """Sizes the batches by their duration; None: maxOffsetsPerTrigger alone does."""
+        from millstream.clock import SYSTEM_CLOCK
+        from millstream.spark.source.batch_sizer import BatchSizer
+
+        target_ms = self._options.limits.target_ms
+        return None if target_ms is None else BatchSizer(target_ms, clock=SYSTEM_CLOCK)
 
     @cached_property
     def _replicas(self) -> "Replicas | None":
