@@ -1,6 +1,9 @@
 """What Spark receives when the source refuses: one error, and no more of a traceback than its last step."""
 
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +87,35 @@ def test_a_loss_is_reported_with_the_count_of_entries_where_it_is_known(caplog: 
     caplog.clear()
     losses.report(Loss(stream="orders", start=at, count=7))
     assert "(7 entries so far, " in caplog.text
+
+
+RUNNER = """
+import sys
+from millstream.spark.error_boundary import end_process_if_disconnected
+
+try:
+    {statement}
+finally:
+    end_process_if_disconnected()
+    print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "statement", "ends"),
+    [
+        ("python_streaming_source_runner.py", "raise EOFError", True),
+        ("python_streaming_source_runner.py", "raise BrokenPipeError", True),
+        ("python_streaming_source_runner.py", "raise ValueError", False),
+        ("python_streaming_source_runner.py", "pass", False),
+        ("notebook.py", "raise EOFError", False),
+    ],
+)
+def test_a_source_whose_query_has_closed_the_connection_ends_without_a_traceback(
+    tmp_path: Path, program: str, statement: str, ends: bool
+) -> None:
+    (tmp_path / program).write_text(RUNNER.format(statement=statement))
+    found = subprocess.run([sys.executable, str(tmp_path / program)], capture_output=True, text=True, check=False)
+    assert ("went on" not in found.stdout) == ends
+    assert (found.stderr == "") == (ends or statement == "pass")
+    assert (found.returncode == 0) == (ends or statement == "pass")

@@ -1,13 +1,19 @@
-"""Strips our frames from errors raised into Spark, so that users see the message, not our traceback."""
+"""What users see of errors at the boundary to Spark: the message, not our traceback, and nothing of an orderly end."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from millstream.errors import MillstreamError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_SOURCE_RUNNER = "python_streaming_source_runner.py"
+"""PySpark's program for the driver's side of a streaming source; it calls the reader's `stop` at its end."""
 
 
 def clean_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
@@ -24,6 +30,17 @@ def clean_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
             raise error.with_traceback(None) from None
 
     return guarded
+
+
+def end_process_if_disconnected() -> None:
+    """End this process if it runs a streaming source, and an error of its connection to Java is being handled.
+
+    A query that is stopped closes the connection while the source may be at work, and only then ends the process. On a
+    busy machine the process would come to print the error as a traceback before that. Call it last.
+    """
+    program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if Path(program).name == _SOURCE_RUNNER and isinstance(sys.exc_info()[1], (EOFError, ConnectionError)):
+        os._exit(0)
 
 
 def clean_traceback(items: Iterator[T]) -> Iterator[T]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
+from millstream.spark.error_boundary import clean_traceback, clean_tracebacks, end_process_if_disconnected
 from millstream.spark.source.batch_limits import Advance, BatchLimits
 from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, dump, load
 from millstream.spark.source.offsets import Positions
@@ -97,6 +97,7 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
     def stop(self) -> None:
         """End the query: stop renewing its claims."""
         self._group_planner.close()
+        end_process_if_disconnected()
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""

@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from millstream.errors import ConfigError
-from millstream.spark.error_boundary import clean_tracebacks
+from millstream.spark.error_boundary import clean_tracebacks, end_process_if_disconnected
 from millstream.spark.option_parser import OptionParser
 from millstream.spark.sink.options import NAMES as SINK_NAMES
 from millstream.spark.sink.options import is_for_writing, parse_sink
@@ -323,6 +323,10 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
             lambda: self._planner.plan_tasks(self._parse_offsets(start).positions, self._parse_offsets(end).positions)
         )
         return [InputPartition(to_tuple(ranges)) for ranges in tasks]
+
+    def stop(self) -> None:
+        """End the query."""
+        end_process_if_disconnected()
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""
