@@ -3,16 +3,15 @@
 Findings are summed up by handler: a handler of 100,000 streams has one line for each kind of trouble.
 """
 
-import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 
-from millstream.admin.findings import Finding
+from millstream.admin.findings import Finding, quoted, start_command
 from millstream.admin.inspection import inspect
-from millstream.admin.reports import Engine, HandlerReport, Inspection, StreamReport
+from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT
 from millstream.delivery.key_queues import WAITING
@@ -114,7 +113,7 @@ def check_growth(data: Data) -> Iterator[Finding]:
     growing = {name: count for name, count in finished.items() if count >= _FINISHED_ENTRIES}
     if growing:
         worst = sorted(growing, key=lambda name: -growing[name])
-        trim = f"{data.cli} XTRIM {_quote(worst[0])} MAXLEN '~' {_FINISHED_ENTRIES}"
+        trim = f"{data.cli} XTRIM {quoted(worst[0])} MAXLEN '~' {_FINISHED_ENTRIES}"
         yield Finding(
             check="growth",
             severity="warning",
@@ -130,7 +129,7 @@ def check_growth(data: Data) -> Iterator[Finding]:
             what=f"{_streams([one.name for one in unread])}: {sum(one.length for one in unread):,} entries without a "
             "consumer group, and nothing trims",
             why="a stream that is never trimmed grows until Redis is full",
-            mend=(f"{data.cli} XTRIM {_quote(unread[0].name)} MAXLEN '~' {_UNREAD_ENTRIES}",),
+            mend=(f"{data.cli} XTRIM {quoted(unread[0].name)} MAXLEN '~' {_UNREAD_ENTRIES}",),
         )
 
 
@@ -148,7 +147,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
         if holding:
             one = holding[0][0]
             held = sum(each.pending for _, each in holding)
-            where = f"{_quote(one.stream)} {_quote(_keys(one).group)}"
+            where = f"{quoted(one.stream)} {quoted(_keys(one).group)}"
             claimants = [name for each in some for name in each.workers if each.engine == "workers"]
             yield Finding(
                 check="dead-consumers",
@@ -157,9 +156,9 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
                 f"for {format_age(min(each.idle_ms for _, each in holding))}, on {_streams([each.stream for each, _ in holding])}",
                 why="these messages wait until a live worker claims them",
                 mend=(
-                    f"millstream group claim {where} {_quote(claimants[0])} --min-idle {data.old_ms // 1000}s"
+                    f"millstream group claim {where} {quoted(claimants[0])} --min-idle {data.old_ms // 1000}s"
                     if claimants
-                    else _start("workers", some[0].app),
+                    else start_command("workers", some[0].app),
                 ),
             )
         if empty:
@@ -171,7 +170,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
                 what=f"{label}: {consumers} ({_names(empty)}), with nothing pending",
                 why="they are only names, but hide who is alive",
                 mend=(
-                    f"millstream group clean {_quote(one.stream)} {_quote(_keys(one).group)} --idle {data.old_ms // 1000}s",
+                    f"millstream group clean {quoted(one.stream)} {quoted(_keys(one).group)} --idle {data.old_ms // 1000}s",
                 ),
             )
 
@@ -189,7 +188,7 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
                 f"{format_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
                 why="live workers renew or claim pending entries, at once those that were given back (idle for 24 h or "
                 "more): these workers hang, or have a longer --claim",
-                mend=(f"millstream group pending {_quote(stream)} {_quote(group)} --min-idle {data.old_ms // 1000}s",),
+                mend=(f"millstream group pending {quoted(stream)} {quoted(group)} --min-idle {data.old_ms // 1000}s",),
             )
 
 
@@ -207,7 +206,7 @@ def check_waiting(data: Data) -> Iterator[Finding]:
                 what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, the oldest for "
                 f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
-                mend=(_start(engine, some[0].app),),
+                mend=(start_command(engine, some[0].app),),
             )
 
 
@@ -242,7 +241,7 @@ def check_long_runs(data: Data) -> Iterator[Finding]:
             if stands_still
             else "the handler may hang, and the messages behind it wait; the log of that worker shows where the handler is",
             mend=(
-                *((_start("workers", app),) if stands_still else ()),
+                *((start_command("workers", app),) if stands_still else ()),
                 f"millstream key list {label}",
                 f"py-spy dump --pid PID  # of the worker {some[0].worker}",
             ),
@@ -315,7 +314,7 @@ def check_unreadable(data: Data) -> Iterator[Finding]:
                 what=f"{label}: its keys on {_streams([one.stream for one in unreadable])} are unreadable: "
                 f"{unreadable[0].problem}",
                 why="another program has written there; the handler cannot commit",
-                mend=(f"{data.cli} TYPE {_quote(_keys(unreadable[0]).meta)}",),
+                mend=(f"{data.cli} TYPE {quoted(_keys(unreadable[0]).meta)}",),
             )
 
 
@@ -406,11 +405,3 @@ def _streams(names: Iterable[str]) -> str:
 def _names(consumers: Sequence[tuple[HandlerReport, ConsumerInfo]]) -> str:
     found = sorted({consumer.name for _, consumer in consumers})
     return ", ".join(map(escape, found[:_NAMED])) + (", ..." if len(found) > _NAMED else "")
-
-
-def _start(engine: Engine, app: str) -> str:
-    return f"millstream {'worker' if engine == 'workers' else 'run'} {app}.py  # the file of the app {app}"
-
-
-def _quote(name: str) -> str:
-    return shlex.quote(escape(name))

@@ -1,10 +1,13 @@
 """Finding: what a check of `millstream doctor` found, why it matters, and the command that mends it. No I/O."""
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from millstream.admin.reports import Engine
 from millstream.errors import MillstreamError
+from millstream.redis_client.escaping import escape
 
 Severity = Literal["problem", "warning", "ok"]
 """`problem`: messages, states or progress may be lost or do not go on; `warning`: something to know or to mend soon."""
@@ -33,3 +36,13 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fin
         yield from tuple(check())
     except MillstreamError as error:
         yield Finding(check=name, severity="warning", what=f"not checked: {error}", is_checked=False)
+
+
+def start_command(engine: Engine, app: str) -> str:
+    """The command that starts workers, or a run on Spark, of an app."""
+    return f"millstream {'worker' if engine == 'workers' else 'run'} {app}.py  # the file of the app {app}"
+
+
+def quoted(name: str | bytes) -> str:
+    """A name or a key as one word of a shell, escaped as commands read it."""
+    return shlex.quote(escape(name))

@@ -1,4 +1,4 @@
-"""Handlers as commands name them: `APP.HANDLER`, or `APP` for all handlers of an app."""
+"""Handlers as commands name them: `APP.HANDLER`, or `APP` for all handlers of an app; and keys."""
 
 from typing import Annotated
 
@@ -16,6 +16,8 @@ HandlerNames = Annotated[
 OnStream = Annotated[
     str | None, typer.Option("--stream", help="Only on this stream; default: all on which it has run.", metavar="NAME")
 ]
+KEY_HELP = "The key; write bytes that are not text as \\xNN."
+Key = Annotated[str, typer.Argument(help=KEY_HELP, metavar="KEY")]
 
 _MAX_NAMED = 5
 

@@ -10,7 +10,16 @@ import typer
 
 from millstream.admin.inspection import existing_handlers
 from millstream.admin.liveness import find_runs, find_workers
-from millstream.cli.handler_names import HandlerName, HandlerNames, OnStream, find_handler, select_handlers, split_name
+from millstream.cli.handler_names import (
+    KEY_HELP,
+    HandlerName,
+    HandlerNames,
+    Key,
+    OnStream,
+    find_handler,
+    select_handlers,
+    split_name,
+)
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,
@@ -49,9 +58,7 @@ from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.formats import format_time, pluralize
 from millstream.redis_client.key_names import HandlerKeys
 
-_KEY_HELP = "The key; write bytes that are not text as \\xNN."
-Key = Annotated[str, typer.Argument(help=_KEY_HELP, metavar="KEY")]
-OneKey = Annotated[str | None, typer.Argument(help=_KEY_HELP, metavar="[KEY]", show_default=False)]
+OneKey = Annotated[str | None, typer.Argument(help=KEY_HELP, metavar="[KEY]", show_default=False)]
 AllParked = Annotated[bool, typer.Option("--all", help="All parked keys of the handler.")]
 State = Annotated[
     Literal["leased", "ready", "backing-off", "parked", "unreadable"] | None,

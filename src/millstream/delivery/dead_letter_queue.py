@@ -130,6 +130,16 @@ class DeadLetterQueue:
                 if entry.matches(wanted):
                     yield entry
 
+    def newest(self, keys: HandlerKeys) -> Iterator[DeadLetterEntry]:
+        """Yield the entries of one handler on a stream, in the opposite order: the last one comes first."""
+        end = "+"
+        while True:
+            page = self._client.execute("XREVRANGE", to_wire(keys.dead_letters), end, "-", "COUNT", _PAGE)
+            yield from (_parse_entry(keys, letter_id, pairs) for letter_id, pairs in page)
+            if len(page) < _PAGE:
+                return
+            end = f"({page[-1][0].decode()}"
+
     def select(self, wanted: DeadLetterFilter, limit: int | None = None) -> list[DeadLetterRef]:
         """Return references to the first `limit` selected letters, in the order of the original entries.
 

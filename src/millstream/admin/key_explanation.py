@@ -1,0 +1,169 @@
+"""KeyExplanation: why the messages of a key wait or not, in words, and the commands that mend it. No I/O.
+
+`millstream why` prints it; whatever else shows a key to operators uses the same words.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from millstream.admin.findings import quoted, start_command
+from millstream.admin.reports import HandlerReport
+from millstream.delivery.key_queues import KeyQueue, explain, is_blocked
+from millstream.delivery.last_error import LastError
+from millstream.delivery.long_runs import LongRun
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import format_age, pluralize
+
+_HEADS = {
+    "leased": "is in progress",
+    "ready": "is ready",
+    "backing off": "waits",
+    "parked": "waits",
+    "unreadable": "is unreadable",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyReport:
+    """A key of a handler on one stream, and what decides when its messages run.
+
+    * `handler`: the handler on that stream; `key`: the key
+    * `is_only_stream`: the handler has run on no other stream
+    * `queue`: its key queue; None if no message of it is queued or in progress, and it is not parked
+    * `last`: why the last attempt on its first message failed; `long_run`: the run of that message, if it takes long
+    * `is_migrating`: it is parked only until it has left another partition
+    * `queued`: messages in all key queues of the handler on the stream, and the most that may be; None if unknown, or
+      if that keeps no message of the key
+    * `dead_letters`: those of the key, the newest first, as far as they are among the newest of the handler
+    * `now_ms`: the server's time, in Unix milliseconds
+    """
+
+    handler: HandlerReport
+    key: bytes
+    is_only_stream: bool
+    queue: KeyQueue | None
+    last: LastError
+    long_run: LongRun | None
+    is_migrating: bool
+    queued: tuple[int, int] | None
+    dead_letters: Sequence[DeadLetter]
+    now_ms: int
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if its first message has failed all its attempts, and is retried without end."""
+        return self.queue is not None and is_blocked(self.queue, self.last)
+
+    @property
+    def attempt(self) -> int | None:
+        """The number of the attempt that runs, or comes next, on its first message; None if it has no message."""
+        return self.queue.failed_attempts + 1 if self.queue is not None and self.queue.length else None
+
+    @property
+    def unread(self) -> int:
+        """Entries of the stream that the handler has not been given yet, as far as they were counted."""
+        return max(0, (self.handler.lag or 0) - self.handler.pending)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyExplanation:
+    """Why the messages of a key wait or not.
+
+    * `sentences`: the reason, each a whole sentence without its full stop; the first one names the key
+    * `mend`: the commands that mend it, each complete; () if there is nothing to do
+    """
+
+    sentences: tuple[str, ...]
+    mend: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """All sentences, in one line."""
+        return " ".join(f"{one.removesuffix('.')}." for one in self.sentences)
+
+
+def explain_key(report: KeyReport) -> KeyExplanation:
+    """Explain the state of a key, the most decisive reason first."""
+    sentences = (*_of_queue(report), *_of_handler(report), *_of_dead_letters(report))
+    return KeyExplanation(sentences=sentences, mend=tuple(dict.fromkeys(_mend(report))))
+
+
+def _of_queue(report: KeyReport) -> Iterator[str]:
+    handler, queue, last = report.handler, report.queue, report.last
+    name = f"Key {escape(report.key)} of {handler.label} on {escape(handler.stream)}"
+    if queue is None:
+        yield f"{name} does not wait: none of its messages is queued or in progress"
+        return
+    yield f"{name} {_HEADS[queue.state]}: {explain(queue, last)}"
+    if queue.state == "leased" and queue.length:
+        of = f" of {last.attempts}" if last.attempts and not last.blocks else ""
+        yield f"This is attempt {report.attempt}{of} on its first message"
+    if report.long_run is not None:
+        run = report.long_run
+        yield (
+            f"That message has been running for {format_age(max(0, report.now_ms - run.started_ms))}; its time limit "
+            f"ends it after {format_age(run.time_limit_ms)}"
+        )
+    if last.error:
+        yield f"The last attempt failed with {last.error}"
+    if queue.length > 1:
+        behind = pluralize(queue.length - 1, "message waits", "messages wait")
+        yield f"{behind} behind its first message {queue.first_id}"
+    elif queue.length:
+        yield f"Its only message is {queue.first_id}"
+    else:
+        yield "It has no message now; those to come will wait" if queue.state == "parked" else "It has no message left"
+
+
+def _of_handler(report: KeyReport) -> Iterator[str]:
+    handler = report.handler
+    if handler.pause is not None:
+        yield f"{handler.label} is {handler.pause.reason}"
+    if not handler.consumers and (report.queue is not None or report.unread):
+        yield f"No worker and no run of {handler.label} is alive"
+    if report.queue is None and report.unread:
+        at_least = "" if handler.lag_exact else "at least "
+        entries = pluralize(report.unread, "entry", "entries")
+        yield f"{handler.label} has not read {at_least}{entries} of {escape(handler.stream)}, which may hold messages of it"
+    if (full := _full_queues(report)) is not None:
+        yield f"It reads none of them now: {full[0]:,} messages are in key queues, of at most {full[1]:,}"
+
+
+def _of_dead_letters(report: KeyReport) -> Iterator[str]:
+    if report.dead_letters:
+        count = pluralize(
+            len(report.dead_letters), "of its messages is a dead letter", "of its messages are dead letters"
+        )
+        newest = report.dead_letters[0]
+        yield f"{count}, the last one as {newest.reason}: {newest.error}"
+
+
+def _mend(report: KeyReport) -> Iterator[str]:
+    handler, queue = report.handler, report.queue
+    on_stream = "" if report.is_only_stream else f" --stream {quoted(handler.stream)}"
+    of_key = f"{handler.label} {quoted(report.key)}{on_stream}"
+    if queue is not None and queue.parked_reason is not None and not report.is_migrating:
+        yield f"millstream key unpark {of_key}"
+    if (
+        queue is not None
+        and queue.length
+        and (queue.state == "parked" or report.is_blocked)
+        and not report.is_migrating
+    ):
+        yield f"millstream key skip {of_key}  # or give its first message up"
+    if handler.pause is not None:
+        yield f"millstream resume {handler.label}{'  # once the cause is mended' if handler.pause.by == 'breaker' else ''}"
+    if not handler.consumers and (report.queue is not None or report.unread):
+        yield start_command(handler.engine, handler.app)
+    if _full_queues(report) is not None:
+        yield f"millstream key list {handler.label}{on_stream}  # the keys with most messages"
+    if report.dead_letters:
+        yield f"millstream dlq list {handler.label} --key {quoted(report.key)}{on_stream}"
+        yield f"millstream dlq redrive {handler.label} --key {quoted(report.key)}{on_stream}"
+
+
+def _full_queues(report: KeyReport) -> tuple[int, int] | None:
+    """The messages in key queues and their limit, if these keep unread messages of the key from being read."""
+    is_full = report.queued is not None and report.queued[0] >= report.queued[1]
+    return report.queued if is_full and report.queue is None and report.unread else None
