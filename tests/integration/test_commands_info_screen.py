@@ -1,7 +1,6 @@
 """What `millstream info` shows: tables that fit a terminal, what is wrong first and in colours, and `--watch`."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, restarts_key
 from millstream.redis_client.pipelining import server_time_ms
-from tests.support.clocks import ManualClock
+from tests.support.clocks import ScriptedTime
 from tests.support.commandline import call, in_a_terminal
 
 pytestmark = [pytest.mark.cli]
@@ -174,24 +173,10 @@ def test_a_status_sums_up_the_streams_and_a_group_without_consumers_is_no_fault(
 # --- --watch ---
 
 
-class Script(ManualClock):
-    """The time of `info`: each sleep does the next thing of a list, and Ctrl-C is pressed after the last one."""
-
-    def __init__(self, *things: Callable[[], object]) -> None:
-        super().__init__()
-        self._things = iter(things)
-        self.slept_s: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.monotonic_ms() / 1000
-
-    def sleep(self, seconds: float) -> None:
-        self.slept_s.append(seconds)
-        self.sleep_ms(seconds * 1000)
-        thing = next(self._things, None)
-        if thing is None:
-            raise KeyboardInterrupt
-        thing()
+def play(monkeypatch: pytest.MonkeyPatch, script: ScriptedTime) -> None:
+    """Let `info` have this time."""
+    monkeypatch.setattr("millstream.cli.info.time", script)
+    monkeypatch.setattr("millstream.cli.screen.time", script)
 
 
 def test_watch_prints_an_object_for_each_interval_with_the_rates_since_the_last_one(
@@ -199,14 +184,14 @@ def test_watch_prints_an_object_for_each_interval_with_the_rates_since_the_last_
 ) -> None:
     keys = HandlerKeys("shop", "h", "s")
     handler(client, keys, done=1, is_alive=True)
-    script = Script(
+    script = ScriptedTime(
         lambda: client.execute("XADD", "s", "*", "n", 6),
         lambda: client.execute("HSET", keys.meta, "committed", 9),
         lambda: None,
         lambda: None,
         lambda: client.execute("HSET", keys.meta, "committed", 10),
     )
-    monkeypatch.setattr("millstream.cli.info.time", script)
+    play(monkeypatch, script)
     ended = call("info", "shop", "--watch", "4s", "--json", url=client.url)
     rows = [report["readers"][0] for report in ended.json_lines()]
     assert (ended.code, script.slept_s) == (130, [4.0] * 6)
@@ -226,7 +211,7 @@ def test_a_reader_that_completes_nothing_for_long_makes_no_progress(
 ) -> None:
     handler(client, HandlerKeys("shop", "stands", "s"), done=1, is_alive=True)
     handler(client, HandlerKeys("shop", "has_nothing_to_do", "s2"), done=5, is_alive=True)
-    monkeypatch.setattr("millstream.cli.info.time", Script(*[lambda: None] * 3))
+    play(monkeypatch, ScriptedTime(*[lambda: None] * 3))
     reports = call("info", "--watch", "5s", "--json", url=client.url).json_lines()
     assert [[one["status"] for one in report["readers"] if "stands" in one["name"]] for report in reports] == [
         ["running"],
@@ -243,8 +228,8 @@ def test_watch_survives_a_time_without_redis(
     server = millstream_fresh_server
     with Client(server.url) as client:
         handler(client, HandlerKeys("shop", "h", "s"), done=5)
-    script = Script(server.kill, lambda: None, server.restart, lambda: None)
-    monkeypatch.setattr("millstream.cli.info.time", script)
+    script = ScriptedTime(server.kill, lambda: None, server.restart, lambda: None)
+    play(monkeypatch, script)
     ended = call("info", "--watch", "--json", url=server.url)
     assert ended.code == 130
     assert len(ended.json_lines()) >= 2, "before and after"
@@ -260,8 +245,8 @@ def test_watch_survives_a_time_without_redis(
 def test_watch_needs_no_interval(
     client: Client, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], every_s: float
 ) -> None:
-    script = Script()
-    monkeypatch.setattr("millstream.cli.info.time", script)
+    script = ScriptedTime()
+    play(monkeypatch, script)
     handler(client, HandlerKeys("shop", "h", "s"))
     assert "shop.h" in call("info", *words, url=client.url).out
     assert script.slept_s == [every_s]
@@ -284,7 +269,7 @@ def test_watch_redraws_the_screen_of_a_terminal_and_cuts_the_report_to_its_heigh
 
 
 def test_watch_prints_one_report_after_another_into_a_pipe(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.cli.info.time", Script(lambda: None))
+    play(monkeypatch, ScriptedTime(lambda: None))
     client.execute("XADD", "s", "1-0", "a", "b")
     shown = call("info", "--watch", url=client.url)
     assert shown.out.count("every 2s; Ctrl-C ends it") == 2

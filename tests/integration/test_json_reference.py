@@ -164,6 +164,7 @@ def _show(found: _Outputs, client: Client) -> None:
     found.run("key list")
     found.run("key list --count", "--count")
     found.run("key show", "shop.total", "mad")
+    found.run("top", "--once", "--interval", "100ms")
     found.run("why", "shop.total", "mad")
     found.run("doctor")
     client.execute("XGROUP", "DESTROY", "orders", "others")

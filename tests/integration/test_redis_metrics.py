@@ -170,7 +170,7 @@ def test_the_figures_of_a_handler_show_when_they_were_last_read(client: Client, 
 def test_the_figures_of_a_handler_are_the_sums_over_its_streams(
     client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millstream.admin.redis_metrics._AT_ONCE", 7)
+    monkeypatch.setattr("millstream.admin.redis_metrics.AT_ONCE", 7)
     names = [f"s{n}" for n in range(30)]
     client.pipeline([("XADD", name, "*", "n", 1) for name in names])
     client.execute("SET", "no-stream", "x")
@@ -204,7 +204,7 @@ def test_the_cost_of_a_reading_does_not_grow_with_the_keys(client: Client, recor
 def test_a_reading_of_very_many_streams_pauses_nine_times_as_long_as_it_reads(
     client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millstream.admin.redis_metrics._AT_ONCE", 5)
+    monkeypatch.setattr("millstream.admin.redis_metrics.AT_ONCE", 5)
     clock, rests = ManualClock(), []
 
     def read(*args: object) -> None:
@@ -233,7 +233,7 @@ def test_no_figures_are_shown_while_redis_cannot_be_read(
         names = {family.name for family in recorder.collect() if family.samples}
         assert "millstream_keys" in names
         figures._client = nowhere
-        figures._discovery_due_ms = 0
+        figures._known._due_ms = 0
         figures.read_all()
         figures.read_all()
     assert {family.name for family in recorder.collect() if family.samples} == {"millstream_redis_up"}
@@ -277,7 +277,7 @@ def test_an_unknown_handler_is_refused_with_the_names_of_the_others(client: Clie
     figures.read_all()
     assert scale(figures, "shop.nay") == (404, {"error": "give ?handler=APP.HANDLER, one of: shop.pay"})
     client.execute("FLUSHALL")
-    figures._discovery_due_ms = 0
+    figures._known._due_ms = 0
     figures.read_all()
     assert scale(figures, "shop.pay")[0] == 404
     assert not [family for family in recorder.collect() if family.samples and family.name == "millstream_keys"]

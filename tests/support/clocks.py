@@ -1,5 +1,7 @@
 """Clocks that a test moves."""
 
+from collections.abc import Callable
+
 from millstream.clock import SystemClock
 
 
@@ -33,3 +35,29 @@ class LeapClock(SystemClock):
     def leap(self, duration_ms: float) -> None:
         """Be so much later from now on."""
         self._ahead_ms += duration_ms
+
+
+class ScriptedTime(ManualClock):
+    """The module `time` of a command: each sleep does the next thing of a list, and Ctrl-C is pressed after the last one."""
+
+    def __init__(self, *things: Callable[[], object]) -> None:
+        super().__init__()
+        self._things = iter(things)
+        self.slept_s: list[float] = []
+
+    def monotonic(self) -> float:
+        """See time.monotonic."""
+        return self.monotonic_ms() / 1000
+
+    def time(self) -> float:
+        """See time.time."""
+        return self.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Do the next thing."""
+        self.slept_s.append(seconds)
+        self.sleep_ms(seconds * 1000)
+        thing = next(self._things, None)
+        if thing is None:
+            raise KeyboardInterrupt
+        thing()

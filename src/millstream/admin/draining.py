@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 
-from millstream.admin.handler_figures import HandlerFigures, add_figures
+from millstream.admin.handler_figures import HandlerFigures, read_figures
 from millstream.admin.redis_metrics import places_of
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
-
-_AT_ONCE = 500
 
 
 class DrainWatch:
@@ -42,18 +39,15 @@ class DrainWatch:
         True if two looks in a row found all of them drained and no delivery in between: a message can then not have
         passed from one handler to another that had been looked at before.
         """
-        found = {label: self._look(places) for label, places in places_of(self._client, self._handlers).items()}
+        found = {
+            label: read_figures(self._client, places, self._clock)
+            for label, places in places_of(self._client, self._handlers).items()
+        }
         self.paused = [label for label, one in found.items() if one.paused]
         delivered = [one.delivered for one in found.values()] if all(map(_is_drained, found.values())) else None
         drained = delivered is not None and delivered == self._delivered
         self._delivered = delivered
         return drained
-
-    def _look(self, places: Sequence[HandlerKeys]) -> HandlerFigures:
-        figures = HandlerFigures()
-        for at in range(0, len(places), _AT_ONCE):
-            add_figures(self._client, places[at : at + _AT_ONCE], figures, self._clock)
-        return figures
 
 
 def _is_drained(one: HandlerFigures) -> bool:

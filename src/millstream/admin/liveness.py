@@ -37,7 +37,7 @@ def find_workers(
     consumer of the group with an idle time below `idle_ms`, in milliseconds, or whose name a supervisor holds. Raises
     RedisError, except AccessDenied.
     """
-    announced = _announced(client, found)
+    announced = announced_workers(client, found)
     owners = {label: _owners(client, label) for label in {keys.label for keys in found}}
     consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
     idle = {keys: consumers[keys.stream, keys.group] for keys in found}
@@ -73,8 +73,11 @@ def _holders(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str,
     return {one for one, is_held in zip(asked, replies, strict=True) if is_held == 1}
 
 
-def _announced(client: Client, found: Sequence[HandlerKeys]) -> dict[str, frozenset[str]]:
-    """The announced workers of each handler; none where this user may not read them."""
+def announced_workers(client: Client, found: Sequence[HandlerKeys]) -> dict[str, frozenset[str]]:
+    """The workers of each handler that their supervisors announce, by its label; none where this user may not read them.
+
+    A command for each handler, however many streams it has. Raises RedisError.
+    """
     handlers = {keys.label: live_workers_key(keys.app, keys.handler) for keys in found}
     now_ms = server_time_ms(client)
     replies = send_all(client, [("ZRANGE", key, 0, -1, "WITHSCORES") for key in handlers.values()])

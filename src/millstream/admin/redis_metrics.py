@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from millstream.admin.handler_figures import REASONS, STATES, HandlerFigures, add_figures
+from millstream.admin.handler_figures import AT_ONCE, REASONS, STATES, HandlerFigures, add_figures
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.handler import Handler
@@ -27,10 +27,9 @@ from millstream.redis_client.redaction import redact_text
 logger = logging.getLogger(__name__)
 
 _EVERY_MS = 5_000.0
-_REST = 9
+REST = 9
 """How many times as long as it read it rests, at least."""
 _DISCOVERY_REST = 20
-_AT_ONCE = 500
 
 Places = Mapping[str, Sequence[HandlerKeys]]
 """The streams of each handler, by its label (`app.handler`)."""
@@ -45,10 +44,15 @@ def all_places(client: Client) -> Places:
     """The streams of all handlers that have keys or a group in Redis. Raises RedisError."""
     from millstream.admin.inspection import find_handlers  # imported here: workers do without the balancer
 
-    found: dict[str, list[HandlerKeys]] = {}
-    for keys in find_handlers(client):
-        found.setdefault(keys.label, []).append(keys)
-    return found
+    return by_handler(find_handlers(client))
+
+
+def by_handler(found: Iterable[HandlerKeys]) -> Places:
+    """These handlers on streams, by handler."""
+    places: dict[str, list[HandlerKeys]] = {}
+    for keys in found:
+        places.setdefault(keys.label, []).append(keys)
+    return places
 
 
 def streams_of(client: Client, handler: Handler) -> Sequence[str]:
@@ -72,6 +76,31 @@ def _on_streams(handler: Handler, streams: Iterable[str]) -> Iterator[HandlerKey
             yield HandlerKeys(handler.app, handler.name, stream)
 
 
+class KnownPlaces:
+    """The streams of handlers, found anew from time to time: to find them may scan all keys of Redis.
+
+    * `discover`: finds them
+    * `every_ms`: how often it is called, in milliseconds, at most; it takes at most a twentieth of the time
+    """
+
+    def __init__(self, discover: Callable[[Client], Places], *, every_ms: float, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._discover = discover
+        self._every_ms = every_ms
+        self._clock = clock
+        self._due_ms = float("-inf")
+        self.places: Places = {}
+
+    def refresh(self, client: Client) -> bool:
+        """Find them anew, if that was long enough ago; False if not. Raises what `discover` raises."""
+        began_ms = self._clock.monotonic_ms()
+        if began_ms < self._due_ms:
+            return False
+        self.places = self._discover(client)
+        took_ms = self._clock.monotonic_ms() - began_ms
+        self._due_ms = began_ms + max(self._every_ms, (_DISCOVERY_REST + 1) * took_ms)
+        return True
+
+
 class RedisMetrics:
     """Reports what Redis shows of handlers to `recorder`, and answers what an autoscaler asks.
 
@@ -93,13 +122,11 @@ class RedisMetrics:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._client = client
-        self._discover = discover
+        self._known = KnownPlaces(discover, every_ms=every_ms, clock=clock)
         self._recorder = recorder
         self._progress = progress
         self._every_ms = every_ms
         self._clock = clock
-        self._places: Places = {}
-        self._discovery_due_ms = float("-inf")
         self._lock = threading.Lock()
         self._shown: dict[str, HandlerFigures] = {}
         self._failure: str | None = None
@@ -112,13 +139,13 @@ class RedisMetrics:
             began_ms = self._clock.monotonic_ms()
             self.read_all(stopping)
             took_ms = self._clock.monotonic_ms() - began_ms
-            stopping.wait(max(_REST * min(took_ms, self._every_ms), self._every_ms - took_ms) / 1000)
+            stopping.wait(max(REST * min(took_ms, self._every_ms), self._every_ms - took_ms) / 1000)
 
     def read_all(self, stopping: threading.Event | None = None) -> None:
         """Read the figures of all handlers once. An error is logged, and shown by the figures."""
         try:
             self._find_places()
-            for label, places in self._places.items():
+            for label, places in self._known.places.items():
                 if not self._read(label, places, stopping or threading.Event()):
                     return
         except MillstreamError as error:
@@ -150,16 +177,11 @@ class RedisMetrics:
         return 404, msgspec.json.encode({"error": f"give ?handler=APP.HANDLER, one of: {known}"})
 
     def _find_places(self) -> None:
-        """Find the streams of each handler, if that was long enough ago: it may scan all keys of Redis."""
-        began_ms = self._clock.monotonic_ms()
-        if began_ms < self._discovery_due_ms:
-            return
-        self._places = self._discover(self._client)
-        self._report_alive()
-        took_ms = self._clock.monotonic_ms() - began_ms
-        self._discovery_due_ms = began_ms + max(self._every_ms, (_DISCOVERY_REST + 1) * took_ms)
-        for label in self._shown.keys() - self._places.keys():
-            self._remove(label)
+        """Find the streams of each handler, if that was long enough ago."""
+        if self._known.refresh(self._client):
+            self._report_alive()
+            for label in self._shown.keys() - self._known.places.keys():
+                self._remove(label)
 
     def _report_alive(self) -> None:
         if self._progress is not None:
@@ -168,12 +190,12 @@ class RedisMetrics:
     def _read(self, label: str, places: Sequence[HandlerKeys], stopping: threading.Event) -> bool:
         """Read the figures of one handler and show them; False if it was stopped before all its streams were read."""
         figures = HandlerFigures()
-        for at in range(0, len(places), _AT_ONCE):
+        for at in range(0, len(places), AT_ONCE):
             began_ms = self._clock.monotonic_ms()
-            add_figures(self._client, places[at : at + _AT_ONCE], figures, self._clock)
+            add_figures(self._client, places[at : at + AT_ONCE], figures, self._clock)
             took_ms = self._clock.monotonic_ms() - began_ms
             self._report_alive()
-            if len(places) > _AT_ONCE and stopping.wait(_REST * took_ms / 1000):
+            if len(places) > AT_ONCE and stopping.wait(REST * took_ms / 1000):
                 return False
         with self._lock:
             self._shown[label] = figures

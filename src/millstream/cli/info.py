@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -17,9 +15,9 @@ from millstream.admin.reports import Inspection
 from millstream.admin.server_checks import memory_problems
 from millstream.cli.info_tables import Rates, RatesByReader, print_tables, status_of
 from millstream.cli.options import MARKUP, Duration, Json, Url, duration
-from millstream.cli.screen import Screen
-from millstream.cli.terminal import print_json, print_line, print_message
-from millstream.errors import ConfigError, Unavailable
+from millstream.cli.screen import show_repeatedly
+from millstream.cli.terminal import print_json, print_message
+from millstream.errors import ConfigError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 
@@ -135,25 +133,14 @@ def show(
 def _watch(
     client: Client, app: str | None, every: Duration, print_one: Callable[[_Snapshot], None], *, as_json: bool
 ) -> NoReturn:
-    """Show it again and again. While Redis is away that is shown; at the beginning it is an error."""
-    screen = Screen()
-    snapshot = _take(client, app)
-    began_s, failure = snapshot.at_s, ""
-    while True:
-        with nullcontext() if as_json else screen.redrawn():
-            if not as_json:
-                print_line(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, every {every}; Ctrl-C ends it")
-                print_line("")
-            if failure:
-                print_message(failure)
-            else:
-                print_one(snapshot)
-        time.sleep(max(0.0, began_s + every - time.monotonic()))
-        began_s = time.monotonic()
-        try:
-            snapshot, failure = _take(client, app, snapshot), ""
-        except Unavailable as error:
-            failure = f"{error}; trying again"
+    before: _Snapshot | None = None
+
+    def take() -> _Snapshot:
+        nonlocal before
+        before = _take(client, app, before)
+        return before
+
+    show_repeatedly(every, take, print_one, as_json=as_json)
 
 
 def _row(reader: ReaderReport, rates: RatesByReader | None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "dev": ("millstream.cli.dev:dev", RUN, "Run a local redis-server for development."),
     "demo": ("millstream.cli.demo:demo", RUN, "Run a pipeline over real flights and verify it."),
     "info": ("millstream.cli.info:info", INSPECT, "Show readers, their lag, live workers and dead letters."),
+    "top": ("millstream.cli.top:top", INSPECT, "Show what handlers do now, all the time."),
     "why": ("millstream.cli.why:why", INSPECT, "Say why the messages of a key wait or not."),
     "check": ("millstream.cli.check:check", INSPECT, "Run handlers on real entries and commit nothing."),
     "doctor": (

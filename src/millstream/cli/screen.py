@@ -3,8 +3,17 @@
 import io
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from datetime import UTC, datetime
+from typing import NoReturn, TypeVar
+
+from millstream.cli.options import Duration
+from millstream.cli.terminal import print_line, print_message
+from millstream.errors import Unavailable
+
+T = TypeVar("T")
 
 _CLEAR, _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -46,3 +55,33 @@ class Screen:
         sys.stdout.write(f"{_HOME if self._is_clear else _CLEAR + _HOME}{text}{_END_OF_SCREEN}")
         sys.stdout.flush()
         self._is_clear = True
+
+
+def show_repeatedly(
+    every: Duration, read: Callable[[], T], show: Callable[[T], None], *, as_json: bool, rest: float = 0.0
+) -> NoReturn:
+    """Read something and show it, again and again, each on the screen in place of the one before.
+
+    While Redis is away that is shown; at the beginning it is an error. `rest`: how many times as long as it read it
+    waits at least before it reads again.
+    """
+    screen = Screen()
+    began_s, failure = time.monotonic(), ""
+    found = read()
+    took_s = time.monotonic() - began_s
+    while True:
+        with nullcontext() if as_json else screen.redrawn():
+            if not as_json:
+                print_line(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, every {every}; Ctrl-C ends it")
+                print_line("")
+            if failure:
+                print_message(failure)
+            else:
+                show(found)
+        time.sleep(max(0.0, began_s + max(every, (1 + rest) * took_s) - time.monotonic()))
+        began_s = time.monotonic()
+        try:
+            found, failure = read(), ""
+        except Unavailable as error:
+            failure = f"{error}; trying again"
+        took_s = time.monotonic() - began_s
