@@ -130,6 +130,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, l
             step(found, client)
         found.run("check", str(app), "--newest", "--yes", code=1)
         found.run("acl", "worker")
+        found.run("bench", "--seconds", "1", "--yes")
         found.run("init", str(folder / "project"))
         found.run("forget", "shop.plain", "--dry-run")
         _services(found, app, folder)

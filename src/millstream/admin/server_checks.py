@@ -59,6 +59,12 @@ class Server:
         return int(self.info.get(name, "0"))
 
     @property
+    def product(self) -> str:
+        """Its name and version."""
+        redis, valkey = self.info.get("redis_version", "0"), self.info.get("valkey_version")
+        return f"Valkey {valkey} (as Redis {redis})" if valkey else f"Redis {redis}"
+
+    @property
     def where(self) -> str:
         """The subject of a sentence about it."""
         return f"Redis at {self.name}" if self.name else "Redis"
@@ -132,17 +138,15 @@ def warn_of_data_loss_at(url: str) -> None:
 
 def check_version(server: Server) -> Iterator[Finding]:
     """Redis 7.0 or later, or Valkey."""
-    redis, valkey = server.info.get("redis_version", "0"), server.info.get("valkey_version")
-    product = f"Valkey {valkey} (as Redis {redis})" if valkey else f"Redis {redis}"
-    if _numbers(redis) < _MIN_VERSION:
+    if _numbers(server.info.get("redis_version", "0")) < _MIN_VERSION:
         yield Finding(
             check="version",
             severity="problem",
-            what=f"{product} is too old",
+            what=f"{server.product} is too old",
             why="scripts of millstream need Redis 7.0 or later, or Valkey",
         )
     else:
-        yield Finding(check="version", severity="ok", what=product)
+        yield Finding(check="version", severity="ok", what=server.product)
 
 
 def check_role(server: Server) -> Iterator[Finding]:

@@ -67,6 +67,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "group": ("millstream.cli.group:group", STREAMS, "List and change consumer groups, and their pending entries."),
     "lease": ("millstream.cli.lease:lease", STREAMS, "List, add, release and remove the leased streams of a service."),
     "partition": ("millstream.cli.partition:partition", STREAMS, "Show, create and grow the partitions of a base."),
+    "bench": ("millstream.cli.bench:bench", SET_UP, "Measure what this machine and this Redis do."),
     "init": ("millstream.cli.init:init", SET_UP, "Write a starter project: an app, its test and the commands."),
     "acl": ("millstream.cli.acl:acl", SET_UP, "Print the ACL rights that Redis users need."),
 }

@@ -1,4 +1,4 @@
-"""Client: connections and scripts. The only module that uses redis-py; `error_translation` translates its errors.
+"""Client: connections and scripts, by redis-py; `error_translation` translates its errors.
 
 Replies are raw: bytes, integers and lists, as hiredis parses them, since the data path cannot afford more. redis-py's
 own retries are switched off: a command whose reply was lost may have been executed, so the caller decides whether

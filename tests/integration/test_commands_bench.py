@@ -1,0 +1,142 @@
+"""`millstream bench`: what it measures, when it asks first, and that it leaves nothing behind."""
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.cli.bench import is_local
+from millstream.cli.bench_rounds import BenchRounds
+from millstream.errors import MillstreamError, Unavailable
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.raw_loop import read_and_acknowledge
+from tests.support.commandline import call, ended, in_a_terminal, running
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
+
+MESSAGES = 2_500
+QUICK = ("bench", "--seconds", "1")
+
+
+@pytest.fixture
+def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(millstream_fresh_server.url) as opened:
+        yield opened
+
+
+def keys(client: Client) -> list[bytes]:
+    found: list[bytes] = client.execute("KEYS", "*")
+    return found
+
+
+def test_a_round_measures_each_loop_over_all_messages_and_removes_its_keys(client: Client) -> None:
+    rounds = BenchRounds(client, threading.Event(), messages=MESSAGES)
+    reported: list[tuple[int, str]] = []
+
+    def report(number: int, what: str, rate: float) -> None:
+        assert rate > 0
+        reported.append((number, what))
+        if what == "keyed":
+            (stream,) = client.scan_streams()
+            assert client.execute("XLEN", stream) == MESSAGES
+            groups = client.execute("XINFO", "GROUPS", stream)
+            assert sorted(group[1].decode().rpartition(".")[2] for group in groups) == ["keyed", "plain", "raw"]
+            assert client.execute("TTL", stream) > 0, "should the process be killed"
+            assert all(rounds.name.encode() in key for key in keys(client))
+
+    found = rounds.run(1.0, report)
+    assert found is not None
+    number, rates = found
+    assert reported == [(n, what) for n in range(1, number + 1) for what in ("raw", "plain", "keyed")]
+    assert min(rates.raw, rates.plain, rates.keyed) > 0
+    client.execute("SET", "mine", 1)
+    rounds.remove()
+    assert keys(client) == [b"mine"]
+
+
+def test_the_raw_loop_reads_and_acknowledges_the_whole_stream(client: Client) -> None:
+    client.pipeline([("XADD", "s", "*", "n", n) for n in range(MESSAGES)])
+    count, took_s = read_and_acknowledge(client.url, "s", most_s=1_000.0, give_up=lambda: False)
+    assert (count, took_s > 0) == (MESSAGES, True)
+    assert client.execute("XPENDING", "s", "raw")[0] == 0
+    with pytest.raises(Unavailable):
+        read_and_acknowledge("redis://127.0.0.1:1/0", "s", most_s=1.0, give_up=lambda: False)
+
+
+def test_a_measurement_without_a_message_says_what_to_do(client: Client) -> None:
+    rounds = BenchRounds(client, threading.Event(), messages=MESSAGES)
+    with pytest.raises(MillstreamError, match=r"no message was processed within 0\.0 s \(raw\): see millstream doctor"):
+        rounds.run(0.0, lambda *_: None)
+
+
+def test_an_empty_local_redis_is_measured_without_a_question_and_empty_afterwards(client: Client) -> None:
+    shown = call(*QUICK, url=client.url)
+    assert shown.code == 0
+    heading, *rows = shown.out.splitlines()
+    assert heading.split("  ")[0] == "one process"
+    assert [row.split("  ")[0] for row in rows] == ["redis-py, read and ack", "worker, no key", "worker, by key"]
+    assert rows[0].split()[-1] == "1.00"
+    assert "its keys have bench-" in shown.err
+    assert "round 1: worker, by key: " in shown.err
+    assert keys(client) == []
+
+
+def test_json_has_rates_and_their_ratios(client: Client) -> None:
+    found = call(*QUICK, "--json", url=client.url).json()
+    assert found["worker_ratio"] == pytest.approx(found["worker_per_s"] / found["raw_per_s"], abs=0.002)
+    assert found["keyed_ratio"] == pytest.approx(found["keyed_per_s"] / found["raw_per_s"], abs=0.002)
+
+
+def test_a_redis_with_other_data_is_asked_about_first_and_keeps_it(client: Client) -> None:
+    client.execute("SET", "mine", 1)
+    refused = call(*QUICK, url=client.url)
+    assert refused.code == 2
+    assert "holds 1 key. For about 1 s it would be kept busy" in refused.err
+    assert "add --yes" in refused.err
+    assert in_a_terminal(*QUICK, url=client.url, answer=b"n\n").code == 1
+    assert keys(client) == [b"mine"]
+    assert call(*QUICK, "--yes", url=client.url).code == 0
+    assert keys(client) == [b"mine"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
+def test_its_keys_are_removed_when_it_is_interrupted(client: Client, number: signal.Signals, code: int) -> None:
+    with running("bench", "--seconds", "3000", url=client.url) as process:
+        eventually(lambda: any(b".keyed:" in key for key in keys(client)), "the keys of the last measurement")
+        process.send_signal(number)
+        stopped = ended(process)
+    assert (stopped.code, stopped.out) == (code, "")
+    assert keys(client) == []
+
+
+def test_a_redis_that_is_nearly_full_is_refused_and_not_written_to(client: Client) -> None:
+    client.execute("CONFIG", "SET", "maxmemory", "32mb")
+    refused = call(*QUICK, "--yes", url=client.url)
+    assert refused.code == 1
+    assert "left up to maxmemory, and this needs up to 64.0 MB: choose another Redis" in refused.err
+    assert keys(client) == []
+
+
+@pytest.mark.parametrize("url", ["redis+cluster://127.0.0.1:7000", "redis+sentinel://127.0.0.1:26379/name/0"])
+def test_what_is_not_one_server_is_refused(url: str) -> None:
+    refused = call(*QUICK, url=url)
+    assert (refused.code, "give --url the address of a primary" in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("redis://127.0.0.1:6379/0", True),
+        ("redis://user:pass@localhost/0", True),
+        ("rediss://[::1]:6379", True),
+        ("unix:///run/redis.sock", True),
+        ("redis://redis:6379", False),
+        ("redis://10.0.0.7:6379", False),
+        ("redis://localhost.example.com:6379", False),
+    ],
+)
+def test_a_redis_is_local_if_its_address_is_of_this_machine(url: str, local: bool) -> None:
+    assert is_local(url) == local
