@@ -120,6 +120,14 @@ def test_a_redis_that_is_nearly_full_is_refused_and_not_written_to(client: Clien
     assert keys(client) == []
 
 
+def test_the_rights_that_its_page_names_are_enough(client: Client) -> None:
+    rule = call("acl", "worker", "producer", "--stream", "bench-*", "--user", "some").out
+    client.execute(*rule.split(), "+dbsize", ">secret")
+    assert call(*QUICK, url=client.url.replace("redis://", "redis://some:secret@", 1)).code == 0
+    assert client.execute("ACL", "LOG") == []
+    assert keys(client) == []
+
+
 @pytest.mark.parametrize("url", ["redis+cluster://127.0.0.1:7000", "redis+sentinel://127.0.0.1:26379/name/0"])
 def test_what_is_not_one_server_is_refused(url: str) -> None:
     refused = call(*QUICK, url=url)

@@ -30,6 +30,9 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "delayed": (("list", "s"), ("cancel", "s", "1-0", "--yes")),
     "tail": (("s",), ("s*", "--no-follow")),
     "info": ((), ("--json",)),
+    "top": ((), ("--json",)),
+    "why": (("a.h", "k"),),
+    "bench": (("--yes",),),
     "check": (("APP:app", "--yes"),),
     "state": (
         ("show", "a.h", "k"),
@@ -75,7 +78,7 @@ SERVICES = {
 """Commands that go on until they are stopped, and wait for Redis meanwhile."""
 
 ELSEWHERE = {"doctor": "below", "run": "tests/spark/test_run_command.py", "demo": "starts what `run` starts"}
-WITHOUT_URL = {"dev", "acl"}
+WITHOUT_URL = {"dev", "init", "acl"}
 
 
 @pytest.fixture

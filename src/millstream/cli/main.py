@@ -86,6 +86,8 @@ _OTHER_WORDS: Mapping[str, str] = {
     "pending": "group pending",
     "claim": "group claim",
     "partitions": "partition show",
+    "explain": "why",
+    "benchmark": "bench",
     "status": "info",
     "lag": "info",
     "deadletters": "dlq list",
