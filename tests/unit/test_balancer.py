@@ -228,12 +228,16 @@ def test_a_cancelled_wait_loses_no_item() -> None:
     assert sorted(asyncio.run(program())) == list(range(200))
 
 
-def test_a_closed_event_loop_that_waited_does_not_stop_the_thread_that_puts_items() -> None:
+@pytest.mark.parametrize("is_closed", [True, False], ids=["before", "between a check and the call"])
+def test_a_closed_event_loop_that_waited_does_not_stop_the_thread_that_puts_items(
+    monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
     box: NotificationQueue[int] = NotificationQueue()
     loop = asyncio.new_event_loop()
     waiting = loop.create_task(box.get_async())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
+    monkeypatch.setattr(loop, "is_closed", lambda: is_closed)
     box.put(1)
     assert box.get(0) == 1
     waiting.get_coro().close()

@@ -1,6 +1,7 @@
 """NotificationQueue: a queue that one thread fills and others drain, in a thread or in an event loop."""
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -78,5 +79,7 @@ class NotificationQueue(Generic[T]):
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, event in self._waiters:
-            if not loop.is_closed():
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop was closed, perhaps at this moment: it has no waiter any more
                 loop.call_soon_threadsafe(event.set)
