@@ -63,7 +63,7 @@ def encode_output(output: object) -> list[bytes]:
 def pack_output(output: object) -> bytes:
     """Encode a handler's output as `encode_output` does, as one msgpack array, which the commit script unpacks.
 
-    One argument of a command costs Python and Redis far less than one for each name and value. Raises OutputError, also
+    One argument of a command costs far less than one for each name and value. Raises OutputError, also
     for more than 3,500 fields.
     """
     parts: list[str | msgspec.Raw] = []
