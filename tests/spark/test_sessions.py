@@ -47,6 +47,13 @@ def copy(rows):
         context._jsc.sc().stop()
 
     def note(rows, batch):
+        if rows.where("k = 'long'").count():
+            Path("in-a-batch-of-the-stage").touch()
+            try:
+                context._jvm.java.lang.Thread.sleep(3_600_000)
+            except Exception as error:  # as long as the errors of jobs are, which a stop interrupts as well
+                text = str(error).replace("\\n", " " * 15_000 + "\\n", 1)
+                raise RuntimeError(f"py4j.protocol.Py4JJavaError: {text}")
         count = rows.where("k <> 'long'").count()
         with open("copied", "a") as copied:
             copied.write(f"{batch} {count}\\n")
@@ -93,6 +100,7 @@ def test_a_run_continues_in_a_new_session_when_its_session_ends_and_ctrl_c_withi
                     publish(client)
             client.execute("XADD", "in", "*", "k", "long")
             wait_for((tmp_path / "in-a-batch").exists, "a long batch")
+            wait_for((tmp_path / "in-a-batch-of-the-stage").exists, "a long batch of the stage")
             said = (tmp_path / "stderr.log").read_text()
             assert driver.stop(signal.SIGINT) == 130
             assert (tmp_path / "stderr.log").read_text() == said

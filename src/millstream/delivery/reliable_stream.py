@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 READ_ENTRIES = Script("commit/read_entries", allow_oom=True)
 TRIM = Script("commit/trim")
+COMPARE_AND_SET = Script("shared/compare_and_set", allow_oom=True)
 
 NACK_IDLE_MS = 86_400_000
 """Idle time of a nacked entry, in milliseconds: longer than any worker's claim time."""
@@ -528,10 +529,10 @@ class ReliableStream:
         crash_counts = self._store.keys(self.stream).crashes
         for one in deliveries:
             if one.isolated_by:
-                field_name = one.id + ISOLATED_SUFFIX.encode()
-                marker = self._client.execute("HGET", crash_counts, field_name)
-                if marker is not None and marker.decode() == one.isolated_by:  # another process may run it by now
-                    self._client.execute("HDEL", crash_counts, field_name)
+                # Another process may run it by now, and have stored its own mark.
+                self._client.script(
+                    COMPARE_AND_SET, (crash_counts,), (one.id + ISOLATED_SUFFIX.encode(), one.isolated_by, "")
+                )
                 one.isolated_by = ""
 
     def record_failures(self, deliveries: Sequence[Delivery]) -> None:

@@ -13,6 +13,7 @@ from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.pipelining import server_time_us
 from millstream.spark.engine.key_migration import PartitionMigration, keep_migrating
 from tests.support.acl_scenarios.worker import (
     KEYS,
@@ -41,7 +42,7 @@ def effects_on(entry_id: str) -> Effects:
 def run_on_spark(url: str, admin: Client) -> None:
     """Every operation of a pipeline in Redis, in the driver and in tasks, without Spark itself."""
     from millstream.spark.run.first_start import prepare_new
-    from millstream.spark.run.liveness import announce_run
+    from millstream.spark.run.liveness import announce_run, replaced_names
     from millstream.spark.source.batch_planner import BatchPlanner
     from millstream.spark.source.options import parse
     from millstream.spark.source.progress_group import ProgressGroup
@@ -50,7 +51,9 @@ def run_on_spark(url: str, admin: Client) -> None:
     ids = add(admin, 30)
     with Client(url) as client:
         warn_of_data_loss(client)
-        announce_run(client, "shop", ["bill"], epoch=1)
+        epoch = server_time_us(client)
+        announce_run(client, "shop", ["bill"], epoch=epoch)
+        assert replaced_names(client, "shop", ["bill"], epoch=epoch) == set()
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
         prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")

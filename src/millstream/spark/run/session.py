@@ -37,6 +37,10 @@ from millstream.spark.versions import (
 )
 
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
+_STACK = "-Xss16m"
+"""Java's stack of a thread: Spark searches the error of a batch that a stop has interrupted with a regular expression that
+recurses for each character (StreamExecution, PROXY_ERROR), and a Java error's text is long. It takes only what is used.
+"""
 _KEPT_LINES = 20
 _DUPLICATE_LOGGERS = ("py4j", "DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """Loggers of errors that are also raised."""
@@ -103,7 +107,7 @@ def open_session(
         for duplicate in _DUPLICATE_LOGGERS:
             logging.getLogger(duplicate).setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(_is_not_py4j)
-    java_options = f"-Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
+    java_options = f"{_STACK} -Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
     settings = default_settings(master, checkpoint) | dict(conf)
     settings[_JAVA_OPTIONS] = f"{java_options} {settings.get(_JAVA_OPTIONS, '')}".strip()
     whole = SparkConf().setAppName(name).setMaster(master).setAll(list(settings.items()))
