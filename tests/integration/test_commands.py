@@ -19,8 +19,8 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.admin.time_inputs import parse_start, parse_time_ms
 from millstream.cli.main import COMMANDS, load_command
-from millstream.cli.options import parse_start, parse_time_ms
 from millstream.cli.terminal import truncate
 from millstream.errors import ConfigError
 from millstream.model import EntryId

@@ -10,7 +10,7 @@ import pytest
 
 from millstream.admin.handler_activity import ActivityReader, HandlerActivity
 from millstream.admin.redis_metrics import REST, all_places
-from millstream.cli.options import Duration
+from millstream.admin.time_inputs import Duration
 from millstream.cli.screen import show_repeatedly
 from millstream.delivery.keyed_stream import LeaseRelease
 from millstream.delivery.last_error import LastError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.cli.options import Duration
+from millstream.admin.time_inputs import Duration
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from tests.support.commandline import call

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from millstream.admin.inspection import handler_of
-from millstream.cli.options import DryRun, Duration, Json, Url, Yes, duration
+from millstream.admin.time_inputs import Duration
+from millstream.cli.options import DryRun, Json, Url, Yes, duration
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.errors import ConfigError, MillstreamError
 from millstream.groups import Group, PendingEntry

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
+from millstream.admin.time_inputs import Duration
 from millstream.app import load_function
 from millstream.cli.config_file import require_modules
 from millstream.cli.log_output import finish_logging
-from millstream.cli.options import Connections, Duration, Json, RequestTimeout, Url, duration
+from millstream.cli.options import Connections, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.deployments import parse_route

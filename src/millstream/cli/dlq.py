@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream.cli.handler_names import HandlerNames, select_handlers, split_name
+from millstream.admin.handler_names import select_handlers, split_name
+from millstream.admin.time_inputs import parse_time_ms
+from millstream.cli.handler_names import HandlerNames
 from millstream.cli.options import (
     DryRun,
     Json,
@@ -18,7 +20,6 @@ from millstream.cli.options import (
     Url,
     Yes,
     command_group,
-    parse_time_ms,
 )
 from millstream.cli.terminal import (
     confirm,

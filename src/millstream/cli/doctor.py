@@ -9,8 +9,9 @@ import typer
 
 from millstream.admin.doctor import Diagnosis, diagnose
 from millstream.admin.findings import Finding
+from millstream.admin.time_inputs import Duration
 from millstream.app import load_app
-from millstream.cli.options import Duration, Json, Url, duration
+from millstream.cli.options import Json, Url, duration
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from millstream.admin.forgetting import Forgetting, Remains
-from millstream.cli.handler_names import split_name
+from millstream.admin.handler_names import split_name
 from millstream.cli.options import DryRun, Json, Url, Yes
 from millstream.cli.terminal import confirm, print_json, print_message, print_table
 from millstream.errors import MillstreamError

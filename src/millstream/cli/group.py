@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from millstream.admin.inspection import engine_of, handler_of
+from millstream.admin.time_inputs import Duration
 from millstream.cli.claim import claim, print_deleted
-from millstream.cli.options import DryRun, Duration, Json, JsonLines, Url, Yes, command_group, duration
+from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group, duration
 from millstream.cli.pending import pending
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError, GroupMissing, MillstreamError

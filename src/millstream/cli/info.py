@@ -13,8 +13,9 @@ from millstream.admin.consumption_summary import ReaderReport, summarize_readers
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import Inspection
 from millstream.admin.server_checks import memory_problems
+from millstream.admin.time_inputs import Duration
 from millstream.cli.info_tables import Rates, RatesByReader, print_tables, status_of
-from millstream.cli.options import MARKUP, Duration, Json, Url, duration
+from millstream.cli.options import MARKUP, Json, Url, duration
 from millstream.cli.screen import show_repeatedly
 from millstream.cli.terminal import print_json, print_message
 from millstream.errors import ConfigError

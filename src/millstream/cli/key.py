@@ -8,18 +8,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from millstream.admin.handler_names import find_handler, select_handlers, split_name
 from millstream.admin.inspection import existing_handlers
 from millstream.admin.liveness import find_runs, find_workers
-from millstream.cli.handler_names import (
-    KEY_HELP,
-    HandlerName,
-    HandlerNames,
-    Key,
-    OnStream,
-    find_handler,
-    select_handlers,
-    split_name,
-)
+from millstream.cli.handler_names import KEY_HELP, HandlerName, HandlerNames, Key, OnStream
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import (
     confirm,

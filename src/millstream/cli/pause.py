@@ -1,6 +1,7 @@
 """`millstream pause` and `millstream resume`: stops and resumes reading by a handler's workers."""
 
-from millstream.cli.handler_names import HandlerName, OnStream, find_handler
+from millstream.admin.handler_names import find_handler
+from millstream.cli.handler_names import HandlerName, OnStream
 from millstream.cli.options import Json, Url
 from millstream.cli.terminal import print_json, print_line
 from millstream.delivery.commit_store import CommitStore

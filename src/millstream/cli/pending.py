@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.options import Duration, JsonLines, OnlyCount, Url, duration
+from millstream.admin.time_inputs import Duration
+from millstream.cli.options import JsonLines, OnlyCount, Url, duration
 from millstream.cli.terminal import print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError
 from millstream.groups import Group, PendingEntry, PendingSummary

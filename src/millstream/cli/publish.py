@@ -12,7 +12,8 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from millstream.cli.options import Duration, Json, Url, duration
+from millstream.admin.time_inputs import Duration
+from millstream.cli.options import Json, Url, duration
 from millstream.cli.records import Input, read_csv, read_jsonl
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.errors import ConfigError, DecodeError, MillstreamError

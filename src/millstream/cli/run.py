@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from millstream.admin.redis_metrics import places_of
+from millstream.admin.time_inputs import Duration
 from millstream.app import App, add_to_path, app_folder, load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl
 from millstream.cli.log_output import finish_logging
 from millstream.cli.metrics_server import new_recorder, serve_metrics
-from millstream.cli.options import Duration, Json, MetricsAddress, Url, duration
+from millstream.cli.options import Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, print_message, with_time
 from millstream.clock import SYSTEM_CLOCK, Clock

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from datetime import UTC, datetime
 from typing import NoReturn, TypeVar
 
-from millstream.cli.options import Duration
+from millstream.admin.time_inputs import Duration
 from millstream.cli.terminal import print_line, print_message
 from millstream.errors import Unavailable
 

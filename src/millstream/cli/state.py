@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from millstream.admin.handler_names import handler_on
 from millstream.admin.inspection import (
     count_states,
     decode_state,
@@ -15,7 +16,7 @@ from millstream.admin.inspection import (
     reset_states,
     state_expiries,
 )
-from millstream.cli.handler_names import HandlerName, handler_on
+from millstream.cli.handler_names import HandlerName
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, print_text, truncate
 from millstream.errors import DecodeError, MillstreamError

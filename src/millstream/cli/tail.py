@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from millstream.admin.time_inputs import parse_start
 from millstream.cli.follow import Follower
-from millstream.cli.options import JsonLines, Url, parse_start
+from millstream.cli.options import JsonLines, Url
 from millstream.cli.terminal import print_json, print_line, print_message, truncate
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model import ZERO_ID, EntryId, Message

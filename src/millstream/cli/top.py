@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from millstream.admin.handler_activity import ActivityReader, HandlerActivity
+from millstream.admin.handler_names import select_handlers
 from millstream.admin.redis_metrics import REST, Places, by_handler
-from millstream.cli.handler_names import HandlerNames, select_handlers
-from millstream.cli.options import Duration, JsonLines, Url, duration
+from millstream.admin.time_inputs import Duration
+from millstream.cli.handler_names import HandlerNames
+from millstream.cli.options import JsonLines, Url, duration
 from millstream.cli.screen import show_repeatedly
 from millstream.cli.terminal import ProblemCell, WarningCell, print_json, print_message, print_table
 from millstream.redis_client import DEFAULT_URL

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from millstream.admin.handler_names import find_handler
 from millstream.admin.key_explanation import KeyReport, explain_key
 from millstream.admin.key_inspection import inspect_key
-from millstream.cli.handler_names import HandlerName, Key, OnStream, find_handler
+from millstream.cli.handler_names import HandlerName, Key, OnStream
 from millstream.cli.options import JsonLines, Url
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.redis_client import DEFAULT_URL

@@ -14,12 +14,13 @@ import typer
 
 from millstream.admin.redis_metrics import places_of
 from millstream.admin.server_checks import warn_of_data_loss
+from millstream.admin.time_inputs import Duration
 from millstream.app import App, load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl, FigureAlerts
 from millstream.cli.log_output import finish_logging
 from millstream.cli.log_output import settings as log_settings
 from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
-from millstream.cli.options import Duration, Json, MetricsAddress, Url, duration
+from millstream.cli.options import Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message, with_time
 from millstream.cli.worker_child import WorkerJob
