@@ -1,16 +1,15 @@
 """`millstream key`: shows and controls the queued keys of handlers."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
 
 from millstream.admin.handler_names import find_handler, select_handlers, split_name
 from millstream.admin.inspection import existing_handlers
-from millstream.admin.liveness import find_runs, find_workers
+from millstream.admin.key_listing import HandlerOnStream, is_running, read_key_queues, read_pauses
 from millstream.cli.handler_names import KEY_HELP, HandlerName, HandlerNames, Key, OnStream
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import (
@@ -23,17 +22,13 @@ from millstream.cli.terminal import (
     print_text,
     truncate_on_screen,
 )
-from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import (
     KeyQueue,
     explain,
-    having_stuck_keys,
     is_blocked,
     is_stuck,
     last_errors,
-    list_queues,
     parked_queues,
-    queue_usage,
     read_queues,
 )
 from millstream.delivery.key_queues import park as park_queue
@@ -43,7 +38,7 @@ from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause
-from millstream.errors import AccessDenied, ConfigError, MillstreamError, WrongType
+from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
@@ -63,25 +58,8 @@ Reason = Annotated[str, typer.Option(help="The reason, shown to operators.")]
 
 key = command_group("List the keys that wait, and why; park, unpark and skip.")
 
-_MOST = 100_000
-"""Keys that are read of a handler on a stream."""
-
 _NEARLY_FULL = 0.8
 _WHY_CHARS, _ERROR_CHARS = 200, 120
-
-_MessageRef = tuple[str, str, str]
-"""Handler, stream and id, printable."""
-_IsWanted = Callable[[HandlerKeys, KeyQueue], bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _HandlerOnStream:
-    """A handler on a stream, with those of its key queues that are wanted, and its pause; `usage`: how many messages they hold, and the limit."""
-
-    keys: HandlerKeys
-    pause: Pause | None = None
-    queues: list[KeyQueue] = field(default_factory=list)
-    usage: tuple[int, int] | None = None
 
 
 @key.command("list")
@@ -108,7 +86,7 @@ def list_(
         )
         stuck_only = state is None and not one_handler
         existing = existing_handlers(client, selected) if selected else []
-        pauses = _read_pauses(client, existing)
+        pauses = read_pauses(client, existing)
         long_runs = read_long_runs(client, {keys.app for keys in existing}) if stuck_only else ()
         running = {(one.handler, one.stream, one.id) for one in long_runs}
 
@@ -117,10 +95,12 @@ def list_(
                 return is_stuck(one) or (keys.label, escape(keys.stream), one.first_id) in running
             return state is None or one.state == state.replace("-", " ")
 
-        places = _read_places(client, existing, pauses, is_wanted, running=running, stuck_only=stuck_only)
+        places = read_key_queues(
+            client, existing, pauses, is_wanted, running=running, stuck_only=stuck_only, report=print_message
+        )
         found = [(place.keys, one) for place in places for one in place.queues]
         found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
-        is_left = bool(found) and one_handler and not as_json and not _is_running(client, existing)
+        is_left = bool(found) and one_handler and not as_json and not is_running(client, existing)
         errors = [] if count else last_errors(client, found[:limit])
     if count:
         _print_counts(places, as_json=as_json)
@@ -175,57 +155,6 @@ def _details_of(row: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
             yield field_name.replace("_", " "), "-" if value is None else f"{value}"
 
 
-def _is_running(client: Client, existing: Sequence[HandlerKeys]) -> bool:
-    """True if a worker, or a run on Spark, of any of these is alive; for want of rights some may not be seen."""
-    return any(find_workers(client, existing).values()) or bool(
-        find_runs(client, {(keys.app, keys.handler) for keys in existing})
-    )
-
-
-def _read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[HandlerKeys, Pause]:
-    """The pauses of these handlers. Leaves out handlers that this user may not access on all of these streams."""
-    by_handler: dict[tuple[str, str], dict[str, HandlerKeys]] = defaultdict(dict)
-    for keys in existing:
-        by_handler[keys.app, keys.handler][keys.stream] = keys
-    found: dict[HandlerKeys, Pause] = {}
-    for (app, handler), of_stream in by_handler.items():
-        with suppress(AccessDenied, WrongType):
-            pauses = CommitStore(client, app=app, handler=handler).paused_streams(list(of_stream))
-            found |= {of_stream[stream]: pause for stream, pause in pauses.items()}
-    return found
-
-
-def _read_places(
-    client: Client,
-    existing: Sequence[HandlerKeys],
-    pauses: Mapping[HandlerKeys, Pause],
-    is_wanted: _IsWanted,
-    *,
-    running: Collection[_MessageRef],
-    stuck_only: bool,
-) -> list[_HandlerOnStream]:
-    """The key queues of these handlers. Leaves out what this user may not access, unless that is all of it."""
-    places: list[_HandlerOnStream] = []
-    refusals: list[AccessDenied] = []
-    if stuck_only:
-        named = {(handler, stream) for handler, stream, _ in running}
-        stuck = set(having_stuck_keys(client, existing))
-        existing = [one for one in existing if one in stuck or (one.label, escape(one.stream)) in named]
-    for keys in existing:
-        try:
-            queues = [one for one in list_queues(client, keys, most=_MOST) if is_wanted(keys, one)]
-            places.append(
-                _HandlerOnStream(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys))
-            )
-        except AccessDenied as error:
-            refusals.append(error)
-        except WrongType as error:
-            print_message(f"{keys.label} on {escape(keys.stream)} is unreadable: {error}")
-    if refusals and not places:
-        raise refusals[0]
-    return places
-
-
 def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, Any]:
     return {
         "handler": keys.label,
@@ -249,7 +178,7 @@ def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, A
     }
 
 
-def _print_counts(places: Sequence[_HandlerOnStream], *, as_json: bool) -> None:
+def _print_counts(places: Sequence[HandlerOnStream], *, as_json: bool) -> None:
     for place in places:
         states = Counter(str(one.state) for one in place.queues)
         messages = sum(one.length for one in place.queues)
@@ -306,7 +235,7 @@ def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:
         print_message(f"{keys.label} on {escape(keys.stream)} is {pause.describe(keys.label)}")
 
 
-def _print_nearly_full(places: Sequence[_HandlerOnStream]) -> None:
+def _print_nearly_full(places: Sequence[HandlerOnStream]) -> None:
     for place in places:
         queued, most = place.usage or (0, 1)
         if queued >= _NEARLY_FULL * most:

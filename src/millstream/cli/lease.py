@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from millstream.admin.inspection import inspect_handlers
-from millstream.balancer.protocol import announce_all, end_leases, service_of
+from millstream.admin.service_names import find_service, resolve_service
+from millstream.balancer.protocol import announce_all, end_leases
 from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
@@ -55,7 +56,7 @@ def list_(
 ) -> None:
     """List a service's consumers with their shares, and its streams with their owners, lease ages and lags."""
     with Client(url) as client:
-        name = _resolve_service(client, service)
+        name = resolve_service(client, service)
         found = fetch_service_state(client, name)
         shown = [] if count else found.streams[:limit]
         lags = _lags_of(client, name, [one.name for one in shown], group)
@@ -194,7 +195,7 @@ def add(service: Service, names: Announced, info: Info = "null", url: Url = DEFA
     with Client(url) as client:
         name: str | None = service
         with suppress(AccessDenied):  # without the right to look it up, announce to the service of this very name
-            name = _find_service(client, service)
+            name = find_service(client, service)
         if name is None:
             print_message(
                 f"{service!r} is a new service: start its consumers, or a pipeline with announced=... for it. "
@@ -255,7 +256,7 @@ def _end(
         verb = "Remove" if how == "removed" else "Release"
         confirm(f"{verb} {pluralize(len(names), 'stream')} of {service}?", yes=yes)
     with Client(url) as client:
-        name = _resolve_service(client, service)
+        name = resolve_service(client, service)
         if dry_run:
             unknown = set(names) - {one.name for one in fetch_service_state(client, name).streams}
         else:
@@ -270,26 +271,3 @@ def _end(
             f"unknown streams of {service}: {', '.join(map(repr, sorted(unknown)))} "
             f"(not added, not read yet, or removed); see: millstream lease list {service}"
         )
-
-
-def _resolve_service(client: Client, service: str) -> str:
-    """The service of this name, or of the handler of this name. Raises MillstreamError if neither exists."""
-    name = _find_service(client, service)
-    if name is None:
-        raise MillstreamError(f"unknown service {service!r}: no stream was added to it; check the name and --url")
-    return name
-
-
-def _find_service(client: Client, service: str) -> str | None:
-    refusal: AccessDenied | None = None
-    try:
-        found = service_of(client, service)
-    except AccessDenied as error:  # a user may have rights to only one of the two keys
-        found, refusal = None, error
-    if found is not None:
-        return found
-    if client.execute("EXISTS", ServiceKeys(service).input):
-        return service
-    if refusal is not None:
-        raise refusal
-    return None
