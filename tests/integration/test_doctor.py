@@ -23,7 +23,7 @@ from millstream.delivery.restarts import Restart, record_restart
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import restarts_key, worker_name_key
+from millstream.redis_client.key_names import StreamKeys, restarts_key, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.deployments import lent_cluster
@@ -310,6 +310,30 @@ def test_a_backlog_without_a_live_worker_is_a_problem_after_the_time_of_a_restar
     client.execute("XTRIM", "in", "MAXLEN", 0)
     client.execute("XADD", "in", f"{now_ms + 60_000}-0", "n", 1)
     assert found(diagnose(client), "waiting") == []
+
+
+def test_a_backlog_that_grows_old_under_a_live_worker_is_a_warning_with_its_beginning(client: Client) -> None:
+    ReliableStream(client, "in", app="app", handler="handle", consumer="slow").join()
+    client.execute("SET", worker_name_key("app", "slow"), "its supervisor")
+    Group(client, "in", KEYS.group).create_consumer("slow")
+    began_ms = server_time_ms(client) - 3_600_000
+    client.execute("XADD", "in", f"{began_ms}-0", "n", 1)
+    late = only(client, "late")
+    assert (late.severity, late.handler) == ("warning", "app.handle")
+    assert late.since_ms is not None
+    assert abs(late.since_ms - began_ms) < 1_800_000
+    assert found(diagnose(client, old_ms=24 * 3_600_000), "late") == []
+
+
+def test_a_delayed_message_that_nothing_moves_is_a_problem(client: Client) -> None:
+    client.execute("XADD", "in", "*", "n", 1)
+    due_ms = server_time_ms(client) - 3_600_000
+    client.execute("ZADD", StreamKeys("in").due, due_ms, "1-0")
+    overdue = only(client, "overdue")
+    assert (overdue.severity, overdue.since_ms) == ("problem", due_ms)
+    assert overdue.mend == ("millstream delayed list in",)
+    client.execute("ZADD", StreamKeys("in").due, due_ms + 7_200_000, "1-0")
+    assert found(diagnose(client), "overdue") == []
 
 
 def test_processes_that_end_repeatedly_are_a_problem_for_ten_minutes(client: Client) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 
+from millstream.admin.delayed_streams import first_due_ms
 from millstream.admin.findings import Finding, quoted, start_command
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
@@ -39,6 +40,7 @@ class Data:
 
     * `found`: streams and handlers; `consumers`: of each handler on a stream
     * `idle`: pending entries that were idle for `old_ms`, on streams with a live worker
+    * `due_ms`: when the first delayed message of each stream that has some is due, in Unix milliseconds
     * `known`: names of the handlers in the app's file, by app; {} if no file was given
     * `cli`: the redis-cli command that reaches the streams
     """
@@ -46,6 +48,7 @@ class Data:
     found: Inspection
     consumers: Mapping[tuple[str, str], Sequence[ConsumerInfo]]
     idle: Mapping[tuple[str, str], int]
+    due_ms: Mapping[str, int]
     old_ms: int
     known: Mapping[str, Collection[str]]
     cli: str
@@ -75,7 +78,15 @@ def read_data(
     consumers = consumers_of(client, places)
     alive = [(one.stream, _keys(one).group) for one in found.handlers if one.pending and one.consumers]
     return Data(
-        found=found, consumers=consumers, idle=_count_idle(client, alive, old_ms), old_ms=old_ms, known=known, cli=cli
+        found=found,
+        consumers=consumers,
+        idle=_count_idle(client, alive, old_ms),
+        due_ms=first_due_ms(
+            client, sorted({one.name for one in found.streams} | {one.stream for one in found.handlers})
+        ),
+        old_ms=old_ms,
+        known=known,
+        cli=cli,
     )
 
 
@@ -135,6 +146,7 @@ def check_growth(data: Data) -> Iterator[Finding]:
 
 def check_dead_consumers(data: Data) -> Iterator[Finding]:
     """Consumers that are gone: with pending entries, which wait, or without, which are names that stay behind."""
+    now_ms = _now_ms()
     for label, some in data.by_handler.items():
         gone = [
             (one, consumer)
@@ -151,7 +163,9 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
             claimants = [name for each in some for name in each.workers if each.engine == "workers"]
             yield Finding(
                 check="dead-consumers",
+                handler=label,
                 severity="problem",
+                since_ms=now_ms - max(each.idle_ms for _, each in holding),
                 what=f"{label}: {pluralize(held, 'pending entry', 'pending entries')} of {_names(holding)}, idle "
                 f"for {format_age(min(each.idle_ms for _, each in holding))}, on {_streams([each.stream for each, _ in holding])}",
                 why="these messages wait until a live worker claims them",
@@ -166,6 +180,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
             consumers = pluralize(len(empty), "consumer of a worker that is gone", "consumers of workers that are gone")
             yield Finding(
                 check="dead-consumers",
+                handler=label,
                 severity="warning",
                 what=f"{label}: {consumers} ({_names(empty)}), with nothing pending",
                 why="they are only names, but hide who is alive",
@@ -183,6 +198,7 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
             stream, group = places[0]
             yield Finding(
                 check="idle-entries",
+                handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(sum(data.idle[place] for place in places), 'entry', 'entries')} or more pending and idle for "
                 f"{format_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
@@ -202,12 +218,48 @@ def check_waiting(data: Data) -> Iterator[Finding]:
         if waiting and not any(one.consumers for one in some):
             yield Finding(
                 check="waiting",
+                handler=label,
                 severity="problem" if engine == "workers" else "warning",
+                since_ms=_now_ms() - max(one.oldest_age_ms or 0 for one in waiting),
                 what=f"{label}: {pluralize(sum(one.lag or 0 for one in waiting), 'entry waits', 'entries wait')}, the oldest for "
                 f"{format_age(max(one.oldest_age_ms or 0 for one in waiting))}, and no worker or run is alive",
                 why="nothing processes them",
                 mend=(start_command(engine, some[0].app),),
             )
+
+
+def check_late(data: Data) -> Iterator[Finding]:
+    """Backlogs that workers or runs do not keep up with, though some are alive."""
+    for label, some in data.by_handler.items():
+        late = [one for one in some if one.lag and one.consumers and (one.oldest_age_ms or 0) >= data.old_ms]
+        late = [one for one in late if not one.paused]
+        if late:
+            oldest_ms = max(one.oldest_age_ms or 0 for one in late)
+            yield Finding(
+                check="late",
+                handler=label,
+                severity="warning",
+                since_ms=_now_ms() - oldest_ms,
+                what=f"{label}: {pluralize(sum(one.lag or 0 for one in late), 'entry waits', 'entries wait')}, the oldest for "
+                f"{format_age(oldest_ms)}, on {_streams([one.stream for one in late])}",
+                why="its workers do not keep up, or its first messages are stuck",
+                mend=(f"millstream key list {label}", start_command(late[0].engine, late[0].app)),
+            )
+
+
+def check_overdue(data: Data) -> Iterator[Finding]:
+    """Delayed messages that are due and not moved to their streams."""
+    late = {stream: due_ms for stream, due_ms in data.due_ms.items() if _now_ms() - due_ms >= _RESTART_MS}
+    if late:
+        first = min(late, key=lambda stream: late[stream])
+        yield Finding(
+            check="overdue",
+            severity="problem",
+            since_ms=late[first],
+            what=f"{_streams(late)}: delayed messages are overdue, the first for {format_age(_now_ms() - late[first])}",
+            why="workers and runs that read the stream move them, and none does",
+            mend=(f"millstream delayed list {quoted(first)}",),
+        )
 
 
 def check_restarts(data: Data) -> Iterator[Finding]:
@@ -226,7 +278,7 @@ def check_restarts(data: Data) -> Iterator[Finding]:
 def check_long_runs(data: Data) -> Iterator[Finding]:
     """Messages that workers have been running for long."""
     runs = data.found.long_runs
-    now_ms = time.time() * 1000
+    now_ms = _now_ms()
     for label in dict.fromkeys(one.handler for one in runs):
         some = [one for one in runs if one.handler == label]
         more = f"; and {pluralize(len(some) - 1, 'more message')}" if some[1:] else ""
@@ -235,7 +287,9 @@ def check_long_runs(data: Data) -> Iterator[Finding]:
         stands_still = any(one.isolated and alive == {one.worker} for one in some)
         yield Finding(
             check="long-runs",
+            handler=label,
             severity="problem" if stands_still else "warning",
+            since_ms=some[0].started_ms,
             what=f"{some[0].describe(now_ms)}{more}",
             why="no other process of the app is alive: all its handlers wait until the run has ended"
             if stands_still
@@ -254,6 +308,7 @@ def check_dead_letters(data: Data) -> Iterator[Finding]:
         if count := sum(one.dead_letters for one in some):
             yield Finding(
                 check="dead-letters",
+                handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(count, 'dead letter')}",
                 why="these messages were not processed, and stay in Redis until they are redriven or purged",
@@ -267,6 +322,7 @@ def check_parked(data: Data) -> Iterator[Finding]:
         if count := sum(one.parked for one in some):
             yield Finding(
                 check="parked",
+                handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(count, 'parked key')}",
                 why="their messages wait until an operator unparks the key",
@@ -280,6 +336,7 @@ def check_blocked(data: Data) -> Iterator[Finding]:
         if count := sum(one.blocked for one in some):
             yield Finding(
                 check="blocked",
+                handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(count, 'blocked key')}",
                 why="its first message has failed all its attempts and is retried without end, and the others wait: mend "
@@ -297,7 +354,9 @@ def check_paused(data: Data) -> Iterator[Finding]:
             opened = next((one for one in pauses if one.by == "breaker"), None)
             yield Finding(
                 check="paused",
+                handler=label,
                 severity="problem" if opened else "warning",
+                since_ms=min((one.at_ms for one in pauses if one.at_ms), default=None),
                 what=f"{label}: paused on {_streams(paused)}",
                 why=f"it is {(opened or pauses[0]).reason}; nothing new of it is processed",
                 mend=(f"millstream resume {label}{'  # once the cause is mended' if opened else ''}",),
@@ -310,6 +369,7 @@ def check_unreadable(data: Data) -> Iterator[Finding]:
         if unreadable := [one for one in some if one.problem is not None and not _is_newer(one)]:
             yield Finding(
                 check="unreadable",
+                handler=label,
                 severity="problem",
                 what=f"{label}: its keys on {_streams([one.stream for one in unreadable])} are unreadable: "
                 f"{unreadable[0].problem}",
@@ -324,6 +384,7 @@ def check_format(data: Data) -> Iterator[Finding]:
         if newer := [one for one in some if _is_newer(one)]:
             yield Finding(
                 check="format",
+                handler=label,
                 severity="problem",
                 what=f"{label} on {_streams([one.stream for one in newer])}: {newer[0].problem}",
                 why="workers and runs of this version refuse to start; those of the newer one go on",
@@ -340,6 +401,7 @@ def check_leftovers(data: Data) -> Iterator[Finding]:
         if app in data.known and handler not in data.known[app]:
             yield Finding(
                 check="leftovers",
+                handler=label,
                 severity="warning",
                 what=f"{label}: the app {app} has no handler {handler} any more",
                 why="its progress, state and groups stay in Redis, and its groups keep streams from being trimmed",
@@ -348,6 +410,7 @@ def check_leftovers(data: Data) -> Iterator[Finding]:
         elif gone and not data.found.is_sample:
             yield Finding(
                 check="leftovers",
+                handler=label,
                 severity="warning",
                 what=f"{label}: its streams are gone: {_streams(gone)}",
                 why="its progress and state stay in Redis",
@@ -361,6 +424,8 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
     "dead-consumers": check_dead_consumers,
     "idle-entries": check_idle_entries,
     "waiting": check_waiting,
+    "late": check_late,
+    "overdue": check_overdue,
     "restarts": check_restarts,
     "long-runs": check_long_runs,
     "dead-letters": check_dead_letters,
@@ -373,6 +438,10 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
 
 
 # --- Texts and sums ---
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _keys(report: HandlerReport) -> HandlerKeys:

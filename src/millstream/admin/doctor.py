@@ -7,6 +7,7 @@ from functools import partial
 from millstream.admin.data_checks import DATA_CHECKS, Data, largest_mean_entry_bytes, read_data
 from millstream.admin.findings import Finding, run_check
 from millstream.admin.machine_checks import MACHINE_CHECKS
+from millstream.admin.reports import Inspection
 from millstream.admin.rights_check import check_rights
 from millstream.admin.server_checks import SERVER_CHECKS, Server, check_buffers, check_cluster, read_servers, redis_cli
 from millstream.errors import AccessDenied, RedisError
@@ -19,11 +20,15 @@ _DEFAULT_OLD_MS = 600_000
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The findings, those of the data last; `streams`: how many were looked at; `is_sample`: there may be more."""
+    """The findings, those of the data last; `streams`: how many were looked at; `is_sample`: there may be more.
+
+    `inspection`: the streams and handlers that were looked at; None if they could not be read.
+    """
 
     findings: tuple[Finding, ...]
     streams: int = 0
     is_sample: bool = False
+    inspection: Inspection | None = None
 
     def count(self, severity: str) -> int:
         """How many findings have this severity."""
@@ -78,6 +83,7 @@ def diagnose(
         findings=tuple(findings),
         streams=sum(len(one.found.streams) for one in data),
         is_sample=any(one.found.is_sample for one in data),
+        inspection=data[0].found if data else None,
     )
 
 

@@ -20,6 +20,8 @@ class Finding:
     * `check`: name of the check; `what`: the fact; `why`: what follows from it, "" if nothing does
     * `mend`: the commands that mend it, each complete; () if there is nothing to do
     * `is_checked`: False if Redis refused the check
+    * `handler`: the handler that it concerns, as `app.handler`; None if it concerns no single one
+    * `since_ms`: since when it is so, in Unix milliseconds; None if that is unknown
     """
 
     check: str
@@ -28,6 +30,8 @@ class Finding:
     why: str = ""
     mend: tuple[str, ...] = ()
     is_checked: bool = True
+    handler: str | None = None
+    since_ms: int | None = None
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -271,6 +271,15 @@ class StreamKeys:
         """The common prefix of the keys."""
         return f"{PREFIX}:{{{hash_tag(self.stream)}}}:{self.stream}"
 
+    @classmethod
+    def parse(cls, key: str) -> "StreamKeys":
+        """Parse one of the keys below that have a suffix alone; raise ConfigError for any other key."""
+        base, _, kind = key.rpartition(":")
+        found = cls(base[base.find("}:") + 2 :])
+        if not kind or f"{found.base}:{kind}" != key:
+            raise ConfigError(f"{key!r} is not a key of a stream")
+        return found
+
     due = Key("due", "sorted set", "id of a delayed message -> when it is due, in Unix milliseconds")
     delayed = Key("delayed", "hash", "id of a delayed message -> its items (msgpack)")
     partition = Key(
