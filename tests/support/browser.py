@@ -61,15 +61,28 @@ class Browser:
         kill_with_descendants(self._process)
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """The value of a JavaScript expression in the page; None if another page replaces it meanwhile."""
+        answer = self.command("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "error" in answer:
+            assert answer["error"]["code"] == -32_000, answer  # the page is being replaced
+            return None
+        assert "exceptionDetails" not in answer["result"], answer["result"]
+        return answer["result"]["result"].get("value")
+
+    def command(self, method: str, **parameters: Any) -> Any:
+        """The answer to a command of the DevTools protocol."""
         number = next(self._numbers)
-        parameters = {"expression": script, "returnByValue": True, "awaitPromise": True}
-        self._socket.send(json.dumps({"id": number, "method": "Runtime.evaluate", "params": parameters}))
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
             answer = json.loads(self._socket.recv(FAIL_SAFE_S))
             if answer.get("id") == number:
-                assert "exceptionDetails" not in answer["result"], answer["result"]
-                return answer["result"]["result"].get("value")
+                return answer
+
+    def show(self, *, width: int, dark: bool) -> None:
+        """Give the window this width, in pixels, and let the user prefer dark or light colours."""
+        self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setEmulatedMedia", features=[scheme])
 
     def _port(self) -> int:
         file = self._profile / "DevToolsActivePort"
