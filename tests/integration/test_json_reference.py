@@ -228,6 +228,7 @@ def _services(found: _Outputs, app: Path, folder: Path) -> None:
     found.service("exporter", "--metrics-address", "0")
     found.service("dev", "--data-dir", str(folder / "dev"), "--port", "0")
     found.service("serve", "--insecure-no-token", "--port", "0", "--metrics-address", "0")
+    found.service("console", "--port", "0")
     group = ("--ticket-stream", "s", "--concurrency-stream-group", "g")
     found.service("master", *group, "--insecure-no-token", "--port", "0", "--metrics-address", "0")
     nowhere = "http://127.0.0.1:1/api"

@@ -1,6 +1,7 @@
 """The consoles of the pages: services start with the line that is shown, and operators' commands succeed."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,13 +78,18 @@ def await_line(output: Path, wanted: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "variable"), [("docs/serve.md", "MILLSTREAM_SERVE_PORT"), ("docs/master.md", "MILLSTREAM_MASTER_PORT")]
+    ("page", "variable"),
+    [
+        ("docs/serve.md", "MILLSTREAM_SERVE_PORT"),
+        ("docs/master.md", "MILLSTREAM_MASTER_PORT"),
+        ("docs/console.md", "MILLSTREAM_CONSOLE_PORT"),
+    ],
 )
 def test_a_service_starts_with_the_line_of_its_page(client: Client, tmp_path: Path, page: str, variable: str) -> None:
     (shown,) = consoles_of(page)[0].outputs
     output = tmp_path / "output"
     with commandline.reserved_port() as port, service(page, ROOT, client.url, output, **{variable: str(port)}):
-        await_line(output, shown.replace("8000", str(port)))
+        await_line(output, re.sub("80[08]0", str(port), shown))
 
 
 def test_dev_starts_with_the_lines_of_its_page(client: Client, tmp_path: Path) -> None:

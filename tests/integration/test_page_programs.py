@@ -31,6 +31,7 @@ from millstream.testing import run
 from millstream.testing.history import HistoryError
 from millstream.testing.topologies import cluster
 from tests.support.commandline import free_port
+from tests.support.consoles import client_of, fill_with
 from tests.support.databases import postgres_server
 from tests.support.pages import ROOT, run_python, run_tests
 from tests.support.replicas import FOLLOWS
@@ -341,3 +342,13 @@ def test_the_blocks_of_the_page_on_histories_print_and_find_what_they_show(
 
 def test_the_engine_of_the_page_on_the_contract_keeps_it(tmp_path: Path) -> None:
     assert "1 passed" in run_tests("docs/contract.md", tmp_path)
+
+
+def test_the_console_is_mounted_in_an_application_as_the_page_says(client: Client) -> None:
+    fill_with(client, "x")
+    app = run_python("docs/console.md", replaced=in_redis(client.url))["app"]
+    with client_of(app) as http:
+        assert http.get("/console/").status_code == 401
+        assert "bob: payloads" in http.get("/console/", headers={"x-user": "bob"}).text
+        assert "ann: admin" in http.get("/console/", headers={"x-user": "ann"}).text
+        assert "(hidden)" in http.get("/console/key?handler=shop.pay&key=parked+x", headers={"x-user": "bob"}).text

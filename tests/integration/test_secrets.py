@@ -74,6 +74,7 @@ SERVICES = {
     ),
     "serve": ("--insecure-no-token", "--port", "0"),
     "exporter": ("--metrics-address", "0"),
+    "console": ("--port", "0"),
 }
 """Commands that go on until they are stopped, and wait for Redis meanwhile."""
 

@@ -65,6 +65,8 @@ HOMES = {
     "h11": ("services",),
     "uvicorn": ("services",),
     "websockets": ("services",),
+    "jinja2": ("services",),
+    "markupsafe": ("services",),
 }
 SPARK_PRIVATE = {
     "_gateway",

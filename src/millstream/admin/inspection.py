@@ -73,6 +73,46 @@ def inspect(
     )
 
 
+def inspect_streams(client: Client, names: Sequence[str]) -> Sequence[StreamReport]:
+    """Inspect only these streams, in this order; their groups without lags. Omits those that are gone or no streams.
+
+    Raises AccessDenied if this user may access none of them, and RedisError.
+    """
+    hidden: list[AccessDenied] = []
+    return _or_denied([*_streams(client, names, hidden)], hidden)
+
+
+def inspect_stream(
+    client: Client, name: str, *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+) -> StreamReport | None:
+    """Inspect one stream with all its groups and their lags, those of handlers included; None if it does not exist.
+
+    `budget_ms`: as in `inspect`. Raises RedisError.
+    """
+    found = inspect_streams(client, [name])
+    if not found:
+        return None
+    places = [(name, group.name) for group in found[0].groups]
+    return complete_groups(client, {name: found[0]}, places, budget_ms=budget_ms, clock=clock)[0]
+
+
+def find_stream_names(
+    client: Client, prefix: str = "", *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+) -> tuple[list[str], bool]:
+    """The names of all streams that begin with `prefix`, sorted, and whether there may be more.
+
+    There may be more where Redis has so many keys that they cannot be looked through within `budget_ms` milliseconds.
+    Those of millstream itself are left out unless the prefix begins with theirs. Raises RedisError.
+    """
+    end_ms = clock.monotonic_ms() + budget_ms
+    found: set[str] = set()
+    for page in client.scan_pages(f"{_literal(prefix)}*"):
+        found.update(page)
+        if clock.monotonic_ms() >= end_ms:
+            return sorted(found), True
+    return sorted(found), False
+
+
 def inspect_handlers(
     client: Client, found: Sequence[HandlerKeys], *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
 ) -> Sequence[HandlerReport]:
@@ -166,6 +206,11 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
 
 # --- Streams ---
+
+
+def _literal(prefix: str) -> str:
+    """A glob pattern that matches this text alone."""
+    return "".join(f"\\{char}" if char in "*?[]\\^" else char for char in prefix)
 
 
 def _find_streams(client: Client, most: int | None, budget_ms: float, clock: Clock) -> tuple[list[str], bool]:

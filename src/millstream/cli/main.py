@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "master": ("millstream.cli.master:master", RUN, "Delegate messages to consumers in any language."),
     "consumer": ("millstream.cli.consumer:consumer", RUN, "Run a function as a consumer of a master."),
     "exporter": ("millstream.cli.exporter:exporter", RUN, "Serve what Redis shows of all handlers to Prometheus."),
+    "console": ("millstream.cli.console:console", RUN, "Serve the operators' console as web pages."),
     "dev": ("millstream.cli.dev:dev", RUN, "Run a local redis-server for development."),
     "demo": ("millstream.cli.demo:demo", RUN, "Run a pipeline over real flights and verify it."),
     "info": ("millstream.cli.info:info", INSPECT, "Show readers, their lag, live workers and dead letters."),

@@ -121,6 +121,11 @@ def long_runs_key(app: str) -> str:
     return worker_name_key(app, ":long-runs")
 
 
+def audit_key() -> str:
+    """Stream, capped: what operators have changed through the console."""
+    return f"{PREFIX}:console:audit"
+
+
 def run_name(pipeline: str) -> str:
     """Return the worker name under which a Spark run of a handler or stage announces that it is alive: no worker can
     have it.

@@ -9,7 +9,7 @@ from millstream.model import EntryId
 from millstream.router import BEGINNING, END
 from millstream.services.gateway.auth import MOST_STREAMS
 from millstream.services.web.errors import Refused
-from millstream.services.web.headers import header
+from millstream.services.web.headers import bearer_token, header
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -59,12 +59,6 @@ def parse_follow_request(scope: "Scope", prefix: bytes) -> FollowRequest:
         token=bearer_token(scope),
         ticket=query["ticket"][-1] if "ticket" in query else None,
     )
-
-
-def bearer_token(scope: "Scope") -> str | None:
-    """The token in the header, if there is one."""
-    kind, _, token = (header(scope, b"authorization") or "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else None
 
 
 def _query(scope: "Scope") -> dict[str, list[str]]:

@@ -22,9 +22,10 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics
 from millstream.services.gateway.auth import Authorizer
 from millstream.services.gateway.connections import ConnectionManager
-from millstream.services.gateway.follow_request import bearer_token, parse_follow_request
+from millstream.services.gateway.follow_request import parse_follow_request
 from millstream.services.gateway.transports import EventTransport, SocketTransport, reason_of
 from millstream.services.web.errors import Refused, install_error_handlers
+from millstream.services.web.headers import bearer_token
 from millstream.services.web.origin_check import OriginCheck
 
 if TYPE_CHECKING:

@@ -12,3 +12,9 @@ def header(scope: "Scope", name: bytes) -> str | None:
         if found == name:
             return str(value.decode("latin-1"))
     return None
+
+
+def bearer_token(scope: "Scope") -> str | None:
+    """The token in the header, if there is one."""
+    kind, _, token = (header(scope, b"authorization") or "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else None

@@ -1,0 +1,71 @@
+"""Overview of a deployment for operators: what needs attention, in sentences, and all readers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from millstream.admin.consumption_summary import ReaderReport, summarize_readers
+from millstream.admin.data_checks import DATA_CHECKS
+from millstream.admin.doctor import Diagnosis, diagnose
+from millstream.admin.findings import Finding
+from millstream.redis_client.client import Client
+from millstream.redis_client.formats import format_age
+
+_OF_REDIS = ("reachable", "access", "role", "cluster", "eviction", "persistence", "memory", "disk", "data")
+"""Checks of Redis itself that concern the messages of today. `millstream doctor` makes all of them."""
+
+_WITHOUT_CONTENT: Mapping[str, str] = {
+    "long-runs": "a message has been running for long",
+    "paused": "paused",
+    "restarts": "worker processes have ended without being told to",
+}
+"""Checks whose findings quote messages or errors, and what is said to operators who may not read these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """What needs attention, problems first, and the readers; `streams`, `is_sample`: as in Diagnosis.
+
+    `diagnosis`: all findings.
+    """
+
+    attention: tuple[Finding, ...]
+    readers: tuple[ReaderReport, ...]
+    diagnosis: Diagnosis
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether something is wrong with the messages, or about to be; not only a setting that may matter later."""
+        return any(one.severity == "problem" or one.check in DATA_CHECKS for one in self.attention)
+
+    @property
+    def state_of_health(self) -> str:
+        """One sentence for a deployment that needs no attention."""
+        waiting = [one.oldest_age_ms for one in self.readers if one.lag and one.oldest_age_ms is not None]
+        if not self.readers:
+            return "No handler has run on this Redis yet."
+        oldest = f"The oldest entry that waits is {format_age(max(waiting))} old." if waiting else "No entry waits."
+        return f"All handlers keep up. {oldest}"
+
+
+def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600_000) -> Overview:
+    """Run the checks of `millstream doctor` and sum up the readers. Changes nothing.
+
+    * `max_streams`: of more streams, look at a sample of this size
+    * `old_ms`: from which age on entries that wait and silent consumers need attention, in milliseconds
+
+    A check that Redis refuses is a finding. Raises ConfigError for an invalid URL.
+    """
+    diagnosis = diagnose(client, max_streams=max_streams, old_ms=old_ms)
+    urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in (*DATA_CHECKS, *_OF_REDIS)]
+    return Overview(
+        attention=tuple(sorted(urgent, key=lambda one: (one.severity != "problem", one.since_ms or float("inf")))),
+        readers=() if diagnosis.inspection is None else summarize_readers(diagnosis.inspection),
+        diagnosis=diagnosis,
+    )
+
+
+def sentence_of(found: Finding, *, with_content: bool) -> str:
+    """A finding as a sentence; without `with_content` it quotes no message and no error."""
+    if not with_content and found.check in _WITHOUT_CONTENT:
+        return f"{found.handler or 'A handler'}: {_WITHOUT_CONTENT[found.check]}."
+    return f"{found.what}: {found.why}." if found.why else f"{found.what}."

@@ -1,0 +1,117 @@
+"""AuditLog: what operators have changed through a service, kept in one capped stream of Redis.
+
+An action is recorded before it begins and again when it ends. So nothing is changed without a record, and an action
+whose process died has a record without a result.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from millstream.errors import MillstreamError
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import audit_key
+from millstream.redis_client.replies import mapping_of
+
+_MOST_RECORDS = 200_000  # two for each action
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRecord:
+    """One action.
+
+    * `id`: id of its record; `at_ms`: when it began, in Unix milliseconds
+    * `by`: the operator, as the service knows them; `action`: what was done, such as `key park`
+    * `about`: what it was done to, by name; {} if the record is unreadable
+    * `result`: what came of it; None while it runs, or if its process died
+    """
+
+    id: str
+    at_ms: int
+    by: str
+    action: str
+    about: Mapping[str, str]
+    result: str | None
+
+
+class Outcome:
+    """The result of an action that runs. `result` is set by the action itself."""
+
+    def __init__(self) -> None:
+        self.result = "done"
+
+
+class AuditLog:
+    """The audit stream of one Redis, which holds about the last 100,000 actions."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @contextmanager
+    def action(self, *, by: str, action: str, about: Mapping[str, str]) -> Iterator[Outcome]:
+        """Record an action of `by` before the block and its result after it.
+
+        An error of the block is its result, and raised. Raises RedisError before the block if nothing can be recorded.
+        """
+        record = self._add("by", by, "action", action, "about", msgspec.json.encode(about))
+        outcome = Outcome()
+        try:
+            yield outcome
+        except MillstreamError as error:
+            self._add("of", record, "result", f"failed: {error}")
+            raise
+        self._add("of", record, "result", outcome.result)
+
+    def read(self, *, count: int = 100, before: str = "+") -> list[AuditRecord]:
+        """The newest `count` actions that began before the record `before`, the newest first. Raises RedisError."""
+        found: list[AuditRecord] = []
+        results: dict[str, str] = {}
+        end = "+" if before == "+" else f"({before}"
+        for record_id, fields in self._newest_first(end):
+            if b"of" in fields:
+                results[_text(fields, b"of")] = _text(fields, b"result")
+                continue
+            found.append(
+                AuditRecord(
+                    id=record_id,
+                    at_ms=int(record_id.partition("-")[0]),
+                    by=_text(fields, b"by"),
+                    action=_text(fields, b"action"),
+                    about=_about(fields.get(b"about", b"")),
+                    result=results.get(record_id),
+                )
+            )
+            if len(found) == count:
+                break
+        return found
+
+    def _newest_first(self, end: str) -> Iterator[tuple[str, Mapping[bytes, bytes]]]:
+        """The records up to `end`, and first the results that came later of those."""
+        if end != "+":
+            later = self._client.execute("XRANGE", audit_key(), end.removeprefix("("), "+", "COUNT", 100)
+            yield from ((one.decode(), mapping_of(pairs)) for one, pairs in later if b"of" in pairs[::2])
+        while True:
+            page = self._client.execute("XREVRANGE", audit_key(), end, "-", "COUNT", 200)
+            for record_id, pairs in page:
+                yield record_id.decode(), mapping_of(pairs)
+            if len(page) < 200:
+                return
+            end = f"({page[-1][0].decode()}"
+
+    def _add(self, *pairs: str | bytes) -> str:
+        wire = [one.encode("utf-8", "surrogateescape") if isinstance(one, str) else one for one in pairs]
+        added: bytes = self._client.execute("XADD", audit_key(), "MAXLEN", "~", _MOST_RECORDS, "*", *wire)
+        return added.decode()
+
+
+def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
+    return fields.get(name, b"").decode("utf-8", "replace")
+
+
+def _about(stored: bytes) -> Mapping[str, str]:
+    try:
+        return msgspec.json.decode(stored, type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return {}

@@ -1,0 +1,81 @@
+"""Dead letters of a handler in groups: those with the same reason and about the same error."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
+from millstream.model import EntryId
+from millstream.redis_client.client import Client
+
+MOST_LETTERS = 5_000
+"""So many dead letters of a handler, the first ones, are put in groups."""
+
+_NUMBER = re.compile(r"\d+")
+_FINGERPRINT_CHARS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class LetterGroup:
+    """Dead letters with one reason and one fingerprint of their errors.
+
+    * `fingerprint`: the first line of the error, its numbers replaced by `N`
+    * `first_ms`, `last_ms`: when the first and the last were dead-lettered, in Unix milliseconds
+    * `letters`: all of them, in the order in which they were dead-lettered
+    """
+
+    reason: str
+    fingerprint: str
+    letters: Sequence[DeadLetterEntry]
+
+    @property
+    def first_ms(self) -> int:
+        """When the first was dead-lettered."""
+        return EntryId.parse(self.letters[0].letter_id).ms
+
+    @property
+    def last_ms(self) -> int:
+        """When the last was dead-lettered."""
+        return max(EntryId.parse(one.letter_id).ms for one in self.letters)
+
+
+def fingerprint_of(entry: DeadLetterEntry) -> str:
+    """The first line of the error of a dead letter, its numbers replaced by `N`."""
+    error = entry.letter.error if entry.letter else entry.problem
+    return _NUMBER.sub("N", error.partition("\n")[0])[:_FINGERPRINT_CHARS]
+
+
+def find_letters(
+    client: Client,
+    *,
+    app: str,
+    handler: str,
+    reason: str | None = None,
+    fingerprint: str | None = None,
+    places: Sequence[tuple[str, str]] = (),
+) -> Iterator[DeadLetterEntry]:
+    """The first 5,000 dead letters of a handler, and of these the wanted ones.
+
+    `places`: only those with these streams and letter ids; () for all. Raises RedisError, and ConfigError for an
+    unknown reason.
+    """
+    wanted = DeadLetterFilter(app=app, handler=handler)
+    selected = DeadLetterFilter(reason=reason)
+    named = frozenset(places)
+    for entry in islice(DeadLetterQueue(client).find(wanted), MOST_LETTERS):
+        if (
+            entry.matches(selected)
+            and fingerprint in (None, fingerprint_of(entry))
+            and (not named or (entry.keys.stream, entry.letter_id) in named)
+        ):
+            yield entry
+
+
+def group_letters(letters: Iterator[DeadLetterEntry]) -> list[LetterGroup]:
+    """The groups of these dead letters, the largest first."""
+    found: dict[tuple[str, str], list[DeadLetterEntry]] = {}
+    for entry in letters:
+        found.setdefault((entry.reason, fingerprint_of(entry)), []).append(entry)
+    groups = [LetterGroup(reason=name[0], fingerprint=name[1], letters=some) for name, some in found.items()]
+    return sorted(groups, key=lambda one: -len(one.letters))

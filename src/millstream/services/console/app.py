@@ -1,0 +1,191 @@
+"""The console as an ASGI application: its routes, and what is checked before a view answers."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from millstream.errors import ConfigError, MillstreamError, RedisError
+from millstream.redis_client import DEFAULT_URL
+from millstream.services.console.client_pool import ClientPool
+from millstream.services.console.display import Display, Redact, show_all
+from millstream.services.console.guard import Authorize, Guard
+from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
+from millstream.services.console.pages import Page, PageRequest, Shared
+from millstream.services.console.rendering import render
+from millstream.services.console.rights import ConsoleTokens, Viewer
+from millstream.services.console.secure_headers import SecureHeaders
+from millstream.services.console.sessions import Sessions
+from millstream.services.console.views import PAGES
+from millstream.services.web.errors import Refused
+from millstream.services.web.origin_check import OriginCheck
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsoleParts:
+    """The components of a console. `host_names`: accepted names in the header Host; None: any."""
+
+    clients: ClientPool
+    guard: Guard
+    redact: Redact = show_all
+    host_names: Container[str] | None = None
+    shared: Shared = field(default_factory=Shared)
+
+
+def console_app(
+    url: str = DEFAULT_URL,
+    *,
+    authorize: Authorize | None = None,
+    token_file: Path | None = None,
+    redact: Redact = show_all,
+    host_names: Container[str] | None = None,
+) -> "ASGIApp":
+    """The console as an ASGI application, to be mounted in another one or served by itself.
+
+    * `url`: of Redis
+    * `authorize`: called with each request (`starlette.requests.Request`); returns the Level, or the Viewer, of its
+      sender, or None to refuse it; may be a coroutine function. The application around the console logs people in
+    * `token_file`: without `authorize`: lines with a token and its level; people log in with a token
+    * `redact`: called with the name and the text of each value that messages contain; returns the text to show
+    * `host_names`: accepted names in the header Host; None: any
+
+    Raises ConfigError without `authorize` and `token_file`, and for a token file that cannot be read or has no token.
+    """
+    tokens = ConsoleTokens()
+    if token_file is not None:
+        tokens.read(token_file)
+    if authorize is None and not tokens:
+        raise ConfigError("give authorize=, or token_file= with a token: else every client could read all messages")
+    guard = Guard(tokens=tokens, sessions=Sessions(tokens), authorize=authorize)
+    return make_console(ConsoleParts(clients=ClientPool(url), guard=guard, redact=redact, host_names=host_names))
+
+
+def make_console(parts: ConsoleParts) -> "ASGIApp":
+    """The ASGI application of these parts."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        parts.clients.close()
+
+    routes = [
+        Route("/console.css", _stylesheet, methods=["GET"]),
+        Route("/healthz", _healthz, methods=["GET"]),
+        *(login_routes(parts.guard) if parts.guard.has_login else ()),
+        *(Route(one.path, _Endpoint(parts, one).answer, methods=[one.method]) for one in PAGES),
+    ]
+    service = Starlette(routes=routes, middleware=[Middleware(OriginCheck, (), parts.host_names)], lifespan=lifespan)
+    service.router.redirect_slashes = False
+    service.add_exception_handler(Refused, _answer_refused)
+    service.add_exception_handler(HTTPException, _answer_http)
+    service.add_exception_handler(Exception, _answer_failure)
+    return SecureHeaders(service)
+
+
+class _Endpoint:
+    """One page as an endpoint of Starlette."""
+
+    def __init__(self, parts: ConsoleParts, page: Page) -> None:
+        self._parts = parts
+        self._page = page
+
+    async def answer(self, request: Request) -> Response:
+        """Let the view answer, in a thread, if the viewer may have the page. Raises Refused."""
+        parts, page = self._parts, self._page
+        viewer = await parts.guard.viewer_of(request)
+        if viewer is None:
+            if parts.guard.has_login and page.method == "GET":
+                return RedirectResponse(f"{root_of(request)}/login", 303)
+            raise Refused(401, "log in first")
+        if not viewer.may(page.level):
+            raise Refused(403, f"this takes the level {page.level.word}, and {viewer.name} has {viewer.level.word}")
+        form = await form_of(request) if page.method == "POST" else {}
+        if page.method == "POST":
+            parts.guard.check_form(request, token_of(form))
+        secret = FormSecret(request)
+        response = await run_in_threadpool(self._view, request, viewer, form, secret.form_token)
+        secret.keep(request, response)
+        return response
+
+    def _view(self, request: Request, viewer: Viewer, form: Mapping[str, Sequence[str]], form_token: str) -> Response:
+        parts, display = self._parts, Display(self._parts.redact)
+        try:
+            with parts.clients.client() as client:
+                return self._page.view(
+                    PageRequest(
+                        client=client,
+                        viewer=viewer,
+                        display=display,
+                        shared=parts.shared,
+                        root=root_of(request),
+                        path=self._page.path,
+                        query=_query_of(request),
+                        form=form,
+                        form_token=form_token,
+                        has_login=parts.guard.has_login,
+                        now_ms=time.time() * 1000,
+                    )
+                )
+        except Refused:
+            raise
+        except ConfigError as error:
+            raise Refused(400, display.text(str(error))) from error
+        except RedisError as error:
+            raise Refused(503, f"Redis: {display.text(str(error))}") from error
+        except MillstreamError as error:
+            raise Refused(404, display.text(str(error))) from error
+
+
+def _query_of(request: Request) -> Mapping[str, str]:
+    text = request.scope["query_string"].decode("ascii", "replace")
+    try:
+        found = parse_qs(text, errors="surrogateescape", max_num_fields=MOST_FIELDS)
+    except ValueError as error:
+        raise Refused(400, f"the address cannot be read: {error}") from error
+    return {name: values[0] for name, values in found.items()}
+
+
+def _stylesheet(_: Request) -> Response:
+    css = resources.files("millstream.services.console").joinpath("static/console.css").read_text("utf-8")
+    return Response(css, media_type="text/css")
+
+
+def _healthz(_: Request) -> Response:
+    """Answers that the process serves, and nothing else: it takes no token."""
+    return PlainTextResponse("ok")
+
+
+def _answer_refused(request: Request, error: Exception) -> Response:
+    return _problem(request, getattr(error, "status", 500), str(error))
+
+
+def _answer_http(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 500)
+    return _problem(request, status, "there is no such page" if status == 404 else str(getattr(error, "detail", "")))
+
+
+def _answer_failure(request: Request, error: Exception) -> Response:
+    logger.error("a page of the console failed: %s", request.url.path, exc_info=error)
+    return _problem(request, 500, "internal error; the log of the console has the cause")
+
+
+def _problem(request: Request, status: int, text: str) -> Response:
+    return HTMLResponse(render("problem.html", root=root_of(request), status=status, problem=text), status)

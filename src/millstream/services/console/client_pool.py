@@ -1,0 +1,44 @@
+"""ClientPool: Redis clients of a console, one for each request that is being answered."""
+
+import queue
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from millstream.redis_client.client import Client
+
+_MOST_CLIENTS = 8
+_TIMEOUT_MS = 10_000
+
+
+class ClientPool:
+    """At most eight clients of one Redis, opened when they are first needed. May be used by any thread.
+
+    `close` closes those that are not in use.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._free: queue.LifoQueue[Client | None] = queue.LifoQueue()
+        for _ in range(_MOST_CLIENTS):
+            self._free.put(None)
+        # A console that is mounted in another application is told of no end.
+        self.close = weakref.finalize(self, _close, self._free)
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """A client for the block; waits while all are in use. Raises ConfigError for an invalid URL."""
+        found = self._free.get()
+        try:
+            found = found or Client(self._url, timeout_ms=_TIMEOUT_MS)
+            yield found
+        finally:
+            self._free.put(found)
+
+
+def _close(clients: "queue.LifoQueue[Client | None]") -> None:
+    """Close the clients that are not in use."""
+    with suppress(queue.Empty):
+        while True:
+            if found := clients.get_nowait():
+                found.close()

@@ -1,0 +1,76 @@
+"""Display: how what is in Redis is shown, or hidden, in a page.
+
+All of it passes through here before it is in a page: `redact` first, then the limit of its size. The templates escape it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from millstream.redis_client.escaping import escape, escape_lines, json_value
+from millstream.redis_client.redaction import redact_text
+from millstream.redis_client.replies import pairs_of
+
+Redact = Callable[[str, str], str]
+"""Gets the name of a value and its text, and returns the text to show. The names: those of fields and of entries of a
+state, and `key`, `error`, `traceback` and `text`.
+"""
+
+SHOWN_CHARS = 65_536
+"""A longer value is cut."""
+
+
+def show_all(name: str, text: str) -> str:  # noqa: ARG001 - as every Redact
+    """A Redact that hides nothing."""
+    return text
+
+
+def hide_fields(names: Sequence[str]) -> Redact:
+    """A Redact that hides the values with these names."""
+    hidden = frozenset(names)
+    return lambda name, text: "(redacted)" if name in hidden else text
+
+
+class Display:
+    """Makes the texts of a page. `redact` is applied to all of them."""
+
+    def __init__(self, redact: Redact = show_all) -> None:
+        self._redact = redact
+
+    def text(self, value: str | None, name: str = "text") -> str:
+        """A sentence or a traceback that may quote what messages contain. Passwords of URLs are removed."""
+        return "" if value is None else _cut(self._redact(name, redact_text(escape_lines(value))))
+
+    def value(self, name: str, value: bytes) -> str:
+        """The value of a field, as one printable text."""
+        return _cut(self._redact(name, escape(value)))
+
+    def fields(self, pairs: Sequence[bytes]) -> list[tuple[str, str]]:
+        """Names and values of an entry."""
+        return [(_cut(escape(name)), self.value(escape(name), value)) for name, value in pairs_of(pairs)]
+
+    def key(self, key: bytes | None) -> str:
+        """A key; "(no key)" for a message without one."""
+        return "(no key)" if key is None else self.value("key", key)
+
+    def is_shown(self, key: bytes | None) -> bool:
+        """Whether a key is shown as it is, so that it may be in a link or a command."""
+        return key is not None and self.key(key) == escape(key)
+
+    def state(self, state: dict[str, Any]) -> str:
+        """A state, as JSON. Each of its values is redacted by its own name."""
+        return _cut(json.dumps(self._redacted("state", json_value(state)), indent=2, ensure_ascii=False))
+
+    def _redacted(self, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {escape(one): self._redacted(one, content) for one, content in value.items()}
+        if isinstance(value, list):
+            return [self._redacted(name, one) for one in value]
+        shown = value if isinstance(value, str) else json.dumps(value)
+        redacted = self._redact(name, shown)
+        return value if redacted == shown else redacted
+
+
+def _cut(text: str) -> str:
+    more = len(text) - SHOWN_CHARS
+    return text if more <= 0 else f"{text[:SHOWN_CHARS]}… ({more:,} more characters are not shown)"

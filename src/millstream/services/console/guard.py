@@ -1,0 +1,61 @@
+"""Guard: who sends a request, what they may do, and whether a form comes from the console itself."""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from millstream.services.console.rights import ConsoleTokens, Level, Viewer
+from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, is_form_token
+from millstream.services.web.errors import Refused
+from millstream.services.web.headers import bearer_token
+
+Authorize = Callable[[Request], Viewer | Level | Awaitable[Viewer | Level | None] | None]
+"""Answers which level a request of the application around the console has; None: none at all."""
+
+ANYONE = Viewer(name="anyone on this machine", level=Level.PAYLOADS)
+"""The viewer where no token is required: they may read, and change nothing."""
+
+_OWN_SITE = ("same-origin", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Decides over requests. `authorize` comes first; without it and without tokens, all may read."""
+
+    tokens: ConsoleTokens
+    sessions: Sessions
+    authorize: Authorize | None = None
+
+    @property
+    def has_login(self) -> bool:
+        """Whether viewers log in with a token."""
+        return self.authorize is None and bool(self.tokens)
+
+    async def viewer_of(self, request: Request) -> Viewer | None:
+        """The viewer of a request; None if they are unknown."""
+        if self.authorize is not None:
+            answer = self.authorize(request)
+            found = await answer if inspect.isawaitable(answer) else answer
+            return Viewer(name="the application", level=Level(found)) if isinstance(found, int) else found
+        if not self.tokens:
+            return ANYONE
+        if (token := bearer_token(request.scope)) is not None:
+            known = self.tokens.viewer_of(token)
+            return known[1] if known else None
+        return self.sessions.viewer_of(request.cookies.get(SESSION_COOKIE))
+
+    def check_form(self, request: Request, found: str) -> None:
+        """Refuse a form that another site has sent. `found`: the token that it carries. Raises Refused.
+
+        A request with a bearer token is exempt: no browser sends one by itself.
+        """
+        site = request.headers.get("sec-fetch-site")
+        if site is not None and site not in _OWN_SITE:
+            raise Refused(403, "this form was sent by another site")
+        if self.authorize is None and self.tokens and bearer_token(request.scope) is not None:
+            return
+        secret, session = request.cookies.get(FORM_COOKIE, ""), request.cookies.get(SESSION_COOKIE, "")
+        if not is_form_token(found, secret, session):
+            raise Refused(403, "this form is too old, or was not sent by this console: go back, reload, and try again")

@@ -1,0 +1,134 @@
+"""Pages: what a view gets, and how it answers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlencode
+
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from millstream.admin.audit import AuditLog, Outcome
+from millstream.errors import ConfigError
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import unescape
+from millstream.redis_client.key_names import from_wire
+from millstream.services.console.display import Display
+from millstream.services.console.rendering import render
+from millstream.services.console.rights import Level, Viewer
+
+REFRESH_S = (5, 15, 60)
+"""The intervals, in seconds, at which a page may reload itself."""
+
+
+_MOST_SHARED = 50
+
+
+class Shared:
+    """Values that all requests of a console share, so that more viewers read no more from Redis."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, Any]] = {}
+
+    def get(self, name: str, now_ms: float, read: Callable[[], Any], *, keep_ms: float) -> Any:
+        """The value of `read`, or what it was less than `keep_ms` milliseconds ago. `now_ms`: Unix milliseconds."""
+        known = self._known.get(name)
+        if len(self._known) >= _MOST_SHARED:
+            self._known.clear()
+        if known is None or not 0 <= now_ms - known[0] < keep_ms:
+            known = self._known[name] = (now_ms, read())
+        return known[1]
+
+    def clear(self) -> None:
+        """Forget all values: an action has changed something."""
+        self._known.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRequest:
+    """A request of a viewer who may have its page.
+
+    * `root`: path under which the console is mounted, "" for none; `path`: the rest
+    * `query`: the first value of each parameter; `form`: all values of each field of a form
+    * `form_token`: what each form of the page has to carry
+    * `has_login`: whether the viewer can log out
+    * `now_ms`: Unix milliseconds
+    """
+
+    client: Client
+    viewer: Viewer
+    display: Display
+    shared: Shared
+    root: str
+    path: str
+    query: Mapping[str, str]
+    form: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    form_token: str
+    has_login: bool
+    now_ms: float
+
+    def wanted(self, name: str) -> str:
+        """A parameter, or a field of the form, that the page needs. Raises ConfigError if it is missing."""
+        found = self.query.get(name) or self.field(name)
+        if not found:
+            raise ConfigError(f"the address lacks the parameter {name!r}: follow a link of the console")
+        return found
+
+    def name(self, parameter: str) -> str | None:
+        """A name or text from Redis, which addresses and forms hold as `escape` writes it; None if it is missing.
+
+        Raises ConfigError for an invalid escape.
+        """
+        found = self.query.get(parameter) or self.field(parameter)
+        return from_wire(unescape(found)) if found else None
+
+    def wanted_name(self, parameter: str) -> str:
+        """`name` of a parameter that the page needs. Raises ConfigError if it is missing."""
+        return from_wire(unescape(self.wanted(parameter)))
+
+    def field(self, name: str) -> str:
+        """The first value of a field of the form; "" without one."""
+        return next(iter(self.form.get(name, ())), "")
+
+    def may(self, word: str) -> bool:
+        """Whether the viewer has the level with this word."""
+        return self.viewer.may(Level[word.upper()])
+
+    def url(self, path: str, /, **parameters: str | None) -> str:
+        """The address of a page of this console; parameters that are None are left out. Names are written by `escape`."""
+        query = urlencode({name: one for name, one in parameters.items() if one is not None})
+        return f"{self.root}{path}{'?' if query else ''}{query}"
+
+    def reloading(self, seconds: int) -> str:
+        """The address of this page, reloading itself; never, for 0 seconds."""
+        rest = {name: one for name, one in self.query.items() if name != "refresh"}
+        return self.url(self.path, **rest, refresh=str(seconds) if seconds else None)
+
+    @property
+    def refresh_s(self) -> int | None:
+        """After how many seconds the page reloads itself; None for never."""
+        asked = self.query.get("refresh", "")
+        return int(asked) if asked in map(str, REFRESH_S) else None
+
+    def audit(self, action: str, **about: str) -> AbstractContextManager[Outcome]:
+        """Record an action while it runs (AuditLog.action)."""
+        self.shared.clear()
+        return AuditLog(self.client).action(by=self.viewer.name, action=action, about=about)
+
+    def render(self, template: str, **values: Any) -> Response:
+        """A page made of a template."""
+        return HTMLResponse(render(template, page=self, intervals_s=REFRESH_S, **values))
+
+    def redirect(self, path: str, /, **parameters: str | None) -> Response:
+        """Go to another page after an action, so that a reload does not repeat it."""
+        return RedirectResponse(self.url(path, **parameters), 303)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A route of the console: the level that it takes, and the view that answers it, in a thread."""
+
+    path: str
+    method: Literal["GET", "POST"] = "GET"
+    level: Level
+    view: Callable[[PageRequest], Response]

@@ -1,0 +1,56 @@
+"""The console as a process: the HTTP service until a signal stops it."""
+
+import asyncio
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client
+from millstream.services.console.app import ConsoleParts, make_console
+from millstream.services.console.client_pool import ClientPool
+from millstream.services.console.display import Redact, show_all
+from millstream.services.console.guard import Guard
+from millstream.services.console.rights import ConsoleTokens
+from millstream.services.console.sessions import Sessions
+from millstream.services.web.connections import Limits
+from millstream.services.web.http_server import Server
+from millstream.services.web.listen import listen, url_of
+
+_STOP_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsoleOptions:
+    """Options of a console.
+
+    * `tokens`: which token has which level; an empty store lets every client read, and change nothing
+    * `host_names`: accepted names in the header Host; None: any
+    * `redact`: hides what messages contain
+    """
+
+    url: str = field(repr=False)
+    tokens: ConsoleTokens
+    host: str = "127.0.0.1"
+    port: int = 0
+    host_names: Container[str] | None = None
+    redact: Redact = show_all
+    limits: Limits
+
+
+def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; `on_ready` gets the URL.
+
+    Raises ConfigError where the limit of open files is too low, ServerError, and Unavailable if Redis does not answer
+    at the start.
+    """
+    with Client(serving.url) as client:
+        client.execute("PING")
+    guard = Guard(tokens=serving.tokens, sessions=Sessions(serving.tokens))
+    app = make_console(
+        ConsoleParts(clients=ClientPool(serving.url), guard=guard, redact=serving.redact, host_names=serving.host_names)
+    )
+    with listen(serving.host, serving.port, connections=serving.limits.connections) as listener:
+        server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S)
+        server.stop_at_signals()
+        on_ready(url_of(listener))
+        asyncio.run(server.serve([listener]))

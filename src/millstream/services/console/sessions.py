@@ -1,0 +1,88 @@
+"""Sessions: how a browser stays logged in, and how a form proves that the console itself has sent it.
+
+A session is a signed cookie: it needs no storage, every process with the same token file accepts it, and it ends with
+its token.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from millstream.services.console.rights import ConsoleTokens, Viewer, to_viewer
+
+SESSION_COOKIE = "millstream_console"
+FORM_COOKIE = "millstream_console_form"
+
+_ID_BYTES, _SIGNATURE_BYTES = 8, 32
+
+
+class _Claims(msgspec.Struct, array_like=True):
+    """The claims of a session: the label of its token, its expiry (Unix seconds), a random part."""
+
+    token: bytes
+    until: float
+    random: bytes
+
+
+class Sessions:
+    """Issues and reads the session cookies of the tokens of `tokens`.
+
+    * `session_s`: how long a session lasts, in seconds
+    * `wall`: Unix seconds
+    """
+
+    def __init__(
+        self, tokens: ConsoleTokens, *, session_s: float = 43_200.0, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._tokens = tokens
+        self._wall = wall
+        self.session_s = session_s
+
+    def issue(self, digest: bytes) -> str:
+        """A session of the token with this hash."""
+        claims = _Claims(_label(digest), self._wall() + self.session_s, secrets.token_bytes(_ID_BYTES))
+        body = msgspec.msgpack.encode(claims)
+        return base64.urlsafe_b64encode(body + _signature(digest, body)).decode().rstrip("=")
+
+    def viewer_of(self, cookie: str | None) -> Viewer | None:
+        """The viewer of a session; None if it is forged, has expired, or its token is gone."""
+        try:
+            signed = base64.urlsafe_b64decode((cookie or "") + "=" * (-len(cookie or "") % 4))
+            body, signature = signed[:-_SIGNATURE_BYTES], signed[-_SIGNATURE_BYTES:]
+            claims = msgspec.msgpack.decode(body, type=_Claims)
+        except (ValueError, binascii.Error, msgspec.MsgspecError):
+            return None
+        for digest, words in self._tokens.items():
+            if _label(digest) == claims.token and hmac.compare_digest(signature, _signature(digest, body)):
+                return None if claims.until < self._wall() else to_viewer(digest, words)
+        return None
+
+
+def new_form_secret() -> str:
+    """The secret of a browser for its forms: a cookie that no script can read."""
+    return secrets.token_urlsafe(32)
+
+
+def form_token(secret: str, session: str) -> str:
+    """What each form of a browser carries: made of both its cookies, so a page of another origin cannot know it."""
+    return hmac.digest(secret.encode(), b"millstream form\0" + session.encode(), "sha256").hex()
+
+
+def is_form_token(found: str, secret: str, session: str) -> bool:
+    """Whether a form carries the token of these cookies."""
+    return bool(secret) and hmac.compare_digest(found.encode(), form_token(secret, session).encode())
+
+
+def _label(digest: bytes) -> bytes:
+    """The label of a token in its sessions: useless for signing."""
+    return hashlib.sha256(digest).digest()[:_ID_BYTES]
+
+
+def _signature(digest: bytes, body: bytes) -> bytes:
+    return hmac.digest(digest, b"millstream session\0" + body, "sha256")

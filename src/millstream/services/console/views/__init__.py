@@ -1,0 +1,30 @@
+"""The pages of the console: what each reads from Redis, and what its forms do."""
+
+from millstream.services.console.pages import Page
+from millstream.services.console.rights import Level
+from millstream.services.console.views import handlers, keys, letters, service, streams
+from millstream.services.console.views.overview import overview
+
+PAGES: tuple[Page, ...] = (
+    Page(path="/", level=Level.FIGURES, view=overview),
+    Page(path="/handler", level=Level.FIGURES, view=handlers.handler),
+    Page(path="/handler/pause", method="POST", level=Level.OPERATE, view=handlers.pause),
+    Page(path="/handler/resume", method="POST", level=Level.OPERATE, view=handlers.resume),
+    Page(path="/key", level=Level.PAYLOADS, view=keys.key),
+    Page(path="/key/park", method="POST", level=Level.OPERATE, view=keys.park),
+    Page(path="/key/unpark", method="POST", level=Level.OPERATE, view=keys.unpark),
+    Page(path="/key/skip", method="POST", level=Level.OPERATE, view=keys.skip),
+    Page(path="/key/reset", method="POST", level=Level.ADMIN, view=keys.reset),
+    Page(path="/letters", level=Level.PAYLOADS, view=letters.letters),
+    Page(path="/letter", level=Level.PAYLOADS, view=letters.letter),
+    Page(path="/letters/redrive", method="POST", level=Level.OPERATE, view=letters.redrive),
+    Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
+    Page(path="/streams", level=Level.FIGURES, view=streams.streams),
+    Page(path="/stream", level=Level.FIGURES, view=streams.stream),
+    Page(path="/workers", level=Level.FIGURES, view=service.workers),
+    Page(path="/delayed", level=Level.FIGURES, view=service.delayed),
+    Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=service.cancel),
+    Page(path="/redis", level=Level.FIGURES, view=service.redis),
+    Page(path="/audit", level=Level.PAYLOADS, view=service.audit),
+)
+"""All pages that need a viewer. `/login`, `/logout`, `/console.css` and `/healthz` need none."""

@@ -1,0 +1,63 @@
+"""The page of a handler: figures, streams, stuck keys; pause and resume."""
+
+from starlette.responses import Response
+
+from millstream.admin.handler_details import read_handler
+from millstream.admin.handler_names import find_handler
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.key_queues import explain
+from millstream.redis_client.escaping import escape
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.services.console.pages import PageRequest
+
+
+def handler(page: PageRequest) -> Response:
+    """Figures, streams and stuck keys of one handler."""
+    name = page.wanted("name")
+    places = find_handler(page.client, name, None)
+    found = read_handler(page.client, places, most_keys=100 if page.may("payloads") else 0)
+    stuck = [
+        (
+            one,
+            page.display.key(one.queue.key),
+            _link_of(page, one.keys, one.queue.key),
+            page.display.text(explain(one.queue, one.last)),
+            page.display.text(one.last.error, "error"),
+        )
+        for one in found.stuck
+    ]
+    pauses = {one.pause for one in found.reports if one.pause}
+    return page.render(
+        "handler.html",
+        name=name,
+        found=found,
+        stuck=stuck,
+        pauses=[page.display.text(one.reason) if page.may("payloads") else f"paused by {one.by}" for one in pauses],
+    )
+
+
+def pause(page: PageRequest) -> Response:
+    """Stop the handler from reading new messages."""
+    return _set_paused(page, paused=True)
+
+
+def resume(page: PageRequest) -> Response:
+    """Let a paused handler go on."""
+    return _set_paused(page, paused=False)
+
+
+def _set_paused(page: PageRequest, *, paused: bool) -> Response:
+    name = page.wanted("name")
+    places = find_handler(page.client, name, None)
+    with page.audit("pause" if paused else "resume", handler=name) as outcome:
+        store = CommitStore(page.client, app=places[0].app, handler=places[0].handler)
+        store.set_paused([one.stream for one in places], paused=paused)
+        outcome.result = f"{'paused' if paused else 'resumed'} on {len(places):,} streams"
+    return page.redirect("/handler", name=name, done="paused" if paused else "resumed")
+
+
+def _link_of(page: PageRequest, keys: HandlerKeys, key: bytes | None) -> str | None:
+    """The page of a key; None for one that is hidden, as its address would show it."""
+    if key is None or not page.display.is_shown(key):
+        return None
+    return page.url("/key", handler=keys.label, stream=escape(keys.stream), key=escape(key))

@@ -1,0 +1,147 @@
+"""The page of a key: why it waits, what waits, its state and dead letters; park, unpark, skip, reset the state."""
+
+from starlette.responses import Response
+
+from millstream.admin.handler_names import find_handler, handler_on
+from millstream.admin.inspection import reset_states
+from millstream.admin.key_details import KeyDetails, read_key
+from millstream.delivery.key_queues import park as park_queue
+from millstream.delivery.key_queues import read_queues
+from millstream.delivery.key_queues import skip as skip_first
+from millstream.delivery.key_queues import unpark as unpark_queue
+from millstream.delivery.keyed_stream import queue_of_key
+from millstream.errors import ConfigError
+from millstream.redis_client.escaping import escape, unescape
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.services.console.pages import PageRequest
+
+_MOST_STREAMS = 20
+_DONE = {
+    "parked": "The key is parked, from the end of the message in progress on.",
+    "was-parked": "The key was parked already.",
+    "unparked": "The key goes on.",
+    "was-unparked": "The key was not parked.",
+    "skipped": "The first message is a dead letter now.",
+    "unskipped": "Nothing was skipped: the first message is another one now.",
+    "reset": "The state is deleted: the next message starts without one.",
+    "unreset": "The key had no state.",
+}
+
+
+def key(page: PageRequest) -> Response:
+    """One key of a handler, on one of its streams or on all."""
+    name, stream, data = page.wanted("handler"), page.name("stream"), unescape(page.wanted("key"))
+    places = find_handler(page.client, name, stream)
+    shown = places[:_MOST_STREAMS]
+    found = [read_key(page.client, keys, data) for keys in shown]
+    return page.render(
+        "key.html",
+        name=name,
+        key=page.display.key(data),
+        raw=escape(data),
+        found=[(one, _texts_of(page, one)) for one in found if len(shown) == 1 or one.queue or one.state or one.letters]
+        or [(found[0], _texts_of(page, found[0]))],
+        more=len(places) - len(shown),
+        done_texts=_DONE,
+    )
+
+
+def park(page: PageRequest) -> Response:
+    """Park the key."""
+    keys, data = _place_of(page)
+    reason = page.field("reason") or f"by {page.viewer.name}"
+    with page.audit("key park", **_about(keys, data), reason=reason) as outcome:
+        is_done = park_queue(page.client, keys, queue_of_key(data, b""), reason)
+        outcome.result = "parked" if is_done else "was parked already"
+    return _back(page, keys, "parked" if is_done else "was-parked")
+
+
+def unpark(page: PageRequest) -> Response:
+    """Let the key go on."""
+    keys, data = _place_of(page)
+    with page.audit("key unpark", **_about(keys, data)) as outcome:
+        is_done = unpark_queue(page.client, keys, queue_of_key(data, b""))
+        outcome.result = "unparked" if is_done else "was not parked"
+    return _back(page, keys, "unparked" if is_done else "was-unparked")
+
+
+def skip(page: PageRequest) -> Response:
+    """Make the first message of the key a dead letter, once that is confirmed with its id."""
+    keys, data = _place_of(page)
+    queue = queue_of_key(data, b"")
+    first_id = next((one.first_id for one in read_queues(page.client, keys, [queue])), "")
+    if not page.field("confirm"):
+        sentence = (
+            f"Message {first_id} becomes a dead letter, and the next message of the key can run. It can be redriven."
+        )
+        return _confirm(page, keys, data, "/key/skip", sentence if first_id else "", first_id, "millstream key skip")
+    with page.audit("key skip", **_about(keys, data), id=page.field("confirm")) as outcome:
+        is_done = first_id == page.field("confirm") and skip_first(
+            page.client, keys, queue, error=f"skipped by {page.viewer.name}"
+        )
+        outcome.result = "skipped" if is_done else "not skipped: another message is the first one"
+    return _back(page, keys, "skipped" if is_done else "unskipped")
+
+
+def reset(page: PageRequest) -> Response:
+    """Delete the state of the key, once that is confirmed."""
+    keys, data = _place_of(page)
+    if page.field("confirm") != "reset":
+        sentence = (
+            "The state of the key is deleted for good: the next message starts without one. A run whose batch works on "
+            "the key now writes it back: stop it first to be sure."
+        )
+        return _confirm(page, keys, data, "/key/reset", sentence, "reset", "millstream state reset")
+    with page.audit("state reset", **_about(keys, data)) as outcome:
+        is_done = bool(reset_states(page.client, keys, [data]))
+        outcome.result = "reset" if is_done else "had no state"
+    return _back(page, keys, "reset" if is_done else "unreset")
+
+
+def _place_of(page: PageRequest) -> tuple[HandlerKeys, bytes]:
+    """The handler on a stream, and the key, that a form names. Raises MillstreamError if it has not run there."""
+    name, stream = page.wanted("handler"), page.wanted_name("stream")
+    find_handler(page.client, name, stream)
+    return handler_on(page.client, name, stream), unescape(page.wanted("key"))
+
+
+def _about(keys: HandlerKeys, data: bytes) -> dict[str, str]:
+    return {"handler": keys.label, "stream": escape(keys.stream), "key": escape(data)}
+
+
+def _back(page: PageRequest, keys: HandlerKeys, done: str) -> Response:
+    return page.redirect("/key", handler=keys.label, stream=escape(keys.stream), key=page.wanted("key"), done=done)
+
+
+def _confirm(
+    page: PageRequest, keys: HandlerKeys, data: bytes, path: str, sentence: str, answer: str, command: str
+) -> Response:
+    if not sentence:
+        raise ConfigError("none of the messages of this key is queued")
+    fields = _about(keys, data)
+    return page.render(
+        "confirm.html",
+        question=f"{command.removeprefix('millstream ').capitalize()}: {keys.label}, key {page.display.key(data)}",
+        sentences=[sentence],
+        path=path,
+        fields={**fields, "confirm": answer},
+        typed=None,
+        command=f"{command} {keys.label} {page.display.key(data)}",
+        back=page.url("/key", **fields),
+    )
+
+
+def _texts_of(page: PageRequest, one: KeyDetails) -> dict[str, object]:
+    display = page.display
+    return {
+        "why": display.text(one.why),
+        "error": display.text(one.last.error, "error"),
+        "traceback": display.text(one.last.traceback, "traceback"),
+        "state": None if one.state is None else display.state(one.state),
+        "state_problem": display.text(one.state_problem, "error"),
+        "entries": [(entry.id, entry.pairs and display.fields(entry.pairs)) for entry in one.entries],
+        "letters": [
+            (letter.letter_id, letter.reason, display.text(letter.letter.error if letter.letter else "", "error"))
+            for letter in one.letters
+        ],
+    }

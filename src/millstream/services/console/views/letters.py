@@ -1,0 +1,194 @@
+"""Dead letters of a handler: in groups, one group, one letter; redrive and purge."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from starlette.responses import Response
+
+from millstream.admin.dead_letter_groups import MOST_LETTERS, LetterGroup, find_letters, group_letters
+from millstream.admin.handler_names import find_handler
+from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
+from millstream.errors import ConfigError, MillstreamError
+from millstream.redis_client.escaping import escape, unescape
+from millstream.redis_client.formats import pluralize
+from millstream.redis_client.key_names import from_wire
+from millstream.services.console.pages import PageRequest
+
+_MOST_SHOWN = 100
+
+
+def letters(page: PageRequest) -> Response:
+    """The groups of a handler's dead letters; with a reason and an error, the letters of one group."""
+    name = page.wanted("handler")
+    app, handler = _split(page, name)
+    groups = group_letters(find_letters(page.client, app=app, handler=handler))
+    reason, error = page.query.get("reason"), page.name("error")
+    if reason is not None:
+        group = next((one for one in groups if (one.reason, one.fingerprint) == (reason, error or "")), None)
+        return page.render(
+            "letter_group.html",
+            name=name,
+            group=group,
+            error=page.display.text(error, "error"),
+            shown=[(one, *_texts_of(page, one)) for one in (group.letters[:_MOST_SHOWN] if group else ())],
+        )
+    return page.render(
+        "letters.html",
+        name=name,
+        total=sum(len(one.letters) for one in groups),
+        most=MOST_LETTERS,
+        groups=[
+            (
+                one,
+                page.display.text(one.fingerprint, "error"),
+                _link_of(page, name, one),
+                _texts_of(page, one.letters[0]),
+            )
+            for one in groups
+        ],
+    )
+
+
+def letter(page: PageRequest) -> Response:
+    """One dead letter in full."""
+    name, stream, letter_id = page.wanted("handler"), page.wanted_name("stream"), page.wanted("id")
+    app, handler = _split(page, name)
+    wanted = DeadLetterFilter(app=app, handler=handler, stream=stream, ids=(letter_id,))
+    entry = next(DeadLetterQueue(page.client).find(wanted), None)
+    if entry is None:
+        raise MillstreamError(f"there is no dead letter {letter_id} (any more)")
+    found = entry.letter
+    return page.render(
+        "letter.html",
+        name=name,
+        entry=entry,
+        key=None if found is None or found.key is None else page.display.key(found.key),
+        error=page.display.text(found.error if found else entry.problem, "error"),
+        fields=page.display.fields(found.pairs if found else entry.pairs),
+        traceback=page.display.text(found.traceback, "traceback") if found else "",
+    )
+
+
+def redrive(page: PageRequest) -> Response:
+    """Send dead letters back to their streams, once their number is confirmed."""
+    found = _selected(page)
+    if page.field("confirm") != str(len(found)):
+        sentences = [
+            f"{pluralize(len(found), 'dead letter')} would be redriven: {_by_stream(found)}.",
+            "Each goes to the end of its stream, in the order in which they were published.",
+            "Only this handler processes them again. Other messages of their keys have been processed since.",
+        ]
+        return _confirm(page, "redrive", sentences, found)
+    moved, problems = 0, []
+    with page.audit("dlq redrive", **_about(page, found)) as outcome:
+        refs = sorted((one.ref for one in found), key=lambda ref: ref[:3])
+        for one in DeadLetterQueue(page.client).redrive(refs):
+            moved += one.new_id is not None
+            problems += [f"{one.ref.letter_id}: {one.problem}"] if one.new_id is None else []
+        outcome.result = f"{moved:,} of {len(found):,} redriven"
+    return _report(page, f"{pluralize(moved, 'dead letter')} redriven", problems)
+
+
+def purge(page: PageRequest) -> Response:
+    """Delete dead letters for good, once their number is typed."""
+    found = _selected(page)
+    if page.field("confirm") != str(len(found)):
+        sentences = [
+            f"{pluralize(len(found), 'dead letter')} would be deleted for good, with their messages: {_by_stream(found)}."
+        ]
+        return _confirm(page, "purge", sentences, found)
+    with page.audit("dlq purge", **_about(page, found)) as outcome:
+        removed = DeadLetterQueue(page.client).purge([one.ref for one in found])
+        outcome.result = f"{removed:,} of {len(found):,} purged"
+    return _report(page, f"{pluralize(removed, 'dead letter')} purged", [])
+
+
+def _selected(page: PageRequest) -> Sequence[DeadLetterEntry]:
+    """The dead letters that a form selects: by their places, else a group, else all. Raises ConfigError for none."""
+    app, handler = _split(page, page.wanted("handler"))
+    places = [
+        (from_wire(unescape(stream)), letter_id) for letter_id, _, stream in map(_parts, page.form.get("letter", ()))
+    ]
+    if page.field("only") and not places:
+        raise ConfigError("no dead letter is selected: go back and tick some")
+    found = list(
+        find_letters(
+            page.client,
+            app=app,
+            handler=handler,
+            reason=page.field("reason") or None,
+            fingerprint=(page.name("error") or "") if page.field("reason") else None,
+            places=places,
+        )
+    )
+    if not found:
+        raise MillstreamError("there are no such dead letters (any more)")
+    return found
+
+
+def _parts(place: str) -> tuple[str, str, str]:
+    return place.partition(" ")
+
+
+def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequence[DeadLetterEntry]) -> Response:
+    name, reason, error = page.wanted("handler"), page.field("reason"), page.field("error")
+    if page.field("confirm"):
+        sentences = ["The number that was confirmed is not the number of these dead letters.", *sentences]
+    return page.render(
+        "confirm.html",
+        question=f"Dlq {verb}: {name}",
+        sentences=sentences,
+        path=f"/letters/{verb}",
+        fields={
+            "handler": name,
+            "reason": reason,
+            "error": error,
+            **({"confirm": str(len(found))} if verb == "redrive" else {}),
+        },
+        repeated=[("letter", one) for one in page.form.get("letter", ())],
+        typed=f"the number {len(found)}" if verb == "purge" else None,
+        command=f"millstream dlq {verb} {name}{f' --reason {reason}' if reason else ''}",
+        back=page.url("/letters", handler=name, reason=reason or None, error=error or None),
+    )
+
+
+def _report(page: PageRequest, done: str, problems: Sequence[str]) -> Response:
+    return page.render(
+        "letters_done.html",
+        name=page.wanted("handler"),
+        done=done,
+        problems=[page.display.text(one, "error") for one in problems[:_MOST_SHOWN]],
+    )
+
+
+def _split(page: PageRequest, name: str) -> tuple[str, str]:
+    """App and handler. Raises MillstreamError if no such handler has run."""
+    found = find_handler(page.client, name, None)[0]
+    return found.app, found.handler
+
+
+def _about(page: PageRequest, found: Sequence[DeadLetterEntry]) -> dict[str, str]:
+    known = {"handler": page.wanted("handler"), "reason": page.field("reason"), "error": page.field("error")}
+    return {**{name: one for name, one in known.items() if one}, "letters": f"{len(found):,}"}
+
+
+def _by_stream(found: Sequence[DeadLetterEntry]) -> str:
+    counts = Counter(one.keys.stream for one in found)
+    return ", ".join(f"{count:,} of {escape(stream)}" for stream, count in counts.most_common(5)) + (
+        f" and {len(counts) - 5:,} more streams" if len(counts) > 5 else ""
+    )
+
+
+def _link_of(page: PageRequest, name: str, group: LetterGroup) -> str | None:
+    """The page of a group; None if its error is hidden, as the address would show it."""
+    if page.display.text(group.fingerprint, "error") != group.fingerprint:
+        return None
+    return page.url("/letters", handler=name, reason=group.reason, error=escape(group.fingerprint))
+
+
+def _texts_of(page: PageRequest, entry: DeadLetterEntry) -> tuple[str, str, str]:
+    """The address of a dead letter, its key and its error."""
+    found = entry.letter
+    url = page.url("/letter", handler=entry.keys.label, stream=escape(entry.keys.stream), id=entry.letter_id)
+    key = page.display.key(found.key) if found and found.key is not None else "-"
+    return url, key, page.display.text((found.error if found else entry.problem).partition("\n")[0], "error")

@@ -1,0 +1,36 @@
+"""Overview: what needs attention, and a table of all readers."""
+
+from starlette.responses import Response
+
+from millstream.admin.attention import Overview, read_overview, sentence_of
+from millstream.admin.findings import Finding
+from millstream.services.console.pages import PageRequest
+
+_KEEP_MS = 2_000.0
+_PAGES = {"overdue": "/delayed", "growth": "/streams", "restarts": "/workers", "long-runs": "/workers"}
+
+
+def overview(page: PageRequest) -> Response:
+    """The first page."""
+    found = overview_of(page)
+    with_content = page.may("payloads")
+    attention = [
+        (one, page.display.text(sentence_of(one, with_content=with_content)), _link_of(page, one))
+        for one in found.attention
+    ]
+    return page.render("overview.html", found=found, attention=attention)
+
+
+def overview_of(page: PageRequest) -> Overview:
+    """The overview, at most two seconds old: more viewers read no more from Redis."""
+    found: Overview = page.shared.get("overview", page.now_ms, lambda: read_overview(page.client), keep_ms=_KEEP_MS)
+    return found
+
+
+def _link_of(page: PageRequest, found: Finding) -> str | None:
+    """The page that shows more of a finding."""
+    if found.check == "dead-letters" and found.handler is not None and page.may("payloads"):
+        return page.url("/letters", handler=found.handler)
+    if found.handler is not None:
+        return page.url("/handler", name=found.handler)
+    return page.url(_PAGES.get(found.check, "/redis"))

@@ -1,0 +1,110 @@
+"""Pages about the deployment: workers and leases, delayed messages, Redis, and what operators did."""
+
+from shlex import quote
+
+from starlette.responses import Response
+
+from millstream.admin.attention import sentence_of
+from millstream.admin.audit import AuditLog
+from millstream.admin.delayed_streams import find_delayed_streams
+from millstream.admin.lease_overview import read_service, read_services
+from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.errors import MillstreamError
+from millstream.model import EntryId
+from millstream.redis_client.escaping import escape
+from millstream.services.console.pages import PageRequest
+from millstream.services.console.views.overview import overview_of
+
+_MOST_SERVICES = 20
+_PAGE = 100
+
+
+def workers(page: PageRequest) -> Response:
+    """The live workers of each handler, restarts, long runs, and who has leased which streams."""
+    inspection = overview_of(page).diagnosis.inspection
+    handlers = inspection.handlers if inspection else ()
+    alive = {
+        one.label: (one.engine, sorted({name for each in handlers if each.label == one.label for name in each.workers}))
+        for one in handlers
+    }
+    asked = page.query.get("service")
+    found = read_service(page.client, asked) if asked else None
+    if asked and found is None:
+        raise MillstreamError(f"unknown service {asked!r}: no stream was added to it")
+    services = [found] if found else read_services(page.client, list(alive)[:_MOST_SERVICES])
+    return page.render(
+        "workers.html",
+        alive=alive,
+        restarts=[page.display.text(one.describe(), "error") for one in inspection.restarts] if inspection else [],
+        long_runs=[page.display.text(one.describe(page.now_ms)) for one in inspection.long_runs] if inspection else [],
+        services=services,
+        asked=asked,
+        most=_PAGE,
+    )
+
+
+def delayed(page: PageRequest) -> Response:
+    """The streams that have delayed messages; of one of them, the first messages."""
+    name = page.name("stream")
+    if name is None:
+        return page.render("delayed.html", found=find_delayed_streams(page.client))
+    messages = DelayedMessages(page.client)
+    found = messages.find(name, limit=_PAGE) if page.may("payloads") else []
+    return page.render(
+        "delayed_stream.html",
+        name=name,
+        count=messages.count(name),
+        found=[(one, page.display.fields(one.pairs)) for one in found],
+    )
+
+
+def cancel(page: PageRequest) -> Response:
+    """Cancel one delayed message, once that is confirmed."""
+    name, message_id = page.wanted_name("stream"), page.wanted_name("id")
+    fields = {"stream": escape(name), "id": escape(message_id)}
+    if page.field("confirm") != "cancel":
+        return page.render(
+            "confirm.html",
+            question=f"Delayed cancel: {escape(message_id)}",
+            sentences=["The message is deleted for good: it is never added to its stream."],
+            path="/delayed/cancel",
+            fields={**fields, "confirm": "cancel"},
+            typed=None,
+            command=f"millstream delayed cancel {quote(escape(name))} {quote(escape(message_id))}",
+            back=page.url("/delayed", stream=escape(name)),
+        )
+    with page.audit("delayed cancel", **fields) as outcome:
+        cancelled = DelayedMessages(page.client).cancel(name, [message_id])
+        outcome.result = "cancelled" if cancelled else "was moved or cancelled before"
+    return page.redirect("/delayed", stream=escape(name), done="cancelled" if cancelled else "gone")
+
+
+def redis(page: PageRequest) -> Response:
+    """What `millstream doctor` finds of Redis and of the data, all of it."""
+    found = overview_of(page).diagnosis
+    order = ("problem", "warning", "ok")
+    findings = sorted(found.findings, key=lambda one: order.index(one.severity))
+    with_content = page.may("payloads")
+    return page.render(
+        "redis.html",
+        found=found,
+        findings=[(one, page.display.text(sentence_of(one, with_content=with_content))) for one in findings],
+    )
+
+
+def audit(page: PageRequest) -> Response:
+    """What operators did through the console, the newest first."""
+    before = page.query.get("before")
+    found = AuditLog(page.client).read(count=_PAGE, before=str(EntryId.parse(before)) if before else "+")
+    return page.render(
+        "audit.html",
+        found=[
+            (
+                one,
+                [(name, page.display.text(value, name)) for name, value in one.about.items()],
+                page.display.text(one.result),
+            )
+            for one in found
+        ],
+        before=found[-1].id if len(found) == _PAGE else None,
+    )

@@ -1,0 +1,63 @@
+"""Streams: a list by prefix, and one stream with its groups and entries."""
+
+from bisect import bisect_right
+
+from starlette.responses import Response
+
+from millstream.admin.entry_pages import read_entries
+from millstream.admin.inspection import find_stream_names, handler_of, inspect_stream, inspect_streams
+from millstream.admin.time_inputs import parse_start
+from millstream.errors import MillstreamError
+from millstream.groups import Group
+from millstream.services.console.pages import PageRequest
+
+_PAGE = 100
+_MOST_GROUPS = 20
+_KEEP_MS = 5_000.0
+
+
+def streams(page: PageRequest) -> Response:
+    """The streams whose names begin with a prefix, a hundred at a time."""
+    prefix = page.name("prefix") or ""
+    names, is_partial = page.shared.get(
+        f"streams {prefix}", page.now_ms, lambda: find_stream_names(page.client, prefix), keep_ms=_KEEP_MS
+    )
+    after = page.name("after")
+    first = bisect_right(names, after) if after else 0
+    shown = names[first : first + _PAGE]
+    return page.render(
+        "streams.html",
+        prefix=page.query.get("prefix", ""),
+        found=inspect_streams(page.client, shown),
+        total=len(names),
+        is_partial=is_partial,
+        first=first,
+        after=shown[-1] if first + _PAGE < len(names) else None,
+    )
+
+
+def stream(page: PageRequest) -> Response:
+    """One stream: its groups, and for those who may read messages its entries from an id or a time on."""
+    name = page.wanted_name("name")
+    found = inspect_stream(page.client, name)
+    if found is None:
+        raise MillstreamError("there is no such stream")
+    start = page.query.get("from", "earliest")
+    entries = None
+    if page.may("payloads"):
+        first_id = parse_start(start)
+        read = read_entries(page.client, name, str(first_id) if first_id else found.last_generated_id)
+        entries = [(entry_id, page.display.fields(pairs)) for entry_id, pairs in read.entries]
+    return page.render(
+        "stream.html",
+        found=found,
+        groups=[(one, handler_of(name, one.name)) for one in found.groups],
+        consumers=[
+            (one.name, each)
+            for one in found.groups[:_MOST_GROUPS]
+            for each in Group(page.client, name, one.name).consumers()
+        ],
+        start=start,
+        entries=entries,
+        next_id=read.next_id if entries is not None else None,
+    )

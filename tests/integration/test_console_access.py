@@ -1,0 +1,341 @@
+"""What each level of the console may do, from which pages and host names, and what never leaves the process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from millstream.delivery.key_queues import count_parked
+from millstream.errors import ConfigError
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, audit_key
+from millstream.services.console import Level, Viewer, console_app
+from millstream.services.console.rights import ConsoleTokens
+from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions
+from millstream.services.console.views import PAGES
+from tests.support.commandline import call
+from tests.support.consoles import (
+    BASE,
+    LEVELS,
+    TOKENS,
+    Browser,
+    authorized,
+    client_of,
+    console,
+    fill_with,
+    pages_reached,
+    write_tokens,
+)
+from tests.support.service_process import ServiceProcess, http_client
+
+pytestmark = [pytest.mark.cli]
+
+SECRET = "4111-1111"
+KEYS = HandlerKeys("shop", "pay", "orders")
+RIGHTS = {
+    ("GET", "/"): "figures",
+    ("GET", "/handler"): "figures",
+    ("POST", "/handler/pause"): "operate",
+    ("POST", "/handler/resume"): "operate",
+    ("GET", "/key"): "payloads",
+    ("POST", "/key/park"): "operate",
+    ("POST", "/key/unpark"): "operate",
+    ("POST", "/key/skip"): "operate",
+    ("POST", "/key/reset"): "admin",
+    ("GET", "/letters"): "payloads",
+    ("GET", "/letter"): "payloads",
+    ("POST", "/letters/redrive"): "operate",
+    ("POST", "/letters/purge"): "admin",
+    ("GET", "/streams"): "figures",
+    ("GET", "/stream"): "figures",
+    ("GET", "/workers"): "figures",
+    ("GET", "/delayed"): "figures",
+    ("POST", "/delayed/cancel"): "admin",
+    ("GET", "/redis"): "figures",
+    ("GET", "/audit"): "payloads",
+}
+"""The level that each page takes, stated here a second time."""
+
+FULL = "/key?handler=shop.pay&key=parked+4111-1111"
+"""The page of a key that has everything."""
+
+
+@pytest.fixture
+def filled(client: Client) -> Client:
+    fill_with(client, SECRET)
+    return client
+
+
+@pytest.fixture
+def operator(filled: Client, tmp_path: Path) -> Iterator[Browser]:
+    with console(filled.url, tmp_path, "operate") as browser:
+        yield browser
+
+
+# --- Levels ---
+
+
+def test_every_page_is_in_the_table_of_rights() -> None:
+    assert {(one.method, one.path): one.level.word for one in PAGES} == RIGHTS
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_a_page_opens_for_its_level_and_those_above_it_alone(level: str | None, client: Client, tmp_path: Path) -> None:
+    with console(client.url, tmp_path, level) as browser:
+        token = browser.get("/").form("/logout")["form_token"] if level else [""]
+        for (method, path), wanted in RIGHTS.items():
+            answer = browser.http.request(
+                method, path, data={"form_token": token} if method == "POST" else None, follow_redirects=False
+            )
+            if level is None:
+                assert answer.status_code == (303 if method == "GET" else 401), path
+                assert answer.headers.get("location", "/login") == "/login"
+            elif LEVELS.index(level) < LEVELS.index(wanted):
+                assert answer.status_code == 403, path
+            else:
+                assert answer.status_code in (200, 400, 404), path
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_page_shows_the_forms_that_its_viewer_may_send_and_no_others(
+    level: str, filled: Client, tmp_path: Path
+) -> None:
+    with console(filled.url, tmp_path, level) as browser:
+        seen = pages_reached(browser)
+    assert [path for path, page in seen.items() if page.status != 200] == []
+    may = LEVELS.index(level)
+    allowed = {path for (method, path), one in RIGHTS.items() if method == "POST" and LEVELS.index(one) <= may}
+    # a handler that is paused shows no other button than to resume it; what a key offers depends on its state
+    assert {path for page in seen.values() for path in page.actions} == {"/logout"} | (allowed - {"/handler/pause"})
+
+
+def test_the_figures_level_sees_nothing_that_messages_contain(filled: Client, tmp_path: Path) -> None:
+    with console(filled.url, tmp_path, "payloads") as browser:
+        seen = pages_reached(browser)
+        assert [
+            path for path in ("/key", "/letters", "/letter", "/audit") if not any(one.startswith(path) for one in seen)
+        ] == []
+        assert sum(SECRET in page.html for page in seen.values()) >= 8
+    with console(filled.url, tmp_path, "figures") as browser:
+        reached = pages_reached(browser, *seen)
+        assert len(reached) >= 8
+        assert [path for path, page in reached.items() if SECRET in page.html and page.status == 200] == []
+
+
+def test_without_a_token_the_console_shows_this_machine_everything_and_changes_nothing(client: Client) -> None:
+    with ServiceProcess(("console",), (), client.url) as started, http_client(started.url) as http:
+        assert "payloads" in http.get("/").text
+        assert http.get("/audit").status_code == 200
+        assert http.get("/login").status_code == 404
+        assert http.post("/handler/pause", data={"name": "shop.pay"}).status_code == 403
+        assert http.get("/", headers={"Host": "evil.example"}).status_code == 421, "DNS rebinding"
+        assert http.get("/", headers={"Host": "localhost:8080"}).status_code == 200
+        assert started.stop() == 0
+
+
+def test_the_console_needs_a_token_to_listen_on_other_addresses(client: Client, tmp_path: Path) -> None:
+    refused = call("console", "--host", "0.0.0.0", "--port", "0", url=client.url)
+    assert (refused.code, "--token-file" in refused.err) == (2, True)
+    (tmp_path / "empty").write_text("# none\n")
+    refused = call("console", "--port", "0", "--token-file", str(tmp_path / "empty"), url=client.url)
+    assert (refused.code, "--token-file" in refused.err) == (2, True)
+    (tmp_path / "wrong").write_text(f"{TOKENS['admin']} root\n")
+    refused = call("console", "--port", "0", "--token-file", str(tmp_path / "wrong"), url=client.url)
+    assert (refused.code, "unknown level 'root'" in refused.err) == (2, True)
+    with pytest.raises(ConfigError, match="authorize="):
+        console_app(client.url)
+
+
+# --- Tokens, sessions, and the application around the console ---
+
+
+def test_a_token_logs_a_browser_in_with_cookies_that_no_script_and_no_other_site_can_use(
+    client: Client, tmp_path: Path
+) -> None:
+    with console(client.url, tmp_path) as browser:
+        page = browser.get("/")
+        assert page.url.endswith("/login")
+        assert browser.send(page, "/login", token="0123456789abcdef-wrong").status == 401
+        answer = browser.http.post("/login", data={**page.form("/login"), "token": TOKENS["operate"]})
+        session = next(one for one in answer.headers.get_list("set-cookie") if one.startswith(SESSION_COOKIE))
+        assert all(part in session for part in ("HttpOnly", "SameSite=strict", "Path=/")), session
+        assert "Secure" not in session
+        assert "operate" in browser.get("/").text
+        assert browser.send(browser.get("/"), "/logout").url.endswith("/login")
+        assert browser.get("/").url.endswith("/login")
+        page = browser.get("/login")
+        proxied = browser.http.post(
+            "/login",
+            data={**page.form("/login"), "token": TOKENS["operate"]},
+            headers={"X-Forwarded-Proto": "https"},
+        )
+        assert "Secure" in proxied.headers["set-cookie"]
+
+
+def test_a_session_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None:
+    now_s = 1_000.0
+    tokens = ConsoleTokens()
+    tokens.read(write_tokens(tmp_path))
+    sessions = Sessions(tokens, session_s=60, wall=lambda: now_s)
+    known = tokens.viewer_of(TOKENS["admin"])
+    assert known is not None
+    session = sessions.issue(known[0])
+    assert sessions.viewer_of(session) == known[1]
+    assert sessions.viewer_of(session[:-2] + "AA") is None
+    assert sessions.viewer_of(None) is None
+    assert sessions.viewer_of("no base64 é") is None
+    now_s = 1_061.0
+    assert sessions.viewer_of(session) is None
+    now_s = 1_000.0
+    (tmp_path / "tokens").write_text(f"{TOKENS['figures']} figures\n")
+    tokens.replace(tmp_path / "tokens")
+    assert sessions.viewer_of(session) is None
+
+
+def test_a_program_uses_a_bearer_token_and_needs_no_form(filled: Client, tmp_path: Path) -> None:
+    with console(filled.url, tmp_path) as browser:
+        bearer = {"Authorization": f"Bearer {TOKENS['operate']}"}
+        page = browser.post("/handler/resume", headers=bearer, name="shop.pay")
+        assert page.status in (200, 303)
+        assert "resumed on 1 streams" in Browser(browser.http).get("/audit", **bearer).text
+        assert browser.post("/handler/resume", headers={"Authorization": "Bearer x"}, name="shop.pay").status == 401
+
+
+def test_the_application_around_the_console_decides_the_level_and_the_name(filled: Client) -> None:
+    with authorized(filled.url, None) as browser:
+        assert browser.get("/").status == 401
+    with authorized(filled.url, Level.FIGURES) as browser:
+        assert browser.get("/").status == 200
+        assert browser.get(FULL).status == 403
+
+    async def viewer(request: object) -> Viewer:
+        return Viewer(name="ann@example.org", level=Level.OPERATE)
+
+    inner = Starlette(routes=[Mount("/ops/console", console_app(filled.url, authorize=viewer))])
+    with client_of(inner) as http:
+        browser = Browser(http)
+        seen = pages_reached(browser, "/ops/console/")
+        assert len([one for one, page in seen.items() if one.startswith("/ops/console/") and page.status == 200]) >= 8
+        page = browser.get("/ops/console/handler?name=shop.pay")
+        assert browser.send(page, "/ops/console/handler/resume").url.endswith("done=resumed")
+        assert "ann@example.org" in browser.get("/ops/console/audit").text
+        assert browser.get("/ops/console/console.css").status == 200
+
+
+# --- Forms of other sites ---
+
+
+def test_a_form_without_the_token_of_this_browser_changes_nothing(operator: Browser, filled: Client) -> None:
+    page = operator.get(FULL)
+    fields = page.form("/key/unpark")
+    assert operator.post("/key/unpark", **{**fields, "form_token": ""}).status == 403
+    assert operator.post("/key/unpark", **{**fields, "form_token": "0" * 64}).status == 403
+    kept = operator.http.cookies.get(FORM_COOKIE)
+    operator.http.cookies.set(FORM_COOKIE, "of another browser", domain="127.0.0.1", path="/")
+    assert operator.post("/key/unpark", **fields).status == 403
+    operator.http.cookies.delete(FORM_COOKIE)
+    assert operator.post("/key/unpark", **fields).status == 403
+    assert count_parked(filled, [KEYS])[0] == 1
+    assert filled.execute("XLEN", audit_key()) == 2, "nothing was begun"
+    operator.http.cookies.set(FORM_COOKIE, str(kept), domain="127.0.0.1", path="/")
+    assert operator.post("/key/unpark", **fields).status == 200
+    assert count_parked(filled, [KEYS])[0] == 0
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ],
+)
+def test_a_form_that_another_site_sends_changes_nothing(
+    operator: Browser, filled: Client, headers: dict[str, str]
+) -> None:
+    fields = operator.get(FULL).form("/key/unpark")
+    assert operator.post("/key/unpark", headers=headers, **fields).status == 403
+    assert count_parked(filled, [KEYS])[0] == 1
+    own = {"Sec-Fetch-Site": "same-origin", "Origin": BASE}
+    assert operator.post("/key/unpark", headers=own, **fields).status == 200
+    assert count_parked(filled, [KEYS])[0] == 0
+
+
+def test_an_action_is_refused_by_get_and_by_what_is_no_form(operator: Browser, filled: Client) -> None:
+    assert operator.get("/key/unpark?handler=shop.pay&stream=orders&key=x").status == 405
+    assert operator.http.post("/key/unpark", json={"handler": "shop.pay"}).status_code == 415
+    assert count_parked(filled, [KEYS])[0] == 1
+
+
+def test_a_host_name_that_the_console_does_not_have_is_refused(client: Client, tmp_path: Path) -> None:
+    with console(client.url, tmp_path, host_names=("127.0.0.1",)) as browser:
+        assert browser.get("/login").status == 200
+        assert browser.get("/login", Host="evil.example").status == 421
+
+
+# --- What a page holds ---
+
+
+def test_every_response_forbids_scripts_frames_and_caches(operator: Browser) -> None:
+    paths = ["/", "/login", "/console.css", "/no-such-page", "/handler", "/healthz", FULL]
+    answers = [operator.get(path) for path in paths] + [operator.post("/key/park", form_token="")]
+    assert {one.status for one in answers} >= {200, 400, 403, 404}
+    for one in answers:
+        policy = one.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; style-src 'self';"), one.url
+        assert all(part in policy for part in ("frame-ancestors 'none'", "base-uri 'none'", "form-action 'self'"))
+        assert one.headers["x-content-type-options"] == "nosniff"
+        assert one.headers["cache-control"] == "no-store"
+    assert not {"script", "style", "iframe", "img"} & {tag for one in answers for tag in one.tags}
+    assert not any(" style=" in one.html for one in answers)
+
+
+def test_what_messages_contain_is_text_in_every_page(client: Client, tmp_path: Path) -> None:
+    attack = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&lt;{{ 7 * 7 }}\x00\x1b[31m"
+    fill_with(client, attack)
+    client.execute("XADD", f"stream {attack}", "*", attack, attack)
+    client.execute("XGROUP", "CREATE", "orders", attack, "0")
+    with console(client.url, tmp_path, "admin") as browser:
+        seen = pages_reached(browser)
+    assert len(seen) >= 12
+    assert [path for path, page in seen.items() if page.status != 200] == []
+    assert not {"script", "img"} & {tag for page in seen.values() for tag in page.tags}
+    assert not any(char in page.html for page in seen.values() for char in "\x00\x1b")
+    assert sum("<script>alert(1)</script>" in page.text for page in seen.values()) >= 8, "it is shown, as text"
+
+
+def test_a_long_value_is_cut_and_its_length_stated(client: Client, tmp_path: Path) -> None:
+    client.execute("XADD", "orders", "*", "text", "x" * 70_000)
+    with console(client.url, tmp_path, "payloads") as browser:
+        page = browser.get("/stream?name=orders")
+    assert "x" * 65_536 in page.html
+    assert "x" * 65_537 not in page.html
+    assert "4,464 more characters are not shown" in page.text
+
+
+def test_what_redact_hides_is_in_no_page_and_in_no_address(filled: Client, tmp_path: Path) -> None:
+    def redact(name: str, text: str) -> str:
+        return text.replace(SECRET, "(hidden)")
+
+    with console(filled.url, tmp_path, "admin") as browser:
+        addresses = pages_reached(browser)
+    with console(filled.url, tmp_path, "admin", redact=redact) as browser:
+        seen = pages_reached(browser)
+        assert len(seen) >= 9
+        assert [path for path, page in seen.items() if SECRET in page.html or SECRET in path] == []
+        assert sum("(hidden)" in page.text for page in seen.values()) >= 6
+        known = {path: browser.get(path) for path in addresses}
+    for path, page in known.items():
+        assert SECRET not in page.text, path
+
+
+def test_the_command_hides_the_named_fields(filled: Client) -> None:
+    with ServiceProcess(("console", "--redact", "text"), (), filled.url) as started, http_client(started.url) as http:
+        shown = http.get("/stream?name=orders").text
+        assert "(redacted)" in shown
+        assert f"parked {SECRET}" in shown, "another field"
+        assert f"0 {SECRET}" not in shown

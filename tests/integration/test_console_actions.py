@@ -1,0 +1,224 @@
+"""What operators do through the console has the effect of the command, asks where the command asks, and is recorded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.admin.audit import AuditLog, AuditRecord
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
+from millstream.delivery.key_queues import count_parked, read_queues
+from millstream.delivery.keyed_stream import queue_of_key
+from millstream.errors import MillstreamError
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, audit_key
+from tests.support.commandline import call
+from tests.support.consoles import Browser, console, fill_with
+
+pytestmark = [pytest.mark.cli]
+
+KEYS = HandlerKeys("shop", "pay", "orders")
+PARKED, FAILING = "/key?handler=shop.pay&key=parked+x", "/key?handler=shop.pay&key=failing+x"
+LETTERS = "/letters?handler=shop.pay"
+
+
+@pytest.fixture
+def browser(client: Client, tmp_path: Path) -> Iterator[Browser]:
+    """An administrator's; the parked key `parked x` has three messages, `failing x` one that is retried without end."""
+    fill_with(client, "x")
+    with console(client.url, tmp_path, "admin") as opened:
+        yield opened
+
+
+def last(client: Client) -> AuditRecord:
+    return AuditLog(client).read(count=1)[0]
+
+
+def add_letters(client: Client, *errors: str, stream: str = "orders") -> list[str]:
+    """Dead letters of `shop.pay` with these errors."""
+    keys = HandlerKeys("shop", "pay", stream)
+    letters = [
+        DeadLetter(
+            stream=stream,
+            id=f"{n}-0",
+            pairs=[b"n", b"%d" % n],
+            key=None,
+            app="shop",
+            handler="pay",
+            attempts=1,
+            reason="failed",
+            error=error,
+            time_ms=n,
+        )
+        for n, error in enumerate(errors, 10)
+    ]
+    return [client.execute("XADD", keys.dead_letters, "*", *one.items()).decode() for one in letters]
+
+
+def errors_left(client: Client) -> list[str]:
+    found = DeadLetterQueue(client).find(DeadLetterFilter(app="shop", handler="pay"))
+    return [one.letter.error for one in found if one.letter]
+
+
+def is_paused(client: Client) -> bool:
+    (row,) = call("info", "--json", url=client.url).json()["handlers"]
+    return bool(row["paused"])
+
+
+def test_a_handler_is_paused_and_resumed(browser: Browser, client: Client) -> None:
+    page = browser.get("/handler?name=shop.pay")
+    assert "paused by its breaker" in page.text
+    page = browser.send(page, "/handler/resume")
+    assert (is_paused(client), "The handler goes on." in page.text) == (False, True)
+    page = browser.send(page, "/handler/pause")
+    assert (is_paused(client), "it reads nothing new" in page.text) == (True, True)
+    assert (last(client).action, last(client).result) == ("pause", "paused on 1 streams")
+
+
+def test_a_key_shows_why_it_waits_and_is_unparked_and_parked_with_a_reason(browser: Browser, client: Client) -> None:
+    page = browser.get(PARKED)
+    for shown in ("Parked for", "failed: x", "2 x", '"card": "x"', "3", "ValueError: x"):
+        assert shown in page.text, shown
+    page = browser.send(page, "/key/unpark")
+    assert (count_parked(client, [KEYS])[0], "The key goes on." in page.text) == (0, True)
+    page = browser.send(page, "/key/park", reason="the bank is closed")
+    (row,) = call("key", "show", "shop.pay", "parked x", "--json", url=client.url).json_lines()
+    assert row["parked"] == "the bank is closed"
+    assert "The key is parked" in page.text
+    record = last(client)
+    assert record.by.startswith("token ")
+    assert (record.action, record.result) == ("key park", "parked")
+    about = {"handler": "shop.pay", "stream": "orders", "key": "parked x", "reason": "the bank is closed"}
+    assert record.about == about
+
+
+def test_a_message_is_skipped_only_if_it_is_the_one_that_was_confirmed(browser: Browser, client: Client) -> None:
+    question = browser.send(browser.get(PARKED), "/key/skip")
+    (queue,) = read_queues(client, KEYS, [queue_of_key(b"parked x", b"")])
+    assert queue.first_id in question.text
+    assert queue.length == 3, "the question changes nothing"
+    assert "The first message is a dead letter now." in browser.send(question, "/key/skip").text
+    assert browser.send(question, "/key/skip").text.count("the first message is another one now") == 1
+    (after,) = read_queues(client, KEYS, [queue_of_key(b"parked x", b"")])
+    assert (after.length, after.state) == (2, "parked")
+    assert errors_left(client)[-1].startswith("skipped by token ")
+    assert [one.result for one in AuditLog(client).read(count=2)] == [
+        "not skipped: another message is the first one",
+        "skipped",
+    ]
+
+
+def test_a_state_is_reset_once_that_is_confirmed(browser: Browser, client: Client) -> None:
+    question = browser.send(browser.get(PARKED), "/key/reset")
+    assert client.execute("HLEN", KEYS.state) == 1
+    assert "The state is deleted" in browser.send(question, "/key/reset").text
+    assert client.execute("HLEN", KEYS.state) == 0
+    assert (last(client).action, last(client).result) == ("state reset", "reset")
+
+
+def test_dead_letters_are_grouped_by_reason_and_error_without_its_numbers(browser: Browser, client: Client) -> None:
+    first, *_, final = add_letters(client, "order 7 is broken", "order 8 is broken", "order 9 is broken")
+    page = browser.get(LETTERS)
+    assert "4 in 2 groups" in page.text
+    assert "order N is broken failed 3" in page.text
+    assert first in page.text
+    link = next(one for one in page.links if "order+N" in one)
+    assert final in browser.get(link).text
+
+
+def test_a_group_of_dead_letters_is_redriven_after_a_dry_run(browser: Browser, client: Client) -> None:
+    add_letters(client, "order 7 is broken", "order 8 is broken")
+    group = browser.get(next(one for one in browser.get(LETTERS).links if "order+N" in one))
+    length = client.execute("XLEN", "orders")
+    question = browser.send(group, "/letters/redrive")
+    assert "2 dead letters would be redriven: 2 of orders." in question.text
+    assert client.execute("XLEN", "orders") == length
+    assert "2 dead letters redriven." in browser.send(question, "/letters/redrive").text
+    assert client.execute("XLEN", "orders") == length + 2
+    assert errors_left(client) == ["ValueError: x"]
+    assert last(client).result == "2 of 2 redriven"
+    assert browser.send(question, "/letters/redrive").status == 404, "they are gone"
+
+
+def test_a_selection_of_dead_letters_is_redriven_and_the_rest_stays(browser: Browser, client: Client) -> None:
+    _, wanted = add_letters(client, "order 7 is broken", "order 8 is broken")
+    group = browser.get(next(one for one in browser.get(LETTERS).links if "order+N" in one))
+    assert "no dead letter is selected" in browser.send(group, "/letters/redrive", only="selected").text
+    question = browser.send(group, "/letters/redrive", only="selected", letter=f"{wanted} orders")
+    assert "1 dead letter redriven." in browser.send(question, "/letters/redrive").text
+    assert errors_left(client) == ["ValueError: x", "order 7 is broken"]
+
+
+def test_dead_letters_are_purged_only_if_their_number_is_typed(browser: Browser, client: Client) -> None:
+    add_letters(client, "order 7 is broken")
+    question = browser.send(browser.get(LETTERS), "/letters/purge")
+    assert "Type the number 2 to confirm" in question.text
+    again = browser.send(question, "/letters/purge", confirm="3")
+    assert "is not the number of these dead letters" in again.text
+    add_letters(client, "one more")
+    assert "Type the number 3" in browser.send(again, "/letters/purge", confirm="2").text
+    assert len(errors_left(client)) == 3
+    assert "3 dead letters purged." in browser.send(again, "/letters/purge", confirm="3").text
+    assert errors_left(client) == []
+    assert (last(client).action, last(client).result) == ("dlq purge", "3 of 3 purged")
+
+
+def test_a_dead_letter_is_shown_in_full(browser: Browser) -> None:
+    link = next(one for one in browser.get(LETTERS).links if one.startswith("/letter?"))
+    page = browser.get(link)
+    for shown in ("ValueError: x", "Traceback", "text x", "key parked x", "millstream dlq show shop.pay"):
+        assert shown in page.text, shown
+
+
+def test_a_delayed_message_is_cancelled_once_that_is_confirmed(browser: Browser, client: Client) -> None:
+    page = browser.get("/delayed?stream=orders")
+    assert "text x" in page.text
+    question = browser.send(page, "/delayed/cancel")
+    assert "1 wait." in browser.get("/delayed?stream=orders").text
+    assert "The message is cancelled." in browser.send(question, "/delayed/cancel").text
+    assert "moved or cancelled before" in browser.send(question, "/delayed/cancel").text
+    assert call("delayed", "list", "orders", "--json", url=client.url).out == ""
+
+
+def test_what_the_console_cannot_do_is_one_sentence_and_recorded(browser: Browser, client: Client) -> None:
+    fields = browser.get(PARKED).form("/key/unpark")
+    page = browser.post("/key/unpark", **{**fields, "handler": "shop.nope"})
+    assert (page.status, "no handler 'shop.nope' has run" in page.text) == (404, True)
+    assert browser.post("/key/unpark", form_token=fields["form_token"]).status == 400
+    client.execute("DEL", KEYS.meta)
+    page = browser.post("/key/unpark", **fields)
+    assert (page.status, "has not begun on orders" in page.text) == (400, True)
+    assert str(last(client).result).startswith("failed: shop.pay has not begun on orders")
+
+
+# --- The audit stream ---
+
+
+def test_an_action_that_did_not_end_is_recorded_without_a_result(client: Client) -> None:
+    with AuditLog(client).action(by="ann", action="pause", about={"handler": "shop.pay"}) as outcome:
+        (record,) = AuditLog(client).read()
+        assert (record.by, record.action, record.about, record.result) == (
+            "ann",
+            "pause",
+            {"handler": "shop.pay"},
+            None,
+        )
+        outcome.result = "paused"
+    assert AuditLog(client).read()[0].result == "paused"
+    with pytest.raises(MillstreamError, match="no"), AuditLog(client).action(by="ann", action="skip", about={}):
+        raise MillstreamError("no")
+    assert [one.result for one in AuditLog(client).read()] == ["failed: no", "paused"]
+
+
+def test_the_audit_is_read_page_by_page_whatever_is_written_there(client: Client) -> None:
+    log = AuditLog(client)
+    for n in range(250):
+        with log.action(by="ann", action=f"a{n}", about={}):
+            pass
+    client.execute("XADD", audit_key(), "*", "by", b"\xff", "about", b"no JSON")
+    first = log.read(count=100)
+    assert (first[0].about, first[0].result) == ({}, None)
+    rest = log.read(count=1_000, before=first[-1].id)
+    assert [one.action for one in [*first[1:], *rest]] == [f"a{n}" for n in reversed(range(250))]
+    assert {one.result for one in rest} == {"done"}

@@ -1,0 +1,128 @@
+"""The console in a real browser: it logs in and acts by forms, and is readable at each width, light and dark."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.admin.audit import AuditLog
+from millstream.delivery.key_queues import count_parked
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from tests.support.browser import Browser
+from tests.support.consoles import TOKENS, fill_with, write_tokens
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
+
+KEYS = HandlerKeys("shop", "pay", "orders")
+PAGES = (
+    *("/", "/handler?name=shop.pay", "/key?handler=shop.pay&key=parked+x", "/letters?handler=shop.pay", "/streams"),
+    *("/stream?name=orders", "/workers", "/delayed?stream=orders", "/redis", "/audit"),
+)
+
+FAINT = """
+(() => {
+    const parse = text => text.match(/[\\d.]+/g).map(Number)
+    const light = ([r, g, b]) => {
+        const [x, y, z] = [r, g, b].map(one => one / 255).map(one => one <= .04045 ? one / 12.92 : ((one + .055) / 1.055) ** 2.4)
+        return .2126 * x + .7152 * y + .0722 * z
+    }
+    const ground = one => {
+        for (; one; one = one.parentElement) {
+            const color = parse(getComputedStyle(one).backgroundColor)
+            if (color.length < 4 || color[3] > 0) return color
+        }
+        return parse(getComputedStyle(document.body).backgroundColor)
+    }
+    const found = []
+    for (const one of document.querySelectorAll('body *')) {
+        const own = Array.from(one.childNodes).some(node => node.nodeType === 3 && node.textContent.trim())
+        if (!own) continue
+        const sides = [light(parse(getComputedStyle(one).color)), light(ground(one))].sort((a, b) => b - a)
+        if ((sides[0] + .05) / (sides[1] + .05) < 4.5) found.push(one.outerHTML.slice(0, 100))
+    }
+    return found
+})()
+"""
+"""The elements whose text has less than the contrast that WCAG AA asks for, 4.5:1."""
+
+
+UNLABELLED = """
+Array.from(document.querySelectorAll('input:not([type=hidden])'))
+    .filter(one => !one.labels.length && !one.getAttribute('aria-label')).map(one => one.outerHTML)
+"""
+"""The fields of forms that a screen reader cannot name."""
+
+
+@pytest.fixture
+def console(client: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
+    fill_with(client, "x")
+    with ServiceProcess(("console", "--token-file", str(write_tokens(tmp_path))), (), client.url) as started:
+        yield started
+
+
+def visit(browser: Browser, url: str) -> None:
+    browser.run(f"window.location.href = {url!r}; 0")
+    there = f"document.readyState === 'complete' && window.location.href === {url!r} && document.querySelector('nav')"
+    eventually(lambda: browser.run(f"Boolean({there})"), f"the page {url}", log=lambda: shown(browser))
+
+
+def shown(browser: Browser) -> object:
+    """The text that the browser shows."""
+    return browser.run("document.body.innerText")
+
+
+def press(browser: Browser, selector: str, until: str) -> None:
+    """Press a button, and wait for a page that contains a text."""
+    browser.run(f"document.querySelector({selector!r}).click(); 0")
+    eventually(
+        lambda: browser.run(f"document.readyState === 'complete' && document.body.innerText.includes({until!r})"),
+        f"a page with {until!r}",
+    )
+
+
+def log_in(browser: Browser, level: str) -> None:
+    eventually(lambda: browser.run("document.readyState === 'complete' && document.forms.length"), "the login form")
+    browser.run(f"document.getElementById('token').value = {TOKENS[level]!r}; 0")
+    press(browser, "button", "Attention")
+
+
+def test_an_operator_logs_in_and_unparks_a_key_by_forms(
+    console: ServiceProcess, client: Client, tmp_path: Path
+) -> None:
+    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        log_in(browser, "operate")
+        visit(browser, f"{console.url}/key?handler=shop.pay&stream=orders&key=parked+x")
+        press(browser, "form[action='/key/unpark'] button", "The key goes on.")
+        assert count_parked(client, [KEYS])[0] == 0
+        assert AuditLog(client).read()[0].action == "key unpark"
+        assert browser.run("document.cookie") == "", "no script can read a cookie"
+        press(browser, "form[action='/logout'] button", "Token")
+
+
+def test_each_page_fits_its_window_and_has_enough_contrast(console: ServiceProcess, tmp_path: Path) -> None:
+    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        log_in(browser, "admin")
+        for path in PAGES:
+            visit(browser, f"{console.url}{path}")
+            for width, dark in ((390, False), (1_440, True)):
+                browser.show(width=width, dark=dark)
+                assert browser.run("matchMedia('(prefers-color-scheme: dark)').matches") == dark
+                assert browser.run("window.innerWidth") == width
+                assert browser.run("document.documentElement.scrollWidth") <= width, path
+                assert browser.run(FAINT) == [], path
+            assert browser.run("getComputedStyle(document.querySelector('nav ul')).listStyleType") == "none", path
+            assert browser.run(UNLABELLED) == [], path
+
+
+def test_the_keyboard_reaches_the_content_first_and_its_place_is_visible(
+    console: ServiceProcess, tmp_path: Path
+) -> None:
+    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        log_in(browser, "payloads")
+        first = browser.run("document.querySelector('a, button, input').className")
+        assert first == "skip"
+        browser.run("document.querySelector('nav a').focus({focusVisible: true}); 0")
+        assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"

@@ -1,0 +1,135 @@
+"""What the pages of the console show: the sentences and figures of the commands."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.balancer import Balancer, BalancerPolicy, announce
+from millstream.delivery.reliable_stream import ReliableStream
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.console import Level
+from tests.support.consoles import Browser, authorized, console, fill_with, pages_reached
+from tests.support.waiting import eventually
+from tests.support.workers import double, fill, make, outputs, pending, working
+
+pytestmark = [pytest.mark.cli]
+
+
+@pytest.fixture
+def browser(client: Client) -> Iterator[Browser]:
+    with authorized(client.url, Level.ADMIN) as opened:
+        yield opened
+
+
+def test_the_overview_says_that_all_is_well_where_it_is(client: Client, browser: Browser) -> None:
+    assert "No handler has run on this Redis yet." in browser.get("/").text
+    fill(client, 3)
+    with working(client, make(double)):
+        eventually(lambda: len(outputs(client)) == 3 and pending(client) == 0)
+        page = eventually(lambda: "app.handle running" in (one := browser.get("/")).text and one, "a new overview")
+    assert page
+    assert "All handlers keep up. No entry waits." in page.text
+
+
+def test_the_overview_says_what_needs_attention_since_when_and_the_command(client: Client, browser: Browser) -> None:
+    ReliableStream(client, "in", app="app", handler="handle", consumer="gone").join()
+    client.execute("XADD", "in", f"{server_time_ms(client) - 3_600_000}-0", "n", 1)
+    page = browser.get("/")
+    assert "problem app.handle: 1 entry waits, the oldest for " in page.text
+    assert "nothing processes them. Since 20" in page.text
+    assert "Show millstream worker app.py" in page.text
+    assert "/handler?name=app.handle" in page.links
+
+
+def test_every_link_leads_to_a_page_and_each_page_has_one_heading(client: Client, browser: Browser) -> None:
+    fill_with(client, "x")
+    seen = pages_reached(browser)
+    assert [path for path, page in seen.items() if page.status != 200] == []
+    assert [path for path, page in seen.items() if page.html.count("<h1>") != 1] == []
+    paths = {path.partition("?")[0] for path in seen}
+    assert paths == {
+        *("/", "/handler", "/key", "/letters", "/letter", "/streams", "/stream", "/workers", "/delayed"),
+        *("/redis", "/audit"),
+    }
+
+
+def test_streams_are_found_by_prefix_a_hundred_at_a_time(client: Client, browser: Browser) -> None:
+    client.pipeline([("XADD", f"device:{n:03}", "*", "n", n) for n in range(250)])
+    client.execute("XADD", "a*b[c", "*", "n", 1)
+    client.execute("XADD", "a9bc", "*", "n", 1)
+    page = browser.get("/streams?prefix=device:")
+    assert "250 found, these are 1 to 100." in page.text
+    names = []
+    while True:
+        names += [one.partition("name=device%3A")[2] for one in page.links if "name=device" in one]
+        following = [one for one in page.links if "after=" in one and "refresh" not in one]
+        if not following:
+            break
+        page = browser.get(following[0])
+    assert names == [f"{n:03}" for n in range(250)]
+    assert "1 found" in browser.get("/streams?prefix=a*b[").text
+    assert "0 found" in browser.get("/streams?prefix=nothing").text
+
+
+def test_the_entries_of_a_stream_are_read_from_an_id_or_a_time_on(client: Client, browser: Browser) -> None:
+    now_ms = server_time_ms(client)
+    client.pipeline([("XADD", "in", f"{n}-0", "n", f"old{n}") for n in range(1, 121)])
+    client.execute("XADD", "in", f"{now_ms}-0", "n", "fresh")
+    page = browser.get("/stream?name=in")
+    assert "n old50" in page.text
+    assert "old51" not in page.text
+    link = next(one for one in page.links if "from=51-0" in one and "refresh" not in one)
+    assert "old51" in browser.get(link).text
+    page = browser.get("/stream?name=in&from=15m")
+    assert ("fresh" in page.text, "old120" in page.text) == (True, False)
+    assert "fresh" in browser.get("/stream?name=in&from=latest").text
+    client.execute("XGROUP", "CREATE", "in", "readers", "0")
+    client.execute("XREADGROUP", "GROUP", "readers", "me", "COUNT", 3, "STREAMS", "in", ">")
+    assert "me readers 3 " in browser.get("/stream?name=in").text
+    assert browser.get("/stream?name=in&from=nonsense").status == 400
+    assert browser.get("/stream?name=gone").status == 404
+
+
+def test_large_entries_are_read_a_million_bytes_at_a_time(client: Client, browser: Browser) -> None:
+    client.pipeline([("XADD", "in", f"{n}-0", "n", b"x" * 400_000) for n in range(1, 9)])
+    page = browser.get("/stream?name=in")
+    assert (page.text.count("more characters are not shown"), "/stream?name=in&from=4-0" in page.links) == (3, True)
+
+
+def test_workers_and_the_leases_of_their_services_are_shown(client: Client, browser: Browser) -> None:
+    announce(client, "flights", "flight:1")
+    with Balancer(client.url, "flights", consumer="c1", policy=BalancerPolicy(lease_ms=60_000)):
+
+        def shown() -> bool:
+            return "flight:1 c1" in browser.get("/workers?service=flights").text
+
+        eventually(shown, "the lease")
+    assert browser.get("/workers?service=nope").status == 404
+
+
+def test_names_that_are_not_utf8_are_links_and_forms_that_work(client: Client, browser: Browser) -> None:
+    client.execute("XADD", b"in\xff \n<x>", "*", "n", 1)
+    page = browser.get(next(one for one in browser.get("/streams").links if "/stream?" in one))
+    assert page.status == 200
+    assert r"Stream in\xff \n<x>" in page.text
+
+
+def test_a_page_reloads_itself_only_if_that_is_asked_for(browser: Browser) -> None:
+    page = browser.get("/redis")
+    assert "http-equiv" not in page.html
+    assert '<meta http-equiv="refresh" content="5">' in browser.get("/redis?refresh=5").html
+    assert "http-equiv" not in browser.get("/redis?refresh=1").html
+
+
+def test_a_redis_that_is_away_is_one_sentence_and_the_console_goes_on(tmp_path: Path) -> None:
+    with EmbeddedServer() as server, console(server.url, tmp_path, "admin") as browser:
+        assert browser.get("/streams").status == 200
+        server.stop()
+        page = browser.get("/streams?prefix=x")
+        assert (page.status, "Redis: " in page.text) == (503, True)
+        eventually(lambda: "problem" in browser.get("/").text, "the overview to name what it cannot reach")
+        server.start()
+        eventually(lambda: browser.get("/streams?prefix=y").status == 200, "the page")
