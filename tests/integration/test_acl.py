@@ -27,6 +27,7 @@ from scripts.command_reference import all_commands
 from tests.support import masters
 from tests.support.acl_scenarios import commands
 from tests.support.acl_scenarios.commands import operate, publish
+from tests.support.acl_scenarios.console import manage
 from tests.support.acl_scenarios.exporter import export
 from tests.support.acl_scenarios.group import take_from_group
 from tests.support.acl_scenarios.lease import serve
@@ -95,6 +96,7 @@ DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.ROUTER: follow,
     RoleName.EXPORTER: export,
     RoleName.OPERATOR: operate,
+    RoleName.CONSOLE: manage,
 }
 
 

@@ -132,7 +132,7 @@ def test_a_character_that_an_acl_rule_cannot_hold_becomes_a_wildcard() -> None:
 def test_only_roles_that_search_for_streams_may_scan() -> None:
     for role in RoleName:
         named = acl_rule("u", [role], streams=["orders"]).commands
-        assert ("scan" in named) == (role in (RoleName.OPERATOR, RoleName.EXPORTER))
+        assert ("scan" in named) == (role in (RoleName.OPERATOR, RoleName.EXPORTER, RoleName.CONSOLE))
         by_pattern = acl_rule("u", [role], streams=["orders*"]).commands
         assert ("scan" in by_pattern) == (
             role

@@ -15,6 +15,7 @@ from millstream.redis_client.key_names import (
     MASTER,
     PREFIX,
     ServiceKeys,
+    audit_key,
     check_identifier,
     check_stream,
     hash_tag,
@@ -41,6 +42,7 @@ class RoleName(StrEnum):
     ROUTER = "router"
     EXPORTER = "exporter"
     OPERATOR = "operator"
+    CONSOLE = "console"
 
 
 _QUEUES = "exists hdel hexists hget hkeys llen lpush lrange lrem rpush time unlink xclaim zrange zrem"
@@ -326,6 +328,22 @@ ROLES: Mapping[RoleName, Role] = {
         scans="always",
         stream_keys=("*",),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
+        uses_services=True,
+    ),
+    RoleName.CONSOLE: Role(
+        scripts=(
+            *_FIGURES,
+            "producer/redrive",
+            "producer/cancel_delayed",
+            "keys/park_unpark_skip",
+        ),
+        direct="exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time xadd xdel "
+        "xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zcard zmscore zrange",
+        never_executed="hkeys unlink",
+        writes=False,
+        scans="always",
+        stream_keys=("*",),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key()),
         uses_services=True,
     ),
 }

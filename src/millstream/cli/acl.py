@@ -46,7 +46,8 @@ def acl(
     Roles: worker (millstream worker), spark (millstream run), source (spark.read and spark.readStream), group-source
     (the same with readAs=group), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish),
     leases (a Balancer; beside worker, for order="stream"), master and consumer (millstream master, and its consumers),
-    router (millstream serve, or a Router) and operator (all commands for inspection and repair). Run the lines with
+    router (millstream serve, or a Router), exporter (millstream exporter), console (millstream console) and operator
+    (all commands for inspection and repair). Run the lines with
     redis-cli, then set a password for each user.
     """
     chosen = tuple(dict.fromkeys(roles or ROLES))

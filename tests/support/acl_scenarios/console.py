@@ -1,0 +1,66 @@
+"""Every page and every form of the console."""
+
+from millstream.balancer import announce
+from millstream.delivery.keyed_stream import KeyedStream
+from millstream.errors import AccessDenied
+from millstream.redis_client.client import Client
+from millstream.services.console import Level
+from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
+from tests.support.consoles import Browser, Page, authorized, fill_with, pages_reached
+
+KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
+LETTERS = "/letters?handler=shop.pay"
+
+
+def manage(url: str, admin: Client) -> None:
+    """Look at every page, and send every form."""
+    keyed = fill_with(admin, "x")
+    for n in range(4):
+        admin.execute("XADD", "orders", f"{1_900_000_000_000 + n}-0", "key", "x", "text", "x")
+    admin.execute("XDEL", "orders", "1900000000001-0")
+    announce(admin, "calls", "orders")
+    with Client(url) as client:
+        client.execute("PING")  # as at the start of the process
+    with authorized(url, Level.ADMIN) as browser:
+        for page in pages_reached(browser, "/workers?service=calls").values():
+            granted(page)
+        check_findings(browser)
+        act(browser, keyed)
+
+
+def granted(page: Page) -> Page:
+    """The page. Raises AccessDenied if Redis has refused something."""
+    if page.status != 200:
+        raise AccessDenied(page.text)
+    return page
+
+
+def check_findings(browser: Browser) -> None:
+    """Raise AccessDenied if the page on Redis leaves out a check that the console may make."""
+    for sentence in granted(browser.get("/redis")).text.split("warning "):
+        name, _, text = sentence.partition(": ")
+        if text.startswith("not checked") and name not in WITHOUT_THEIR_RIGHTS:
+            raise AccessDenied(text)
+
+
+def act(browser: Browser, keyed: KeyedStream) -> None:
+    """Send every form; those that ask are answered."""
+    send(browser, "/handler?name=shop.pay", "/handler/resume")
+    send(browser, "/handler?name=shop.pay", "/handler/pause")
+    send(browser, KEY, "/key/unpark")
+    (lease,) = keyed.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
+    assert lease.key == b"parked x"
+    for path in ("/key/skip", "/key/park", "/key/reset"):
+        send(browser, KEY, path)
+    send(browser, LETTERS, "/letters/redrive")
+    send(browser, KEY, "/key/skip")
+    question = granted(browser.send(granted(browser.get(LETTERS)), "/letters/purge"))
+    granted(browser.send(question, "/letters/purge", confirm="1"))
+    send(browser, "/delayed?stream=orders", "/delayed/cancel")
+
+
+def send(browser: Browser, page: str, path: str) -> None:
+    """Send the form of a page that goes to `path`, and answer its question if it asks one."""
+    answer = granted(browser.send(granted(browser.get(page)), path))
+    if "Yes, do it" in answer.text:
+        granted(browser.send(answer, path))
