@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -12,8 +13,9 @@ from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console import Level, Viewer, console_app
+from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens
-from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions
+from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, form_token
 from millstream.services.console.views import PAGES
 from tests.support.commandline import call
 from tests.support.consoles import (
@@ -32,7 +34,7 @@ from tests.support.service_process import ServiceProcess, http_client
 
 pytestmark = [pytest.mark.cli]
 
-SECRET = "4111-1111"
+SECRET = "canary"
 KEYS = HandlerKeys("shop", "pay", "orders")
 RIGHTS = {
     ("GET", "/"): "figures",
@@ -58,7 +60,7 @@ RIGHTS = {
 }
 """The level that each page takes, stated here a second time."""
 
-FULL = "/key?handler=shop.pay&key=parked+4111-1111"
+FULL = "/key?handler=shop.pay&key=parked+canary"
 """The page of a key that has everything."""
 
 
@@ -250,6 +252,7 @@ def test_a_form_without_the_token_of_this_browser_changes_nothing(operator: Brow
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
         {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
+        {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
     ],
@@ -263,6 +266,13 @@ def test_a_form_that_another_site_sends_changes_nothing(
     own = {"Sec-Fetch-Site": "same-origin", "Origin": BASE}
     assert operator.post("/key/unpark", headers=own, **fields).status == 200
     assert count_parked(filled, [KEYS])[0] == 0
+
+
+def test_a_form_for_a_browser_without_any_cookie_changes_nothing(filled: Client) -> None:
+    with authorized(filled.url, Level.ADMIN) as browser:
+        fields: dict[str, Any] = {"handler": "shop.pay", "stream": "orders", "key": f"parked {SECRET}"}
+        assert browser.post("/key/unpark", **fields, form_token=form_token("", "")).status == 403
+        assert count_parked(filled, [KEYS])[0] == 1
 
 
 def test_an_action_is_refused_by_get_and_by_what_is_no_form(operator: Browser, filled: Client) -> None:
@@ -306,6 +316,12 @@ def test_what_messages_contain_is_text_in_every_page(client: Client, tmp_path: P
     assert not {"script", "img"} & {tag for page in seen.values() for tag in page.tags}
     assert not any(char in page.html for page in seen.values() for char in "\x00\x1b")
     assert sum("<script>alert(1)</script>" in page.text for page in seen.values()) >= 8, "it is shown, as text"
+
+
+def test_a_character_that_no_page_can_hold_is_escaped_wherever_it_comes_from() -> None:
+    shown = render("problem.html", root="", status=404, problem="\x00\x1b\udcff <b>")
+    assert r"\x00\x1b\xff &lt;b&gt;" in shown
+    assert shown.encode().decode() == shown
 
 
 def test_a_long_value_is_cut_and_its_length_stated(client: Client, tmp_path: Path) -> None:
