@@ -1,5 +1,6 @@
 """What the pages of the console show: the sentences and figures of the commands."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level
+from millstream.services.console.pages import Shared
 from tests.support.consoles import Browser, authorized, console, fill_with, pages_reached
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import double, fill, make, outputs, pending, working
 
 pytestmark = [pytest.mark.cli]
@@ -115,6 +117,37 @@ def test_names_that_are_not_utf8_are_links_and_forms_that_work(client: Client, b
     page = browser.get(next(one for one in browser.get("/streams").links if "/stream?" in one))
     assert page.status == 200
     assert r"Stream in\xff \n<x>" in page.text
+
+
+def test_one_request_reads_what_many_share_at_the_same_time() -> None:
+    shared, reads, started = Shared(), list[int](), threading.Barrier(5)
+
+    def read() -> int:
+        reads.append(1)
+        return len(reads)
+
+    def ask() -> None:
+        started.wait(FAIL_SAFE_S)
+        assert shared.get("overview", 1_000.0, read, keep_ms=2_000.0) == 1
+
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(FAIL_SAFE_S)
+    assert len(reads) == 1
+    assert shared.get("overview", 3_000.0, read, keep_ms=2_000.0) == 2
+    shared.clear()
+    assert shared.get("overview", 3_000.0, read, keep_ms=2_000.0) == 3
+    for n in range(200):
+        assert shared.get(f"streams {n}", 3_000.0, lambda n=n: n, keep_ms=2_000.0) == n  # type: ignore[misc]
+
+
+def test_a_handler_that_is_new_is_found_at_once(client: Client, browser: Browser) -> None:
+    assert browser.get("/handler?name=app.handle").status == 404
+    ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
+    client.execute("XADD", "in", "*", "n", 1)
+    assert browser.get("/handler?name=app.handle").status == 200
 
 
 def test_a_page_reloads_itself_only_if_that_is_asked_for(browser: Browser) -> None:

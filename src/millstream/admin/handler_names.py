@@ -1,5 +1,7 @@
 """Handlers as operators name them: `APP.HANDLER`, or `APP` for all handlers of an app."""
 
+from collections.abc import Sequence
+
 from millstream.admin.inspection import find_handlers
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.client import Client
@@ -15,13 +17,15 @@ def split_name(name: str) -> tuple[str, str | None]:
     return app, check_identifier("handler", handler) if dot else None
 
 
-def find_handler(client: Client, name: str, stream: str | None) -> list[HandlerKeys]:
-    """The handler `APP.HANDLER` on each of its streams, or on `stream`.
+def find_handler(
+    client: Client, name: str, stream: str | None, *, known: Sequence[HandlerKeys] | None = None
+) -> list[HandlerKeys]:
+    """The handler `APP.HANDLER` on each of its streams, or on `stream`. `known`: what `find_handlers` has found before.
 
     Raises ConfigError if the name is none, MillstreamError if it has not run there, and RedisError.
     """
     app, handler = split_name(name)
-    known = find_handlers(client)
+    known = find_handlers(client) if known is None else known
     if handler is None:
         near = sorted({one.label for one in known if name in (one.handler, one.app)})
         raise ConfigError(f"{name!r} is not APP.HANDLER: write {' or '.join(near[:_MAX_NAMED]) or 'both names'}")

@@ -330,14 +330,22 @@ def unpark(client: Client, keys: HandlerKeys, queue: bytes) -> bool:
     return bool(_run_park_unpark_skip(client, keys, (queue, "unpark")))
 
 
-def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
+def skip(
+    client: Client,
+    keys: HandlerKeys,
+    queue: bytes,
+    *,
+    error: str,
+    reason: Reason = "skipped",
+    only: str | None = None,
+) -> str | None:
     """Make the first entry of a key queue a dead letter with the text `error`, and return its id.
 
-    None if it has none, or if that entry was committed at this very moment. A worker that processes it is refused its
+    None if it has none, if its id is not `only`, or if that entry was committed at this very moment. A worker that processes it is refused its
     commit. A queue that is parked stays so. The dead letter also says why the last attempt on the entry failed.
     """
     (first,) = call_all(client, [("LINDEX", keys.queue(queue), 0)])
-    if first is None:
+    if first is None or only not in (None, first.decode()):
         return None
     found, (*counts, packed), time = call_all(
         client,

@@ -1,5 +1,6 @@
 """Pages: what a view gets, and how it answers."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,10 +10,12 @@ from urllib.parse import urlencode
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from millstream.admin.audit import AuditLog, Outcome
-from millstream.errors import ConfigError
+from millstream.admin.handler_names import find_handler
+from millstream.admin.inspection import find_handlers
+from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import unescape
-from millstream.redis_client.key_names import from_wire
+from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.display import Display
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
@@ -22,6 +25,7 @@ REFRESH_S = (5, 15, 60)
 
 
 _MOST_SHARED = 50
+_HANDLERS_MS = 10_000.0
 
 
 class Shared:
@@ -29,15 +33,18 @@ class Shared:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, Any]] = {}
+        self._reading: dict[str, threading.Lock] = {}
 
     def get(self, name: str, now_ms: float, read: Callable[[], Any], *, keep_ms: float) -> Any:
         """The value of `read`, or what it was less than `keep_ms` milliseconds ago. `now_ms`: Unix milliseconds."""
-        known = self._known.get(name)
-        if len(self._known) >= _MOST_SHARED:
+        if len(self._reading) >= _MOST_SHARED:
             self._known.clear()
-        if known is None or not 0 <= now_ms - known[0] < keep_ms:
-            known = self._known[name] = (now_ms, read())
-        return known[1]
+            self._reading.clear()
+        with self._reading.setdefault(name, threading.Lock()):  # one request reads, and the others wait for it
+            known = self._known.get(name)
+            if known is None or not 0 <= now_ms - known[0] < keep_ms:
+                known = self._known[name] = (now_ms, read())
+            return known[1]
 
     def clear(self) -> None:
         """Forget all values: an action has changed something."""
@@ -85,6 +92,17 @@ class PageRequest:
     def wanted_name(self, parameter: str) -> str:
         """`name` of a parameter that the page needs. Raises ConfigError if it is missing."""
         return from_wire(unescape(self.wanted(parameter)))
+
+    def places_of(self, handler: str, stream: str | None = None) -> list[HandlerKeys]:
+        """The handler on each of its streams, or on `stream`, as known within ten seconds, or else as of now.
+
+        Raises ConfigError if the name is none, MillstreamError if it has not run there, and RedisError.
+        """
+        known = self.shared.get("handlers", self.now_ms, lambda: find_handlers(self.client), keep_ms=_HANDLERS_MS)
+        try:
+            return find_handler(self.client, handler, stream, known=known)
+        except MillstreamError:
+            return find_handler(self.client, handler, stream)
 
     def field(self, name: str) -> str:
         """The first value of a field of the form; "" without one."""

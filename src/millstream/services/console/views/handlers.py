@@ -3,7 +3,6 @@
 from starlette.responses import Response
 
 from millstream.admin.handler_details import read_handler
-from millstream.admin.handler_names import find_handler
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import explain
 from millstream.redis_client.escaping import escape
@@ -14,7 +13,7 @@ from millstream.services.console.pages import PageRequest
 def handler(page: PageRequest) -> Response:
     """Figures, streams and stuck keys of one handler."""
     name = page.wanted("name")
-    places = find_handler(page.client, name, None)
+    places = page.places_of(name)
     found = read_handler(page.client, places, most_keys=100 if page.may("payloads") else 0)
     stuck = [
         (
@@ -48,7 +47,7 @@ def resume(page: PageRequest) -> Response:
 
 def _set_paused(page: PageRequest, *, paused: bool) -> Response:
     name = page.wanted("name")
-    places = find_handler(page.client, name, None)
+    places = page.places_of(name)
     with page.audit("pause" if paused else "resume", handler=name) as outcome:
         store = CommitStore(page.client, app=places[0].app, handler=places[0].handler)
         store.set_paused([one.stream for one in places], paused=paused)

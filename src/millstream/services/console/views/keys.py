@@ -2,7 +2,6 @@
 
 from starlette.responses import Response
 
-from millstream.admin.handler_names import find_handler, handler_on
 from millstream.admin.inspection import reset_states
 from millstream.admin.key_details import KeyDetails, read_key
 from millstream.delivery.key_queues import park as park_queue
@@ -31,7 +30,7 @@ _DONE = {
 def key(page: PageRequest) -> Response:
     """One key of a handler, on one of its streams or on all."""
     name, stream, data = page.wanted("handler"), page.name("stream"), unescape(page.wanted("key"))
-    places = find_handler(page.client, name, stream)
+    places = page.places_of(name, stream)
     shown = places[:_MOST_STREAMS]
     found = [read_key(page.client, keys, data) for keys in shown]
     return page.render(
@@ -76,9 +75,8 @@ def skip(page: PageRequest) -> Response:
         )
         return _confirm(page, keys, data, "/key/skip", sentence if first_id else "", first_id, "millstream key skip")
     with page.audit("key skip", **_about(keys, data), id=page.field("confirm")) as outcome:
-        is_done = first_id == page.field("confirm") and skip_first(
-            page.client, keys, queue, error=f"skipped by {page.viewer.name}"
-        )
+        error, only = f"skipped by {page.viewer.name}", page.field("confirm")
+        is_done = skip_first(page.client, keys, queue, error=error, only=only) is not None
         outcome.result = "skipped" if is_done else "not skipped: another message is the first one"
     return _back(page, keys, "skipped" if is_done else "unskipped")
 
@@ -101,8 +99,7 @@ def reset(page: PageRequest) -> Response:
 def _place_of(page: PageRequest) -> tuple[HandlerKeys, bytes]:
     """The handler on a stream, and the key, that a form names. Raises MillstreamError if it has not run there."""
     name, stream = page.wanted("handler"), page.wanted_name("stream")
-    find_handler(page.client, name, stream)
-    return handler_on(page.client, name, stream), unescape(page.wanted("key"))
+    return page.places_of(name, stream)[0], unescape(page.wanted("key"))
 
 
 def _about(keys: HandlerKeys, data: bytes) -> dict[str, str]:

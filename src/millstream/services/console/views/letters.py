@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from starlette.responses import Response
 
 from millstream.admin.dead_letter_groups import MOST_LETTERS, LetterGroup, find_letters, group_letters
-from millstream.admin.handler_names import find_handler
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.escaping import escape, unescape
@@ -163,7 +162,7 @@ def _report(page: PageRequest, done: str, problems: Sequence[str]) -> Response:
 
 def _split(page: PageRequest, name: str) -> tuple[str, str]:
     """App and handler. Raises MillstreamError if no such handler has run."""
-    found = find_handler(page.client, name, None)[0]
+    found = page.places_of(name)[0]
     return found.app, found.handler
 
 
