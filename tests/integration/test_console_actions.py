@@ -196,7 +196,7 @@ def test_what_the_console_cannot_do_is_one_sentence_and_recorded(browser: Browse
 
 
 def test_an_action_that_did_not_end_is_recorded_without_a_result(client: Client) -> None:
-    with AuditLog(client).action(by="ann", action="pause", about={"handler": "shop.pay"}) as outcome:
+    with AuditLog(client).action(by="ann", action="pause", about={"handler": "shop.pay"}) as running:
         (record,) = AuditLog(client).read()
         assert (record.by, record.action, record.about, record.result) == (
             "ann",
@@ -204,7 +204,7 @@ def test_an_action_that_did_not_end_is_recorded_without_a_result(client: Client)
             {"handler": "shop.pay"},
             None,
         )
-        outcome.result = "paused"
+        running.result = "paused"
     assert AuditLog(client).read()[0].result == "paused"
     with pytest.raises(MillstreamError, match="no"), AuditLog(client).action(by="ann", action="skip", about={}):
         raise MillstreamError("no")

@@ -36,8 +36,8 @@ class AuditRecord:
     result: str | None
 
 
-class Outcome:
-    """The result of an action that runs. `result` is set by the action itself."""
+class RunningAction:
+    """An action that runs. It sets its own `result`, which is recorded at its end."""
 
     def __init__(self) -> None:
         self.result = "done"
@@ -50,19 +50,19 @@ class AuditLog:
         self._client = client
 
     @contextmanager
-    def action(self, *, by: str, action: str, about: Mapping[str, str]) -> Iterator[Outcome]:
+    def action(self, *, by: str, action: str, about: Mapping[str, str]) -> Iterator[RunningAction]:
         """Record an action of `by` before the block and its result after it.
 
         An error of the block is its result, and raised. Raises RedisError before the block if nothing can be recorded.
         """
         record = self._add("by", by, "action", action, "about", msgspec.json.encode(about))
-        outcome = Outcome()
+        running = RunningAction()
         try:
-            yield outcome
+            yield running
         except MillstreamError as error:
             self._add("of", record, "result", f"failed: {error}")
             raise
-        self._add("of", record, "result", outcome.result)
+        self._add("of", record, "result", running.result)
 
     def read(self, *, count: int = 100, before: str = "+") -> list[AuditRecord]:
         """The newest `count` actions that began before the record `before`, the newest first. Raises RedisError."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
+from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, RedisError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import PREFIX, StreamKeys, from_wire, to_wire
@@ -20,12 +20,22 @@ class DelayedStream:
     due_ms: int
 
 
-def find_delayed_streams(client: Client, *, most: int = 1_000) -> list[DelayedStream]:
-    """At most `most` streams that have delayed messages, the one with the earliest first. Raises RedisError.
+def find_delayed_streams(
+    client: Client, *, most: int = 1_000, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+) -> tuple[list[DelayedStream], bool]:
+    """At most `most` streams that have delayed messages, that with the earliest first, and whether there may be more.
 
-    Those that this user may not access are left out.
+    There may be more, too, where Redis has so many keys that they cannot be looked through within `budget_ms`
+    milliseconds. Those that this user may not access are left out. Raises RedisError.
     """
-    names = sorted(set(islice(_named(client), most)))
+    end_ms = clock.monotonic_ms() + budget_ms
+    found_names: set[str] = set()
+    is_partial = False
+    for page in _named(client):
+        found_names.update(page)
+        if is_partial := len(found_names) > most or clock.monotonic_ms() >= end_ms:
+            break
+    names = sorted(found_names)[:most]
     due = first_due_ms(client, names)
     counts = send_all(client, [("ZCARD", to_wire(StreamKeys(name).due)) for name in due])
     found = [
@@ -33,7 +43,7 @@ def find_delayed_streams(client: Client, *, most: int = 1_000) -> list[DelayedSt
         for (name, due_ms), count in zip(due.items(), counts, strict=True)
         if isinstance(count, int) and count
     ]
-    return sorted(found, key=lambda one: (one.due_ms, one.stream))
+    return sorted(found, key=lambda one: (one.due_ms, one.stream)), is_partial
 
 
 def first_due_ms(client: Client, streams: Sequence[str]) -> dict[str, int]:
@@ -50,8 +60,11 @@ def first_due_ms(client: Client, streams: Sequence[str]) -> dict[str, int]:
     return {stream: round(float(reply[1])) for stream, reply in found if reply and not isinstance(reply, RedisError)}
 
 
-def _named(client: Client) -> Iterator[str]:
+def _named(client: Client) -> Iterator[list[str]]:
+    """The streams whose keys say that they have delayed messages, page by page."""
     for page in client.scan_key_pages(f"{PREFIX}:*:{StreamKeys.due.suffix}"):
+        names = []
         for key in page:
             with suppress(ConfigError):  # a key of another program
-                yield StreamKeys.parse(from_wire(key)).stream
+                names.append(StreamKeys.parse(from_wire(key)).stream)
+        yield names

@@ -54,7 +54,7 @@ class HandlerDetails:
 def read_handler(
     client: Client, places: Sequence[HandlerKeys], *, most_keys: int = 100, clock: Clock = SYSTEM_CLOCK
 ) -> HandlerDetails:
-    """Read the details of the handler on these streams. `most_keys`: how many stuck keys to show. Raises RedisError."""
+    """Read the details of the handler on these streams. `most_keys`: how many stuck keys to read; 0 for none. Raises RedisError."""
     figures, unreadable = HandlerFigures(), list[str]()
     some = places[:_MOST_STREAMS]
     add_figures(client, some, figures, clock)
@@ -65,19 +65,13 @@ def read_handler(
     def is_wanted(keys: HandlerKeys, one: KeyQueue) -> bool:
         return is_stuck(one) or (keys.label, escape(keys.stream), one.first_id) in running
 
-    found = [
-        (one.keys, queue)
-        for one in read_key_queues(
-            client,
-            existing,
-            read_pauses(client, existing),
-            is_wanted,
-            running=running,
-            stuck_only=True,
-            report=unreadable.append,
+    found: list[tuple[HandlerKeys, KeyQueue]] = []
+    if most_keys:
+        pauses = read_pauses(client, existing)
+        listed = read_key_queues(
+            client, existing, pauses, is_wanted, running=running, stuck_only=True, report=unreadable.append
         )
-        for queue in one.queues
-    ]
+        found = [(one.keys, queue) for one in listed for queue in one.queues]
     found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
     shown = found[:most_keys]
     return HandlerDetails(

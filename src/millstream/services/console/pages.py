@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from millstream.admin.audit import AuditLog, Outcome
+from millstream.admin.audit import AuditLog, RunningAction
 from millstream.admin.handler_names import find_handler
 from millstream.admin.inspection import find_handlers
 from millstream.errors import ConfigError, MillstreamError
@@ -128,7 +128,7 @@ class PageRequest:
         asked = self.query.get("refresh", "")
         return int(asked) if asked in map(str, REFRESH_S) else None
 
-    def audit(self, action: str, **about: str) -> AbstractContextManager[Outcome]:
+    def audit(self, action: str, **about: str) -> AbstractContextManager[RunningAction]:
         """Record an action while it runs (AuditLog.action)."""
         self.shared.clear()
         return AuditLog(self.client).action(by=self.viewer.name, action=action, about=about)

@@ -2,7 +2,7 @@
 
 from millstream.services.console.pages import Page
 from millstream.services.console.rights import Level
-from millstream.services.console.views import handlers, keys, letters, service, streams
+from millstream.services.console.views import deployment, handlers, keys, letters, streams
 from millstream.services.console.views.overview import overview
 
 PAGES: tuple[Page, ...] = (
@@ -21,10 +21,10 @@ PAGES: tuple[Page, ...] = (
     Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
     Page(path="/streams", level=Level.FIGURES, view=streams.streams),
     Page(path="/stream", level=Level.FIGURES, view=streams.stream),
-    Page(path="/workers", level=Level.FIGURES, view=service.workers),
-    Page(path="/delayed", level=Level.FIGURES, view=service.delayed),
-    Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=service.cancel),
-    Page(path="/redis", level=Level.FIGURES, view=service.redis),
-    Page(path="/audit", level=Level.PAYLOADS, view=service.audit),
+    Page(path="/workers", level=Level.FIGURES, view=deployment.workers),
+    Page(path="/delayed", level=Level.FIGURES, view=deployment.delayed),
+    Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=deployment.cancel),
+    Page(path="/redis", level=Level.FIGURES, view=deployment.redis),
+    Page(path="/audit", level=Level.PAYLOADS, view=deployment.audit),
 )
 """All pages that need a viewer. `/login`, `/logout`, `/console.css` and `/healthz` need none."""

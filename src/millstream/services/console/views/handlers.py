@@ -48,10 +48,10 @@ def resume(page: PageRequest) -> Response:
 def _set_paused(page: PageRequest, *, paused: bool) -> Response:
     name = page.wanted("name")
     places = page.places_of(name)
-    with page.audit("pause" if paused else "resume", handler=name) as outcome:
+    with page.audit("pause" if paused else "resume", handler=name) as action:
         store = CommitStore(page.client, app=places[0].app, handler=places[0].handler)
         store.set_paused([one.stream for one in places], paused=paused)
-        outcome.result = f"{'paused' if paused else 'resumed'} on {len(places):,} streams"
+        action.result = f"{'paused' if paused else 'resumed'} on {len(places):,} streams"
     return page.redirect("/handler", name=name, done="paused" if paused else "resumed")
 
 

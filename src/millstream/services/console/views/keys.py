@@ -49,18 +49,18 @@ def park(page: PageRequest) -> Response:
     """Park the key."""
     keys, data = _place_of(page)
     reason = page.field("reason") or f"by {page.viewer.name}"
-    with page.audit("key park", **_about(keys, data), reason=reason) as outcome:
+    with page.audit("key park", **_about(keys, data), reason=reason) as action:
         is_done = park_queue(page.client, keys, queue_of_key(data, b""), reason)
-        outcome.result = "parked" if is_done else "was parked already"
+        action.result = "parked" if is_done else "was parked already"
     return _back(page, keys, "parked" if is_done else "was-parked")
 
 
 def unpark(page: PageRequest) -> Response:
     """Let the key go on."""
     keys, data = _place_of(page)
-    with page.audit("key unpark", **_about(keys, data)) as outcome:
+    with page.audit("key unpark", **_about(keys, data)) as action:
         is_done = unpark_queue(page.client, keys, queue_of_key(data, b""))
-        outcome.result = "unparked" if is_done else "was not parked"
+        action.result = "unparked" if is_done else "was not parked"
     return _back(page, keys, "unparked" if is_done else "was-unparked")
 
 
@@ -74,10 +74,10 @@ def skip(page: PageRequest) -> Response:
             f"Message {first_id} becomes a dead letter, and the next message of the key can run. It can be redriven."
         )
         return _confirm(page, keys, data, "/key/skip", sentence if first_id else "", first_id, "millstream key skip")
-    with page.audit("key skip", **_about(keys, data), id=page.field("confirm")) as outcome:
+    with page.audit("key skip", **_about(keys, data), id=page.field("confirm")) as action:
         error, only = f"skipped by {page.viewer.name}", page.field("confirm")
         is_done = skip_first(page.client, keys, queue, error=error, only=only) is not None
-        outcome.result = "skipped" if is_done else "not skipped: another message is the first one"
+        action.result = "skipped" if is_done else "not skipped: another message is the first one"
     return _back(page, keys, "skipped" if is_done else "unskipped")
 
 
@@ -90,9 +90,9 @@ def reset(page: PageRequest) -> Response:
             "the key now writes it back: stop it first to be sure."
         )
         return _confirm(page, keys, data, "/key/reset", sentence, "reset", "millstream state reset")
-    with page.audit("state reset", **_about(keys, data)) as outcome:
+    with page.audit("state reset", **_about(keys, data)) as action:
         is_done = bool(reset_states(page.client, keys, [data]))
-        outcome.result = "reset" if is_done else "had no state"
+        action.result = "reset" if is_done else "had no state"
     return _back(page, keys, "reset" if is_done else "unreset")
 
 

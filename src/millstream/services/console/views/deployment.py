@@ -47,14 +47,15 @@ def delayed(page: PageRequest) -> Response:
     """The streams that have delayed messages; of one of them, the first messages."""
     name = page.name("stream")
     if name is None:
-        return page.render("delayed.html", found=find_delayed_streams(page.client))
+        found, is_partial = find_delayed_streams(page.client)
+        return page.render("delayed.html", found=found, is_partial=is_partial)
     messages = DelayedMessages(page.client)
-    found = messages.find(name, limit=_PAGE) if page.may("payloads") else []
+    first = messages.find(name, limit=_PAGE) if page.may("payloads") else []
     return page.render(
         "delayed_stream.html",
         name=name,
         count=messages.count(name),
-        found=[(one, page.display.fields(one.pairs)) for one in found],
+        found=[(one, page.display.fields(one.pairs)) for one in first],
     )
 
 
@@ -73,9 +74,9 @@ def cancel(page: PageRequest) -> Response:
             command=f"millstream delayed cancel {quote(escape(name))} {quote(escape(message_id))}",
             back=page.url("/delayed", stream=escape(name)),
         )
-    with page.audit("delayed cancel", **fields) as outcome:
+    with page.audit("delayed cancel", **fields) as action:
         cancelled = DelayedMessages(page.client).cancel(name, [message_id])
-        outcome.result = "cancelled" if cancelled else "was moved or cancelled before"
+        action.result = "cancelled" if cancelled else "was moved or cancelled before"
     return page.redirect("/delayed", stream=escape(name), done="cancelled" if cancelled else "gone")
 
 
