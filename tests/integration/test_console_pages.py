@@ -14,6 +14,7 @@ from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level
 from millstream.services.console.pages import Shared
 from tests.support.consoles import Browser, authorized, console, fill_with, pages_reached
+from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import double, fill, make, outputs, pending, working
 
@@ -110,6 +111,20 @@ def test_workers_and_the_leases_of_their_services_are_shown(client: Client, brow
 
         eventually(shown, "the lease")
     assert browser.get("/workers?service=nope").status == 404
+
+
+def test_a_cluster_is_shown_and_acted_on_as_one_server_is(request: pytest.FixtureRequest) -> None:
+    deployed = lent_cluster(request)
+    with Client(deployed.url) as client, authorized(deployed.url, Level.ADMIN) as browser:
+        fill_with(client, "x")
+        for n in range(30):
+            client.execute("XADD", f"device:{n}", "*", "n", n)
+        seen = pages_reached(browser)
+        assert [path for path, page in seen.items() if page.status != 200] == []
+        assert "31 found" in seen["/streams"].text
+        key = next(path for path in seen if path.startswith("/key?") and "parked" in path)
+        assert "The key goes on." in browser.send(browser.get(key), "/key/unpark").text
+        assert "key unpark" in browser.get("/audit").text
 
 
 def test_names_that_are_not_utf8_are_links_and_forms_that_work(client: Client, browser: Browser) -> None:
