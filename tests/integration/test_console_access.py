@@ -31,6 +31,7 @@ from tests.support.consoles import (
     write_tokens,
 )
 from tests.support.service_process import ServiceProcess, http_client
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -194,6 +195,20 @@ def test_a_session_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None
     (tmp_path / "tokens").write_text(f"{TOKENS['figures']} figures\n")
     tokens.replace(tmp_path / "tokens")
     assert sessions.viewer_of(session) is None
+
+
+def test_a_token_that_is_removed_from_the_file_ends_its_sessions(client: Client, tmp_path: Path) -> None:
+    path = write_tokens(tmp_path)
+    with (
+        ServiceProcess(("console", "--token-file", str(path)), (), client.url) as started,
+        http_client(started.url) as http,
+    ):
+        browser = Browser(http)
+        assert "operate" in browser.log_in("operate").text
+        path.write_text(f"{TOKENS['figures']} figures\n")
+        eventually(lambda: browser.get("/").url.endswith("/login"), "the end of the session")
+        path.write_text("# none\n")
+        assert browser.log_in("figures").status == 200
 
 
 def test_a_program_uses_a_bearer_token_and_needs_no_form(filled: Client, tmp_path: Path) -> None:

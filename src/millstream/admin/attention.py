@@ -23,7 +23,7 @@ _WITHOUT_CONTENT: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """What needs attention, problems first, and the readers; `streams`, `is_sample`: as in Diagnosis.
+    """What needs attention, problems first and what concerns data before Redis, and the readers; `streams`, `is_sample`: as in Diagnosis.
 
     `diagnosis`: all findings.
     """
@@ -58,7 +58,7 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     diagnosis = diagnose(client, max_streams=max_streams, old_ms=old_ms)
     urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in (*DATA_CHECKS, *_OF_REDIS)]
     return Overview(
-        attention=tuple(sorted(urgent, key=lambda one: (one.severity != "problem", one.since_ms or float("inf")))),
+        attention=tuple(sorted(urgent, key=_urgency)),
         readers=() if diagnosis.inspection is None else summarize_readers(diagnosis.inspection),
         diagnosis=diagnosis,
     )
@@ -69,3 +69,7 @@ def sentence_of(found: Finding, *, with_content: bool) -> str:
     if not with_content and found.check in _WITHOUT_CONTENT:
         return f"{found.handler or 'A handler'}: {_WITHOUT_CONTENT[found.check]}."
     return f"{found.what}: {found.why}." if found.why else f"{found.what}."
+
+
+def _urgency(found: Finding) -> tuple[bool, bool, float]:
+    return found.severity != "problem", found.check not in DATA_CHECKS, found.since_ms or float("inf")

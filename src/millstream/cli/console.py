@@ -58,6 +58,7 @@ def console(
     serving = ConsoleOptions(
         url=url,
         tokens=tokens,
+        token_file=token_file,
         host=host,
         port=port,
         host_names=None if tokens else AllowedHosts(host, allow_host or ()),

@@ -1,8 +1,10 @@
 """The console as a process: the HTTP service until a signal stops it."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
@@ -15,6 +17,7 @@ from millstream.services.console.sessions import Sessions
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
+from millstream.services.web.token_reload import reload_tokens
 
 _STOP_S = 5.0
 
@@ -24,12 +27,14 @@ class ConsoleOptions:
     """Options of a console.
 
     * `tokens`: which token has which level; an empty store lets every client read, and change nothing
+    * `token_file`: reloaded when it changes
     * `host_names`: accepted names in the header Host; None: any
     * `redact`: hides what messages contain
     """
 
     url: str = field(repr=False)
     tokens: ConsoleTokens
+    token_file: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
     host_names: Container[str] | None = None
@@ -53,4 +58,14 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S)
         server.stop_at_signals()
         on_ready(url_of(listener))
-        asyncio.run(server.serve([listener]))
+        asyncio.run(_serve(server, serving, listener))
+
+
+async def _serve(server: Server, serving: ConsoleOptions, listener: socket.socket) -> None:
+    reloading = None
+    if serving.token_file is not None:
+        reloading = asyncio.create_task(reload_tokens(serving.tokens.replace, serving.token_file))
+    await server.serve([listener])
+    if reloading is not None:
+        reloading.cancel()
+        await asyncio.gather(reloading, return_exceptions=True)

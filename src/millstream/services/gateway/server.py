@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import MillstreamError
 from millstream.observability.health import Health, HealthServer, Progress
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
@@ -23,12 +23,12 @@ from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server, WebSockets
 from millstream.services.web.listen import listen, url_of
 from millstream.services.web.socket_server import SocketProtocol
+from millstream.services.web.token_reload import reload_tokens
 
 logger = logging.getLogger(__name__)
 
 _FRAME_BYTES = 4_096
 _CHECK_S = 5.0
-_RELOAD_S = 1.0
 _OTHER_CONNECTIONS = 100
 _SHUTDOWN_S = 1.0
 
@@ -113,7 +113,7 @@ async def _serve(
             asyncio.create_task(GcFreeze(lambda: manager.counts).run()),
         ]
         if serving.token_file is not None:
-            background.append(asyncio.create_task(_reload_tokens(serving.authorizer, serving.token_file)))
+            background.append(asyncio.create_task(reload_tokens(serving.authorizer.reload, serving.token_file)))
         pace = serving.flow
         sockets = WebSockets(
             protocol=SocketProtocol, frame_bytes=_FRAME_BYTES, ping_s=pace.heartbeat_s, pong_s=pace.stall_s
@@ -144,30 +144,3 @@ async def _check_redis(client: Client, progress: Progress) -> None:
         except MillstreamError:
             pass  # health reports the missing progress
         await asyncio.sleep(_CHECK_S)
-
-
-async def _reload_tokens(access: Authorizer, path: Path) -> None:
-    """Reload the token file when it changes.
-
-    A mistake in the file changes nothing: it locks no client out and lets none in.
-    """
-    known: tuple[int, ...] | None = ()  # not the current version: that may be newer than the one read at the start
-    while True:
-        await asyncio.sleep(_RELOAD_S)
-        if (version := _version(path)) != known:
-            known = version
-            try:
-                access.reload(path)
-            except ConfigError as error:
-                logger.warning("token file not reloaded: %s; keeping the previous tokens", error)
-            else:
-                logger.info("token file reloaded")
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    """A value that changes when the file is written or replaced."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

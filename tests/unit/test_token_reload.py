@@ -1,4 +1,4 @@
-"""What the server process does beside serving."""
+"""Token files that change while a service runs."""
 
 import asyncio
 import logging
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from millstream.services.gateway import server as serving
 from millstream.services.gateway.auth import Authorizer, new_stream_tokens
+from millstream.services.web import token_reload
 from millstream.services.web.errors import Refused
 from tests.support.waiting import eventually_async
 
@@ -21,12 +21,12 @@ OLD, NEW = "0123456789abcdef-old", "0123456789abcdef-new"
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_RELOAD_S", 0.01)
+    monkeypatch.setattr(token_reload, "_RELOAD_S", 0.01)
 
 
 async def following(access: Authorizer, path: Path, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `body` while the file is followed."""
-    task = asyncio.create_task(serving._reload_tokens(access, path))
+    task = asyncio.create_task(token_reload.reload_tokens(access.reload, path))
     try:
         await body()
     finally:
