@@ -150,15 +150,29 @@ def test_a_selection_of_dead_letters_is_redriven_and_the_rest_stays(browser: Bro
     assert errors_left(client) == ["ValueError: x", "order 7 is broken"]
 
 
+def test_a_button_for_all_of_a_group_means_all_whatever_is_ticked(browser: Browser, client: Client) -> None:
+    ticked, _ = add_letters(client, "order 7 is broken", "order 8 is broken")
+    group = browser.get(next(one for one in browser.get(LETTERS).links if "order+N" in one))
+    question = browser.send(group, "/letters/redrive", letter=f"{ticked} orders")
+    assert "2 dead letters would be redriven" in question.text
+    assert "2 dead letters redriven." in browser.send(question, "/letters/redrive").text
+
+
 def test_dead_letters_are_purged_only_if_their_number_is_typed(browser: Browser, client: Client) -> None:
     add_letters(client, "order 7 is broken")
     question = browser.send(browser.get(LETTERS), "/letters/purge")
     assert "Type the number 2 to confirm" in question.text
     again = browser.send(question, "/letters/purge", confirm="3")
-    assert "is not the number of these dead letters" in again.text
+    assert "These are not the dead letters, or not the number, that was confirmed." in again.text
     add_letters(client, "one more")
-    assert "Type the number 3" in browser.send(again, "/letters/purge", confirm="2").text
+    again = browser.send(again, "/letters/purge", confirm="2")
+    assert "Type the number 3" in again.text
     assert len(errors_left(client)) == 3
+    gone = client.execute("XRANGE", KEYS.dead_letters, "-", "+", "COUNT", 1)[0][0]
+    client.execute("XDEL", KEYS.dead_letters, gone)
+    add_letters(client, "another")
+    again = browser.send(again, "/letters/purge", confirm="3")
+    assert "These are not the dead letters" in again.text, "as many, but others"
     assert "3 dead letters purged." in browser.send(again, "/letters/purge", confirm="3").text
     assert errors_left(client) == []
     assert (last(client).action, last(client).result) == ("dlq purge", "3 of 3 purged")

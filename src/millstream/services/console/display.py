@@ -13,7 +13,7 @@ from millstream.redis_client.replies import pairs_of
 
 Redact = Callable[[str, str], str]
 """Gets the name of a value and its text, and returns the text to show. The names: those of fields and of entries of a
-state, and `key`, `error`, `traceback` and `text`.
+state, and `key`, `error`, `traceback` and `sentence`.
 """
 
 SHOWN_CHARS = 65_536
@@ -37,8 +37,8 @@ class Display:
     def __init__(self, redact: Redact = show_all) -> None:
         self._redact = redact
 
-    def text(self, value: str | None, name: str = "text") -> str:
-        """A sentence or a traceback that may quote what messages contain. Passwords of URLs are removed."""
+    def text(self, value: str | None, name: str = "sentence") -> str:
+        """A sentence, an error or a traceback that may quote what messages contain. Passwords of URLs are removed."""
         return "" if value is None else _cut(self._redact(name, redact_text(escape_lines(value))))
 
     def value(self, name: str, value: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from starlette.responses import Response
 
@@ -10,7 +11,7 @@ from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFil
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.escaping import escape, unescape
 from millstream.redis_client.formats import pluralize
-from millstream.redis_client.key_names import from_wire
+from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.services.console.pages import PageRequest
 
 _MOST_SHOWN = 100
@@ -71,7 +72,7 @@ def letter(page: PageRequest) -> Response:
 def redrive(page: PageRequest) -> Response:
     """Send dead letters back to their streams, once their number is confirmed."""
     found = _selected(page)
-    if page.field("confirm") != str(len(found)):
+    if not _is_confirmed(page, found):
         sentences = [
             f"{pluralize(len(found), 'dead letter')} would be redriven: {_by_stream(found)}.",
             "Each goes to the end of its stream, in the order in which they were published.",
@@ -91,7 +92,7 @@ def redrive(page: PageRequest) -> Response:
 def purge(page: PageRequest) -> Response:
     """Delete dead letters for good, once their number is typed."""
     found = _selected(page)
-    if page.field("confirm") != str(len(found)):
+    if not _is_confirmed(page, found):
         sentences = [
             f"{pluralize(len(found), 'dead letter')} would be deleted for good, with their messages: {_by_stream(found)}."
         ]
@@ -103,12 +104,18 @@ def purge(page: PageRequest) -> Response:
 
 
 def _selected(page: PageRequest) -> Sequence[DeadLetterEntry]:
-    """The dead letters that a form selects: by their places, else a group, else all. Raises ConfigError for none."""
+    """The dead letters that a form names: those that are ticked if it says so, else a group, else all.
+
+    Raises ConfigError if none is ticked, and MillstreamError if there are none.
+    """
     app, handler = _split(page, page.wanted("handler"))
+    is_selection = bool(page.field("only"))
     places = [
-        (from_wire(unescape(stream)), letter_id) for letter_id, _, stream in map(_parts, page.form.get("letter", ()))
+        (from_wire(unescape(stream)), letter_id)
+        for letter_id, _, stream in map(_parts, page.form.get("letter", ()))
+        if is_selection
     ]
-    if page.field("only") and not places:
+    if is_selection and not places:
         raise ConfigError("no dead letter is selected: go back and tick some")
     found = list(
         find_letters(
@@ -129,10 +136,21 @@ def _parts(place: str) -> tuple[str, str, str]:
     return place.partition(" ")
 
 
+def _is_confirmed(page: PageRequest, found: Sequence[DeadLetterEntry]) -> bool:
+    """Whether the form confirms exactly these dead letters, with their number."""
+    return page.field("confirm") == str(len(found)) and page.field("of") == _digest(found)
+
+
+def _digest(found: Sequence[DeadLetterEntry]) -> str:
+    """A short text that is another one for other dead letters."""
+    names = (to_wire(f"{one.letter_id} {one.keys.stream}\n") for one in found)
+    return blake2b(b"".join(names), digest_size=16).hexdigest()
+
+
 def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequence[DeadLetterEntry]) -> Response:
     name, reason, error = page.wanted("handler"), page.field("reason"), page.field("error")
     if page.field("confirm"):
-        sentences = ["The number that was confirmed is not the number of these dead letters.", *sentences]
+        sentences = ["These are not the dead letters, or not the number, that was confirmed.", *sentences]
     return page.render(
         "confirm.html",
         question=f"Dlq {verb}: {name}",
@@ -142,6 +160,8 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
             "handler": name,
             "reason": reason,
             "error": error,
+            "only": page.field("only"),
+            "of": _digest(found),
             **({"confirm": str(len(found))} if verb == "redrive" else {}),
         },
         repeated=[("letter", one) for one in page.form.get("letter", ())],
