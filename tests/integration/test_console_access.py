@@ -216,7 +216,7 @@ def test_a_program_uses_a_bearer_token_and_needs_no_form(filled: Client, tmp_pat
         bearer = {"Authorization": f"Bearer {TOKENS['operate']}"}
         page = browser.post("/handler/resume", headers=bearer, name="shop.pay")
         assert page.status in (200, 303)
-        assert "resumed on 1 streams" in Browser(browser.http).get("/audit", **bearer).text
+        assert "resumed on 1 stream" in Browser(browser.http).get("/audit", **bearer).text
         assert browser.post("/handler/resume", headers={"Authorization": "Bearer x"}, name="shop.pay").status == 401
 
 

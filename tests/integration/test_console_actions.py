@@ -73,7 +73,7 @@ def test_a_handler_is_paused_and_resumed(browser: Browser, client: Client) -> No
     assert (is_paused(client), "The handler goes on." in page.text) == (False, True)
     page = browser.send(page, "/handler/pause")
     assert (is_paused(client), "it reads nothing new" in page.text) == (True, True)
-    assert (last(client).action, last(client).result) == ("pause", "paused on 1 streams")
+    assert (last(client).action, last(client).result) == ("pause", "paused on 1 stream")
 
 
 def test_a_key_shows_why_it_waits_and_is_unparked_and_parked_with_a_reason(browser: Browser, client: Client) -> None:
@@ -107,6 +107,13 @@ def test_a_message_is_skipped_only_if_it_is_the_one_that_was_confirmed(browser: 
         "not skipped: another message is the first one",
         "skipped",
     ]
+
+
+def test_the_links_of_a_question_lead_back_and_nowhere_else(browser: Browser) -> None:
+    question = browser.send(browser.get(PARKED), "/key/skip")
+    assert [path for path in question.links if path.startswith("/") and browser.get(path).status != 200] == []
+    assert any(path.startswith("/key?handler=shop.pay&stream=orders&key=parked") for path in question.links)
+    assert "Reload every" not in question.text
 
 
 def test_a_state_is_reset_once_that_is_confirmed(browser: Browser, client: Client) -> None:

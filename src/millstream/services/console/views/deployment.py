@@ -66,7 +66,7 @@ def cancel(page: PageRequest) -> Response:
     if page.field("confirm") != "cancel":
         return page.render(
             "confirm.html",
-            question=f"Delayed cancel: {escape(message_id)}",
+            question=f"Cancel the delayed message {escape(message_id)} of {escape(name)}",
             sentences=["The message is deleted for good: it is never added to its stream."],
             path="/delayed/cancel",
             fields={**fields, "confirm": "cancel"},

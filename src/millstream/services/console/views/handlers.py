@@ -6,6 +6,7 @@ from millstream.admin.handler_details import read_handler
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.key_queues import explain
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.pages import PageRequest
 
@@ -51,7 +52,7 @@ def _set_paused(page: PageRequest, *, paused: bool) -> Response:
     with page.audit("pause" if paused else "resume", handler=name) as action:
         store = CommitStore(page.client, app=places[0].app, handler=places[0].handler)
         store.set_paused([one.stream for one in places], paused=paused)
-        action.result = f"{'paused' if paused else 'resumed'} on {len(places):,} streams"
+        action.result = f"{'paused' if paused else 'resumed'} on {pluralize(len(places), 'stream')}"
     return page.redirect("/handler", name=name, done="paused" if paused else "resumed")
 
 

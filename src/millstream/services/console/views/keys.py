@@ -73,7 +73,16 @@ def skip(page: PageRequest) -> Response:
         sentence = (
             f"Message {first_id} becomes a dead letter, and the next message of the key can run. It can be redriven."
         )
-        return _confirm(page, keys, data, "/key/skip", sentence if first_id else "", first_id, "millstream key skip")
+        return _confirm(
+            page,
+            keys,
+            data,
+            "/key/skip",
+            question="Skip the first message",
+            sentence=sentence if first_id else "",
+            answer=first_id,
+            command="millstream key skip",
+        )
     with page.audit("key skip", **_about(keys, data), id=page.field("confirm")) as action:
         error, only = f"skipped by {page.viewer.name}", page.field("confirm")
         is_done = skip_first(page.client, keys, queue, error=error, only=only) is not None
@@ -89,7 +98,16 @@ def reset(page: PageRequest) -> Response:
             "The state of the key is deleted for good: the next message starts without one. A run whose batch works on "
             "the key now writes it back: stop it first to be sure."
         )
-        return _confirm(page, keys, data, "/key/reset", sentence, "reset", "millstream state reset")
+        return _confirm(
+            page,
+            keys,
+            data,
+            "/key/reset",
+            question="Reset the state",
+            sentence=sentence,
+            answer="reset",
+            command="millstream state reset",
+        )
     with page.audit("state reset", **_about(keys, data)) as action:
         is_done = bool(reset_states(page.client, keys, [data]))
         action.result = "reset" if is_done else "had no state"
@@ -111,14 +129,22 @@ def _back(page: PageRequest, keys: HandlerKeys, done: str) -> Response:
 
 
 def _confirm(
-    page: PageRequest, keys: HandlerKeys, data: bytes, path: str, sentence: str, answer: str, command: str
+    page: PageRequest,
+    keys: HandlerKeys,
+    data: bytes,
+    path: str,
+    *,
+    question: str,
+    sentence: str,
+    answer: str,
+    command: str,
 ) -> Response:
     if not sentence:
         raise ConfigError("none of the messages of this key is queued")
     fields = _about(keys, data)
     return page.render(
         "confirm.html",
-        question=f"{command.removeprefix('millstream ').capitalize()}: {keys.label}, key {page.display.key(data)}",
+        question=f"{question} of key {page.display.key(data)} of {keys.label}",
         sentences=[sentence],
         path=path,
         fields={**fields, "confirm": answer},

@@ -153,7 +153,7 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
         sentences = ["These are not the dead letters, or not the number, that was confirmed.", *sentences]
     return page.render(
         "confirm.html",
-        question=f"Dlq {verb}: {name}",
+        question=f"{verb.capitalize()} dead letters of {name}",
         sentences=sentences,
         path=f"/letters/{verb}",
         fields={
