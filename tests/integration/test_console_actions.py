@@ -78,7 +78,15 @@ def test_a_handler_is_paused_and_resumed(browser: Browser, client: Client) -> No
 
 def test_a_key_shows_why_it_waits_and_is_unparked_and_parked_with_a_reason(browser: Browser, client: Client) -> None:
     page = browser.get(PARKED)
-    for shown in ("Parked for", "failed: x", "2 x", '"card": "x"', "3", "ValueError: x"):
+    for shown in (
+        "waits: parked for",
+        "failed: x",
+        "millstream key unpark shop.pay",
+        "2 x",
+        '"card": "x"',
+        "3",
+        "ValueError: x",
+    ):
         assert shown in page.text, shown
     page = browser.send(page, "/key/unpark")
     assert (count_parked(client, [KEYS])[0], "The key goes on." in page.text) == (0, True)

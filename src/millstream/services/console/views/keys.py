@@ -4,6 +4,7 @@ from starlette.responses import Response
 
 from millstream.admin.inspection import reset_states
 from millstream.admin.key_details import KeyDetails, read_key
+from millstream.admin.key_explanation import explain_key
 from millstream.delivery.key_queues import park as park_queue
 from millstream.delivery.key_queues import read_queues
 from millstream.delivery.key_queues import skip as skip_first
@@ -14,7 +15,7 @@ from millstream.redis_client.escaping import escape, unescape
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.pages import PageRequest
 
-_MOST_STREAMS = 20
+_MOST_STREAMS, _MOST_LETTERS = 20, 20
 _DONE = {
     "parked": "The key is parked, from the end of the message in progress on.",
     "was-parked": "The key was parked already.",
@@ -32,13 +33,13 @@ def key(page: PageRequest) -> Response:
     name, stream, data = page.wanted("handler"), page.name("stream"), unescape(page.wanted("key"))
     places = page.places_of(name, stream)
     shown = places[:_MOST_STREAMS]
-    found = [read_key(page.client, keys, data) for keys in shown]
+    found = read_key(page.client, shown, data)
     return page.render(
         "key.html",
         name=name,
         key=page.display.key(data),
         raw=escape(data),
-        found=[(one, _texts_of(page, one)) for one in found if len(shown) == 1 or one.queue or one.state or one.letters]
+        found=[(one, _texts_of(page, one)) for one in found if len(shown) == 1 or one.has_content]
         or [(found[0], _texts_of(page, found[0]))],
         more=len(places) - len(shown),
         done_texts=_DONE,
@@ -155,16 +156,16 @@ def _confirm(
 
 
 def _texts_of(page: PageRequest, one: KeyDetails) -> dict[str, object]:
-    display = page.display
+    display, explanation = page.display, explain_key(one.report)
     return {
-        "why": display.text(one.why),
-        "error": display.text(one.last.error, "error"),
-        "traceback": display.text(one.last.traceback, "traceback"),
+        "why": display.text(explanation.text),
+        "mend": [display.text(command) for command in explanation.mend],
+        "traceback": display.text(one.report.last.traceback, "traceback"),
         "state": None if one.state is None else display.state(one.state),
         "state_problem": display.text(one.state_problem, "error"),
         "entries": [(entry.id, entry.pairs and display.fields(entry.pairs)) for entry in one.entries],
         "letters": [
-            (letter.letter_id, letter.reason, display.text(letter.letter.error if letter.letter else "", "error"))
-            for letter in one.letters
+            (letter.letter_id, letter.reason, display.text(letter.error, "error"))
+            for letter in one.report.dead_letters[:_MOST_LETTERS]
         ],
     }
