@@ -1,6 +1,6 @@
 """The breaker of a handler on Spark, without Spark: tasks that stop early, and the driver's decision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -90,15 +90,20 @@ class Driver:
         self.clock = ManualClock()
         self.clock.sleep_ms = lambda duration_ms: self.resume()  # type: ignore[method-assign]
         self.gives_up = False
+        self.on_streams: Callable[[], object] = lambda: None
         self.breaker = RunBreaker(
             Job(handler=self.handler, url=client.url, token=1),
             client,
-            streams=lambda: ["in", "in.2"],
+            streams=self.streams,
             give_up=lambda: self.gives_up,
             once=once,
             on_pause=self.on_pause,
             clock=self.clock,
         )
+
+    def streams(self) -> list[str]:
+        self.on_streams()
+        return ["in", "in.2"]
 
     def on_pause(self, pause: Pause | None, counters: Mapping[str, int]) -> None:
         self.pauses.append(pause)
@@ -186,3 +191,49 @@ def test_a_pause_by_an_operator_stays_as_it_is(client: Client) -> None:
     for _ in range(4):
         driver.run([row(0, 6)])
     assert {name: pause.by for name, pause in driver.stored().items()} == {"in": "operator", "in.2": "breaker"}
+
+
+def test_a_batch_that_starts_while_the_breaker_stores_its_pause_does_not_make_the_run_ignore_the_pause(
+    client: Client,
+) -> None:
+    driver = Driver(client)
+    driver.run([row(0, 1)])  # the run has seen that nothing is paused
+    ran: list[str] = []
+
+    def batch_meanwhile() -> None:
+        if not ran:
+            ran.append("meanwhile")
+            driver.run([row(1)])
+
+    driver.on_streams = batch_meanwhile
+    driver.breaker.check([row(0, 40)])  # a job of deferred keys, in a thread of its own
+    assert ran == ["meanwhile"]
+    assert set(driver.stored()) == {"in", "in.2"}
+    driver.run([row(1)])
+    began, ended = driver.pauses
+    assert began is not None
+    assert ended is None, "the batch waited for the resume"
+
+
+def test_a_pause_that_is_stored_just_after_a_batch_has_found_none_holds_up_the_next_look(
+    millstream_url: str,
+) -> None:
+    class Interleaved(Client):
+        """Pauses the handler right after the first answer."""
+
+        is_first = True
+
+        def retry_while_unavailable(self, operation: Callable[[], Any], **options: Any) -> Any:
+            found = super().retry_while_unavailable(operation, **options)
+            if self.is_first:
+                self.is_first = False
+                driver.breaker.check([row(0, 40)])
+            return found
+
+    with Interleaved(millstream_url) as interleaved:
+        driver = Driver(interleaved)
+        driver.run([row(1)])
+        began, ended = driver.pauses
+        assert began is not None
+        assert ended is None, "the batch waited for the resume"
+        assert driver.stored() == {}

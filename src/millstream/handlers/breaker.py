@@ -45,7 +45,7 @@ def is_keyless(dead: DeadLettered) -> bool:
 
 
 class BreakerWindow:
-    """The last outcomes of one process, or of one run, since it started or the handler was resumed. For one thread."""
+    """The last outcomes of one process, or of one run, since it started or the handler was resumed. For one thread at a time."""
 
     def __init__(self, policy: Breaker) -> None:
         self._policy = policy

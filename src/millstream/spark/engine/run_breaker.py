@@ -5,6 +5,7 @@ and waits. After the resume it runs the batch again: what is committed is left o
 """
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class RunBreaker:
-    """The breaker of one handler in one run on Spark.
+    """The breaker of one handler in one run on Spark. One thread calls `run`; another may call `check` meanwhile.
 
     * `streams`: returns the handler's streams, all of which it pauses
     * `give_up`: returns True once waiting is pointless; `once`: do not wait for a resume, but end the run
@@ -60,6 +61,7 @@ class RunBreaker:
         self._clock = clock
         self._policy = job.handler.breaker or Breaker()
         self._window = BreakerWindow(self._policy)
+        self._window_lock = threading.Lock()
         self._may_be_paused = True  # by the breaker of an earlier run, whose batch this one repeats
 
     def run(self, run_tasks: Callable[[Job], Rows]) -> Rows:
@@ -95,7 +97,8 @@ class RunBreaker:
                 causes[cause] = causes.get(cause, (0, error))[0] + count, error
         tripped = [msgspec.json.decode(row["trip"], type=Trip) for row in rows if row["trip"]]
         if not tripped:
-            return self._window.on_mixed(processed, causes)
+            with self._window_lock:
+                return self._window.on_mixed(processed, causes)
         if self._job.handler.key is None:  # its messages are in stream order
             return tripped[0]
         # A task has its keys one after another, and one bad key is not a bad deployment.
@@ -110,14 +113,16 @@ class RunBreaker:
         label = self._job.handler.label
         pause = pause_of(self._policy, trip, "spark")
         logger.error("%s is %s", label, pause.describe(label))
-        self._may_be_paused = True
 
         def store() -> None:
             streams = list(self._streams())
             paused = self._store.paused_streams(streams)  # one by an operator stays as it is
             self._store.set_paused([one for one in streams if one not in paused], paused=True, why=pause)
 
-        self._client.retry_while_unavailable(store, what=label, give_up=self._give_up)
+        try:
+            self._client.retry_while_unavailable(store, what=label, give_up=self._give_up)
+        finally:  # not before: a batch that looks meanwhile has to look again; an error may leave it stored in part
+            self._may_be_paused = True
         self._on_pause(pause, Counter(counters))
 
     def _wait_until_resumed(self) -> None:
@@ -127,8 +132,10 @@ class RunBreaker:
                 self._stored, what=self._job.handler.label, give_up=self._give_up
             )
             if pause is None:
-                self._window, self._may_be_paused = BreakerWindow(self._policy), False
+                with self._window_lock:
+                    self._window = BreakerWindow(self._policy)
                 if was_paused:
+                    was_paused = False
                     self._on_pause(None, {})
             elif self._once:
                 raise HandlerPaused(f"it is {pause.describe(self._job.handler.label)}")
@@ -140,5 +147,9 @@ class RunBreaker:
 
     def _stored(self) -> Pause | None:
         """The pause of a breaker on one of the streams."""
+        self._may_be_paused = False  # before the look: a pause that the other thread stores after it counts
         pauses = self._store.paused_streams(list(self._streams())).values()
-        return next((one for one in pauses if one.by == "breaker"), None)
+        found = next((one for one in pauses if one.by == "breaker"), None)
+        if found is not None:
+            self._may_be_paused = True
+        return found
