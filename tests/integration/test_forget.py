@@ -109,7 +109,7 @@ def test_forget_removes_key_queues_and_progress_and_keeps_dead_letters_unless_as
 ) -> None:
     remains_of_a_worker(client)
     store = CommitStore(client, app="app", handler="handle")
-    store.with_token(store.new_token(["in"])).count_crash("in", "1-0")
+    store.with_token(store.new_token(["in"])).set_crash_count("in", "1-0", 1)
     client.execute("HSET", KEYS.parked, b"kA", "1 why")
     client.execute("RPUSH", KEYS.queue(b"k\xff:odd"), "1-0")
     client.execute("SET", KEYS.forwarded("s", b"1-0"), "2-0")

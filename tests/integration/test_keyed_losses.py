@@ -185,7 +185,7 @@ def test_the_isolation_of_a_dead_process_is_kept_when_its_key_is_returned_untouc
 
 def test_an_entry_that_a_spark_task_died_of_is_leased_alone(client: Client) -> None:
     publish(client, "AA")
-    spark(client).count_crash("in", "1-0")
+    spark(client).set_crash_count("in", "1-0", 1)
     worker = keyed(client)
     worker.enqueue_new(count=10, max_pending=MANY)
     assert ids(lease_one(worker)) == [1]

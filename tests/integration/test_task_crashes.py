@@ -7,6 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from itertools import repeat
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from millstream import App, Message, Retry
 from millstream.delivery.commit_store import CommitStore
+from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.watchdog import hard_limit_ms
@@ -194,3 +196,39 @@ def test_a_failing_message_in_a_retried_task_is_retried_and_not_reported_as_cras
     assert report["retries"] == 4
     assert bench.outputs() == [1]
     assert [letter.reason for letter in bench.dead()] == ["failed"]
+
+
+class LossyClient(Client):
+    """Loses the reply of every other command that goes to a handler's crash counts."""
+
+    lost = 0
+    is_repeated = False
+
+    def execute(self, *command: Any) -> Any:
+        found = super().execute(*command)
+        if command[1] != HandlerKeys("app", "handle", "in").crashes:
+            return found
+        self.is_repeated = not self.is_repeated
+        if not self.is_repeated:
+            return found
+        self.lost += 1
+        raise Unavailable("the reply is lost")
+
+
+@pytest.mark.parametrize("attempts", [2, 3])
+def test_a_crash_count_whose_reply_was_lost_blames_no_message(client: Client, attempts: int) -> None:
+    counts: list[int] = []
+
+    def handle(item: Item, message: Message) -> dict[str, int]:
+        counts.append(int(client.execute("HGET", HandlerKeys("app", "handle", "in").crashes, message.id)))
+        if message.attempt < attempts:
+            raise RuntimeError("only the last attempt works")
+        return {"n": item.n}
+
+    handler = only(App("app"), handle, key="k", into="out", retry=Retry(attempts=attempts, delay_ms=1))
+    with closing(LossyClient(client.url)) as lossy:
+        bench = TaskFixture(lossy)
+        bench.process(handler, bench.rows((1, b"a", {"n": 1})), retried=True)
+        assert lossy.lost >= attempts
+        assert (bench.outputs(), bench.dead()) == ([1], [])
+    assert counts == [1] * attempts, "each attempt is counted once, and subtracted once it has failed"

@@ -220,7 +220,7 @@ ROLES: Mapping[RoleName, Role] = {
             *_MIGRATE,
             *_FIGURES,
         ),
-        direct="client|reply get hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
+        direct="client|reply get hdel hexists hget hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xlen xpending xrange xreadgroup xrevrange zcard",
         optional="client|tracking info",
         never_executed="lpush",

@@ -249,12 +249,16 @@ class CommitStore:
             calls.append(((k.meta, k.offsets, k.crashes, k.incomplete), (self.token, str(end))))
         self._run(ADVANCE_COMMITTED, calls)
 
-    def count_crash(self, stream: str, entry_id: str, by: int = 1) -> int:
-        """Count that a task starts an entry and may not survive it; return the count before.
+    def crash_count(self, stream: str, entry_id: str) -> int:
+        """Return how many tasks have started an entry and may have died of it. Writes nothing."""
+        return int(self._client.execute("HGET", self.keys(stream).crashes, entry_id) or 0)
 
-        `by` -1: the task survived the entry.
+    def set_crash_count(self, stream: str, entry_id: str, count: int) -> None:
+        """Set the crash count of an entry: one more before a task starts it, the former one if the task survived it.
+
+        It is set, not added to, so that a repetition blames no entry twice. An older run is not refused.
         """
-        return int(self._client.execute("HINCRBY", self.keys(stream).crashes, entry_id, by)) - by
+        self._client.execute("HSET", self.keys(stream).crashes, entry_id, count)
 
     def drop_progress(self, streams: Sequence[str]) -> None:
         """Drop committed id, offsets, crash counts, counters and all keyed state, to process the streams anew.

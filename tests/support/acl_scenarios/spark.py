@@ -78,7 +78,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         store.begin_run(["orders"])
         assert store.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
         client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks do
-        store.count_crash("orders", ids[0].decode())
+        store.set_crash_count("orders", ids[0].decode(), store.crash_count("orders", ids[0].decode()) + 1)
         assert store.commit({"orders": [effects_on(ids[0].decode())]}) == []
         store.advance_committed({"orders": EntryId.parse(ids[9])})
         ProgressGroup(client, KEYS.group).publish(ends)

@@ -46,8 +46,9 @@ class CautiousMode:
     async def run(self, message: Message, attempt: Callable[[], Awaitable[Outcome]]) -> Outcome:
         """Run an attempt on a message in isolation: its crash count goes up first, and stays up if the process dies."""
         async with self._lock:
-            count_crash = partial(self._commit_store.count_crash, message.stream, message.id)
-            crashes = self._call(count_crash)
+            crashes = self._call(partial(self._commit_store.crash_count, message.stream, message.id))
+            set_count = partial(self._commit_store.set_crash_count, message.stream, message.id)
+            self._call(partial(set_count, crashes + 1))
             if crashes >= max(1, self._handler.retry.attempts - 1):
                 message.attempt = crashes + 1
                 dead = DeadLettered(
@@ -56,5 +57,5 @@ class CautiousMode:
                 return dead if self._handler.key is None else outcome_after_last_attempt(self._handler, dead)
             outcome = await attempt()
             if isinstance(outcome, RetryLater):  # while it backs off, another message may kill the process
-                self._call(partial(count_crash, by=-1))
+                self._call(partial(set_count, crashes))
             return outcome
