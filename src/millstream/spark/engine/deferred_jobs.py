@@ -7,9 +7,8 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
@@ -27,6 +26,8 @@ from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, log_fai
 from millstream.spark.versions import spark_schema
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_KEYS_PER_JOB = 1_000
 """Keys that one job runs at most."""
@@ -50,7 +51,7 @@ class DeferredJobs:
     """The deferred keys of one handler, on `streams` and on the streams it is notified of.
 
     `give_up` returns True once waiting for Redis is pointless; `failures` logs what fails. One thread calls `run`; any thread may call the rest.
-    Methods raise StaleOwner if a newer run has begun, and RedisError.
+    Methods raise StaleOwner if a newer run has begun, and RedisError: Unavailable only once `give_up()` is true.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class DeferredJobs:
         The totals count no `messages`: the batch that read them has counted them.
         """
         began_ms = self._clock.monotonic_ms()
-        queues = _round_robin(self._without_paused(self._refresh()))[:MAX_KEYS_PER_JOB]
+        queues = _round_robin(self._retry(self._fetch_unpaused))[:MAX_KEYS_PER_JOB]
         if not queues:
             return None
         rows = self._run_job(queues)
@@ -110,9 +111,12 @@ class DeferredJobs:
         )
 
     def is_finished(self) -> bool:
-        """Whether no deferred key will make progress by itself: each is parked, paused, or retried without end."""
+        """Whether no deferred key will make progress by itself: each is parked, paused, or retried without end.
+
+        Raises Unavailable at once: its caller repeats it, and knows when that is pointless.
+        """
         is_bounded = self._job.handler.retry.then != "block"
-        found = self._without_paused(self._refresh(refresh_all=True))
+        found = self._fetch_unpaused(refresh_all=True)
         return not any(
             ready.queues or ready.awaiting or (is_bounded and ready.wait_ms is not None) for _, ready in found
         )
@@ -123,7 +127,7 @@ class DeferredJobs:
         # While keys migrate, the entries that their deferred keys wait for are in later batches.
         while full := [
             stream
-            for stream, ready in self._refresh()
+            for stream, ready in self._retry(self._refresh)
             if ready.entry_count >= MAX_DEFERRED_ENTRIES and not ready.awaiting
         ]:
             if not is_logged:
@@ -149,7 +153,7 @@ class DeferredJobs:
             refreshed = {
                 stream: times for stream, times in notified if refresh_all or self._needs_refresh(stream, times, now_ms)
             }
-        found = self._fetch_runnable(list(refreshed))
+        found = runnable_keys(self._commit_store, list(refreshed), MAX_KEYS_PER_JOB)
         then_ms = self._clock.monotonic_ms()
         if refresh_all:  # an operator's unpark notifies no stream, so all are refreshed now and then
             self._full_refresh_at_ms = then_ms + max(_REFRESH_MS, _REFRESH_SHARE * (then_ms - now_ms))
@@ -163,15 +167,11 @@ class DeferredJobs:
                     del self._notified[stream], self._snapshots[stream]
             return [(stream, self._snapshots[stream].runnable) for stream, _ in notified if stream in self._snapshots]
 
-    def _without_paused(self, found: Sequence[tuple[str, RunnableKeys]]) -> list[tuple[str, RunnableKeys]]:
-        """Leave out the streams on which the handler is paused."""
+    def _fetch_unpaused(self, *, refresh_all: bool = False) -> list[tuple[str, RunnableKeys]]:
+        """`_refresh`, without the streams on which the handler is paused."""
+        found = self._refresh(refresh_all=refresh_all)
         some = [stream for stream, ready in found if ready.has_queues]
-        read = partial(self._commit_store.paused_streams, some)
-        paused = (
-            self._client.retry_while_unavailable(read, what=self._job.handler.label, give_up=self._give_up)
-            if some
-            else {}
-        )
+        paused = self._commit_store.paused_streams(some) if some else {}
         return [(stream, ready) for stream, ready in found if stream not in paused]
 
     def _needs_refresh(self, stream: str, times: int, now_ms: float) -> bool:
@@ -185,12 +185,8 @@ class DeferredJobs:
             return True
         return seen.runnable.wait_ms is not None and now_ms >= seen.at_ms + seen.runnable.wait_ms
 
-    def _fetch_runnable(self, streams: Sequence[str]) -> dict[str, RunnableKeys]:
-        return self._client.retry_while_unavailable(
-            lambda: runnable_keys(self._commit_store, streams, MAX_KEYS_PER_JOB),
-            what=self._job.handler.label,
-            give_up=self._give_up,
-        )
+    def _retry(self, operation: Callable[[], T]) -> T:
+        return self._client.retry_while_unavailable(operation, what=self._job.handler.label, give_up=self._give_up)
 
     def _run_job(self, queues: Sequence[tuple[str, bytes]]) -> Rows:
         job = self._job
