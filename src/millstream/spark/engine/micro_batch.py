@@ -32,7 +32,7 @@ class Engine:
 
     The keys are spread over as many tasks as there are cores. Every finished batch calls `on_batch`; `deferred_jobs` is
     notified of the streams on which it deferred messages, `failures` logs what failed, and `breaker` waits while the
-    handler is paused.
+    handler is paused. `give_up` returns True once waiting for Redis is pointless.
     """
 
     def __init__(
@@ -43,11 +43,13 @@ class Engine:
         deferred_jobs: DeferredJobs,
         failures: FailureLog,
         breaker: RunBreaker,
+        give_up: Callable[[], bool],
     ) -> None:
         self._job = job
         self._failures = failures
         self._breaker = breaker
         self._deferred_jobs = deferred_jobs
+        self._give_up = give_up
         self._on_batch = on_batch
         self._client = shared_client(job.url)
         self._commit_store = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
@@ -88,7 +90,7 @@ class Engine:
             last = EntryId.parse(row["last_id"])
             ends[row["stream"]] = max(last, ends.get(row["stream"], last))
         self._client.retry_while_unavailable(
-            lambda: self._commit_store.advance_committed(ends), what=self._job.handler.label
+            lambda: self._commit_store.advance_committed(ends), what=self._job.handler.label, give_up=self._give_up
         )
 
 

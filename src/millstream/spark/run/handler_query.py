@@ -173,7 +173,12 @@ class HandlerQuery(SupervisedQuery):
         )
         self._owner_check = OwnerCheck(self._commit_store.with_token(token), list(positions))
         engine = Engine(
-            job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs, failures=self._failure_log, breaker=breaker
+            job,
+            on_batch=self._on_batch,
+            deferred_jobs=self._deferred_jobs,
+            failures=self._failure_log,
+            breaker=breaker,
+            give_up=context.ended.is_set,
         )
         frame = context.spark.readStream.format("redis-streams").options(**options).load()
         return self._start_query(frame.writeStream.foreachBatch(self._batch_function(engine)))
