@@ -187,7 +187,7 @@ class HandlerQuery(SupervisedQuery):
         """Begin a run; return its token and its streams' committed positions. It continues after workers' commits."""
         streams = self.streams()
         token = self._commit_store.new_token(streams)
-        # Before the query plans: the source sees of workers' commits only the committed offset that `start_background` writes.
+        # Before the query plans: the source sees of workers' commits only the committed offset that `begin_run` writes.
         return token, self._commit_store.with_token(token).begin_run(streams)
 
     def _on_batch(self, batch: BatchTotals) -> None:
