@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millstream.errors import Unavailable, WrongType
+from millstream.errors import ConfigError, MillstreamError, RedisError, Unavailable, WrongType
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import StreamKeys, from_wire, to_wire
 from millstream.redis_client.pipelining import call_all
@@ -29,6 +29,10 @@ _LAST_MS = 253_402_300_799_999  # the last of the year 9999, which dates go up t
 _RAW_HEADS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
 
 _read_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+
+
+def _raise(error: MillstreamError) -> None:
+    raise error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +96,13 @@ class DelayedMessages:
         *,
         every_ms: float = 1_000.0,
         on_moved: Callable[[int], None] = lambda moved: None,
+        on_refused: Callable[[MillstreamError], None] = _raise,
     ) -> None:
-        """Move messages when they are due, until `stopping`; ask for new ones every `every_ms` milliseconds."""
+        """Move messages when they are due, until `stopping`; ask for new ones every `every_ms` milliseconds.
+
+        `on_refused` is called with each error that does not end by itself, and may raise it, as it does by default;
+        otherwise all streams are tried again. Of several streams, those that the error does not concern were moved.
+        """
         wait_ms = 0.0
         while not stopping.wait(wait_ms / 1000):
             wait_ms = every_ms
@@ -101,6 +110,8 @@ class DelayedMessages:
                 movement = self.move_due(streams())
             except (Unavailable, WrongType) as error:  # WrongType: the reader of that stream reports it
                 logger.debug("cannot move delayed messages; trying again: %s", error)
+            except (RedisError, ConfigError) as error:
+                on_refused(error)
             else:
                 on_moved(movement.moved)
                 if movement.next_ms is not None:

@@ -54,9 +54,14 @@ def hash_tag(key: str) -> str:
     return key[start + 1 : end] if start >= 0 and end > start + 1 else key
 
 
+def can_share_slot(name: str) -> bool:
+    """True if other keys can be put into the hash slot of the stream `name`."""
+    return "}" not in hash_tag(name)
+
+
 def check_stream(name: str) -> str:
     """Return the stream name `name` if other keys can be put into its hash slot; raise ConfigError if not."""
-    if "}" in hash_tag(name):
+    if not can_share_slot(name):
         raise ConfigError(
             f"the stream name {name!r} cannot be used, as no other key can share its slot on Redis Cluster: it has a "
             "'}' but no tag in braces before it; rename the stream, or use a pattern that excludes it"

@@ -18,11 +18,11 @@ from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.output_check import check_output
 from millstream.delivery.reliable_stream import Delivery, remove_consumers
 from millstream.errors import (
-    AccessDenied,
     ConfigError,
     GroupMissing,
     HandlerStuck,
     Incompatible,
+    MillstreamError,
     Unavailable,
 )
 from millstream.handlers.handler import Handler
@@ -306,25 +306,26 @@ class ReadingLoop:
         has_many = self.handler.order == "stream"
         is_watched = has_many or self.handler.pattern is not None
         delayed = _tracked_delayed_messages(self._client, self._clock) if is_watched else DelayedMessages(self._client)
-        while not self._stopping.is_set():
-            try:
-                delayed.move_until_stopped(
-                    lambda: names_to_work_on(self._ordering.streams),
-                    self._stopping,
-                    every_ms=self._policy.sweep_ms,
-                    on_moved=self.loop_metrics.count_delayed_moved,
+
+        def on_refused(error: MillstreamError) -> None:
+            nonlocal has_warned
+            if not has_many or not concerns_one_stream(error):
+                raise error
+            if not has_warned:
+                logger.warning(
+                    "cannot move delayed messages of a stream of %s: %s; moving those of its other streams",
+                    self.handler.label,
+                    error,
                 )
-            except AccessDenied as error:  # the messages of the other streams were moved
-                if not has_many or not concerns_one_stream(error):
-                    raise
-                if not has_warned:
-                    logger.warning(
-                        "cannot move delayed messages of a stream of %s: %s; moving those of its other streams",
-                        self.handler.label,
-                        error,
-                    )
-                has_warned = True
-                self._stopping.wait(self._policy.sweep_ms / 1000)
+            has_warned = True
+
+        delayed.move_until_stopped(
+            lambda: names_to_work_on(self._ordering.streams),
+            self._stopping,
+            every_ms=self._policy.sweep_ms,
+            on_moved=self.loop_metrics.count_delayed_moved,
+            on_refused=on_refused,
+        )
 
     def _retry_while_unavailable(self, operation: Callable[[], object]) -> None:
         try:

@@ -16,7 +16,6 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.app import App
 from millstream.clock import SYSTEM_CLOCK, Clock, wait_after
-from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import (
     AccessDenied,
     ConfigError,
@@ -30,6 +29,7 @@ from millstream.errors import (
 )
 from millstream.redis_client.client import Client
 from millstream.spark.run.connect_guard import refuse_session
+from millstream.spark.run.delayed_mover import move_delayed
 from millstream.spark.run.failures import Failure, failure_of
 from millstream.spark.run.handler_query import HandlerQuery
 from millstream.spark.run.liveness import begin_run, keep_announced
@@ -158,14 +158,7 @@ class Supervisor:
 
     def _move_delayed(self) -> None:
         """Move due delayed messages to their streams, until the run ends."""
-        with Client(self._settings.url) as client:
-            try:
-                DelayedMessages(client).move_until_stopped(
-                    lambda: sorted({name for supervised in self._supervised for name in supervised.streams()}),
-                    self._ended,
-                )
-            except (RedisError, ConfigError) as error:
-                logger.warning("this pipeline stops moving delayed messages to their streams: %s", error)
+        move_delayed(self._settings.url, [supervised.streams for supervised in self._supervised], self._ended)
 
     def _begin_run(self) -> None:
         """Announce the run in Redis from now on, for `millstream info` and for older runs of its stages."""
