@@ -6,6 +6,7 @@ and the Redis sink have fences of their own, a stage that writes elsewhere has n
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from threading import Event
 
 from millstream.errors import AccessDenied, RedisError
@@ -22,14 +23,16 @@ _CHECK_S = 1.0
 def begin_run(client: Client, app: str, names: Sequence[str]) -> int | None:
     """Announce a new run of these handlers and stages; return its epoch, which is above those of all runs alive.
 
-    It is at least the server's time in microseconds. Returns None without the right to announce. Raises RedisError.
+    It is at least the server's time in microseconds. Returns None without the right to read the others' epochs. Without
+    the right to announce the run, `keep_announced` says so. Raises RedisError.
     """
     try:
         epoch = max([server_time_us(client), *(known + 1 for known in _epochs(client, app, names))])
-        announce_run(client, app, names, epoch=epoch)
     except AccessDenied as error:
         _warn_denied(app, error)
         return None
+    with suppress(AccessDenied):
+        announce_run(client, app, names, epoch=epoch)
     return epoch
 
 
@@ -62,9 +65,9 @@ def keep_announced(
 ) -> None:
     """Renew the liveness keys until `ended`; report the names that a newer run has announced, which stay the newer run's.
 
-    A failure is only logged: fences, not these keys, protect what is committed.
+    A failure is only logged, and what is refused tried again: fences, not these keys, protect what is committed.
     """
-    renew_in = 0
+    renew_in, has_warned = 0, False
     with Client(url) as client:
         while not ended.is_set():
             try:
@@ -75,8 +78,10 @@ def keep_announced(
                     announce_run(client, app, [one for one in current if one not in replaced], epoch=epoch)
                     renew_in = round(_INTERVAL_S / _CHECK_S)
             except AccessDenied as error:
-                _warn_denied(app, error)
-                return
+                renew_in = round(_INTERVAL_S / _CHECK_S)
+                if not has_warned:
+                    _warn_denied(app, error)
+                has_warned = True
             except RedisError as error:
                 logger.debug("cannot write liveness keys of %s now, trying again: %s", app, error)
             renew_in -= 1
@@ -84,4 +89,9 @@ def keep_announced(
 
 
 def _warn_denied(app: str, error: AccessDenied) -> None:
-    logger.warning("cannot write liveness keys, millstream info will not show this run of %s: %s", app, error)
+    logger.warning(
+        "cannot read or write the liveness keys of %s: %s; millstream info does not show this run, and of two runs of a "
+        "stage the older one may not end",
+        app,
+        error,
+    )
