@@ -3,15 +3,17 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
 from millstream import App, Message, Reject, Retry, State
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.effects import MAX_COMMIT_OUTPUTS, Effects
 from millstream.errors import StaleOwner, Unfinished
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -439,6 +441,28 @@ def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: TaskFixture) ->
     assert bench.outputs() == list(range(1, 1301))
     assert report["committed"] == 1300
     assert report["refused"] == 0
+
+
+@pytest.mark.parametrize("keys", [b"aaaa", b"abcd"], ids=["one key", "many keys"])
+def test_outputs_beyond_those_of_one_call_to_redis_are_committed_in_parts(
+    bench: TaskFixture, monkeypatch: pytest.MonkeyPatch, keys: bytes
+) -> None:
+    commit = CommitStore.commit
+    sizes: list[int] = []
+
+    def measured(store: CommitStore, units: Mapping[str, Sequence[Effects]], **options: Any) -> list[Effects]:
+        sizes.append(sum(len(unit.outputs) for some in units.values() for unit in some))
+        return commit(store, units, **options)
+
+    monkeypatch.setattr(CommitStore, commit.__name__, measured)
+
+    def handle(item: Item) -> list[dict[str, int]]:
+        return [{"n": item.n}] * (MAX_COMMIT_OUTPUTS // 2)
+
+    rows = bench.rows(*((n, keys[n - 1 : n], {"n": n}) for n in range(1, 5)))
+    bench.process(only(App("app"), handle, key="k", into="out"), rows)
+    assert bench.client.execute("XLEN", "out") == 2 * MAX_COMMIT_OUTPUTS
+    assert [size for size in sizes if size] == [MAX_COMMIT_OUTPUTS] * 2
 
 
 def test_the_task_waits_for_memory_and_continues_without_counting_an_attempt(bench: TaskFixture) -> None:

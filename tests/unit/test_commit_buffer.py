@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from millstream.delivery.effects import MAX_COMMIT_OUTPUTS
 from millstream.model import EntryId
 from millstream.spark.engine.commit_buffer import COMMIT_BYTES, COMMIT_MESSAGES, CommitBuffer
 from millstream.spark.engine.key_run import Entry, KeyRun
@@ -97,6 +98,9 @@ def test_a_buffer_is_full_by_messages_or_by_bytes_and_a_flush_empties_it() -> No
     assert not buffer.is_full
     assert not buffer.is_filled_by(run_of(b"short"))
     assert buffer.is_filled_by(run_of(b"long", processed=COMMIT_MESSAGES))
+    many = run_of(b"many")
+    many.effects.add_outputs([b"x"] * MAX_COMMIT_OUTPUTS)
+    assert buffer.is_filled_by(many)
 
 
 @pytest.mark.parametrize(("state", "committed"), [(b"new", b"new"), (b"old", None)])

@@ -38,8 +38,10 @@ def crash_counts_of(entry_id: str) -> tuple[str, ...]:
     return entry_id, *(entry_id + suffix for suffix in suffixes)
 
 
+MAX_COMMIT_OUTPUTS = 10_000
+"""Outputs of several units that one call commits at most, as Redis answers no other client meanwhile."""
+
 _CHUNK_BYTES = 8 << 20
-_CHUNK_OUTPUTS = 10_000
 _OUTPUT_KEY = 8
 
 
@@ -167,7 +169,7 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[S
             continue
         if unit.outputs or unit.dead_letters or unit.state:  # most units have no effects, and there are many
             size, count = unit.size, len(unit.outputs)
-            if (total + size > _CHUNK_BYTES or outputs + count > _CHUNK_OUTPUTS) and at > begin:
+            if (total + size > _CHUNK_BYTES or outputs + count > MAX_COMMIT_OUTPUTS) and at > begin:
                 yield some[begin:at]
                 begin, total, outputs = at, 0, 0
             total, outputs = total + size, outputs + count

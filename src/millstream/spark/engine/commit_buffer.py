@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from millstream.delivery.effects import MAX_COMMIT_OUTPUTS
 from millstream.spark.engine.key_run import KeyRun
 
 COMMIT_MESSAGES = 500
@@ -32,7 +33,9 @@ class CommitBuffer:
 
     def is_filled_by(self, run: KeyRun) -> bool:
         """Return True if a flush is due once the effects of this run are staged, which may go on."""
-        return run.effects.message_count >= COMMIT_MESSAGES or self._bytes >= COMMIT_BYTES
+        effects = run.effects
+        is_long = effects.message_count >= COMMIT_MESSAGES or len(effects.outputs) >= MAX_COMMIT_OUTPUTS
+        return is_long or self._bytes >= COMMIT_BYTES
 
     def count_bytes(self, size: int) -> None:
         """Note that the effects of a run have grown by so many bytes."""

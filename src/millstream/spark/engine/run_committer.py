@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.deferral import Deferral, defer
-from millstream.delivery.effects import Effects
+from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.observability.failure_log import FailureRecorder
 from millstream.spark.engine.attempt_runner import CallRedis
 from millstream.spark.engine.key_run import KeyRun
@@ -25,7 +26,10 @@ class RunCommitter:
         self._call = call
 
     def commit(self, runs: Sequence[KeyRun]) -> list[KeyRun]:
-        """Commit the effects of `runs`; return those that were refused."""
+        """Commit the effects of `runs`, in as many calls as they need; return those that were refused."""
+        return [one for some in chunk_by_size(runs, attrgetter("effects")) for one in self._commit_together(some)]
+
+    def _commit_together(self, runs: Sequence[KeyRun]) -> list[KeyRun]:
         effects: dict[str, list[Effects]] = defaultdict(list)
         for run in runs:
             effects[run.stream].append(run.effects)
