@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from millstream import Message, Reject, Retry
+from millstream import Breaker, Message, Reject, Retry
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
@@ -31,6 +31,7 @@ from tests.support.workers import (
     KEYS,
     QUICK,
     READ_WITHIN_MS,
+    RecordingLoop,
     dead,
     deliver_to,
     double,
@@ -120,6 +121,51 @@ def test_a_worker_that_cannot_lease_keys_at_maxmemory_warns_and_reports_when_it_
         eventually(lambda: loop.loop_metrics.committed == 5)
         eventually(lambda: "app.handle resumes: Redis lets it fetch again after " in caplog.text)
     assert caplog.text.count("cannot fetch messages") == 1
+
+
+@contextmanager
+def dead_letters_of_keys_at_maxmemory(client: Client, recorder: Recorder) -> Iterator[RecordingLoop]:
+    """Let five messages of as many keys fail for good while Redis has no memory for their dead letters."""
+    full = threading.Event()
+
+    def fails(message: Message) -> None:
+        full.wait(FAIL_SAFE_S)
+        raise ValueError("no such order")
+
+    handler = make(fails, key="n", retry=Retry(attempts=1), breaker=Breaker(first=6))
+    fill(client, 5)
+    with working(client, handler, metrics=recorder) as loop:
+        eventually(lambda: len(loop._in_flight.runs) == 5, "the runs of all five")
+        with configured(client, "maxmemory", "1"):
+            full.set()
+            eventually(lambda: len(loop._ordering.committer._postponed_runs) == 5, "their postponement")  # type: ignore[attr-defined]
+            yield loop
+
+
+def test_dead_letters_that_wait_for_memory_are_counted_once_by_the_breaker(client: Client) -> None:
+    recorder = Recorder()
+    with dead_letters_of_keys_at_maxmemory(client, recorder) as loop:
+        breaker = loop._ordering.committer._breaker
+
+        def refused() -> float:
+            return recorder.value(m.REDIS_ERRORS, error="OutOfMemory")
+
+        before = refused()
+        eventually(lambda: breaker.is_open() or refused() > before + 3, "more trials to store them")
+        assert not breaker.is_open()
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+        eventually(lambda: len(dead(client)) == 5, "the dead letters")
+    assert not CommitStore(client, app="app", handler="handle").paused_streams(["in"])
+
+
+def test_a_worker_does_not_report_as_stored_what_it_has_lost_while_it_waited_for_memory(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dead_letters_of_keys_at_maxmemory(client, Recorder()) as loop:
+        for lease in loop._in_flight.leases.copy():
+            lease.expired = True
+        eventually(lambda: loop._ordering.committer._postponed_since_ms is None, "the end of the wait")
+    assert "Redis has stored its postponed commits" not in caplog.text
 
 
 def test_a_run_that_hangs_at_maxmemory_is_given_up_once_there_is_memory_and_keeps_its_claims(

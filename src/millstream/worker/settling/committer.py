@@ -47,6 +47,7 @@ class Committer:
         self._postponed: list[PendingCommit] = []
         self._postponed_due_ms = 0.0
         self._postponed_since_ms: float | None = None
+        self._has_stored = False  # since the last postponement, without the leave to exceed the memory limit
         self._warning = Every(_WARN_EVERY_MS)
 
     def run(self) -> None:
@@ -60,7 +61,7 @@ class Committer:
             self._requeue_retries()
             if self._has_postponed and self._clock.monotonic_ms() >= self._postponed_due_ms:
                 self._retry_postponed()
-                self._note_resumption()
+            self._note_resumption()
 
     def settle(self, finished: Sequence[FinishedRun]) -> None:
         """Commit, retry or dead-letter each of these runs."""
@@ -163,6 +164,7 @@ class Committer:
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
+        self._has_stored |= bool(written) and not allow_oom
         letters = [letter for _, one in written if not isinstance(one, bytes) for letter in one.dead_letters]
         dead = list(map(reason_of, letters))
         self._steps.failures.dead_lettered(letters)
@@ -225,6 +227,7 @@ class Committer:
     def _warn_postponed(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
         now_ms = self._clock.monotonic_ms()
         self._postponed_due_ms = now_ms + _MEMORY_RETRY_MS
+        self._has_stored = False
         self._loop_metrics.on_redis_error(error)
         if count and self._postponed_since_ms is None:
             self._postponed_since_ms = now_ms
@@ -235,15 +238,17 @@ class Committer:
             )
 
     def _note_resumption(self) -> None:
-        if self._postponed_since_ms is not None and not self._has_postponed:
+        if self._postponed_since_ms is None or self._has_postponed:
+            return
+        if self._has_stored:  # else what was postponed is lost: other workers have it
             waited_ms = self._clock.monotonic_ms() - self._postponed_since_ms
             logger.warning(
                 "%s resumes: Redis has stored its postponed commits after %.1f s",
                 self._steps.handler.label,
                 waited_ms / 1000,
             )
-            self._postponed_since_ms = None
-            self._warning.reset()
+        self._postponed_since_ms = None
+        self._warning.reset()
 
     @property
     def _has_postponed(self) -> bool:

@@ -28,7 +28,9 @@ Runs = list[tuple[Delivery, Outcome]]
 class _LeaseOutcome:
     """Actions for one lease: effects to commit, and a release other than the requeue at the end of its slice.
 
-    `delay_ms`: how long its failed entry waits for the next attempt; `halted`: the breaker is open, so the rest of the key is released.
+    * `runs`: those that the breaker admits
+    * `delay_ms`: how long its failed entry waits for the next attempt
+    * `halted`: the breaker is open, so the rest of the key is released
     """
 
     lease: KeyLease
@@ -78,35 +80,38 @@ class KeyCommitter(Committer):
         self._observe_run_times(finished)
         if finished:
             self._in_flight.on_run_time(sum(deliveries[0].attempt_ms for deliveries, _ in finished) / len(finished))
-        # Runs kept for want of memory come before later runs of the same key.
-        runs, self._postponed_runs = self._postponed_runs, {}
+        runs: dict[KeyLease, Runs] = defaultdict(list)
         for (delivery,), outcome in finished:
-            runs.setdefault(lease_of(delivery), []).append((delivery, outcome))
+            runs[lease_of(delivery)].append((delivery, outcome))
+        # Runs kept for want of memory come before later runs of the same key.
+        postponed, self._postponed_runs = self._postponed_runs, {}
+        leases = dict.fromkeys([*postponed, *runs])
         by_stream: dict[KeyedStream, list[_LeaseOutcome]] = defaultdict(list)
-        for lease, some in runs.items():
-            if lease.expired or not all(delivery in self._in_flight for delivery, _ in some):
+        for lease in leases:
+            kept, new = postponed.get(lease, []), runs[lease]
+            if lease.expired or not all(delivery in self._in_flight for delivery, _ in [*kept, *new]):
                 self._drop_lost(lease)
             else:
-                by_stream[lease.stream].append(self._make_outcome(lease, some))
+                by_stream[lease.stream].append(self._make_outcome(lease, kept, new))
         sent = self._commit_pipelined(by_stream) if len(by_stream) > 1 else {}
         for stream, outcomes in by_stream.items():
             self._settle_stream(stream, outcomes, sent.get(stream))
-        self._release_held_back(runs)
+        self._release_held_back(leases)
         self._loop_metrics.on_runs_settled(len(finished))
 
-    def _make_outcome(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
-        admitted = self._admitted(lease, runs)
+    def _make_outcome(self, lease: KeyLease, postponed: Runs, new: Runs) -> _LeaseOutcome:
+        runs = [*postponed, *self._admitted(lease, new)]  # the breaker has counted those that were postponed
         outcome = _LeaseOutcome(lease, runs, halted=lease in self._halted)
-        done = [(delivery, result) for delivery, result in admitted if isinstance(result, (Done, DeadLettered))]
+        done = [(delivery, result) for delivery, result in runs if isinstance(result, (Done, DeadLettered))]
         lease.releasing = outcome.is_over
         if done:
             outcome.done = [delivery for delivery, _ in done]
             outcome.effects = self._steps.commit_key(lease, done)
             if outcome.is_over and len(done) == len(runs):
                 outcome.effects.unfinished = lease.in_flight_count - len(done)
-        last, result = runs[-1]
         if outcome.halted:
             return outcome
+        last, result = runs[-1]
         if isinstance(result, RetryLater):
             outcome.delay_ms = self._steps.retry(last, result)
             error = LastError.of(result, self._steps.handler.retry).pack()
@@ -175,8 +180,9 @@ class KeyCommitter(Committer):
             for lease in self._retry_while_unavailable(lambda: stream.release_leases(releases)):
                 self._drop_lost(lease)
             for one in outcomes:
-                delivery, result = one.runs[-1]
-                if isinstance(result, (RetryLater, Parked)) and not one.lease.expired:
+                if one.release is not None and not one.lease.expired:
+                    delivery, result = one.runs[-1]
+                    assert isinstance(result, (RetryLater, Parked))
                     self._steps.log_failure(delivery, result, one.delay_ms)
         over = [one for one in outcomes if one.is_over]
         for one in over:
@@ -235,6 +241,7 @@ class KeyCommitter(Committer):
                 outcome.lease.committed_state = outcome.effects.state
             done += outcome.done
             letters += outcome.effects.dead_letters
+        self._has_stored |= bool(done) and not allow_oom
         self._steps.failures.dead_lettered(letters)
         self._in_flight.remove(done)
         self._loop_metrics.count_committed(done, list(map(reason_of, letters)), took_s)
