@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -12,13 +12,15 @@ import pytest
 
 from millstream import Message, Reject, Retry, State
 from millstream.delivery.key_queues import list_queues, park, unpark
-from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
+from millstream.delivery.keyed_stream import KeyedStream, lease_of, queue_of_key
+from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck
 from millstream.observability import metrics as m
 from millstream.redis_client.client import Client
 from millstream.redis_client.scripts import Script
 from millstream.testing.invariants import check_invariants
 from millstream.testing.proxy import Proxy
+from millstream.worker.completion_queue import FinishedRun
 from tests.support.clocks import LeapClock
 from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -231,6 +233,37 @@ def test_a_stop_returns_unstarted_keys_and_counts_no_attempt(client: Client) -> 
         eventually(lambda: len(rows(client)) >= 60)
     check_order(client, 60)
     assert {row["attempt"] for row in rows(client)} == {"1"}
+
+
+def test_a_stop_between_two_messages_of_a_key_leaves_no_lease_behind(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between, released = threading.Event(), threading.Event()
+    with working(client, make(count, key="key")) as loop:
+        in_flight, ordering, committer = loop._in_flight, loop._ordering, loop._ordering.committer
+        start, release, settle = in_flight.start, ordering.release, committer.settle
+
+        def start_the_second_after_the_release(delivery: Delivery, now_ms: float, **options: Any) -> bool | None:
+            if delivery is lease_of(delivery).entries[1]:
+                between.set()
+                released.wait(FAIL_SAFE_S)
+            return start(delivery, now_ms, **options)
+
+        def settle_after_the_release(finished: Sequence[FinishedRun]) -> None:
+            released.wait(FAIL_SAFE_S)
+            settle(finished)
+
+        def release_and_say_so(deliveries: Sequence[Delivery]) -> None:
+            release(deliveries)
+            released.set()
+
+        monkeypatch.setattr(in_flight, "start", start_the_second_after_the_release)
+        monkeypatch.setattr(committer, "settle", settle_after_the_release)
+        monkeypatch.setattr(ordering, "release", release_and_say_so)
+        fill(client, 4, 1)
+        eventually(between.is_set, "the end of the first run")
+    assert (len(rows(client)), in_flight.leases) == (1, set())
+    assert {queue.state for queue in list_queues(client, KEYS)} == {"ready"}
 
 
 def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_keeps_the_order(

@@ -282,6 +282,14 @@ class InFlight:
             self.remove_lease(lease)
         return surplus
 
+    def idle_leases(self, leases: Iterable[KeyLease]) -> list[KeyLease]:
+        """Return those of `leases` that are in flight though none of their entries is any more."""
+        held = [lease for lease in leases if lease in self.leases]
+        if not held:
+            return held
+        with self._lock:  # a thread that removes entries adds those again that it finds running
+            return [lease for lease in held if not any(one in self for one in lease.entries)]
+
     def remove_lease(self, lease: KeyLease) -> list[Delivery]:
         """Remove a leased key; return its entries that were still in flight."""
         rest = [one for one in lease.entries if one in self]

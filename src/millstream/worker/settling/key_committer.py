@@ -137,16 +137,15 @@ class KeyCommitter(Committer):
         return admitted
 
     def _release_held_back(self, leases: Iterable[KeyLease]) -> None:
-        """Release what must not be run, and keys whose dead letters must not be written once none of them runs."""
-        if self._breaker.is_open():
-            waiting = self._in_flight.remove_unstarted()
-        elif self._halted:
-            waiting = []
-        else:
-            return
-        over = [lease for lease in leases if not any(one in self._in_flight for one in lease.entries)]
-        self._halted.difference_update(over)
-        if waiting := [*waiting, *(lease.entries[0] for lease in over if lease.entries)]:
+        """Release what must not be run, and keys of which nothing is left to run though their leases are not over.
+
+        That is so after a dead letter that must not be written, and where the next entry of the key was removed just
+        before it would have started.
+        """
+        waiting = self._in_flight.remove_unstarted() if self._breaker.is_open() else []
+        idle = self._in_flight.idle_leases(leases)
+        self._halted.difference_update(idle)
+        if waiting := [*waiting, *(lease.entries[0] for lease in idle)]:
             self._release(waiting)
 
     def _commit_pipelined(
