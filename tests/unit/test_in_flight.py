@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -304,6 +305,92 @@ def test_an_isolated_run_waits_for_the_event_loop_and_ends_with_it(stream: Relia
         runner.cancel_all()
     waiting.join(FAIL_SAFE_S)
     assert len(outcomes) == 1
+
+
+class Buffer(SimpleQueue[Any]):
+    """A buffer that calls `before_get` just before an entry is taken from it."""
+
+    def __init__(self) -> None:
+        self.before_get: Callable[[], object] = lambda: None
+
+    def get_nowait(self) -> Any:
+        self.before_get()
+        return super().get_nowait()
+
+
+def hanging(kind: type[Any], started: threading.Event, over: threading.Event) -> Callable[..., Any]:
+    """A handler of messages, or of lists for AsyncBatchRunner, whose run goes on until `over`."""
+
+    async def run() -> None:
+        started.set()
+        while not over.is_set():  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.001)
+
+    async def one(message: Message) -> None:
+        await run()
+
+    async def some(messages: list[Message]) -> None:
+        await run()
+
+    return some if kind is AsyncBatchRunner else one
+
+
+ASYNC = pytest.mark.parametrize(("kind", "options"), [(AsyncRunner, {}), (AsyncBatchRunner, {"batch_wait_ms": 0})])
+
+
+@ASYNC
+def test_a_stop_that_empties_the_buffer_at_that_moment_ends_no_run(
+    stream: ReliableStream, in_flight: InFlight, kind: type[Any], options: dict[str, Any]
+) -> None:
+    in_flight.buffer = buffer = Buffer()
+    started, over = threading.Event(), threading.Event()
+    runner = runner_of(hanging(kind, started, over), kind, in_flight, **options)
+    in_flight.on_buffered = runner.notify
+    one, other = delivery(stream), delivery(stream, 2)
+    removed: list[Delivery] = []
+    with running(runner, in_flight):
+        in_flight.add([one], 0)
+        eventually(started.is_set)
+
+        def remove() -> None:
+            buffer.before_get = lambda: None
+            removed.extend(in_flight.remove_waiting())
+
+        buffer.before_get = remove
+        in_flight.add([other], 0)
+        eventually(lambda: removed)
+        over.set()
+        (ran,), _ = in_flight.completions.collect(FAIL_SAFE_S)
+    assert (removed, ran) == ([other], ((one,), NO_EFFECTS))
+
+
+@ASYNC
+def test_a_run_that_the_runner_cancels_as_it_fails_itself_has_no_outcome(
+    stream: ReliableStream, in_flight: InFlight, kind: type[Any], options: dict[str, Any]
+) -> None:
+    in_flight.buffer = buffer = Buffer()
+    started, failures = threading.Event(), []
+    runner = runner_of(hanging(kind, started, threading.Event()), kind, in_flight, retry=Retry(attempts=1), **options)
+    in_flight.on_buffered = runner.notify
+
+    def run() -> None:
+        try:
+            runner.run()
+        except ExceptionGroup as error:
+            failures.extend(error.exceptions)
+
+    def fail() -> None:
+        raise MemoryError("no room for a task")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    in_flight.add([delivery(stream)], 0)
+    eventually(started.is_set)
+    buffer.before_get = fail
+    in_flight.add([delivery(stream, 2)], 0)
+    thread.join(FAIL_SAFE_S)
+    assert [type(one) for one in failures] == [MemoryError]
+    assert len(in_flight.completions) == 0
 
 
 def nothing(_: Message) -> None:

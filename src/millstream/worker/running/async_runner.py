@@ -5,7 +5,7 @@ import contextlib
 import select
 import selectors
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from queue import Empty
 from typing import Any
@@ -43,7 +43,7 @@ class AsyncRunner(_Start):
         self._loop_started = threading.Event()
         self._notified = asyncio.Event()
         self._free_slots = steps.handler.concurrency
-        self._is_at_end = self._is_cancelled = False
+        self._is_at_end = self._is_stopped = self._is_cancelled = False
         self._main_task: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
@@ -56,7 +56,7 @@ class AsyncRunner(_Start):
         try:
             loop.run_until_complete(self._main_task)
         except asyncio.CancelledError as error:
-            if not self._is_cancelled:
+            if not self._is_stopped:
                 raise Unfinished(
                     f"{self._steps.handler.label} has cancelled all tasks of its event loop, the worker's own among "
                     "them; cancel only tasks that the handler has made"
@@ -97,7 +97,7 @@ class AsyncRunner(_Start):
 
     def cancel_all(self) -> None:
         """See Runner."""
-        self._is_cancelled = True
+        self._is_stopped = self._is_cancelled = True
         if self._main_task is not None:
             self._call_soon(self._main_task.cancel)
 
@@ -112,10 +112,24 @@ class AsyncRunner(_Start):
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as group:
-            while not self._is_at_end:
-                self._start_tasks(group)
-                await self._notified.wait()
-                self._notified.clear()
+            with self._cancelling_all():
+                await self._run_buffered(group)
+
+    @contextlib.contextmanager
+    def _cancelling_all(self) -> Iterator[None]:
+        """If the block fails, ignore the outcomes of all runs: the group cancels them, which is no fault of theirs."""
+        try:
+            yield
+        except BaseException:
+            self._is_cancelled = True
+            raise
+
+    async def _run_buffered(self, group: asyncio.TaskGroup) -> None:
+        """Run messages in the group until the end of the buffer."""
+        while not self._is_at_end:
+            self._start_tasks(group)
+            await self._notified.wait()
+            self._notified.clear()
 
     def _start_tasks(self, group: asyncio.TaskGroup) -> None:
         """Start as many messages as there are free slots; each that ends starts the next."""

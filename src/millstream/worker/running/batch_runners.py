@@ -134,14 +134,13 @@ class ThreadBatchRunner(ThreadRunner):
 class AsyncBatchRunner(AsyncRunner):
     """An event loop as of AsyncRunner, in which as many batches as the handler's `concurrency` are run at once."""
 
-    async def _serve(self) -> None:
+    async def _run_buffered(self, group: asyncio.TaskGroup) -> None:
         slots = asyncio.Semaphore(self._steps.handler.concurrency)
-        async with asyncio.TaskGroup() as group:
+        await slots.acquire()
+        while batch := await self._gather():
+            group.create_task(self._run_one_batch(batch, slots))
+            del batch  # nothing holds on to it while more is waited for
             await slots.acquire()
-            while batch := await self._gather():
-                group.create_task(self._run_one_batch(batch, slots))
-                del batch  # nothing holds on to it while more is waited for
-                await slots.acquire()
 
     async def _gather(self) -> list[Delivery]:
         """Wait for a batch; [] when nothing is to be run any more."""
@@ -150,8 +149,9 @@ class AsyncBatchRunner(AsyncRunner):
         until_ms = float("inf")
         while True:
             self._notified.clear()
-            while not builder.is_complete and not buffer.empty():
-                builder.add(buffer.get_nowait())
+            with contextlib.suppress(Empty):
+                while not builder.is_complete:
+                    builder.add(buffer.get_nowait())
             if builder.batch:
                 until_ms = min(until_ms, self._clock.monotonic_ms() + handler.batch_wait_ms)
             wait_ms = until_ms - self._clock.monotonic_ms()
