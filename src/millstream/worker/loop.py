@@ -56,6 +56,8 @@ _POLL_S = 0.005
 _WAITS_MS = (50.0, 1_000.0)
 _DISCOVERY_SHARE = 20
 _EXCLUDED_MS = 60_000.0
+_LAST_CALLS_MS = 2_000.0
+"""How long after its deadline a stop waits for Redis to answer its last calls: less than a supervisor waits."""
 
 
 class ReadingLoop:
@@ -102,7 +104,8 @@ class ReadingLoop:
         self._failures: list[BaseException] = []
         self._excluded: dict[str, float] = {}
         """Streams that cannot be joined: when they are tried again, in milliseconds of the clock."""
-        self._deadline_ms = float("inf")
+        self._deadline_ms = self._last_calls_until_ms = float("inf")
+        self._is_redis_silent = False
         self._runner = self._make_runner()
         self._in_flight.on_buffered = self._runner.notify
         self._process_isolation = isolation = isolation or ProcessIsolation()
@@ -153,7 +156,8 @@ class ReadingLoop:
 
         Entries that have not started are released at once and count no attempt. Raises the error that ended the loop
         before `stop`: StaleOwner when a run on Spark took the handler over, HandlerStuck, ConfigError, and RedisError
-        except Unavailable, which the loop waits out.
+        except Unavailable, which the loop waits out. If Redis does not answer, `run` returns two seconds after the
+        deadline at the latest, and what was not released expires.
         """
         self._retry_while_unavailable(partial(check_output, self._client, self.handler))
         self._retry_while_unavailable(self._discover)
@@ -173,9 +177,9 @@ class ReadingLoop:
         self._stopping.wait()
         self._isolation.add_suspect(None)
         # Entries that have not started are released first: other workers need not wait for the running ones to end.
-        self._ordering.release(self._in_flight.remove_waiting())
+        self._release(self._in_flight.remove_waiting())
         self._join_threads(fetching)
-        self._ordering.release(self._in_flight.remove_waiting())
+        self._release(self._in_flight.remove_waiting())
         self._in_flight.buffer.put(None)
         self._runner.notify()
         self._wait_for_runs(runner, isolation)
@@ -186,12 +190,12 @@ class ReadingLoop:
         self._join_threads([committer])
         leftovers = self._in_flight.deliveries
         self._in_flight.remove(leftovers)
-        self._ordering.release(leftovers)
+        self._release(leftovers)
         if not self._is_past_deadline():
-            remove_consumers(self._client, self._ordering.streams.values())
-        self._ordering.close()
-        for client in (self._client, self._blocking_client, self._scan_client):
-            client.close()
+            self._call_while_stopping(
+                "removal", lambda: remove_consumers(self._client, self._ordering.streams.values())
+            )
+        self._call_while_stopping("closing", self._close)
         self._steps.failures.close()
         if self._failures:
             raise self._failures[0]
@@ -200,10 +204,27 @@ class ReadingLoop:
     def stop(self, deadline_ms: float | None = None) -> None:
         """Make `run` end. Running messages may finish until `deadline_ms` of the clock; default: `stop_ms` from now."""
         if not self._stopping.is_set():
-            default_ms = self._clock.monotonic_ms() + self._policy.stop_ms
-            self._deadline_ms = default_ms if deadline_ms is None else deadline_ms
+            now_ms = self._clock.monotonic_ms()
+            self._deadline_ms = now_ms + self._policy.stop_ms if deadline_ms is None else deadline_ms
+            self._last_calls_until_ms = max(now_ms, self._deadline_ms) + _LAST_CALLS_MS
             self._in_flight.stop_fetching()
             self._stopping.set()
+
+    def _release(self, deliveries: Sequence[Delivery]) -> None:
+        """Release entries that were dropped from flight, so that other workers get them."""
+        if deliveries and not self._is_redis_silent:
+            self._call_while_stopping("release", partial(self._ordering.release, deliveries))
+
+    def _close(self) -> None:
+        self._ordering.close()
+        for client in (self._client, self._blocking_client, self._scan_client):
+            client.close()
+
+    def _call_while_stopping(self, name: str, work: Callable[[], None]) -> None:
+        """Call Redis, and wait for it no longer than a stop may take: a server that hangs keeps a call for long."""
+        thread = self._start_thread(name, work)
+        thread.join(max(0.0, self._last_calls_until_ms - self._clock.monotonic_ms()) / 1000)
+        self._is_redis_silent |= thread.is_alive()
 
     # The loops of its threads
 
@@ -344,7 +365,8 @@ class ReadingLoop:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 - `run` raises it
-                self._failures.append(error)
+                if not (isinstance(error, Unavailable) and self._is_past_deadline()):  # a stop waits no longer for Redis
+                    self._failures.append(error)
                 self.stop()
 
         thread = threading.Thread(target=guarded, name=f"millstream-{name}", daemon=True)

@@ -1,0 +1,43 @@
+"""How a worker stops where something is in its way: a Redis that hangs, an error, a limit of threads."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from millstream import Message
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import QUICK, fill, make, working
+
+pytestmark = [pytest.mark.worker]
+
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize("key", [None, "n"])
+def test_a_stop_ends_while_redis_hangs_and_returns_what_it_could_not_commit(
+    client: Client, millstream_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    begun, hangs = threading.Semaphore(0), threading.Event()
+
+    def handle(message: Message) -> None:
+        begun.release()
+        hangs.wait(FAIL_SAFE_S)
+
+    # No call ends by itself before the test does.
+    monkeypatch.setitem(Client.__init__.__kwdefaults__, "timeout_ms", HOUR_MS)
+    with Proxy(millstream_server.port) as proxy, Client(proxy.url) as far:
+        with working(far, make(handle, key=key), policy=replace(QUICK, threads=1, stop_ms=500)) as loop:
+            fill(client, 2)
+            begun.acquire()
+            eventually(lambda: len(loop._in_flight) == 2, "both entries in flight")
+            proxy.freeze()
+            hangs.set()
+            eventually(lambda: any(one.finished for one in loop._in_flight.deliveries), "a run that has ended")
+            loop.stop()
+            eventually(loop.ended.is_set, "the end of the stop")
+        proxy.resume()
+    assert len(loop.leftovers) >= 1
