@@ -2,15 +2,18 @@
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from millstream import Message
+from millstream.delivery.reliable_stream import ReliableStream
+from millstream.errors import AccessDenied
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import QUICK, fill, make, working
+from tests.support.workers import QUICK, ending, fill, make, working
 
 pytestmark = [pytest.mark.worker]
 
@@ -28,7 +31,8 @@ def test_a_stop_ends_while_redis_hangs_and_returns_what_it_could_not_commit(
         hangs.wait(FAIL_SAFE_S)
 
     # No call ends by itself before the test does.
-    monkeypatch.setitem(Client.__init__.__kwdefaults__, "timeout_ms", HOUR_MS)
+    defaults: Any = Client.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "timeout_ms", HOUR_MS)
     with Proxy(millstream_server.port) as proxy, Client(proxy.url) as far:
         with working(far, make(handle, key=key), policy=replace(QUICK, threads=1, stop_ms=500)) as loop:
             fill(client, 2)
@@ -41,3 +45,36 @@ def test_a_stop_ends_while_redis_hangs_and_returns_what_it_could_not_commit(
             eventually(loop.ended.is_set, "the end of the stop")
         proxy.resume()
     assert len(loop.leftovers) >= 1
+
+
+def test_claims_are_renewed_until_the_last_run_has_ended_whatever_ends_the_worker(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over, renewed = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def handle(message: Message) -> None:
+        begun.set()
+        over.wait(FAIL_SAFE_S)
+
+    fill(client, 1)
+    policy = replace(QUICK, claim_ms=1_000)
+    with ending(AccessDenied, client, make(handle), policy=policy) as loop:
+        eventually(begun.is_set)
+        maintenance: Any = loop._ordering.maintenance
+        renew = maintenance._renewer.renew
+
+        def renew_and_count(stream: ReliableStream) -> None:
+            renew(stream)
+            renewed.release()
+
+        def refuse() -> None:
+            maintenance._renewer.renew = renew_and_count
+            raise AccessDenied("NOPERM")
+
+        monkeypatch.setattr(maintenance, "run_once", refuse)
+        try:
+            assert renewed.acquire(timeout=FAIL_SAFE_S)
+            assert renewed.acquire(timeout=FAIL_SAFE_S)
+            assert not loop.ended.is_set()
+        finally:
+            over.set()

@@ -309,7 +309,7 @@ class ReadingLoop:
     def _run_maintenance(self) -> None:
         try:
             self._ordering.maintenance.run(self._stopping)
-        except HandlerStuck as error:  # other running messages may still finish
+        except Exception as error:  # noqa: BLE001 - `run` raises it; running messages may still finish
             self._failures.append(error)
             self.stop()
         self._ordering.maintenance.run_until_ended(self._runs_ended)
