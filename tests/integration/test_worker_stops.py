@@ -8,12 +8,16 @@ import pytest
 
 from millstream import Message
 from millstream.delivery.reliable_stream import ReliableStream
-from millstream.errors import AccessDenied
+from millstream.errors import AccessDenied, ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import ServiceKeys
 from millstream.testing.proxy import Proxy
+from millstream.worker import ReadingLoop
+from millstream.worker import loop as worker_loop
+from millstream.worker.delayed_mover import TrackedDelayedMessages
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import QUICK, ending, fill, make, working
+from tests.support.workers import QUICK, double, ending, fill, make, working
 
 pytestmark = [pytest.mark.worker]
 
@@ -45,6 +49,37 @@ def test_a_stop_ends_while_redis_hangs_and_returns_what_it_could_not_commit(
             eventually(loop.ended.is_set, "the end of the stop")
         proxy.resume()
     assert len(loop.leftovers) >= 1
+
+
+def test_a_worker_that_cannot_begin_leaves_its_service_and_closes_its_connections(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pattern: str) -> list[str]:
+        raise ConfigError("no scan for you")
+
+    loop = ReadingLoop(make(double, pattern="in*", order="stream"), client.url, consumer="w1")
+    monkeypatch.setattr(loop._scan_client, "scan_streams", refuse)
+    with pytest.raises(ConfigError, match="no scan"):
+        loop.run()
+    assert client.execute("ZCARD", ServiceKeys.of_handler("app.handle").alive) == 0
+    assert [one._connections for one in (loop._client, loop._scan_client)] == [{}, {}]
+
+
+def test_a_worker_closes_the_connection_that_watches_delayed_messages(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[TrackedDelayedMessages] = []
+    make_delayed = worker_loop._tracked_delayed_messages
+
+    def record(*means: Any) -> TrackedDelayedMessages:
+        opened.append(make_delayed(*means))
+        return opened[-1]
+
+    monkeypatch.setattr(worker_loop, "_tracked_delayed_messages", record)
+    fill(client, 1)
+    with working(client, make(double, pattern="in*")):
+        eventually(lambda: opened and opened[0]._tracker._connections, "a connection")
+    assert opened[0]._tracker._connections == {}
 
 
 def test_claims_are_renewed_until_the_last_run_has_ended_whatever_ends_the_worker(

@@ -30,6 +30,10 @@ class TrackedDelayedMessages(DelayedMessages):
         self._round_robin = RoundRobin()
         self._check_due_ms = 0.0
 
+    def close(self) -> None:
+        """Close the connections of key tracking."""
+        self._tracker.close()
+
     def move_due(self, streams: Sequence[str]) -> MovedMessages:
         """See DelayedMessages."""
         changed = self._tracker.changed()

@@ -6,12 +6,13 @@ thread re-runs suspected poison pills one at a time. Two more threads work besid
 messages that are due, and discovery looks for new streams.
 """
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.delayed_messages import DelayedMessages
@@ -47,6 +48,9 @@ from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import ThreadRunner
 from millstream.worker.settling.lease_watchdog import LeaseWatchdog
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
+
+if TYPE_CHECKING:
+    from millstream.worker.delayed_mover import TrackedDelayedMessages
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +163,18 @@ class ReadingLoop:
         except Unavailable, which the loop waits out. If Redis does not answer, `run` returns two seconds after the
         deadline at the latest, and what was not released expires.
         """
+        try:
+            leftovers = self._run()
+        finally:
+            self.stop()  # it was not called if a first step has failed
+            self._call_while_stopping("closing", self._close)
+            self._steps.failures.close()
+        if self._failures:
+            raise self._failures[0]
+        return [one for one in leftovers if one.running]
+
+    def _run(self) -> list[Delivery]:
+        """Work until `stop`; return the deliveries that were in flight to the end."""
         self._retry_while_unavailable(partial(check_output, self._client, self.handler))
         self._retry_while_unavailable(self._discover)
         committer = self._start_thread("committer", self._ordering.committer.run)
@@ -195,11 +211,7 @@ class ReadingLoop:
             self._call_while_stopping(
                 "removal", lambda: remove_consumers(self._client, self._ordering.streams.values())
             )
-        self._call_while_stopping("closing", self._close)
-        self._steps.failures.close()
-        if self._failures:
-            raise self._failures[0]
-        return [one for one in leftovers if one.running]
+        return leftovers
 
     def stop(self, deadline_ms: float | None = None) -> None:
         """Make `run` end. Running messages may finish until `deadline_ms` of the clock; default: `stop_ms` from now."""
@@ -323,11 +335,15 @@ class ReadingLoop:
 
     def _run_delayed_mover(self) -> None:
         """Add delayed messages that are due to their streams."""
+        if self.handler.order == "stream" or self.handler.pattern is not None:
+            with contextlib.closing(_tracked_delayed_messages(self._client, self._clock)) as delayed:
+                self._move_delayed(delayed)
+        else:
+            self._move_delayed(DelayedMessages(self._client))
+
+    def _move_delayed(self, delayed: DelayedMessages) -> None:
         has_warned = False
         has_many = self.handler.order == "stream"
-        is_watched = has_many or self.handler.pattern is not None
-        delayed = _tracked_delayed_messages(self._client, self._clock) if is_watched else DelayedMessages(self._client)
-
         def on_refused(error: MillstreamError) -> None:
             nonlocal has_warned
             if not has_many or not concerns_one_stream(error):
@@ -365,7 +381,9 @@ class ReadingLoop:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 - `run` raises it
-                if not (isinstance(error, Unavailable) and self._is_past_deadline()):  # a stop waits no longer for Redis
+                if not (
+                    isinstance(error, Unavailable) and self._is_past_deadline()
+                ):  # a stop waits no longer for Redis
                     self._failures.append(error)
                 self.stop()
 
@@ -385,7 +403,7 @@ class ReadingLoop:
             thread.join(max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000)
 
 
-def _tracked_delayed_messages(client: Client, clock: Clock) -> DelayedMessages:
+def _tracked_delayed_messages(client: Client, clock: Clock) -> "TrackedDelayedMessages":
     from millstream.worker.delayed_mover import TrackedDelayedMessages
 
     return TrackedDelayedMessages(client, clock)
