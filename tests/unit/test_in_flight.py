@@ -30,7 +30,9 @@ from millstream.worker.running.poison_isolation import (
 )
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import LoadSample, ThreadRunner
+from millstream.worker.settling.committer import Committer
 from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import make, make_context
 
 pytestmark = [pytest.mark.worker]
 
@@ -97,6 +99,46 @@ def test_a_removed_entry_is_not_started_and_a_started_entry_is_not_removed(
     assert len(given_up) + len(begun) == len(entries)
     assert not {one.id for one in given_up} & {one.id for one in begun}
     assert in_flight.buffer.empty()
+
+
+def after_a_wait(in_flight: InFlight, one: Delivery) -> None:
+    in_flight.add_later([one], 1, SYSTEM_CLOCK)
+    eventually(lambda: not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)])
+
+
+def for_its_next_attempt(in_flight: InFlight, one: Delivery) -> None:
+    in_flight.add([one], 0)
+    in_flight.buffer.get()
+    with Client("redis://127.0.0.1:1") as nowhere:
+        committer = Committer(make_context(nowhere, make(plain), in_flight=in_flight), release=lambda released: None)
+        committer._retries.put(one, 0)
+        committer._requeue_retries()
+
+
+@pytest.mark.parametrize("come_back", [after_a_wait, for_its_next_attempt])
+def test_an_entry_that_is_removed_while_it_comes_back_stays_removed(
+    stream: ReliableStream,
+    in_flight: InFlight,
+    come_back: Callable[[InFlight, Delivery], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    removed: list[Delivery] = []
+    removals: list[threading.Thread] = []
+
+    def contains_and_is_then_removed(self: InFlight, delivery: Delivery) -> bool:
+        found = contains(self, delivery)
+        if found and not removals:
+            removals.append(threading.Thread(target=lambda: removed.extend(in_flight.remove_unstarted())))
+            removals[0].start()
+            removals[0].join(0.1)  # it has to wait, or has removed the entry by now
+        return found
+
+    contains = InFlight.__contains__
+    monkeypatch.setattr(InFlight, "__contains__", contains_and_is_then_removed)
+    one = delivery(stream)
+    come_back(in_flight, one)
+    removals[0].join(FAIL_SAFE_S)
+    assert (removed, in_flight.deliveries) == ([one], [])
 
 
 def test_the_reading_loop_is_notified_once_enough_slots_are_free(stream: ReliableStream) -> None:

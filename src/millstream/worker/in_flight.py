@@ -159,12 +159,19 @@ class InFlight:
         with self._lock:
             self._add(deliveries)
 
-        def add_to_buffer() -> None:
-            self.add([one for one in deliveries if one in self], clock.monotonic_ms())
-
-        timer = threading.Timer(delay_ms / 1000, add_to_buffer)
+        timer = threading.Timer(delay_ms / 1000, lambda: self.buffer_again(deliveries, clock.monotonic_ms()))
         timer.daemon = True
         timer.start()
+
+    def buffer_again(self, deliveries: Iterable[Delivery], now_ms: float) -> None:
+        """Add those entries to the buffer that are still in flight."""
+        with self._lock:  # one that another thread removes now must not come back
+            kept = [one for one in deliveries if one in self]
+            for delivery in kept:
+                delivery.state_since_ms = now_ms
+        for delivery in kept:
+            self.buffer.put(delivery)
+        self.on_buffered()
 
     def _add(self, deliveries: Iterable[Delivery]) -> None:
         by_ref = self._by_ref

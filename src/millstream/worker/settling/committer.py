@@ -136,10 +136,11 @@ class Committer:
 
     def _requeue_retries(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        for delivery in self._retries.pop_due(now_ms):
+        due = self._retries.pop_due(now_ms)
+        for delivery in due:
             delivery.attempt += 1
-            if delivery in self._in_flight:
-                self._in_flight.add((delivery,), now_ms)
+        if due:
+            self._in_flight.buffer_again(due, now_ms)
 
     def _commit(self, commits: Sequence[PendingCommit]) -> None:
         by_stream: dict[ReliableStream, list[PendingCommit]] = defaultdict(list)
