@@ -1,13 +1,18 @@
 """The window of a breaker: which outcomes open it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from millstream import App, Breaker, Message
 from millstream.delivery.pause import Pause, parse_pause
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import ConfigError
+from millstream.handlers.attempt import DeadLettered
 from millstream.handlers.breaker import BreakerWindow, Trip
+from millstream.redis_client.client import Client
+from millstream.worker.breaker import HandlerBreaker
 
 pytestmark = [pytest.mark.worker]
 
@@ -101,3 +106,31 @@ def test_a_pause_can_be_read_back_until_it_ends() -> None:
     assert parse_pause(None, 0) is None
     for damaged in (b"1", b"\xff", b'{"by": "nobody"}'):
         assert parse_pause(damaged, 0) == Pause()
+
+
+class Forgetting(set[str]):
+    """A set that calls `on_clear` when it is emptied."""
+
+    def __init__(self, on_clear: Callable[[], object]) -> None:
+        super().__init__()
+        self._on_clear = on_clear
+
+    def clear(self) -> None:
+        self._on_clear()
+        super().clear()
+
+
+def test_a_breaker_that_opens_while_an_earlier_pause_ends_stays_open() -> None:
+    app = App("app")
+
+    def handle(message: Message) -> None: ...
+
+    app.handler("in", name="handle", breaker=Breaker(first=1))(handle)
+    breaker = HandlerBreaker(app.handlers["handle"], "w")
+    with Client("redis://127.0.0.1:1") as nowhere:
+        stream = ReliableStream(nowhere, "in", app="app", handler="handle", consumer="w")
+        one = Delivery(stream, b"1-0", [b"n", b"1"])
+        breaker._stored = Forgetting(lambda: breaker.admits(one, DeadLettered("failed", "why", "", "here")))
+        ended = Pause(by="breaker", at_ms=5, until_ms=1_000, worker="w2", cause="failed", count=20, of=20, error="e")
+        assert breaker.follow(stream, ended)
+    assert breaker.is_open()

@@ -1,6 +1,7 @@
 """The breaker of a handler on a worker: stops a broken deployment from emptying a stream into the dead letters."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 from millstream.delivery.commit_store import ENTRY_PREFIX
@@ -29,6 +30,7 @@ class HandlerBreaker:
         self._consumer = consumer
         self._window = self._routed = BreakerWindow(Breaker())
         self._reset()
+        self._lock = threading.Lock()
         self._opened: Pause | None = None
         self._ended: Pause | None = None
         self._stored: set[str] = set()
@@ -86,8 +88,10 @@ class HandlerBreaker:
         return True
 
     def _open(self, policy: Breaker, trip: Trip) -> None:
-        self._opened = self._reported = pause_of(policy, trip, self._consumer)
-        logger.error("%s is %s", self._label, self._opened.describe(self._label))
+        pause = pause_of(policy, trip, self._consumer)
+        with self._lock:
+            self._opened = self._reported = pause
+        logger.error("%s is %s", self._label, pause.describe(self._label))
 
     def follow(self, stream: ReliableStream, before: Pause | None) -> bool:
         """After a refresh of `stream`: store the pause there, or log its beginning or end; return True if it has ended.
@@ -117,7 +121,9 @@ class HandlerBreaker:
             self._reset()
         self._stored.clear()
         self._paused.discard(stream.stream)
-        self._opened = None
+        with self._lock:
+            if self._opened is opened:  # else the committer or the router has opened it again meanwhile
+                self._opened = None
         logger.warning("%s is resumed on %s", self._label, stream.stream)
         return True
 
