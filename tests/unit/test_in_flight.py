@@ -287,6 +287,27 @@ def test_lists_that_queue_behind_short_waiting_runs_get_more_threads(
     assert nudged_while_it_runs(runner_of(waits, ThreadBatchRunner, in_flight, 4, batch_size=1), in_flight, 400) > 0
 
 
+def test_a_runner_goes_on_with_its_threads_where_the_system_refuses_one_more(
+    stream: ReliableStream, in_flight: InFlight, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waits(message: Message) -> None:
+        time.sleep(0.02)
+
+    start, refusals = threading.Thread.start, threading.Semaphore(0)
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "millstream-handler":
+            refusals.release()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    in_flight.add([delivery(stream, number) for number in range(100)], 0)
+    assert nudged_while_it_runs(runner_of(waits, ThreadRunner, in_flight, 4), in_flight, 100) == 0
+    assert refusals.acquire(blocking=False)
+    assert caplog.text.count("cannot start one more thread: can't start new thread") == 1
+
+
 BEFORE = LoadSample(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, stalled_since_ms=0.0)
 
 

@@ -1,5 +1,6 @@
 """Runs plain handlers in threads, as many as they keep busy."""
 
+import logging
 import threading
 import time
 from queue import Empty
@@ -12,6 +13,8 @@ from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.runner import _Start
+
+logger = logging.getLogger(__name__)
 
 _SAMPLE_MS = 5.0
 _LONG_MS = 50.0
@@ -56,6 +59,7 @@ class ThreadRunner(_Start):
         super().__init__(steps, in_flight, loop_metrics, clock)
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
+        self._has_refused_thread = False
         self._finished = self._starved = 0
         self._took_ms = 0.0
         self._idle_threads: set[int] = set()
@@ -72,7 +76,10 @@ class ThreadRunner(_Start):
             raise self._failure
 
     def notify(self) -> None:
-        """See Runner. Adds a thread if messages have waited for a while though the process had time to run them."""
+        """See Runner. Adds a thread if messages have waited for a while though the process had time to run them.
+
+        Where the system refuses it, the threads there are go on: one at least.
+        """
         now_ms, before = self._clock.monotonic_ms(), self._last_sample
         if self._idle_threads or self._in_flight.buffer.empty() or before.starved != self._starved:
             self._last_sample = self._sample(now_ms, now_ms)
@@ -80,9 +87,24 @@ class ThreadRunner(_Start):
             sample = self._sample(now_ms, before.stalled_since_ms if self._finished == before.finished else now_ms)
             self._last_sample = sample
             if sample.needs_thread(before) and len(self._threads) < self._max_threads - 1:
-                thread = threading.Thread(target=self._thread_main, name="millstream-handler", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._add_thread()
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._thread_main, name="millstream-handler", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of threads or memory: others may end, so it is tried again
+            if not self._has_refused_thread:
+                self._has_refused_thread = True
+                logger.warning(
+                    "%s: cannot start one more thread: %s; running messages in the %d it has. Raise the limit of "
+                    "threads of this process, or start the worker with fewer --threads",
+                    self._steps.handler.label,
+                    error,
+                    len(self._threads) + 1,
+                )
+        else:
+            self._threads.append(thread)
 
     def _sample(self, now_ms: float, since_ms: float) -> "LoadSample":
         return LoadSample(self._starved, self._finished, self._took_ms, now_ms, time.process_time() * 1000, since_ms)
