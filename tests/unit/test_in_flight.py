@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from math import inf
 from queue import SimpleQueue
 from typing import Any
 
@@ -351,6 +353,51 @@ def test_a_suspect_that_is_no_longer_in_flight_is_not_run(
         assert runner.run_isolated(delivery(stream)) is None
 
 
+setting: ContextVar[str] = ContextVar("setting", default="none")
+
+
+def test_what_a_message_sets_in_its_context_does_not_reach_the_next_message(
+    stream: ReliableStream, in_flight: InFlight
+) -> None:
+    seen: list[str] = []
+
+    async def sets(message: Message) -> None:
+        seen.append(setting.get())
+        setting.set(message.id)
+
+    in_flight.add([delivery(stream, number) for number in range(3)], 0)
+    with running(runner_of(sets, AsyncRunner, in_flight, concurrency=1), in_flight):
+        eventually(lambda: len(seen) == 3)
+    assert seen == ["none"] * 3
+
+
+@pytest.mark.parametrize("kind", ["too slow", "cancels itself"])
+def test_a_cancelled_message_does_not_cancel_the_next_one_of_its_key(
+    stream: ReliableStream, in_flight: InFlight, kind: str
+) -> None:
+    cancelling: list[int] = []
+
+    async def first_is_cancelled(message: Message) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling.append(task.cancelling())
+        if len(cancelling) == 1:
+            if kind == "cancels itself":
+                task.cancel()
+            await asyncio.sleep(2 * FAIL_SAFE_S)
+
+    lease = KeyLease(stream=stream, queue=b"kA", token=b"1 a w", state=b"", expires_ms=inf)  # type: ignore[arg-type]
+    lease.entries = [delivery(stream), delivery(stream, 2)]
+    for one in lease.entries:
+        one.lease = lease
+    lease.queued.extend(lease.entries)
+    in_flight.add_leases([lease], 0)
+    options: dict[str, Any] = {"key": "n", "time_limit_ms": 50, "retry": Retry(attempts=1)}
+    with running(runner_of(first_is_cancelled, AsyncRunner, in_flight, **options), in_flight):
+        eventually(lambda: len(in_flight.completions) == 2)
+    assert cancelling == [0, 0]
+
+
 def test_an_isolated_run_waits_for_the_event_loop_and_ends_with_it(stream: ReliableStream, in_flight: InFlight) -> None:
     started = threading.Event()
 
@@ -432,7 +479,8 @@ def test_a_run_that_the_runner_cancels_as_it_fails_itself_has_no_outcome(
     stream: ReliableStream, in_flight: InFlight, kind: type[Any], options: dict[str, Any]
 ) -> None:
     in_flight.buffer = buffer = Buffer()
-    started, failures = threading.Event(), []
+    started = threading.Event()
+    failures: list[BaseException] = []
     runner = runner_of(hanging(kind, started, threading.Event()), kind, in_flight, retry=Retry(attempts=1), **options)
     in_flight.on_buffered = runner.notify
 

@@ -113,8 +113,9 @@ def encode_state(state: State) -> bytes:
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     """Run an async `handler` once on `message` with the state in `blob` and return the outcome. Never raises.
 
-    Call it in a task of its own: whatever the handler does to "the current task" ends with that task. If the caller
-    cancels the task, it must ignore the outcome.
+    Whatever cancels the current task meanwhile ends with the attempt; context variables that the handler sets remain
+    set. Call it in a task of its own, or in one with other messages of its key. If the caller cancels the task, it must
+    ignore the outcome.
     """
     prepared = _prepare(handler, message, blob)
     if isinstance(prepared, DeadLettered):
@@ -215,6 +216,7 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     task = asyncio.current_task(loop)
     assert task is not None
     expired: list[bool] = []
+    earlier = task.cancelling()
 
     def expire() -> None:
         expired.append(True)
@@ -233,6 +235,8 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     if task.cancelling():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)  # delivers a pending cancellation here, not to the engine
+        while task.cancelling() > earlier:  # else a TaskGroup of the next message takes them for its own
+            task.uncancel()
     return ended
 
 

@@ -7,6 +7,7 @@ import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
+from contextvars import copy_context
 from queue import Empty
 from typing import Any
 
@@ -35,7 +36,10 @@ class _FineSelector(selectors.EpollSelector):
 
 
 class AsyncRunner(_Start):
-    """An event loop that runs up to the handler's `concurrency` messages at once, each in its own task."""
+    """An event loop that runs up to the handler's `concurrency` messages at once, each in a task and context of its own.
+
+    The messages of one key that are leased together share both.
+    """
 
     def __init__(self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock) -> None:
         super().__init__(steps, in_flight, loop_metrics, clock)
@@ -46,6 +50,7 @@ class AsyncRunner(_Start):
         self._is_at_end = self._is_stopped = self._is_cancelled = False
         self._main_task: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._context = copy_context()
 
     def run(self) -> None:
         """See Runner."""
@@ -146,9 +151,11 @@ class AsyncRunner(_Start):
                 self._notified.set()
             else:
                 self._free_slots -= 1
-                group.create_task(self._run_one(delivery, group))
+                # In a context of its own: the task that makes it has run another message, which may have set variables.
+                group.create_task(self._run_one(delivery, group), context=self._context.copy())
 
     async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
+        """Run a message and its successors of the same key; a task for each of these would cost as much again."""
         following: Delivery | None = delivery
         while following is not None and not self._is_cancelled:
             task = asyncio.current_task()
