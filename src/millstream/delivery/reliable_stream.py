@@ -149,7 +149,7 @@ class ReliableStream:
     * `on_trimmed`: called with the number of pending entries that were found gone from the stream
 
     Every method raises RedisError; those that send the token raise StaleOwner once Spark has taken over. All methods
-    except `fetch` join again by themselves if the group is gone.
+    except those that fetch new entries join again by themselves if the group is gone.
     """
 
     kind: ClassVar[WorkerKind] = "workers"

@@ -1,9 +1,10 @@
 """The reading loop: fetches entries of a handler's streams, runs the handler and commits its effects, until stopped.
 
-`ReadingLoop.run` is the spine. Five threads share one `InFlight`: the fetcher fetches entries, the runner runs the
-handler, the committer commits the outcomes, the renewal thread renews claims and claims idle entries, and the isolation
-thread re-runs suspected poison pills one at a time. Two more threads work beside it: the delayed mover moves delayed
-messages that are due, and discovery looks for new streams.
+`ReadingLoop.run` is the spine. Its threads share one `InFlight`: the fetcher fetches entries, the runner runs the
+handler, the committer commits the outcomes, the renewal thread renews claims and claims idle entries, the isolation
+thread re-runs suspected poison pills one at a time, the lease watchdog ends runs beyond their key lease, and timers add
+claimed entries that have waited. Two more threads work beside it: the delayed mover moves delayed messages that are
+due, and discovery looks for new streams.
 """
 
 import contextlib

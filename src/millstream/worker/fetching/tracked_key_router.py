@@ -230,7 +230,7 @@ class TrackedKeyRouter(KeyRouter):
         return found, one_by_one, more
 
     def _route_one_by_one(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
-        """As _route_together, one by one: a refusal by one server delays no stream of the others."""
+        """As _route_pipelined, one by one: a refusal by one server delays no stream of the others."""
         more: list[str] = []
         unavailable: Unavailable | None = None
         for stream in streams:

@@ -18,7 +18,7 @@ _MIN_MARGIN_MS = 200.0
 
 
 class LeaseWatchdog:
-    """Watches the leases of the keys in flight, in a thread of its own that calls nothing that may block."""
+    """Watches the leases of the keys in flight, in a thread of its own that waits neither for Redis nor for a handler."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
