@@ -12,6 +12,7 @@ import pytest
 from millstream.clock import SYSTEM_CLOCK
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
+from millstream.testing.proxy import Proxy
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.process.process_reports import ProcessReports
 from millstream.worker.process.supervisor import Launch, Program, Supervisor
@@ -158,3 +159,30 @@ def test_a_process_that_ends_itself_during_the_stop_counts_as_no_crash_of_a_mess
         eventually(lambda: launched, "a process")
     end = Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="other-0").end_of(f"{launched[0].incarnation} till-0")
     assert end == ProcessEnd(died=False, cause="ended with code 75, as a handler hung: see its log")
+
+
+def test_a_stop_ends_while_redis_hangs(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    launched: list[Launch] = []
+
+    def program(launch: Launch) -> Program:
+        launched.append(launch)
+        return Program(arguments=(sys.executable, "-I", "-S", "-c", STAYS))
+
+    with (
+        Proxy(int(client.url.rpartition(":")[2].partition("/")[0])) as proxy,
+        Client(proxy.url, timeout_ms=3_600_000) as far,  # no call ends by itself before the test does
+    ):
+        names = StaticMembership(far, "shop", "till")
+        names.acquire(1)
+        stopping = threading.Event()
+        supervisor = Supervisor(
+            names, program, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True
+        )
+        running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)
+        running.start()
+        eventually(lambda: launched, "a process")
+        proxy.freeze()
+        stopping.set()
+        eventually(lambda: not running.is_alive(), "the end of the supervisor")
+        proxy.resume()
+    assert "cannot release the worker names: Redis does not answer" in caplog.text

@@ -51,11 +51,12 @@ _OWN_ENDS = {
 """Codes with which a process ends itself, and why: no message has crashed it."""
 
 _TICK_S = 0.1
-_RENEW_MS = 5_000.0
+_RENEW_S = 5.0
 _STOP_MESSAGE = b"stop"
 _STDERR = 2
 _DRAIN_PIPE_MS = 5_000.0
 _LAST_REPORT_S = 1.0
+_LAST_CALLS_S = 2.0
 _SLACK_MS = 5_000.0
 _WAITS_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
@@ -134,10 +135,11 @@ class Supervisor:
         self._clock = clock
         self._children: list[_Child] = []
         self._start_count = 0
-        self._ends: dict[str, ProcessEnd] = {}
+        # Recorded in order by the thread that holds the names; `_check` and `_stop` add to them.
+        self._ends: list[tuple[str, ProcessEnd]] = []
         self._restarts: list[Restart] = []
-        self._is_killed = False
-        self._renew_due_ms = 0.0
+        self._has_ended = threading.Event()
+        self._is_killed = self._is_over = False
         self._failure: Exception | None = None
 
     def run(self, stopping: threading.Event) -> None:
@@ -148,19 +150,21 @@ class Supervisor:
         self._children = [_Child(name) for name in self._names.names]
         if self._reports is not None:
             self._reports.expect(self._names.names)
+        holding = threading.Thread(target=self._hold_names, name="millstream-worker-names", daemon=True)
+        holding.start()
         try:
             while not stopping.wait(_TICK_S):
                 if self._failure is not None:
                     raise self._failure
-                self._renew()
                 for child in self._children:
                     self._check(child)
         finally:
             self._stop()
-            try:
-                self._names.release()
-            except MillstreamError as error:
-                logger.warning("cannot release the worker names: %s; they expire in some seconds", error)
+            self._is_over = True
+            self._has_ended.set()
+            holding.join(_LAST_CALLS_S)
+            if holding.is_alive():
+                logger.warning("cannot release the worker names: Redis does not answer; they expire in some seconds")
 
     def kill(self) -> None:
         """Kill the processes at once; other workers run their messages again."""
@@ -169,15 +173,27 @@ class Supervisor:
             if child.process is not None and child.process.poll() is None:
                 child.process.kill()
 
-    def _renew(self) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._renew_due_ms:
-            self._renew_due_ms = now_ms + _RENEW_MS
+    def _hold_names(self) -> None:
+        """Renew the names and record ends until all processes have ended, then release the names.
+
+        In a thread of its own: a Redis that hangs delays neither a stop nor the restart of a process.
+        """
+        while not self._is_over:
+            self._has_ended.clear()
             try:
-                self._names.renew()
-                self._record_ends()
+                self._names.renew()  # also during a stop: another process must not get the name of one that still runs
             except Unavailable as error:
                 logger.debug("cannot renew the worker names, Redis is unavailable: %s; retrying", error)
+            except Exception as error:  # noqa: BLE001 - `run` raises it
+                self._failure = self._failure or error
+            self._record_ends()
+            if not self._is_over:
+                self._has_ended.wait(_RENEW_S)
+        self._record_ends()
+        try:
+            self._names.release()
+        except MillstreamError as error:
+            logger.warning("cannot release the worker names: %s; they expire in some seconds", error)
 
     def _check(self, child: _Child) -> None:
         now_ms = self._clock.monotonic_ms()
@@ -234,15 +250,15 @@ class Supervisor:
         return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
     def _record_end(self, child: _Child, end: ProcessEnd) -> None:
-        self._ends[child.incarnation] = end
-        self._record_ends()
+        self._ends.append((child.incarnation, end))
+        self._has_ended.set()
 
     def _record_ends(self) -> None:
         """Record ends and restarts in Redis that are not recorded yet. Until then, no message is blamed for them."""
         try:
-            for incarnation, end in list(self._ends.items()):
-                self._names.record_end(incarnation, end)
-                del self._ends[incarnation]
+            while self._ends:
+                self._names.record_end(*self._ends[0])
+                del self._ends[0]
             while self._restarts:
                 self._names.record_restart(self._restarts[0])
                 del self._restarts[0]
@@ -327,7 +343,6 @@ class Supervisor:
     def _stop(self) -> None:
         if self._reports is not None:
             self._reports.on_stopping()
-        self._record_ends()
         running = [(child, child.process) for child in self._children if child.process is not None]
         for _, process in running:
             if process.stdin is not None:
@@ -335,8 +350,6 @@ class Supervisor:
                     process.stdin.write(_STOP_MESSAGE)
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
         while any(process.poll() is None for _, process in running) and self._clock.monotonic_ms() < deadline_ms:
-            with contextlib.suppress(MillstreamError):
-                self._renew()  # another process must not get the name of one that still runs
             self._clock.sleep_ms(1000 * _TICK_S)
         for child, process in running:
             hangs = process.poll() is None
