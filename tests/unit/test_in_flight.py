@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
@@ -16,20 +16,13 @@ from millstream import App, Message, Retry
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.keyed_stream import KeyLease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.handlers.attempt import NO_EFFECTS, Outcome
+from millstream.handlers.attempt import NO_EFFECTS
 from millstream.redis_client.client import Client
 from millstream.worker import HandlerSteps, WorkerPolicy
 from millstream.worker.in_flight import InFlight
-from millstream.worker.incarnations import Incarnation
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.async_runner import AsyncRunner
 from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
-from millstream.worker.running.poison_isolation import (
-    PoisonIsolation,
-    ProcessIsolation,
-    crashes_allowed,
-    isolated_after,
-)
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import LoadSample, ThreadRunner
 from millstream.worker.settling.committer import Committer
@@ -474,14 +467,22 @@ def test_a_stop_that_empties_the_buffer_at_that_moment_ends_no_run(
     assert (removed, ran) == ([other], ((one,), NO_EFFECTS))
 
 
+@pytest.mark.parametrize("where", ["as it takes a message", "as it decodes one"])
 @ASYNC
 def test_a_run_that_the_runner_cancels_as_it_fails_itself_has_no_outcome(
-    stream: ReliableStream, in_flight: InFlight, kind: type[Any], options: dict[str, Any]
+    stream: ReliableStream,
+    in_flight: InFlight,
+    kind: type[Any],
+    options: dict[str, Any],
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_flight.buffer = buffer = Buffer()
     started = threading.Event()
     failures: list[BaseException] = []
-    runner = runner_of(hanging(kind, started, threading.Event()), kind, in_flight, retry=Retry(attempts=1), **options)
+    runner: Any = runner_of(
+        hanging(kind, started, threading.Event()), kind, in_flight, retry=Retry(attempts=1), concurrency=2, **options
+    )
     in_flight.on_buffered = runner.notify
 
     def run() -> None:
@@ -490,99 +491,21 @@ def test_a_run_that_the_runner_cancels_as_it_fails_itself_has_no_outcome(
         except ExceptionGroup as error:
             failures.extend(error.exceptions)
 
-    def fail() -> None:
+    def fail(*_: Delivery) -> None:
         raise MemoryError("no room for a task")
 
     thread = threading.Thread(target=run)
     thread.start()
     in_flight.add([delivery(stream)], 0)
     eventually(started.is_set)
-    buffer.before_get = fail
+    if where == "as it decodes one":
+        monkeypatch.setattr(runner._steps, "decode", fail)
+    else:
+        buffer.before_get = fail
     in_flight.add([delivery(stream, 2)], 0)
     thread.join(FAIL_SAFE_S)
     assert [type(one) for one in failures] == [MemoryError]
     assert len(in_flight.completions) == 0
-
-
-def nothing(_: Message) -> None:
-    pass
-
-
-class Alone:
-    """A runner that records whether anything else ran when it ran a message in isolation."""
-
-    def __init__(self, others: Sequence[InFlight]) -> None:
-        self._others = others
-        self.saw: list[bool] = []
-
-    def run_isolated(self, _: Delivery) -> Outcome:
-        self.saw.append(
-            any(one.running and not one.finished for in_flight in self._others for one in in_flight.deliveries)
-        )
-        return NO_EFFECTS
-
-
-class Unmarked(ReliableStream):
-    """A stream that records no isolated runs."""
-
-    def isolation_state(self, delivery: Delivery) -> tuple[int, str]:
-        return 0, ""
-
-    def begin_isolation(self, delivery: Delivery, mark: str) -> None:
-        pass
-
-    def end_isolation(self, deliveries: Iterable[Delivery]) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("attempts", "losses", "deaths"), [(1, 1, 2), (2, 1, 2), (3, 1, 2), (4, 2, 2), (10, 2, 8)])
-def test_a_message_never_becomes_a_dead_letter_for_the_crash_of_one_process_alone(
-    attempts: int, losses: int, deaths: int
-) -> None:
-    retry = Retry(attempts=attempts)
-    assert (isolated_after(retry), crashes_allowed(retry)) == (losses, deaths)
-
-
-def test_a_suspect_and_the_other_handlers_of_its_process_wait_for_each_other(in_flight: InFlight) -> None:
-    with Client("redis://127.0.0.1:1") as nowhere:
-        here = Unmarked(nowhere, "in", app="app", handler="handle", consumer="w")
-        there = Unmarked(nowhere, "in", app="app", handler="other", consumer="w")
-        quiet, other, stopping = ProcessIsolation(), InFlight(WorkerPolicy(), 1), threading.Event()
-        runner = Alone([other])
-        app = App("app")
-        app.handler("in", name="handle")(nothing)
-        handler = app.handlers["handle"]
-
-        def guard_of(in_flight: InFlight) -> PoisonIsolation:
-            return PoisonIsolation(
-                handler,
-                in_flight,
-                runner,  # type: ignore[arg-type]
-                stopping,
-                quiet,
-                incarnation=Incarnation(nowhere, SYSTEM_CLOCK, app="app", consumer="w"),
-                clock=SYSTEM_CLOCK,
-            )
-
-        guard = guard_of(in_flight)
-        guard_of(other)
-        running, waiting, suspect = delivery(there), delivery(there, 2), delivery(here)
-        other.add([running, waiting], 0)
-        assert other.start(running, 0)
-        in_flight.add_suspect(suspect)
-        guard.add_suspect(suspect)
-        thread = threading.Thread(target=guard.run)
-        thread.start()
-        while other.start(waiting, 0):
-            waiting.running = False
-        assert other.start(waiting, 0) is None
-        assert runner.saw == []
-        running.finished = True
-        assert in_flight.completions.collect(FAIL_SAFE_S)[0]
-        guard.add_suspect(None)
-        thread.join()
-    assert runner.saw == [False]
-    assert other.start(waiting, 0)
 
 
 def test_a_stop_leaves_no_room_for_entries_however_many_it_releases() -> None:
