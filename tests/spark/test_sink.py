@@ -149,7 +149,7 @@ def test_a_checkpoint_that_was_set_back_stops_the_query(bench: Bench) -> None:
             file.unlink()
     with pytest.raises(StreamingQueryException) as caught:
         run(bench, frame, stream="out")
-    assert "its checkpoint was set back" in complaint(caught)
+    assert "the checkpoint was set back" in complaint(caught)
     assert sorted(numbers(bench, "out")) == list(range(30))
 
 

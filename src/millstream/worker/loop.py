@@ -345,6 +345,7 @@ class ReadingLoop:
     def _move_delayed(self, delayed: DelayedMessages) -> None:
         has_warned = False
         has_many = self.handler.order == "stream"
+
         def on_refused(error: MillstreamError) -> None:
             nonlocal has_warned
             if not has_many or not concerns_one_stream(error):
