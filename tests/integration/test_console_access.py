@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -13,6 +14,7 @@ from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console import Level, Viewer, console_app
+from millstream.services.console.display import hide_fields
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, form_token
@@ -362,6 +364,15 @@ def test_what_redact_hides_is_in_no_page_and_in_no_address(filled: Client, tmp_p
         known = {path: browser.get(path) for path in addresses}
     for path, page in known.items():
         assert SECRET not in page.text, path
+
+
+def test_what_is_inside_a_hidden_entry_of_a_state_is_hidden(filled: Client, tmp_path: Path) -> None:
+    state = {"card": {"number": "4111", "used": {"4111": 1}, "old": [{"number": "4111"}]}, "count": {"number": 7}}
+    filled.execute("HSET", KEYS.state, "ann", msgspec.msgpack.encode(state))
+    with console(filled.url, tmp_path, "payloads", redact=hide_fields(["card"])) as browser:
+        page = browser.get("/key?handler=shop.pay&key=ann")
+    assert "4111" not in page.html
+    assert '"count": { "number": 7 }' in page.text
 
 
 def test_the_command_hides_the_named_fields(filled: Client) -> None:

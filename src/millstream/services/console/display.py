@@ -58,17 +58,26 @@ class Display:
         return key is not None and self.key(key) == escape(key)
 
     def state(self, state: dict[str, Any]) -> str:
-        """A state, as JSON. Each of its values is redacted by its own name."""
-        return _cut(json.dumps(self._redacted("state", json_value(state)), indent=2, ensure_ascii=False))
+        """A state, as JSON. Each of its values is redacted by its own name and those of all that it is in."""
+        return _cut(json.dumps(self._redacted((), json_value(state)), indent=2, ensure_ascii=False))
 
-    def _redacted(self, name: str, value: Any) -> Any:
+    def _redacted(self, names: tuple[str, ...], value: Any) -> Any:
+        """A value as it is shown; `names`: those of all that it is in, the outermost first, then its own."""
         if isinstance(value, dict):
-            return {escape(one): self._redacted(one, content) for one, content in value.items()}
+            return {
+                self._redact_by(names, escape(one)): self._redacted((*names, escape(one)), content)
+                for one, content in value.items()
+            }
         if isinstance(value, list):
-            return [self._redacted(name, one) for one in value]
+            return [self._redacted(names, one) for one in value]
         shown = value if isinstance(value, str) else json.dumps(value)
-        redacted = self._redact(name, shown)
+        redacted = self._redact_by(names, shown)
         return value if redacted == shown else redacted
+
+    def _redact_by(self, names: tuple[str, ...], text: str) -> str:
+        for name in names:
+            text = self._redact(name, text)
+        return text
 
 
 def _cut(text: str) -> str:
