@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
@@ -10,6 +11,7 @@ from millstream.balancer import Balancer, BalancerPolicy, announce
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level
 from millstream.services.console.pages import Shared
@@ -132,6 +134,34 @@ def test_names_that_are_not_utf8_are_links_and_forms_that_work(client: Client, b
     page = browser.get(next(one for one in browser.get("/streams").links if "/stream?" in one))
     assert page.status == 200
     assert r"Stream in\xff \n<x>" in page.text
+
+
+def test_a_handler_whose_name_is_not_utf8_hides_no_other(client: Client, browser: Browser) -> None:
+    fill_with(client, "x")
+    client.execute("COPY", HandlerKeys("shop", "pay", "orders").meta, b"millstream:{orders}:orders:sh\xff.pay:meta")
+    page = browser.get("/")
+    assert (page.status, r"sh\xff.pay" in page.text) == (200, True)
+    assert "/handler?name=shop.pay" in page.links
+    page = browser.get("/workers")
+    assert (page.status, r"sh\xff.pay" in page.text) == (200, True)
+
+
+def test_bytes_that_are_not_utf8_in_an_address_or_a_form_are_no_internal_error(
+    client: Client, browser: Browser
+) -> None:
+    fill_with(client, "x")
+    for path in ("/streams?prefix=%ff", "/delayed?stream=%ff", "/redis?x=%ed%a0%80"):
+        assert browser.get(path).status == 200, path
+    fields = browser.get("/key?handler=shop.pay&key=parked+x").form("/key/unpark")
+
+    def send(**changed: bytes) -> int:
+        form = urlencode({**fields, **changed}, doseq=True)
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}
+        return browser.http.post("/key/park", content=form, headers=kind, follow_redirects=True).status_code
+
+    assert send(form_token=b"\xff") == 403
+    assert send(key=b"\xff", reason=b"\xfe") == 200
+    assert r"key \xff, reason \xfe" in browser.get("/audit").text
 
 
 def test_one_request_reads_what_many_share_at_the_same_time() -> None:

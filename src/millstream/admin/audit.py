@@ -55,7 +55,7 @@ class AuditLog:
 
         An error of the block is its result, and raised. Raises RedisError before the block if nothing can be recorded.
         """
-        record = self._add("by", by, "action", action, "about", msgspec.json.encode(about))
+        record = self._add("by", by, "action", action, "about", msgspec.json.encode(_as_utf8(about)))
         running = RunningAction()
         try:
             yield running
@@ -108,6 +108,13 @@ class AuditLog:
 
 def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
     return fields.get(name, b"").decode("utf-8", "replace")
+
+
+def _as_utf8(about: Mapping[str, str]) -> dict[str, str]:
+    """These texts with the bytes that are not UTF-8 escaped, as JSON cannot hold them."""
+    return {
+        name: one.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for name, one in about.items()
+    }
 
 
 def _about(stored: bytes) -> Mapping[str, str]:

@@ -40,9 +40,14 @@ def host_name(most: int) -> str:
     return "".join(char if char.isalnum() else "-" for char in socket.gethostname())[:most]
 
 
+def is_service(name: str) -> bool:
+    """Whether `name` can name a service whose consumers share streams."""
+    return bool(_SERVICE.fullmatch(name))
+
+
 def check_service(name: str) -> str:
     """Return `name` if it can name a service whose consumers share streams; raise ConfigError if not."""
-    if not _SERVICE.fullmatch(name):
+    if not is_service(name):
         raise ConfigError(f"service name {name!r} must be 1 to 250 letters, digits, '_', '-', '.' or ':'")
     return name
 

@@ -114,7 +114,8 @@ class PageRequest:
 
     def url(self, path: str, /, **parameters: str | None) -> str:
         """The address of a page of this console; parameters that are None are left out. Names are written by `escape`."""
-        query = urlencode({name: one for name, one in parameters.items() if one is not None})
+        given = {name: one for name, one in parameters.items() if one is not None}
+        query = urlencode(given, errors="surrogateescape")
         return f"{self.root}{path}{'?' if query else ''}{query}"
 
     def reloading(self, seconds: int) -> str:

@@ -76,7 +76,9 @@ def form_token(secret: str, session: str) -> str:
 
 def is_form_token(found: str, secret: str, session: str) -> bool:
     """Whether a form carries the token of these cookies."""
-    return bool(secret) and hmac.compare_digest(found.encode(), form_token(secret, session).encode())
+    return bool(secret) and hmac.compare_digest(
+        found.encode("utf-8", "surrogateescape"), form_token(secret, session).encode()
+    )
 
 
 def _label(digest: bytes) -> bytes:

@@ -12,6 +12,7 @@ from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.model import EntryId
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.key_names import is_service
 from millstream.services.console.pages import PageRequest
 from millstream.services.console.views.overview import overview_of
 
@@ -31,7 +32,9 @@ def workers(page: PageRequest) -> Response:
     found = read_service(page.client, asked) if asked else None
     if asked and found is None:
         raise MillstreamError(f"unknown service {asked!r}: no stream was added to it")
-    services = [found] if found else read_services(page.client, list(alive)[:_MOST_SERVICES])
+    # a handler of another name is not millstream's, and shares no streams
+    shared = [label for label in alive if is_service(label)][:_MOST_SERVICES]
+    services = [found] if found else read_services(page.client, shared)
     return page.render(
         "workers.html",
         alive=alive,
