@@ -1,10 +1,12 @@
 """What the pages of the console show: the sentences and figures of the commands."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlencode
 
+import httpx
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, announce
@@ -13,9 +15,9 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
-from millstream.services.console import Level
+from millstream.services.console import Level, console_app
 from millstream.services.console.pages import Shared
-from tests.support.consoles import Browser, authorized, console, fill_with, pages_reached
+from tests.support.consoles import BASE, Browser, authorized, console, fill_with, pages_reached
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import double, fill, make, outputs, pending, working
@@ -186,6 +188,34 @@ def test_one_request_reads_what_many_share_at_the_same_time() -> None:
     assert shared.get("overview", 3_000.0, read, keep_ms=2_000.0) == 3
     for n in range(200):
         assert shared.get(f"streams {n}", 3_000.0, lambda n=n: n, keep_ms=2_000.0) == n  # type: ignore[misc]
+
+
+def test_pages_that_wait_for_redis_keep_nothing_else_waiting(client: Client) -> None:
+    fill_with(client, "x")
+    threads: set[int] = set()
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def redact(name: str, text: str) -> str:
+        threads.add(threading.get_ident())
+        entered.release()
+        assert go_on.wait(FAIL_SAFE_S)
+        return text
+
+    async def answers() -> tuple[list[int], int]:
+        app = console_app(client.url, authorize=lambda request: Level.ADMIN, redact=redact)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as http:
+            pages = [asyncio.create_task(http.get("/audit")) for _ in range(60)]
+            try:
+                for _ in range(8):
+                    assert await asyncio.to_thread(entered.acquire, timeout=FAIL_SAFE_S)
+                alive = await asyncio.wait_for(http.get("/console.css"), FAIL_SAFE_S / 2)
+                assert (await asyncio.wait_for(http.get("/healthz"), FAIL_SAFE_S / 2)).text == "ok"
+            finally:
+                go_on.set()
+            return [(await page).status_code for page in pages], alive.status_code
+
+    assert asyncio.run(answers()) == ([200] * 60, 200)
+    assert len(threads) <= 8
 
 
 def test_a_handler_that_is_new_is_found_at_once(client: Client, browser: Browser) -> None:

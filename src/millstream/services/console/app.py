@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -121,7 +120,7 @@ class _Endpoint:
         if page.method == "POST":
             parts.guard.check_form(request, token_of(form))
         secret = FormSecret(request)
-        response = await run_in_threadpool(self._view, request, viewer, form, secret.form_token)
+        response = await parts.clients.in_thread(lambda: self._view(request, viewer, form, secret.form_token))
         secret.keep(request, response)
         return response
 
@@ -168,7 +167,7 @@ def _stylesheet(_: Request) -> Response:
     return Response(css, media_type="text/css")
 
 
-def _healthz(_: Request) -> Response:
+async def _healthz(_: Request) -> Response:
     """Answers that the process serves, and nothing else: it takes no token."""
     return PlainTextResponse("ok")
 

@@ -1,14 +1,20 @@
 """ClientPool: Redis clients of a console, one for each request that is being answered."""
 
+import asyncio
+import contextvars
 import queue
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from millstream.redis_client.client import Client
 
 _MOST_CLIENTS = 8
 _TIMEOUT_MS = 10_000
+
+T = TypeVar("T")
 
 
 class ClientPool:
@@ -22,8 +28,15 @@ class ClientPool:
         self._free: queue.LifoQueue[Client | None] = queue.LifoQueue()
         for _ in range(_MOST_CLIENTS):
             self._free.put(None)
+        # Threads of its own: those that wait for a slow Redis keep no other part of the application waiting.
+        self._threads = ThreadPoolExecutor(_MOST_CLIENTS, "millstream-console")
         # A console that is mounted in another application is told of no end.
         self.close = weakref.finalize(self, _close, self._free)
+
+    async def in_thread(self, read: Callable[[], T]) -> T:
+        """The result of `read`, which may use `client`, in one of eight threads; waits while all are in use."""
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, read)
 
     @contextmanager
     def client(self) -> Iterator[Client]:
