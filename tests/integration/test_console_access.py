@@ -213,6 +213,21 @@ def test_a_token_that_is_removed_from_the_file_ends_its_sessions(client: Client,
         assert browser.log_in("figures").status == 200
 
 
+def test_a_token_that_is_removed_from_the_file_ends_its_sessions_in_an_application_too(
+    client: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with console(client.url, tmp_path, "operate") as browser:
+        bearer = {"Authorization": f"Bearer {TOKENS['operate']}"}
+        assert browser.http.get("/redis", headers=bearer).status_code == 200
+        (tmp_path / "tokens").write_text(f"{TOKENS['figures']} figures\n")
+        eventually(lambda: browser.get("/").url.endswith("/login"), "the end of the session")
+        assert browser.http.get("/redis", headers=bearer).status_code == 303
+        assert browser.log_in("operate").status == 401
+        (tmp_path / "tokens").unlink()
+        eventually(lambda: browser.get("/") and "keeping the previous tokens" in caplog.text, "the warning")
+        assert browser.log_in("figures").status == 200
+
+
 def test_a_program_uses_a_bearer_token_and_needs_no_form(filled: Client, tmp_path: Path) -> None:
     with console(filled.url, tmp_path) as browser:
         bearer = {"Authorization": f"Bearer {TOKENS['operate']}"}

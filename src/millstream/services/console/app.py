@@ -31,6 +31,7 @@ from millstream.services.console.sessions import Sessions
 from millstream.services.console.views import PAGES
 from millstream.services.web.errors import Refused
 from millstream.services.web.origin_check import OriginCheck
+from millstream.services.web.token_reload import WatchedTokens
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -73,7 +74,8 @@ def console_app(
         tokens.read(token_file)
     if authorize is None and not tokens:
         raise ConfigError("give authorize=, or token_file= with a token: else every client could read all messages")
-    guard = Guard(tokens=tokens, sessions=Sessions(tokens), authorize=authorize)
+    watched = None if token_file is None else WatchedTokens(tokens.replace, token_file)
+    guard = Guard(tokens=tokens, sessions=Sessions(tokens), authorize=authorize, watched=watched)
     return make_console(ConsoleParts(clients=ClientPool(url), guard=guard, redact=redact, host_names=host_names))
 
 

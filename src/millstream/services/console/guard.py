@@ -10,6 +10,7 @@ from millstream.services.console.rights import ConsoleTokens, Level, Viewer
 from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, is_form_token
 from millstream.services.web.errors import Refused
 from millstream.services.web.headers import bearer_token
+from millstream.services.web.token_reload import WatchedTokens
 
 Authorize = Callable[[Request], Viewer | Level | Awaitable[Viewer | Level | None] | None]
 """Answers which level a request of the application around the console has; None: none at all."""
@@ -22,11 +23,15 @@ _OWN_SITE = ("same-origin", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Decides over requests. `authorize` comes first; without it and without tokens, all may read."""
+    """Decides over requests. `authorize` comes first; without it and without tokens, all may read.
+
+    `watched`: the token file, where nothing else reloads it.
+    """
 
     tokens: ConsoleTokens
     sessions: Sessions
     authorize: Authorize | None = None
+    watched: WatchedTokens | None = None
 
     @property
     def has_login(self) -> bool:
@@ -39,12 +44,18 @@ class Guard:
             answer = self.authorize(request)
             found = await answer if inspect.isawaitable(answer) else answer
             return Viewer(name="the application", level=Level(found)) if isinstance(found, int) else found
+        self.reload_tokens()
         if not self.tokens:
             return ANYONE
         if (token := bearer_token(request.scope)) is not None:
             known = self.tokens.viewer_of(token)
             return known[1] if known else None
         return self.sessions.viewer_of(request.cookies.get(SESSION_COOKIE))
+
+    def reload_tokens(self) -> None:
+        """Reload the token file if it has changed, at most once in a second."""
+        if self.watched is not None:
+            self.watched.check()
 
     def check_form(self, request: Request, found: str) -> None:
         """Refuse a form that another site has sent. `found`: the token that it carries. Raises Refused.

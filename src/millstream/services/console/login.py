@@ -80,6 +80,7 @@ def login_routes(guard: Guard) -> list[Route]:
     async def login(request: Request) -> Response:
         form = await form_of(request)
         guard.check_form(request, token_of(form))
+        guard.reload_tokens()
         known = guard.tokens.viewer_of(next(iter(form.get("token", ())), "").strip())
         if known is None:
             return show(request, 401, "This token is unknown.")

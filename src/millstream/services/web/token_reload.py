@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,17 +18,46 @@ async def reload_tokens(reload: Callable[[Path], None], path: Path) -> None:
 
     A mistake in the file changes nothing: it locks no client out and lets none in.
     """
-    known: tuple[int, ...] | None = ()  # not the current version: that may be newer than the one read at the start
+    watched = WatchedTokens(reload, path)
     while True:
         await asyncio.sleep(_RELOAD_S)
-        if (version := _version(path)) != known:
-            known = version
-            try:
-                reload(path)
-            except ConfigError as error:
-                logger.warning("token file not reloaded: %s; keeping the previous tokens", error)
-            else:
-                logger.info("token file reloaded")
+        watched.reload_changed()
+
+
+class WatchedTokens:
+    """A token file that is reloaded when it has changed: for a service that has no task of its own.
+
+    * `reload`: called with `path` after a change; a ConfigError is a warning, and changes nothing
+    * `monotonic`: seconds
+    """
+
+    def __init__(
+        self, reload: Callable[[Path], None], path: Path, *, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._reload = reload
+        self._path = path
+        self._monotonic = monotonic
+        # not the current version: that may be newer than the one read at the start
+        self._known: tuple[int, ...] | None = ()
+        self._checked_s = float("-inf")
+
+    def check(self) -> None:
+        """`reload_changed`, at most once in a second: for every request."""
+        if self._monotonic() - self._checked_s >= _RELOAD_S:
+            self._checked_s = self._monotonic()
+            self.reload_changed()
+
+    def reload_changed(self) -> None:
+        """Reload the file if it has changed."""
+        if (version := _version(self._path)) == self._known:
+            return
+        self._known = version
+        try:
+            self._reload(self._path)
+        except ConfigError as error:
+            logger.warning("token file not reloaded: %s; keeping the previous tokens", error)
+        else:
+            logger.info("token file reloaded")
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:
