@@ -1,9 +1,11 @@
 """What each level of the console may do, from which pages and host names, and what never leaves the process."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from starlette.applications import Starlette
@@ -311,6 +313,25 @@ def test_an_action_is_refused_by_get_and_by_what_is_no_form(operator: Browser, f
     assert operator.get("/key/unpark?handler=shop.pay&stream=orders&key=x").status == 405
     assert operator.http.post("/key/unpark", json={"handler": "shop.pay"}).status_code == 415
     assert count_parked(filled, [KEYS])[0] == 1
+
+
+def test_a_form_in_an_application_is_read_no_further_than_64_kilobytes(client: Client) -> None:
+    sent = 0
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1_000):
+            sent += 10_000
+            yield b"x" * 10_000
+
+    async def status() -> int:
+        app = console_app(client.url, authorize=lambda request: Level.ADMIN)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as http:
+            kind = {"Content-Type": "application/x-www-form-urlencoded"}
+            return (await http.post("/handler/pause", content=parts(), headers=kind)).status_code
+
+    assert asyncio.run(status()) == 413
+    assert sent <= 80_000
 
 
 def test_a_host_name_that_the_console_does_not_have_is_refused(client: Client, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, fo
 from millstream.services.web.errors import Refused
 
 MOST_FIELDS = 2_000
+_MOST_BYTES = 65_536
 _FORM_TYPE = "application/x-www-form-urlencoded"
 
 
@@ -23,14 +24,24 @@ def root_of(request: Request) -> str:
 
 
 async def form_of(request: Request) -> Mapping[str, Sequence[str]]:
-    """All values of each field of a form. Raises Refused for what is no form, or has too many fields."""
+    """All values of each field of a form. Raises Refused for what is no form, is too large, or has too many fields."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _FORM_TYPE:
         raise Refused(415, f"send a form ({_FORM_TYPE})")
-    body = (await request.body()).decode("ascii", "replace")
+    body = (await _body_of(request)).decode("ascii", "replace")
     try:
         return parse_qs(body, keep_blank_values=True, errors="surrogateescape", max_num_fields=MOST_FIELDS)
     except ValueError as error:
         raise Refused(400, f"the form cannot be read: {error}") from error
+
+
+async def _body_of(request: Request) -> bytes:
+    """The body: an application around the console may not limit its size."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BYTES:
+            raise Refused(413, f"this form is larger than {_MOST_BYTES:,} bytes")
+    return bytes(body)
 
 
 def token_of(form: Mapping[str, Sequence[str]]) -> str:
