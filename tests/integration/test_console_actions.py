@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from millstream.admin.audit import AuditLog, AuditRecord
+from millstream.admin.dead_letter_groups import find_letters
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.key_queues import count_parked, read_queues
 from millstream.delivery.keyed_stream import queue_of_key
@@ -140,6 +141,16 @@ def test_dead_letters_are_grouped_by_reason_and_error_without_its_numbers(browse
     assert first in page.text
     link = next(one for one in page.links if "order+N" in one)
     assert final in browser.get(link).text
+
+
+def test_groups_of_dead_letters_hold_no_messages(browser: Browser, client: Client) -> None:
+    add_letters(client, "order 7 is broken")
+    client.execute("XADD", KEYS.dead_letters, "*", "foreign", "x" * 1_000)
+    found = list(find_letters(client, app="shop", handler="pay"))
+    assert [[*one.pairs, *(one.letter.pairs if one.letter else ())] for one in found] == [[]] * 3
+    page = browser.get(LETTERS)
+    assert "3 in 3 groups" in page.text
+    assert "unreadable" in page.text
 
 
 def test_a_group_of_dead_letters_is_redriven_after_a_dry_run(browser: Browser, client: Client) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
@@ -55,7 +55,8 @@ def find_letters(
     fingerprint: str | None = None,
     places: Sequence[tuple[str, str]] = (),
 ) -> Iterator[DeadLetterEntry]:
-    """The first 5,000 dead letters of a handler, and of these the wanted ones.
+    """The first 5,000 dead letters of a handler, and of these the wanted ones: without messages and tracebacks, which
+    would take as much memory as they do in Redis.
 
     `places`: only those with these streams and letter ids; () for all. Raises RedisError, and ConfigError for an
     unknown reason.
@@ -69,7 +70,8 @@ def find_letters(
             and fingerprint in (None, fingerprint_of(entry))
             and (not named or (entry.keys.stream, entry.letter_id) in named)
         ):
-            yield entry
+            letter = entry.letter and replace(entry.letter, pairs=(), traceback="")
+            yield replace(entry, pairs=(), letter=letter)
 
 
 def group_letters(letters: Iterator[DeadLetterEntry]) -> list[LetterGroup]:
