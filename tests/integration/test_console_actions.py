@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millstream.admin.audit import AuditLog, AuditRecord
 from millstream.admin.dead_letter_groups import find_letters
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
-from millstream.delivery.key_queues import count_parked, read_queues
+from millstream.delivery.key_queues import count_parked, read_queues, unpark
 from millstream.delivery.keyed_stream import queue_of_key
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, Unavailable
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
+from millstream.services.console.views import keys
 from tests.support.commandline import call
 from tests.support.consoles import Browser, console, fill_with
 
@@ -230,6 +232,26 @@ def test_what_the_console_cannot_do_is_one_sentence_and_recorded(browser: Browse
     page = browser.post("/key/unpark", **fields)
     assert (page.status, "has not begun on orders" in page.text) == (400, True)
     assert str(last(client).result).startswith("failed: shop.pay has not begun on orders")
+
+
+def test_an_action_whose_reply_is_lost_is_not_recorded_as_failed(
+    browser: Browser, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_the_reply(*_: Any) -> bool:
+        raise Unavailable("the reply did not arrive")
+
+    def unpark_and_lose_the_reply(*args: Any) -> bool:
+        unpark(*args)
+        return lose_the_reply()
+
+    monkeypatch.setattr(keys, "unpark_queue", unpark_and_lose_the_reply)
+    page = browser.send(browser.get(PARKED), "/key/unpark")
+    assert (page.status, "may have been done: see its page and the audit" in page.text) == (503, True)
+    assert count_parked(client, [KEYS])[0] == 0
+    assert last(client).result == "unknown, it may have been done: the reply did not arrive"
+    monkeypatch.setattr(keys, "read_key", lose_the_reply)
+    page = browser.get(PARKED)
+    assert (page.status, "may have been done" in page.text) == (503, False), "this was no action"
 
 
 # --- The audit stream ---

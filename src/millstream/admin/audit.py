@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, OutOfMemory, StreamFull, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import audit_key
 from millstream.redis_client.replies import mapping_of
@@ -43,6 +43,11 @@ class RunningAction:
         self.result = "done"
 
 
+def may_have_run(error: MillstreamError) -> bool:
+    """Whether a command that ended in this error may have changed something: its reply was lost."""
+    return isinstance(error, Unavailable) and not isinstance(error, (OutOfMemory, StreamFull))
+
+
 class AuditLog:
     """The audit stream of one Redis, which holds about the last 100,000 actions."""
 
@@ -60,7 +65,8 @@ class AuditLog:
         try:
             yield running
         except MillstreamError as error:
-            self._add("of", record, "result", f"failed: {error}")
+            how = "unknown, it may have been done" if may_have_run(error) else "failed"
+            self._add("of", record, "result", f"{how}: {error}")
             raise
         self._add("of", record, "result", running.result)
 

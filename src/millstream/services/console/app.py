@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from millstream.admin.audit import may_have_run
 from millstream.errors import ConfigError, MillstreamError, RedisError
 from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
@@ -150,7 +151,12 @@ class _Endpoint:
         except ConfigError as error:
             raise Refused(400, display.text(str(error))) from error
         except RedisError as error:
-            raise Refused(503, f"Redis: {display.text(str(error))}") from error
+            doubt = (
+                ". What was asked for may have been done: see its page and the audit before it is asked for again"
+                if self._page.method == "POST" and may_have_run(error)
+                else ""
+            )
+            raise Refused(503, f"Redis: {display.text(str(error))}{doubt}") from error
         except MillstreamError as error:
             raise Refused(404, display.text(str(error))) from error
 
