@@ -181,6 +181,17 @@ def test_a_token_logs_a_browser_in_with_cookies_that_no_script_and_no_other_site
         assert "Secure" in proxied.headers["set-cookie"]
 
 
+@pytest.mark.parametrize(
+    ("proto", "is_secure"), [("https", True), ("HTTPS, http", True), ("http, https", False), ("http", False)]
+)
+def test_a_cookie_is_secure_where_the_first_proxy_speaks_https(
+    client: Client, tmp_path: Path, proto: str, is_secure: bool
+) -> None:
+    with console(client.url, tmp_path) as browser:
+        cookie = browser.http.get("/login", headers={"X-Forwarded-Proto": proto}).headers["set-cookie"]
+    assert ("Secure" in cookie) is is_secure
+
+
 def test_a_session_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None:
     now_s = 1_000.0
     tokens = ConsoleTokens()

@@ -66,7 +66,9 @@ class FormSecret:
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int | None = None) -> None:
     """Set a cookie that no script can read, and that the browser sends with no request of another site."""
-    is_secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", "").lower())
+    # of several proxies each appends its own: the first is the one that the browser speaks to
+    proxied = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    is_secure = "https" in (request.scope["scheme"], proxied)
     response.set_cookie(
         name,
         value,
