@@ -81,7 +81,14 @@ def _worker(client: Client, app: str, name: str, *options: str) -> Iterator[tupl
     """A supervisor and the process id of its worker, which is ready."""
     command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{__file__}:{app}", "--url", client.url]
     command += ["--name", name, "--claim", str(LEASE_MS / 1000), "--json", *options]
-    with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])  # workers look for modules nowhere else
+    with subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:
