@@ -25,7 +25,7 @@ _OWN_SITE = ("same-origin", "none")
 class Guard:
     """Decides over requests. `authorize` comes first; without it and without tokens, all may read.
 
-    `watched`: the token file, where nothing else reloads it.
+    `watched`: the token file.
     """
 
     tokens: ConsoleTokens

@@ -1,7 +1,6 @@
 """The console as a process: the HTTP service until a signal stops it."""
 
 import asyncio
-import socket
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from millstream.services.console.sessions import Sessions
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
-from millstream.services.web.token_reload import reload_tokens
+from millstream.services.web.token_reload import WatchedTokens
 
 _STOP_S = 5.0
 
@@ -50,7 +49,9 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
     """
     with Client(serving.url) as client:
         client.execute("PING")
-    guard = Guard(tokens=serving.tokens, sessions=Sessions(serving.tokens))
+    tokens, token_file = serving.tokens, serving.token_file
+    watched = None if token_file is None else WatchedTokens(tokens.replace, token_file)
+    guard = Guard(tokens=tokens, sessions=Sessions(tokens), watched=watched)
     app = make_console(
         ConsoleParts(clients=ClientPool(serving.url), guard=guard, redact=serving.redact, host_names=serving.host_names)
     )
@@ -58,14 +59,4 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S)
         server.stop_at_signals()
         on_ready(url_of(listener))
-        asyncio.run(_serve(server, serving, listener))
-
-
-async def _serve(server: Server, serving: ConsoleOptions, listener: socket.socket) -> None:
-    reloading = None
-    if serving.token_file is not None:
-        reloading = asyncio.create_task(reload_tokens(serving.tokens.replace, serving.token_file))
-    await server.serve([listener])
-    if reloading is not None:
-        reloading.cancel()
-        await asyncio.gather(reloading, return_exceptions=True)
+        asyncio.run(server.serve([listener]))
