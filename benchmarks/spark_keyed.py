@@ -11,21 +11,22 @@ second pair the batches grow with the keys, so that each has as many messages pe
 
 import itertools
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import redis
 from pyspark.sql import SparkSession
 
-from benchmarks.common import RAW_COUNT, cores, laboratory
+from benchmarks.common import cores, laboratory
 from millstream.app import App, load_app
 from millstream.demo.audit import KEYS, OUTPUT
 from millstream.demo.flights import Flights, load_flights
 from millstream.producer.bulk import Publisher
 from millstream.redis_client.client import Client
+from millstream.redis_client.raw_loop import read_and_acknowledge
 from millstream.spark.run.supervisor import RunSettings, Supervisor
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "airline.py"
@@ -116,16 +117,7 @@ class _Bench:
 
     def raw_cost(self) -> float:
         """Seconds per message of a loop that only reads and acknowledges the messages of the last run."""
-        connection: Any = redis.Redis.from_url(self._client.url)  # its annotations lack raw replies
-        connection.xgroup_create(KEYS.stream, "raw", id="0")
-        count = 0
-        began = time.perf_counter()
-        while found := connection.xreadgroup("raw", "raw", {KEYS.stream: ">"}, count=RAW_COUNT):
-            ids = [entry_id for entry_id, _ in found[0][1]]
-            connection.xack(KEYS.stream, "raw", *ids)
-            count += len(ids)
-        took = time.perf_counter() - began
-        connection.close()
+        count, took = read_and_acknowledge(self._client.url, KEYS.stream, most_s=math.inf, give_up=lambda: False)
         return took / count
 
 

@@ -1,17 +1,17 @@
 """Shared code of the worker benchmarks: a server, a filled stream, and a reading loop in this process."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import redis
-
 from millstream import App
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.raw_loop import read_and_acknowledge
 from millstream.worker import ReadingLoop
 
 STREAM = "benchmark"
@@ -62,16 +62,7 @@ def wait_for(loop: ReadingLoop, messages: int) -> None:
 
 def raw_loop(client: Client, messages: int) -> float:
     """Messages per second of redis-py's XREADGROUP and XACK, 1,000 at a time, in its own group."""
-    connection: Any = redis.Redis.from_url(client.url)  # its annotations lack raw replies
-    connection.xgroup_create(STREAM, "raw", id="0")
-    count = 0
-    began = time.perf_counter()
-    while found := connection.xreadgroup("raw", "raw", {STREAM: ">"}, count=RAW_COUNT):
-        ids = [entry_id for entry_id, _ in found[0][1]]
-        connection.xack(STREAM, "raw", *ids)
-        count += len(ids)
-    took = time.perf_counter() - began
-    connection.close()
+    count, took = read_and_acknowledge(client.url, STREAM, most_s=math.inf, give_up=lambda: False)
     if count != messages:
         raise AssertionError(f"the raw loop read {count} of {messages} messages")
     return messages / took
