@@ -195,7 +195,7 @@ class StaleOwner(MillstreamError):
 
 
 class BatchBehind(StaleOwner):
-    """The sink has published a later batch: another run was at work on this checkpoint, or it was set back.
+    """The sink has published a later batch: another run was active on this checkpoint, or it was set back.
 
     A query that starts again reads its checkpoint again, so the first of these may not come twice.
     """

@@ -35,7 +35,7 @@ def clean_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
 def end_process_if_disconnected() -> None:
     """End this process if it runs a streaming source, and an error of its connection to Java is being handled.
 
-    A query that is stopped closes the connection while the source may be at work, and only then ends the process. On a
+    A query that is stopped closes the connection while the source may plan a batch, and only then ends the process. On a
     busy machine the process would come to print the error as a traceback before that. Call it last.
     """
     program = getattr(sys.modules["__main__"], "__file__", None) or ""

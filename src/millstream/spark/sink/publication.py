@@ -92,7 +92,7 @@ class Publication:
             if error.code == "BEHIND":
                 raise BatchBehind(
                     f"batch {args[1]!s} comes before batch {error.detail}, the last one that the sink {self._sink} has "
-                    "published: another run was at work on this checkpoint when this one started, or the checkpoint was "
+                    "published: another run was active on this checkpoint when this one started, or the checkpoint was "
                     "set back; start it again, or, to publish all batches again, use a new checkpoint"
                 ) from error
             raise translate_stale(self._sink, error) from error

@@ -71,13 +71,11 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         """
         began = time.monotonic()
         start_offset, target = load(start), self._target
-        maximum = self._max_entries if self._sizer is None else self._sizer.max_entries(self._max_entries)
-        limits = BatchLimits(max_entries=maximum, target=target, may_delay=target is None)
+        limits = BatchLimits(max_entries=self._most_entries(self._max_entries), target=target, may_delay=target is None)
         planned = self._with_retry(lambda: self._group_planner.plan_next(start_offset, limits))
         if isinstance(planned, Advance):
             end = dump(planned.end)
-            if self._sizer is not None:
-                self._sizer.on_planned(self.count_entries(start, end))
+            self._on_planned(lambda: self.count_entries(start, end))
             return end
         if planned.delay_ms:
             time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))

@@ -262,8 +262,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         if isinstance(planned, Advance):
             end = dump(planned.end.positions)
             self._remember(end, planned.end)
-            if self._sizer is not None:
-                self._sizer.on_planned(self.count_entries(start, end))
+            self._on_planned(lambda: self.count_entries(start, end))
             return end
         if self._target is not None or not HAS_LIMITS:
             self._with_retry(self._progress_group.publish_rest)  # this may be the last call
@@ -276,17 +275,12 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     def _plan_next(self, start: Offsets, limit: ReadLimit) -> Advance[Offsets] | NoAdvance:
         self._progress_group.publish(start)
         limits = BatchLimits(
-            max_entries=self._max_entries(limit),
+            max_entries=self._most_entries(limit.max_rows) if isinstance(limit, ReadMaxRows) else None,
             target=self._target,
             # Trigger.Once and Trigger.AvailableNow have no later batch, so a small one must not wait.
             may_delay=self._target is None and not isinstance(limit, ReadAllAvailable),
         )
         return self._planner.plan_next(start, limits)
-
-    def _max_entries(self, limit: ReadLimit) -> int | None:
-        if not isinstance(limit, ReadMaxRows):
-            return None
-        return limit.max_rows if self._sizer is None else self._sizer.max_entries(limit.max_rows)
 
     def _parse_offsets(self, raw: dict[str, Any]) -> Offsets:
         for known, offsets in self._recent_offsets:

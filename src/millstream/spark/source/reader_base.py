@@ -68,6 +68,15 @@ class ReaderBase:
         target_ms = self._options.limits.target_ms
         return None if target_ms is None else BatchSizer(target_ms, clock=SYSTEM_CLOCK)
 
+    def _most_entries(self, maximum: int) -> int:
+        """The most entries of the next batch, at most `maximum`."""
+        return maximum if self._sizer is None else self._sizer.max_entries(maximum)
+
+    def _on_planned(self, count: Callable[[], int | None]) -> None:
+        """Record that a batch of `count()` entries begins now; None = an unknown number."""
+        if self._sizer is not None:
+            self._sizer.on_planned(count())
+
     @cached_property
     def _replicas(self) -> "Replicas | None":
         """The replicas that tasks read entries from; None: tasks read from primaries."""
