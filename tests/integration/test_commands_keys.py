@@ -13,7 +13,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.commandline import call
-from tests.support.keyed_fixtures import keys_in_each_state, violations
+from tests.support.keyed_fixtures import joined_by_field, keys_in_each_state, violations
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.keys]
@@ -102,15 +102,7 @@ def test_a_key_whose_first_message_has_failed_is_stuck_also_while_it_is_attempte
 
 
 def test_stuck_keys_of_all_handlers_are_listed_if_no_handler_is_given(client: Client, stream: KeyedStream) -> None:
-    other = KeyedStream(
-        client,
-        "refunds",
-        queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
-        app="bank",
-        handler="back",
-        consumer="w-0",
-    )
-    other.join()
+    other = joined_by_field(client, "refunds", app="bank", handler="back")
     client.execute("XADD", "refunds", "*", "key", "e")
     other.enqueue_new(count=100, max_pending=1_000)
     assert [(row["handler"], row["key"]) for row in listed(client)] == [("shop.pay", "c"), ("shop.pay", "b")]

@@ -8,7 +8,7 @@ import pytest
 
 from millstream.balancer import announce
 from millstream.cli.terminal import print_details, print_line, print_message, print_table, print_text
-from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
+from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer.producer import Producer
@@ -16,6 +16,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, StreamKeys
 from millstream.redis_client.replies import mapping_of
 from tests.support.commandline import Outcome, call
+from tests.support.keyed_fixtures import joined_by_field
 
 pytestmark = [pytest.mark.cli]
 
@@ -192,15 +193,7 @@ def test_a_handlers_key_of_another_type_stops_no_other_handler(client: Client, n
 @pytest.fixture
 def stream(client: Client) -> KeyedStream:
     """A message of `a`, leased; of `b`, backing off; of `c`, parked for a forged reason; of `d`, ready."""
-    opened = KeyedStream(
-        client,
-        "orders",
-        queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
-        app="shop",
-        handler="bill",
-        consumer="w-0",
-    )
-    opened.join()
+    opened = joined_by_field(client, "orders", app="shop", handler="bill")
     for key in "abcd":
         client.execute("XADD", "orders", "*", "key", key)
     opened.enqueue_new(count=100, max_pending=1_000)

@@ -14,7 +14,7 @@ import msgspec
 
 from millstream.admin.audit import AuditLog
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
+from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, report_long_runs
 from millstream.delivery.pause import Pause
@@ -24,6 +24,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
+from tests.support.keyed_fixtures import joined_by_field
 
 LEVELS = ("figures", "payloads", "operate", "admin")
 TOKENS = {level: f"0123456789abcdef-{level}" for level in LEVELS}
@@ -178,15 +179,7 @@ def pages_reached(browser: Browser, *starts: str, most: int = 200) -> dict[str, 
 
 def fill_with(client: Client, secret: str) -> KeyedStream:
     """A handler `shop.pay` on `orders` that has this text wherever messages and their errors leave one."""
-    keyed = KeyedStream(
-        client,
-        "orders",
-        queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
-        app="shop",
-        handler="pay",
-        consumer="w-0",
-    )
-    keyed.join()
+    keyed = joined_by_field(client, "orders", app="shop", handler="pay")
     for n in range(3):
         client.execute("XADD", "orders", "*", "key", f"parked {secret}", "text", f"{n} {secret}")
     client.execute("XADD", "orders", "*", "key", f"failing {secret}", "text", secret)

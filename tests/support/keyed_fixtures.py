@@ -173,17 +173,23 @@ def _commit_on_spark(store: CommitStore, entry_id: bytes, mark: bytes) -> int:
     return 1
 
 
-def keys_in_each_state(client: Client) -> KeyedStream:
-    """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
+def joined_by_field(client: Client, stream: str, *, app: str, handler: str) -> KeyedStream:
+    """A stream that the worker `w-0` of a handler has joined; the key is in the first field of an entry."""
     opened = KeyedStream(
         client,
-        "orders",
+        stream,
         queue_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
-        app="shop",
-        handler="pay",
+        app=app,
+        handler=handler,
         consumer="w-0",
     )
     opened.join()
+    return opened
+
+
+def keys_in_each_state(client: Client) -> KeyedStream:
+    """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
+    opened = joined_by_field(client, "orders", app="shop", handler="pay")
     for key, count in (("a", 5), ("b", 3), ("c", 2), ("d", 1)):
         for n in range(count):
             client.execute("XADD", "orders", "*", "key", key, "n", n)
