@@ -110,7 +110,17 @@ def for_its_next_attempt(in_flight: InFlight, one: Delivery) -> None:
         committer._requeue_retries()
 
 
-@pytest.mark.parametrize("come_back", [after_a_wait, for_its_next_attempt])
+def with_the_rest_of_its_batch(in_flight: InFlight, one: Delivery) -> None:
+    in_flight.add([one], 0)
+    in_flight.buffer.get()
+    one.running = one.finished = True
+    lost = delivery(one.stream, 2)
+    with Client("redis://127.0.0.1:1") as nowhere:
+        committer = Committer(make_context(nowhere, make(plain), in_flight=in_flight), release=lambda released: None)
+        committer.settle([([one, lost], NO_EFFECTS)])
+
+
+@pytest.mark.parametrize("come_back", [after_a_wait, for_its_next_attempt, with_the_rest_of_its_batch])
 def test_an_entry_that_is_removed_while_it_comes_back_stays_removed(
     stream: ReliableStream,
     in_flight: InFlight,

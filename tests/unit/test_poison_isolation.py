@@ -8,6 +8,7 @@ import pytest
 from millstream import App, Message, Retry
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.errors import MillstreamError, WrongType
 from millstream.handlers.attempt import NO_EFFECTS, Outcome
 from millstream.redis_client.client import Client
 from millstream.worker import WorkerPolicy
@@ -67,30 +68,59 @@ def test_a_message_never_becomes_a_dead_letter_for_the_crash_of_one_process_alon
     assert (isolated_after(retry), crashes_allowed(retry)) == (losses, deaths)
 
 
+class Damaged(Unmarked):
+    """A stream whose record of isolated runs is of another type, until it is repaired at the second look."""
+
+    looks = 0
+
+    def isolation_state(self, delivery: Delivery) -> tuple[int, str]:
+        self.looks += 1
+        if self.looks == 1:
+            raise WrongType("the key is a string")
+        return 0, ""
+
+
+def isolation(client: Client, in_flight: InFlight, runner: Alone, process: ProcessIsolation) -> PoisonIsolation:
+    app = App("app")
+    app.handler("in", name="handle")(nothing)
+    return PoisonIsolation(
+        app.handlers["handle"],
+        in_flight,
+        runner,  # type: ignore[arg-type]
+        threading.Event(),
+        process,
+        incarnation=Incarnation(client, SYSTEM_CLOCK, app="app", consumer="w"),
+        clock=SYSTEM_CLOCK,
+    )
+
+
+def test_a_suspect_of_an_excluded_stream_runs_once_the_stream_is_repaired() -> None:
+    with Client("redis://127.0.0.1:1") as nowhere:
+        stream = Damaged(nowhere, "in", app="app", handler="handle", consumer="w")
+        errors: list[MillstreamError] = []
+        stream.on_stream_error = errors.append
+        in_flight, runner = InFlight(WorkerPolicy(), 1), Alone([])
+        guard = isolation(nowhere, in_flight, runner, ProcessIsolation())
+        suspect = delivery(stream)
+        in_flight.add_suspect(suspect)
+        guard.add_suspect(suspect)
+        thread = threading.Thread(target=guard.run)
+        thread.start()
+        finished, _ = in_flight.completions.collect(FAIL_SAFE_S)
+        guard.add_suspect(None)
+        thread.join()
+    assert finished == [((suspect,), NO_EFFECTS)]
+    assert (len(errors), stream.leaving, len(runner.saw)) == (1, True, 1)
+
+
 def test_a_suspect_and_the_other_handlers_of_its_process_wait_for_each_other() -> None:
     with Client("redis://127.0.0.1:1") as nowhere:
         here = Unmarked(nowhere, "in", app="app", handler="handle", consumer="w")
         there = Unmarked(nowhere, "in", app="app", handler="other", consumer="w")
         in_flight, other = InFlight(WorkerPolicy(), 1), InFlight(WorkerPolicy(), 1)
-        quiet, stopping = ProcessIsolation(), threading.Event()
-        runner = Alone([other])
-        app = App("app")
-        app.handler("in", name="handle")(nothing)
-        handler = app.handlers["handle"]
-
-        def guard_of(in_flight: InFlight) -> PoisonIsolation:
-            return PoisonIsolation(
-                handler,
-                in_flight,
-                runner,  # type: ignore[arg-type]
-                stopping,
-                quiet,
-                incarnation=Incarnation(nowhere, SYSTEM_CLOCK, app="app", consumer="w"),
-                clock=SYSTEM_CLOCK,
-            )
-
-        guard = guard_of(in_flight)
-        guard_of(other)
+        process, runner = ProcessIsolation(), Alone([other])
+        guard = isolation(nowhere, in_flight, runner, process)
+        isolation(nowhere, other, runner, process)
         running, waiting, suspect = delivery(there), delivery(there, 2), delivery(here)
         other.add([running, waiting], 0)
         assert other.start(running, 0)

@@ -115,9 +115,11 @@ class PoisonIsolation:
                 with exclude_on_error(delivery.stream):
                     if delivery in self._in_flight:  # it may have been given up while it was queued here
                         self._run_or_give_up(delivery)
+                    continue
             except Unavailable as error:
                 logger.debug("cannot run a poison-pill suspect, Redis is unavailable: %s; retrying", error)
-                self._delay(delivery, _RECHECK_S * 1000)
+            # Also after an error of its stream alone: while the suspect is in flight, its stream is not tried again.
+            self._delay(delivery, _RECHECK_S * 1000)
 
     def _next_suspect(self) -> Delivery | None:
         """Return the next suspect: one whose wait is over before new ones; None at the end."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from operator import itemgetter
 from typing import TypeVar
@@ -76,7 +76,8 @@ class Committer:
             delivery = deliveries[0]
             if lost and not lost.isdisjoint(deliveries):
                 # The entry was given up, or lost to another worker, while it ran; the rest of its batch is run again.
-                self._run_again([one for one in deliveries if one not in lost], now_ms)
+                rest = _unstarted(one for one in deliveries if one not in lost)
+                self._in_flight.buffer_again(rest, now_ms)
             elif isinstance(outcome, Done):
                 processed += len(deliveries)
                 commits.append((deliveries, self._unit_of(deliveries, outcome)))
@@ -192,12 +193,8 @@ class Committer:
             lost = self._retry_while_unavailable(lambda: stream.renew_claims([one.id for one in deliveries]))
         except OutOfMemory:
             return  # the entries stay pending: another worker claims them when they are idle
-        self._run_again([one for one in deliveries if one.id not in lost], self._clock.monotonic_ms())
-
-    def _run_again(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
-        for one in deliveries:
-            one.running = one.finished = one.committing = False
-        self._in_flight.add(deliveries, now_ms)
+        owned = _unstarted(one for one in deliveries if one.id not in lost)
+        self._in_flight.add(owned, self._clock.monotonic_ms())
 
     def _retry_while_unavailable(self, operation: Callable[[], T]) -> T:
         """Retry while Redis is unavailable. Raises OutOfMemory at once, for the caller to handle."""
@@ -262,6 +259,14 @@ class Committer:
     def _observe_run_times(self, finished: Sequence[FinishedRun]) -> None:
         if self._loop_metrics.has_backend:
             self._loop_metrics.observe_run_times([one.attempt_ms for deliveries, _ in finished for one in deliveries])
+
+
+def _unstarted(deliveries: Iterable[Delivery]) -> list[Delivery]:
+    """Return these entries, whose run is over, as if they had not been started."""
+    entries = list(deliveries)
+    for one in entries:
+        one.running = one.finished = one.committing = False
+    return entries
 
 
 def _adds_entries(unit: Unit) -> bool:
