@@ -14,7 +14,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def run(*, flights: int | None = None, few_keys: int = 1_000, rounds: int = 2) -
     rows = load_flights(flights)
     small = Flights(rows.columns, rows.rows[: len(rows) // 10])
     with laboratory("spark_keyed") as (client, spark), tempfile.TemporaryDirectory() as folder:
-        bench = _Bench(app, spark, client, Path(folder))
+        bench = Bench(app, spark, client, Path(folder))
         bench.cost(small, BACKLOG_PER_BATCH)  # the warm-up
         costs = [_one_round(bench, rows, small, few_keys) for _ in range(rounds)]
     best = {name: min(round_costs[name] for round_costs in costs) for name in costs[0]}
@@ -62,7 +62,7 @@ def run(*, flights: int | None = None, few_keys: int = 1_000, rounds: int = 2) -
     }
 
 
-def _one_round(bench: "_Bench", rows: Flights, small: Flights, few_keys: int) -> dict[str, float]:
+def _one_round(bench: "Bench", rows: Flights, small: Flights, few_keys: int) -> dict[str, float]:
     """Seconds per message of every kind of run."""
     costs = {
         "small backlog": bench.cost(small, BACKLOG_PER_BATCH),
@@ -83,25 +83,33 @@ def _spread(flights: Flights, keys: int, messages: int) -> Iterator[dict[str, st
         yield next(endless) | {"tailnum": f"K{number % keys}", "row": str(number)}
 
 
-class _Bench:
+class Bench:
     """Runs the app, or the raw loop, over a stream filled before."""
 
-    def __init__(self, app: App, spark: SparkSession, client: Client, folder: Path) -> None:
+    def __init__(
+        self, app: App, spark: SparkSession, client: Client, folder: Path, *, meter: Callable[[], Any] = time.perf_counter
+    ) -> None:
         self._app = app
         self._spark = spark
         self._client = client
+        self._meter = meter
         self._checkpoints = (folder / str(number) for number in itertools.count())
 
     def cost(self, messages: Iterable[Mapping[str, str]], max_per_batch: int) -> float:
         """Seconds per message of all batches except the first; `messages` must be enough for at least two."""
+        batches = self.batches(messages, max_per_batch)
+        return (batches[-1][0] - batches[0][0]) / sum(messages for _, messages in batches[1:])
+
+    def batches(self, messages: Iterable[Mapping[str, str]], max_per_batch: int) -> list[tuple[Any, int]]:
+        """What the meter showed at the end of each batch, and how many messages the batch had."""
         self._client.execute("FLUSHALL")
         with Publisher(self._client, KEYS.stream) as publisher:
             count = publisher.send(messages)
-        batches: list[tuple[float, int]] = []
+        batches: list[tuple[Any, int]] = []
 
         def on_event(event: Mapping[str, Any]) -> None:
             if event["event"] == "batch":
-                batches.append((time.perf_counter(), event["messages"]))
+                batches.append((self._meter(), event["messages"]))
 
         settings = RunSettings(
             url=self._client.url,
@@ -113,7 +121,7 @@ class _Bench:
         done = self._client.execute("XLEN", OUTPUT) + self._client.execute("XLEN", KEYS.dead_letters)
         if done != count:
             raise AssertionError(f"{done} of {count} messages are committed; the figure would be worth nothing")
-        return (batches[-1][0] - batches[0][0]) / sum(messages for _, messages in batches[1:])
+        return batches
 
     def raw_cost(self) -> float:
         """Seconds per message of a loop that only reads and acknowledges the messages of the last run."""

@@ -19,7 +19,7 @@ from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import NO_EFFECTS
 from millstream.redis_client.client import Client
 from millstream.worker import HandlerSteps, WorkerPolicy
-from millstream.worker.in_flight import InFlight
+from millstream.worker.in_flight import DELAY_THREAD, InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.async_runner import AsyncRunner
 from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
@@ -98,7 +98,7 @@ def test_a_removed_entry_is_not_started_and_a_started_entry_is_not_removed(
 
 def after_a_wait(in_flight: InFlight, one: Delivery) -> None:
     in_flight.add_later([one], 1, SYSTEM_CLOCK)
-    eventually(lambda: not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)])
+    eventually(lambda: one not in in_flight.deliveries)
 
 
 def for_its_next_attempt(in_flight: InFlight, one: Delivery) -> None:
@@ -144,6 +144,22 @@ def test_an_entry_that_is_removed_while_it_comes_back_stays_removed(
     come_back(in_flight, one)
     removals[0].join(FAIL_SAFE_S)
     assert (removed, in_flight.deliveries) == ([one], [])
+
+
+def test_a_stop_leaves_no_thread_that_waits_for_a_delay(stream: ReliableStream, in_flight: InFlight) -> None:
+    def delays() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == DELAY_THREAD}
+
+    before = delays()
+    in_flight.add_later([delivery(stream)], 10_000_000, SYSTEM_CLOCK)
+    in_flight.add_later([delivery(stream, 2)], 1, SYSTEM_CLOCK)
+    eventually(lambda: not in_flight.buffer.empty())
+    assert delays() > before
+    in_flight.stop_fetching()
+    eventually(lambda: delays() <= before)
+    in_flight.add_later([delivery(stream, 3)], 10_000_000, SYSTEM_CLOCK)
+    assert delays() <= before
+    assert [one.id for one in in_flight.remove_waiting()] == [b"1-0", b"2-0", b"3-0"]
 
 
 def test_the_reading_loop_is_notified_once_enough_slots_are_free(stream: ReliableStream) -> None:

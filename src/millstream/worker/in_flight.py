@@ -16,6 +16,8 @@ _LONG_WAIT_MS = 1_000.0
 _SLICE_MS = 50.0
 _LONGEST_SLICE = 16
 _WEIGHT = 0.2
+DELAY_THREAD = "millstream-delay"
+"""Name of a thread that adds entries to the buffer after a delay."""
 
 
 class InFlight:
@@ -40,6 +42,7 @@ class InFlight:
         self.gate.set()
         self._is_gate_closed = False
         self._is_stopping = False
+        self._delays: list[threading.Timer] = []
         self.leases: set[KeyLease] = set()
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}
         self._dropped: set[Delivery] = set()
@@ -85,8 +88,12 @@ class InFlight:
         return {entry_id for name, entry_id in list(self._by_ref) if name == stream}
 
     def stop_fetching(self) -> None:
-        """Have no free slots from now on: what a stop releases is room for no other entries."""
-        self._is_stopping = True
+        """Have no free slots from now on: what a stop releases is room for no other entries. End the delays, too."""
+        with self._lock:
+            self._is_stopping = True
+            delays, self._delays = self._delays, []
+        for one in delays:
+            one.cancel()
         self.room_freed.set()
 
     def free_slots(self) -> int:
@@ -156,12 +163,13 @@ class InFlight:
         now_ms = clock.monotonic_ms()
         for delivery in deliveries:
             delivery.state_since_ms, delivery.due_ms = now_ms, now_ms + delay_ms
+        timer = threading.Timer(delay_ms / 1000, lambda: self.buffer_again(deliveries, clock.monotonic_ms()))
+        timer.name, timer.daemon = DELAY_THREAD, True
         with self._lock:
             self._add(deliveries)
-
-        timer = threading.Timer(delay_ms / 1000, lambda: self.buffer_again(deliveries, clock.monotonic_ms()))
-        timer.daemon = True
-        timer.start()
+            if not self._is_stopping:
+                timer.start()
+                self._delays = [one for one in self._delays if one.is_alive()] + [timer]
 
     def buffer_again(self, deliveries: Iterable[Delivery], now_ms: float) -> None:
         """Add those entries to the buffer that are still in flight."""
