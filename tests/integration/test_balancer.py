@@ -52,6 +52,7 @@ from tests.support.balancers import (
     waits,
 )
 from tests.support.command_stats import scripts_run
+from tests.support.threads import threads_named
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.balancer]
@@ -203,10 +204,12 @@ def test_a_closed_consumer_leaves_at_once_and_may_be_closed_again(client: Client
 
 
 def test_a_close_without_streams_waits_for_no_heartbeat_and_ends_the_reader_at_once(client: Client) -> None:
+    before = threads_named("balancer-a")
     with started(client.url, "a") as balancer:
         eventually(lambda: waits(client), "it to wait")
+        assert threads_named("balancer-a") > before
         assert balancer.close(FAIL_SAFE_S) == 0
-        assert "balancer-a" not in {thread.name for thread in threading.enumerate()}, "it was to wait for some hours"
+        assert threads_named("balancer-a") <= before, "it was to wait for some hours"
         assert isinstance(balancer.next(0), Terminated)
 
 

@@ -1,7 +1,6 @@
 """The router as a guest of an event loop: the same promises without a thread of its own."""
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import Router
 from millstream.testing.proxy import Proxy
 from tests.support.routers import READERS, ids, ids_in, make_router, publish, take_items
+from tests.support.threads import threads_named
 from tests.support.waiting import FAIL_SAFE_S, eventually_async
 
 pytestmark = [pytest.mark.router]
@@ -27,9 +27,13 @@ def reader(request: pytest.FixtureRequest) -> Any:
 
 
 def in_loop(url: str, reader: Any, body: Callable[[Router], Awaitable[None]]) -> None:
+    """Run `body` with a router in the loop of the program, which has no thread of its own."""
+    before = threads_named("millstream-router")
+
     async def main() -> None:
         async with make_router(url, reader) as router:
             await asyncio.wait_for(body(router), FAIL_SAFE_S)
+            assert threads_named("millstream-router") <= before
 
     asyncio.run(main())
 
@@ -46,8 +50,6 @@ def test_a_thousand_messages_of_a_hundred_streams_arrive_whole_and_in_order(clie
         await asyncio.to_thread(publish, client, NAMES, range(10))
         await eventually_async(lambda: sum(map(len, got.values())) == 1000, "all messages")
         assert got == {name: ids_in(client, name) for name in NAMES}
-        before = [thread.name for thread in threading.enumerate()]
-        assert "millstream-router" not in before
         router.close()
         await asyncio.gather(*tasks)
 

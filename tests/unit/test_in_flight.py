@@ -26,6 +26,7 @@ from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatc
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import LoadSample, ThreadRunner
 from millstream.worker.settling.committer import Committer
+from tests.support.threads import threads_named
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import make, make_context
 
@@ -147,18 +148,15 @@ def test_an_entry_that_is_removed_while_it_comes_back_stays_removed(
 
 
 def test_a_stop_leaves_no_thread_that_waits_for_a_delay(stream: ReliableStream, in_flight: InFlight) -> None:
-    def delays() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == DELAY_THREAD}
-
-    before = delays()
+    before = threads_named(DELAY_THREAD)
     in_flight.add_later([delivery(stream)], 10_000_000, SYSTEM_CLOCK)
     in_flight.add_later([delivery(stream, 2)], 1, SYSTEM_CLOCK)
     eventually(lambda: not in_flight.buffer.empty())
-    assert delays() > before
+    assert threads_named(DELAY_THREAD) > before
     in_flight.stop_fetching()
-    eventually(lambda: delays() <= before)
+    eventually(lambda: threads_named(DELAY_THREAD) <= before)
     in_flight.add_later([delivery(stream, 3)], 10_000_000, SYSTEM_CLOCK)
-    assert delays() <= before
+    assert threads_named(DELAY_THREAD) <= before
     assert [one.id for one in in_flight.remove_waiting()] == [b"1-0", b"2-0", b"3-0"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from millstream.services.master.call_batching import CallBatcher
+from tests.support.threads import threads_named
 from tests.support.waiting import FAIL_SAFE_S, eventually_async
 
 pytestmark = [pytest.mark.master]
@@ -37,17 +38,18 @@ async def begun(batches: CallBatcher[int, int], work: Work, numbers: Sequence[in
 
 
 def test_calls_that_wait_while_a_batch_runs_are_the_next_batch() -> None:
-    work = Work()
+    work, before = Work(), threads_named("batches")
 
     async def call() -> list[int]:
         with CallBatcher(work, name="batches") as batches:
             calls = await begun(batches, work, [1, 2, 3, 4])
+            assert threads_named("batches") > before
             work.may.set()
             return await asyncio.gather(*calls)
 
     assert asyncio.run(call()) == [2, 4, 6, 8]
     assert work.batches == [[1], [2, 3, 4]]
-    assert "batches" not in [thread.name for thread in threading.enumerate()]
+    assert threads_named("batches") <= before
 
 
 def test_a_failure_fails_all_calls_of_its_batch_and_no_other() -> None:
