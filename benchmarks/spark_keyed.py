@@ -87,7 +87,13 @@ class Bench:
     """Runs the app, or the raw loop, over a stream filled before."""
 
     def __init__(
-        self, app: App, spark: SparkSession, client: Client, folder: Path, *, meter: Callable[[], Any] = time.perf_counter
+        self,
+        app: App,
+        spark: SparkSession,
+        client: Client,
+        folder: Path,
+        *,
+        meter: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._app = app
         self._spark = spark
@@ -98,7 +104,8 @@ class Bench:
     def cost(self, messages: Iterable[Mapping[str, str]], max_per_batch: int) -> float:
         """Seconds per message of all batches except the first; `messages` must be enough for at least two."""
         batches = self.batches(messages, max_per_batch)
-        return (batches[-1][0] - batches[0][0]) / sum(messages for _, messages in batches[1:])
+        took_s: float = batches[-1][0] - batches[0][0]
+        return took_s / sum(messages for _, messages in batches[1:])
 
     def batches(self, messages: Iterable[Mapping[str, str]], max_per_batch: int) -> list[tuple[Any, int]]:
         """What the meter showed at the end of each batch, and how many messages the batch had."""
