@@ -50,7 +50,7 @@ class App:
         Annotations decide what each parameter receives: a typed model or Message (or lists of them, for batches), and
         State if the handler has a key. The result, one mapping or an iterable of them, goes to the stream `into`.
 
-        * `pattern`, `announced`: instead of `streams`, all that match the glob; or those announced to this service
+        * `pattern`, `announced`: instead of `streams`, those that match the glob; or those announced to this service
         * `key`: the field, or a function of the Message, that orders its messages; None for no order (default)
         * `order`: "stream" keeps all messages of a stream in order, one at a time, with the stream's name as the key:
           workers then lease whole streams, one owner each. Default "key"
@@ -259,7 +259,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _hint_of(error: BaseException) -> str:
-    """What a misspelt parameter of a policy may have been meant to be."""
+    """Return the parameter of a policy that the misspelt one resembles, as the end of an error text."""
     found = _UNEXPECTED.match(str(error)) if isinstance(error, TypeError) else None
     policy = _POLICIES.get(found[1]) if found is not None else None
     if found is None or policy is None:

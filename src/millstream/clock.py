@@ -1,4 +1,4 @@
-"""Clock: the only source of time and sleep, so that tests can replace it; the waits between retries; and what happens at most once in a while."""
+"""Clock: the only source of time and sleep, so that tests can replace it; back-off; and limits of frequency."""
 
 import time
 from math import inf
@@ -60,12 +60,12 @@ class Backoff:
         return wait_ms
 
     def reset(self) -> None:
-        """Begin anew: what was retried has succeeded."""
+        """Start again at `first_ms`, since the retried operation has succeeded."""
         self.upcoming_ms, self.has_begun = self._begins_ms, False
 
 
 class Every:
-    """Limits something, such as a warning, to once per `interval_ms` milliseconds."""
+    """Limits an action, such as a warning, to once per `interval_ms` milliseconds."""
 
     def __init__(self, interval_ms: float) -> None:
         self._interval_ms = interval_ms
@@ -79,5 +79,5 @@ class Every:
         return True
 
     def reset(self) -> None:
-        """Begin anew: it is due at once."""
+        """Make the action due at once."""
         self._due_ms = -inf

@@ -5,7 +5,7 @@ MillstreamError
 │   └── Incompatible       the server is too old for an option, or this program for the stored progress
 ├── ServerError            the embedded redis-server could not be started, reached or stopped
 ├── RedisError             Redis refused a command or is unreachable (translated in `redis_client.error_translation`)
-│   ├── Unavailable        away, loading, failing over or busy: retry later
+│   ├── Unavailable        Redis is unreachable, loading, failing over or busy: retry later
 │   │   ├── OutOfMemory    `maxmemory` is reached: nothing was written
 │   │   └── StreamFull     the stream is at its producer's `capacity`: nothing was written
 │   ├── NotReplicated      published, but too few replicas confirmed it in time
@@ -21,7 +21,7 @@ MillstreamError
 │   ├── MissingKey         it lacks the field that its handler is keyed by
 │   ├── OutputError        the handler's output or state cannot be written
 │   └── Reject             the handler refuses it, without retries
-├── LeaseError             a stream of a balanced service cannot be leased, or its lease is gone
+├── LeaseError             a stream of a balanced service cannot be leased, or its lease has ended
 │   ├── StreamNotFound     the stream is not announced, or done
 │   ├── AlreadyOwned       another live consumer holds the lease
 │   ├── LeaseLost          this consumer's lease has ended
@@ -30,7 +30,7 @@ MillstreamError
 ├── Unfinished             work was left undone, by a handler's cancellation or a stop; it is repeated
 ├── HandlerPaused          the handler's breaker has paused it: fix the cause, then resume it
 ├── HandlerStuck           a handler exceeded its time limit and cannot be interrupted: end the process
-├── DataLoss               entries were gone from the stream before they were read
+├── DataLoss               entries were trimmed, deleted or lost before they were read
 └── PipelineFailed         the pipeline stopped and cannot recover by itself
     └── SessionEnded       ... in this Spark session: run it again in a new one
 """
@@ -61,7 +61,7 @@ class RedisError(MillstreamError):
 
 
 class Unavailable(RedisError):
-    """Redis is away, loading, failing over or busy. The command may or may not have run: retry later, idempotently.
+    """Redis is unreachable, loading, failing over or busy. It may have run the command: retry later, idempotently.
 
     `unreachable`: True if no connection could be opened, or it broke; False if the server has replied.
     """
@@ -195,9 +195,9 @@ class StaleOwner(MillstreamError):
 
 
 class BatchBehind(StaleOwner):
-    """The sink has published a later batch: another run was active on this checkpoint, or it was set back.
+    """The sink has published a later batch: another run was active on this checkpoint, or the checkpoint was set back.
 
-    A query that starts again reads its checkpoint again, so the first of these may not come twice.
+    A query that starts again reads its checkpoint again, so this error may come once and not again.
     """
 
 
@@ -214,7 +214,7 @@ class HandlerStuck(MillstreamError):
 
 
 class DataLoss(MillstreamError):
-    """Entries were gone from the stream before they were read: trimmed, deleted, or lost by Redis."""
+    """Entries left the stream before they were read: a client trimmed or deleted them, or Redis lost them."""
 
 
 class PipelineFailed(MillstreamError):
@@ -239,7 +239,7 @@ def install_hint(extra: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of a foreign error, or a placeholder if its own `__str__` fails."""
+    """Return the text of an error whose class is not ours, or a placeholder if its `__str__` fails."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - the class is not ours; losing its text must not lose the message

@@ -52,9 +52,9 @@ class Message:
 
     * `stream`, `id`: its stream and entry id; `id` is the text `ms-seq`
     * `pairs`: names and values exactly as published: `[name, value, name, value, ...]`
-    * `key`: the bytes it is ordered by; None in a handler without a key
+    * `key`: the bytes that order it; None in a handler without a key
     * `attempt`: 1 for the first run of the handler on it
-    * `fence`: fencing token of the current owner: pass it to systems that can refuse an older one
+    * `fence`: fencing token of the current owner (Kleppmann, 2016): pass it to systems that can refuse an older one
     """
 
     stream: str

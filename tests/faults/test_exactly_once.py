@@ -112,9 +112,9 @@ class Outages:
         self._driver = driver
 
     def kill(self) -> None:
-        said = self._said("is waiting for Redis")
+        said = self._said("Redis is unavailable: ")
         self._server.kill()
-        self._wait_for_more("is waiting for Redis", said)
+        self._wait_for_more("Redis is unavailable: ", said)
         self._server.start()
         self._client.retry_while_unavailable(lambda: self._client.execute("PING"), what="test")
 

@@ -238,7 +238,7 @@ def test_a_worker_ends_on_sigterm_while_redis_is_away(
         expectations.publish(2_000, ms=2)
         workers.victim(expectations)
         millstream_fresh_server.kill()
-        eventually(lambda: "is waiting for Redis" in workers.log(), "a word about Redis", log=workers.log)
+        eventually(lambda: "Redis is unavailable: " in workers.log(), "a word about Redis", log=workers.log)
         assert workers.stop() == 0
         millstream_fresh_server.start()
         workers.start()

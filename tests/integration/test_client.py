@@ -291,7 +291,7 @@ def test_patience_waits_with_back_off_logs_it_and_ends_when_redis_answers(caplog
         assert client.retry_while_unavailable(away_for_ten_seconds, what="the test") == "here"
     lines = [record.getMessage() for record in caplog.records]
     assert 3 <= len(lines) <= 5
-    assert lines[0].startswith("the test is waiting for Redis (0 s so far): away")
+    assert lines[0] == "Redis is unavailable: away; the test waits, 0 s so far"
     assert lines[-1].startswith("the test resumes: Redis is available again after 1")
 
 

@@ -367,7 +367,7 @@ def test_a_child_whose_parent_died_before_the_death_signal_was_set_never_becomes
     launched = subprocess.run(command, capture_output=True, text=True, check=False)
     assert launched.returncode == 1
     assert launched.stdout == ""
-    assert "the parent is gone" in launched.stderr
+    assert "the parent process has ended" in launched.stderr
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_server(server: EmbeddedServer) -> None:

@@ -135,7 +135,7 @@ def test_lost_replies_are_asked_for_again_and_no_row_is_read_twice(
     with closing(Watched(client.url, lose=3)) as flaky:
         batches = read(flaky, [OffsetRange("s", ZERO_ID, EntryId(8000, 0), 8000, 8000)])
     assert ids(batches, "s") == [b"%d-0" % n for n in range(1, 8001)]
-    assert "waiting for Redis" in caplog.text
+    assert "Redis is unavailable: " in caplog.text
 
 
 class LosesSurvey(Client):

@@ -48,5 +48,5 @@ def _drop_tail(path: Path, valid_bytes: int) -> None:
         if tail.startswith(_MULTI) and _EXEC not in tail:
             file.truncate(valid_bytes)
             logger.warning(
-                "removed %d bytes from the end of %s: a transaction that its server was killed in", len(tail), path
+                "transaction without an end in %s: its server was killed; removed the last %d bytes", path, len(tail)
             )

@@ -78,7 +78,10 @@ class _OpenConnection:
         self._poll = select.poll()
 
     def disconnect_if_closed(self) -> None:
-        """Forget a socket that the other side has closed; the next command opens a new one, as none was sent on it."""
+        """Drop a socket that the server or a proxy has closed; the next command opens a new one.
+
+        No command was sent on the closed socket, so none is repeated.
+        """
         opened = self.connection._sock
         if opened is not self._polled:
             self._polled, self._poll = opened, select.poll()
@@ -183,7 +186,7 @@ class Client:
     def run_all(self, calls: Sequence[Call[T]]) -> Iterator[T | RedisError]:
         """Make many calls, in few round trips; return an iterator of their results, or RedisErrors, in order.
 
-        All calls are sent at once; a reply is parsed when its result is taken. Raises Unavailable if a connection
+        All calls are sent at once; a reply is parsed when its result is read. Raises Unavailable if a connection
         breaks, as `pipeline` does.
         """
         commands = [call.command for call in calls]
@@ -318,7 +321,7 @@ class Client:
                 if give_up() or (limit_ms is not None and waited_ms >= limit_ms):
                     raise
                 if waited_ms >= next_log_ms:
-                    logger.warning("%s is waiting for Redis (%.0f s so far): %s", what, waited_ms / 1000, error)
+                    logger.warning("Redis is unavailable: %s; %s waits, %.0f s so far", error, what, waited_ms / 1000)
                     next_log_ms = waited_ms + 5000
                 self._clock.sleep_ms(backoff.next_ms())
             else:

@@ -59,7 +59,7 @@ parent, *command = sys.argv[1:]
 if ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) != 0:
     sys.exit("prctl(PR_SET_PDEATHSIG) is refused here: the server would outlive its parent")
 if os.getppid() != int(parent):
-    sys.exit("the parent is gone")
+    sys.exit("the parent process has ended")
 os.execv(command[0], command)
 """
 

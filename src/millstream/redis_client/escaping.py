@@ -142,7 +142,7 @@ def _dump(value: Any) -> bytes:
 
 
 class _Escapes(dict[int, str]):
-    """What `str.translate` puts in place of each character: many times as fast as a call for each of a large value."""
+    """The table of `str.translate`, filled on demand: many times as fast as a call for each character of a value."""
 
     def __init__(self, *, kept: str = "") -> None:
         super().__init__()

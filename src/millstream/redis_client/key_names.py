@@ -15,7 +15,7 @@ from millstream.errors import ConfigError
 
 PREFIX = "millstream"
 MASTER = "master"
-"""Takes the place of the app where masters delegate a group's messages to consumers in any language. No app has this
+"""The app in the keys of masters, which delegate a group's messages to consumers in any language. No app may have this
 name.
 """
 

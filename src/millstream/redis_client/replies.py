@@ -1,4 +1,4 @@
-"""What replies of Redis mean: alternating names and values as pairs, and the server's time."""
+"""Parsers of replies of Redis: alternating names and values as pairs, and the server's time."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar

@@ -42,7 +42,7 @@ if owner then
   takeover_offset = redis.call('HGET', KEYS[1], 'takeover_offset')
 end
 
--- The other fields count failed attempts and expired leases; 0 is the count of an entry that was survived.
+-- The other fields count failed attempts and expired leases; 0 is the count of an entry whose task has survived it.
 local suspects = 0
 for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
   if string.find(field, '%d$') and redis.call('HGET', KEYS[4], field) ~= '0' then suspects = suspects + 1 end

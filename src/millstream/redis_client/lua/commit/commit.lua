@@ -13,7 +13,7 @@
 --           a key queue: its name and 'queue')
 --         number of other ids, the ids: the rest of a worker's batch, all of which must be uncommitted and held by the
 --           worker as well; or the entries before the last id in a key queue
---         '' or, if the lease ends with it, how many entries of the queue are given out and not committed
+--         '' or, if the lease ends with it, how many of its entries are claimed and not committed
 --         state: '' (untouched), 'S' field value (set), 'D' field (delete) or 'E' field value duration (set, and let it
 --           expire so many milliseconds later, unless it is set again)
 --         number of crash-count fields to clear, the fields

@@ -5,8 +5,7 @@
 -- ARGV  1 token: the run's epoch, which has begun   2 consumer group of the workers
 -- REPLY nothing of use
 -- ERROR STALE when the token is not the epoch: the run that is to process the stream anew must have begun first, so
---       that an
---       older run cannot commit after the progress is dropped
+--       that an older run cannot commit after the progress is dropped
 --
 -- INVARIANT  The epoch stays. Dead letters and outputs stay. Parked keys go on.
 

@@ -2,7 +2,7 @@
 -- Join the workers of a handler on one stream; the first one takes the stream over from Spark, or begins it.
 --
 -- KEYS  as in commit.lua
--- ARGV  1 consumer group   2 where a handler begins that has done nothing yet: '0' (earliest) or '$' (latest)
+-- ARGV  1 consumer group   2 where a handler without progress begins: '0' (earliest) or '$' (latest)
 --       3 kind of workers: 'workers', which share the entries, or 'keyed', which share the key queues
 --       4 the newest epoch that they take over from, or '' for any   5 '1' if the handler's states expire
 --       6 number of the format that the caller knows

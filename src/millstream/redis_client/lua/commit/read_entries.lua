@@ -4,10 +4,10 @@
 -- KEYS  1 stream
 -- ARGV  1 group   2 consumer   3 most entries   4 most bytes
 -- REPLY the entries
--- ERROR NOGROUP when the group is gone
+-- ERROR NOGROUP when the group does not exist
 --
 -- INVARIANT  Delivered entries are pending with the consumer, so it reads a few at a time, until the room is used up:
---   Redis does not tell the size of the next ones before. If there are any, one is delivered, however large it is.
+--   Redis reports no sizes of entries before. If there are any, one is delivered, however large it is.
 
 -- include entry_sizes
 

@@ -6,8 +6,8 @@
 -- REPLY microseconds to wait before they are read
 --
 -- INVARIANT  Reservations follow each other as far apart as the rate demands, so all workers together keep it (the
---   generic cell rate algorithm, ITU-T I.371, with the reservation made ahead). None is returned: one whose worker died
---   makes the handler slower by so much, once.
+--   generic cell rate algorithm, ITU-T I.371, with the reservation made ahead). A reservation is never cancelled: if
+--   its worker dies, the handler loses so many messages of its rate, once.
 
 local MAX_RESERVED = 1000
 

@@ -8,7 +8,7 @@
 -- ERROR STALE when a newer run has taken over
 --
 -- INVARIANT  Entries of another consumer are left alone: XCLAIM by itself would take them from the worker that claimed
---   them. A nack takes back the delivery: the count says how often a worker may have died of an entry, not so here.
+--   them. A nack lowers the delivery count, which says how often a worker may have died of an entry: this one did not.
 
 -- include ids
 

@@ -5,9 +5,9 @@
 -- ARGV  1 most entries that are removed in one call   2 an id that is needed, with all after it, or ''
 -- REPLY number of entries removed
 --
--- INVARIANT  No entry is removed that some group has not been given, or that is pending in one: the lowest of these
+-- INVARIANT  No entry is removed that a group has yet to deliver, or that is pending in one: the lowest of these
 --   stays, and all after it. A handler on Spark shows its committed id as a group of its own. A stream without groups
---   is left alone.
+--   is not trimmed.
 
 -- include ids
 

@@ -4,7 +4,7 @@
 -- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)   3 ids of the batch (list)
 -- ARGV  1 epoch of the run   2 group   3 consumer; the batch's portions are held by <consumer>:<number>
 -- REPLY how many ids are left; how many entries other consumers had claimed; how many were not pending any more
--- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group does not exist
 --
 -- INVARIANT  XACK does not check the consumer, so this script does: a claimed entry is for its new consumer to
 --   acknowledge.

@@ -5,7 +5,7 @@
 -- ARGV  1 epoch of the run   2 group   3 consumer that gets them   4 minimum idle time, in milliseconds
 --       5 cursor, 0-0 = from the beginning   6 most entries
 -- REPLY the next cursor, 0-0 at the end; how many were claimed; how many were found gone since the last report
--- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group does not exist
 --
 -- INVARIANT  Redis removes entries that are no longer in the stream from the pending list when it finds them: they are
 --   counted in the same step, so that a lost reply does not hide them.

@@ -7,7 +7,7 @@
 --       6 entries in a portion   7 most entries in the batch
 -- REPLY how many entries the batch has now; 1 if there may be more to add; how many were found gone since the last
 --       report
--- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group does not exist
 --
 -- INVARIANTS  The ids are stored in the step that reassigns the entries, so the list is the batch, whichever process
 --   dies. The size of a portion is that of the first call. A repeated call goes on where the last one ended.

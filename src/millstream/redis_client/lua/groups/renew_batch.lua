@@ -4,7 +4,7 @@
 -- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)
 -- ARGV  1 epoch of the run   2 group   3 consumer   4 the new consumer, often the same   5 first id of the page, or -
 -- REPLY last id of the page, '' = there was none
--- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
+-- ERROR STALE when a newer run owns the batches; NOGROUP when the group does not exist
 --
 -- INVARIANT  Entries that are not pending with the consumer are left alone: another consumer has claimed them.
 

@@ -1,4 +1,4 @@
--- The key queues of a handler: which entries wait for their key, and who has leased it. KEYS as in commit.lua.
+-- The key queues of a handler: which entries wait for their key, and which worker leases it. KEYS as in commit.lua.
 --
 -- A key queue is named like an offset field: 'k' and the key, or 'i' and the id of an entry without a key, which has a
 -- queue to itself. It is a list of ids in stream order, of entries that are enqueued and not committed; an empty queue
@@ -26,11 +26,11 @@ local function now_ms()
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
--- Notify so many idle workers that queues are ready. One that leases its fill and leaves some notifies the next.
+-- Notify so many idle workers that queues are ready. A worker that leaves ready queues to others notifies the next.
 local function notify_idle(count)
   if count == 0 then return end
-  local asleep = MAX_NOTIFIED - redis.call('LLEN', NOTIFY)
-  for _ = 1, math.min(count, asleep) do redis.call('RPUSH', NOTIFY, '1') end
+  local room = MAX_NOTIFIED - redis.call('LLEN', NOTIFY)
+  for _ = 1, math.min(count, room) do redis.call('RPUSH', NOTIFY, '1') end
 end
 
 -- Make entries pending with `consumer`, where any tool can see who holds them.
@@ -85,7 +85,7 @@ local function drop_if_empty(name)
   if redis.call('EXISTS', queue_of(name)) == 0 then redis.call('LREM', READY, 1, name) end
 end
 
--- Whether a queue is leased under this token, which lease_keys.lua gave out.
+-- Whether a queue is leased under this token, which lease_keys.lua returned.
 local function holds_lease(name, token)
   return redis.call('HGET', OWNERS, name) == token
 end

@@ -1,4 +1,4 @@
--- What follows a lease whose worker is gone, or has lost it. Needs key_queues.
+-- How a lease ends whose worker has died, or has lost it. Needs key_queues.
 
 -- Count the loss against the first entry of the queue, which may have ended its worker, and end the lease. The queue
 -- waits as after a failed attempt, or is ready before the others without `delay_ms`. A worker that gets an entry which

@@ -13,8 +13,8 @@ local function newer_than(id, queue, at)
   end
 end
 
--- How many first entries of a leased queue a worker was given with its lease.
-local function given_out(group, queue)
+-- How many first entries of a leased queue its worker has claimed with the lease.
+local function count_claimed(group, queue)
   local count = 1
   while true do
     local id = redis.call('LINDEX', queue, count)
@@ -24,12 +24,12 @@ local function given_out(group, queue)
   end
 end
 
--- Insert an entry before any newer one of its queue, but behind those that were given out. True if the queue is ready
--- for it and was not before.
+-- Insert an entry before any newer one of its queue, but behind those that a worker has claimed. True if the queue is
+-- ready for it and was not before.
 local function insert_queued(group, name, id)
   local queue = queue_of(name)
   local leased = redis.call('HEXISTS', OWNERS, name) == 1
-  local place = newer_than(id, queue, leased and given_out(group, queue) or 0)
+  local place = newer_than(id, queue, leased and count_claimed(group, queue) or 0)
   if place then
     redis.call('LINSERT', queue, 'BEFORE', place, id)
     return false

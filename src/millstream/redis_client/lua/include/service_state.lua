@@ -8,7 +8,7 @@ local BASE = string.sub(META, 1, -5) -- without 'meta'
 local STREAMS, OWNERS, UNASSIGNED, LOSSES = BASE .. 'streams', BASE .. 'owners', BASE .. 'unassigned', BASE .. 'losses'
 local ALIVE, CONSUMERS = BASE .. 'alive', BASE .. 'consumers'
 local EVENTS, DEAD = BASE .. 'events', BASE .. 'dead'
--- stream -> token of its owner, and the error for which the owner leaves it out; of a handler's workers only
+-- stream -> token of its owner, and the error for which the owner excludes it; of a handler's workers only
 local ERRORS = BASE .. 'errors'
 local RELEASED = BASE .. 'released' -- stream -> the last token under which its owner released it
 local NO_OWNER = 'unassigned' -- the consumer of the group that has the announcements without an owner

@@ -1,5 +1,5 @@
 #!lua
--- Tell which keys wait on Spark: later messages of them have to join their queues.
+-- Return which keys wait on Spark: later messages of them have to join their queues.
 --
 -- KEYS  as in commit.lua
 -- ARGV  names of key queues

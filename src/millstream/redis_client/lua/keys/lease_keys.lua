@@ -11,11 +11,11 @@
 -- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
 --       lease token, state, how often a lease on its first entry expired, failed attempts on it, entries
--- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANTS  A queue is leased to one worker at a time, by the server's clock, and no two leases have the same token:
 --   its number grows, even if a failover has lost the last ones, and commit.lua checks it. Queues are leased round
---   robin. An entry whose lease expired before may have killed its worker, so it is given out alone, and counted; and
+--   robin. An entry whose lease expired before may have killed its worker, so it is leased alone, and counted; and
 --   not at once, as it might kill one worker after another while the others start.
 
 -- include ids
@@ -52,9 +52,9 @@ if back_ms > STEP_MS then
   redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', ms))
 end
 
--- They come out in the order in which they were due, so the first is requeued last. Leases that masters hold for
--- consumers are left to master/renew_leases.lua, which checks acknowledgements and liveness: the lease expired because
--- no master ran, or Redis was away.
+-- ZRANGEBYSCORE returns them in the order in which they expired, so the first is requeued last. Leases that masters
+-- hold for consumers are left to master/renew_leases.lua, which checks acknowledgements and liveness: the lease expired
+-- because no master ran, or Redis was unavailable.
 local delay_ms, factor, max_delay_ms, most_held = tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
 local expired = most_held and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for i = #expired, 1, -1 do end_lost_lease(group, expired[i], longest, ms, delay_ms, factor, max_delay_ms) end
@@ -63,7 +63,7 @@ local any_counts = redis.call('EXISTS', KEYS[4]) == 1
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for _, name in ipairs(due) do
   redis.call('ZREM', BACKOFF, name)
-  -- Behind the others: keys that fail all the time must not starve them. A lost lease keeps its turn.
+  -- Behind the others: keys that fail all the time must not starve them. After a lost lease, before the others.
   make_ready(name, any_counts and has_waited_for_loss(name))
 end
 
@@ -97,7 +97,7 @@ local function crash_counts_of(id)
   return counts[id]
 end
 
--- The first entries of a queue that are given out together: an entry that failed, or whose lease expired, comes alone.
+-- The first entries of a queue that are leased together: an entry that failed, or whose lease expired, is leased alone.
 local function run_of(name, most)
   local ids = redis.call('LRANGE', queue_of(name), '0', most - 1)
   for i = 1, any_counts and #ids or 0 do
@@ -124,8 +124,8 @@ end
 
 local leased, count, used, bytes, unfit = {}, 0, 0, 0, 0
 
--- The entries for which there is room; the others stay unleased. One is given out however large it is, if it is wanted:
--- otherwise it never would be.
+-- The entries for which there is room; the others stay unleased. One is leased however large it is, if the caller wants
+-- one: otherwise a large entry would never run.
 local function fitting(entries)
   for i, entry in ipairs(entries) do
     local size = size_of(entry)

@@ -1,12 +1,12 @@
 #!lua
--- Park a key queue, let it go on, or skip its first entry.
+-- Park a key queue, unpark it, or skip its first entry.
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 consumer group   2 name of the queue   3 'park', 'unpark' or 'skip'
 --       4 the reason, for 'park'; the id of the first entry, for 'skip'   5.. items of its dead letter, for 'skip'
 -- REPLY 1 if it was done, 0 if there was nothing to do: it is parked already, or not; or the entry is not the first
 -- ERROR NOTKEYED when neither workers nor a Spark run of a handler with a key own the stream
---       NOGROUP when the group is gone
+--       NOGROUP when the group does not exist
 --       MIGRATING when a queue is to be unparked that only the migration of its key keeps waiting
 --
 -- INVARIANT  A skipped entry becomes a dead letter in the same step. A worker that processes it is refused a late
@@ -21,7 +21,7 @@
 local group, name, what = ARGV[1], ARGV[2], ARGV[3]
 local found = redis.call('HMGET', KEYS[1], 'owner', 'keyed')
 if found[1] ~= 'keyed' and (found[1] or not found[2]) then
-  return redis.error_reply('NOTKEYED no handler with a key is in charge of ' .. KEYS[7])
+  return redis.error_reply('NOTKEYED no handler with a key owns ' .. KEYS[7])
 end
 local leased = redis.call('HEXISTS', OWNERS, name) == 1
 

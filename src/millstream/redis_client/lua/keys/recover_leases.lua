@@ -42,5 +42,5 @@ for i = 1, #owners, 2 do
     end
   end
 end
-notify_idle(earlier + unknown) -- soon, where queues wait: a worker learns when
+notify_idle(earlier + unknown) -- queues that back off count, too: a notified worker learns when they are due
 return {earlier, unknown}

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Release leases of key queues: the queue goes on at once, later or when an operator acts.
+-- Release leases of key queues: the queue may be leased again at once, later, or when an operator has acted.
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group, then for each queue:
---         name, lease token, number of its entries that the worker was given and has not committed
+--         name, lease token, number of its entries that the worker has claimed and not committed
 --         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off), 'park', or
 --         'move' (its one entry belongs into another queue)
 --         milliseconds from now, for 'backoff'; the reason, for 'park'; the other queue's name, for 'move'; else ''
@@ -13,7 +13,7 @@
 -- ERROR STALE when a newer run has taken over
 --
 -- INVARIANTS  A failed attempt keeps its place: the entry stays the first of its queue, and its attempts are counted.
---   An entry that is moved comes before any newer one of the other queue that was not given out yet.
+--   An entry that is moved comes before any newer one of the other queue that no worker has claimed yet.
 
 -- include ids
 -- include refusal
@@ -36,8 +36,8 @@ for i = 3, #ARGV, 7 do
     local head = redis.call('LINDEX', queue_of(name), 0)
     if head then
       if failed ~= '' then store_failed_attempts(head, failed, last_error) end
-      -- The process survived the run. If the entry was not begun, the marker is of another run, which may have died of
-      -- it.
+      -- The process survived the run. If the entry was not begun, the isolation mark is of another run, which may have
+      -- died of it.
       if how ~= 'return' then redis.call('HDEL', KEYS[4], head .. 'a') end
       if how == 'move' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('LREM', queue_of(name), 1, head)
@@ -46,7 +46,7 @@ for i = 3, #ARGV, 7 do
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
       elseif how == 'backoff' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
-        ready = ready + 1 -- soon: notify a worker, which learns when
+        ready = ready + 1 -- not yet, but a notified worker learns when
       elseif make_ready(name, how == 'return') then
         ready = ready + 1
       end

@@ -4,10 +4,10 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3.. id and queue name of each entry
 -- REPLY ids of those that were enqueued
--- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANTS  Entries beyond the committed id are left to route.lua, or they would be in their queue twice. An entry
---   comes before any newer one of its queue, but behind those that were given out with a lease.
+--   comes before any newer one of its queue, but behind those that a worker has claimed with a lease.
 
 -- include ids
 -- include refusal

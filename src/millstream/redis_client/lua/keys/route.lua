@@ -7,7 +7,7 @@
 --       handler)
 -- REPLY number of entries that were processed, number of queues that became ready, number pending, id up to which all
 --       entries are enqueued now
--- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANTS  Entries are enqueued once and in stream order, by any worker: the call does nothing unless the committed
 --   id is where the caller has read from. Everything up to the committed id is committed or in a queue, wherever others

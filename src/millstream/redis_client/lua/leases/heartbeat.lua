@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Heartbeat of a consumer: renew its leases, evict expired consumers, take a fair share of the streams, and return how
+-- Heartbeat of a consumer: renew its leases, evict expired consumers, lease a fair share of the streams, and return how
 -- many streams it must release.
 --
 -- KEYS  1 the input stream   2 meta (hash)
 -- ARGV  1 consumer group   2 consumer   3 its incarnation   4 lease in milliseconds   5 weight
---       6 most streams (0 = any)   7 most streams to take now   8 '1' if streams released by others may be among them
+--       6 most streams (0 = any)   7 most streams to lease now   8 '1' if streams released by others may be among them
 --       9 how many it is releasing   10 '1' to return all its leases   11 period of moves in milliseconds
 --       12 the streams that may move in a period, as a fraction (0 = none)
 --       13 owner losses after which a stream is a dead letter (0 = any number)
@@ -13,9 +13,9 @@
 -- REPLY 'HELD' and milliseconds, while another process has the consumer's name; or: 'OK', when the state of the service
 --       was created, whether the consumer was evicted or is new, milliseconds until the next consumer may expire (-1 =
 --       there is no other), streams in all, streams that it owns, its share, how many of them to release now, whether
---       there is more to take at once, newest ids of the input stream and of events, how many streams lost their owner,
+--       there is more to lease at once, newest ids of the input stream and of events, how many streams lost an owner,
 --       milliseconds since the first of their leases expired (-1 = none had expired), new leases (stream, token, id and
---       items of the announcement, owner losses), unassigned streams (if it may not take them), and all its leases if
+--       items of the announcement, owner losses), unassigned streams (if it may not lease them), and all its leases if
 --       requested
 -- ERROR NOPERM, WRONGTYPE when a step would be refused one of its writes
 --

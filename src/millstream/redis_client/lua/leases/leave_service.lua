@@ -6,8 +6,8 @@
 --       'expired', or 'lapsed' if that was because Redis was unavailable
 -- REPLY number of streams that it had
 --
--- INVARIANT  Only an announcement whose stream is done is acknowledged. A name that another process has taken since is
---   left unchanged.
+-- INVARIANT  Only an announcement whose stream is done is acknowledged. A name that another process has acquired since
+--   is left unchanged.
 
 -- include service_state
 

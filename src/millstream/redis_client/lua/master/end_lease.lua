@@ -11,7 +11,7 @@
 --         ended              it is in the stream and not pending: it was done long ago, or dead-lettered
 --         new                it is in the stream, and not assigned to any consumer yet
 --         unknown            it is not in the stream
--- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANT  An acknowledged entry ends the lease of the consumer that works on it: its work is done already.
 

@@ -4,7 +4,7 @@
 -- KEYS  as of commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group, then for each message: consumer, id, name of its key queue
 -- REPLY number of ready key queues, then for each message 1 if this call finished it, 0 if the consumer has no lease
--- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANT  A consumer finishes only messages it holds a lease on: after a reassignment, only the new holder can.
 

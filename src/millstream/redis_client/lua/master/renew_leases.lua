@@ -1,5 +1,5 @@
 #!lua
--- Renew, revoke or end each lease that masters took on behalf of consumers, by the state of its holder.
+-- Renew, revoke or end each lease that masters hold for consumers, by the state of the consumer.
 --
 -- KEYS  as of commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 lease in milliseconds from now
@@ -9,7 +9,7 @@
 -- REPLY number of renewed leases; ids of entries found acknowledged; then for each revoked lease: name of the key
 --       queue, id of its first entry, holder, cause: 'unhealthy' (its health checks failed), 'registered' (it
 --       registered again, as another process), 'stuck' (over age) or 'left' (it is not registered any more)
--- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANTS
 --   A consumer in any language acknowledges with XACK and then calls a master; that call may be lost. So an entry that

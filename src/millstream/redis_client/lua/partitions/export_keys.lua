@@ -1,5 +1,5 @@
 #!lua
--- Tell which keys have left a partition: none of their entries can run or be committed here any more.
+-- Return which keys have left a partition: none of their entries can run or be committed here any more.
 --
 -- KEYS  as in commit.lua, of the earlier partition
 -- ARGV  1 its close id   2 '1' if states expire   3.. names of key queues

@@ -1,7 +1,7 @@
 #!lua
 -- Add a redriven entry to the partition that owns its key now, once.
 --
--- KEYS  1 the stream   2 the partition (hash: generation)   3 sent (string: id that the entry was given)
+-- KEYS  1 the stream   2 the partition (hash: generation)   3 sent (string: id of the added entry)
 -- ARGV  1 the newest generation of partitions that the caller knows   2 how long it is remembered, in ms   3.. items
 -- REPLY id of the entry
 -- ERROR CLOSED and a generation: the partition was closed for one that the caller does not know, nothing is written

@@ -1,9 +1,9 @@
 #!lua
--- Let key queues go on whose keys have left their earlier partition, and store the states of these keys.
+-- End the wait of key queues whose keys have left their earlier partition, and store the states of these keys.
 --
 -- KEYS  as in commit.lua, of the new partition
 -- ARGV  1 the fence of the earlier partition   2 '1' if states expire   3.. of each queue: name, its text in `awaiting`
---       before the earlier partition was asked, the state ('' = none; as export_keys.lua returns it)
+--       before the earlier partition was read, the state ('' = none; as export_keys.lua returns it)
 -- REPLY number of queues that wait no more
 --
 -- INVARIANT  A state is stored once, before any entry of its key runs here: `awaiting` had the same text before the state

@@ -1,5 +1,5 @@
 #!lua
--- Tell whether all entries that a partition had when it was closed are committed; states may still be here.
+-- Return whether all entries that a partition had when it was closed are committed; states may still be here.
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 the close id   2 consumer group

@@ -1,9 +1,9 @@
 #!lua
 -- Publish a batch of entries to a stream, at once or later, and once only, however often the batch is sent.
 --
--- KEYS  1 the stream   2 the producer (string: sequence number of its last batch, then the ids that it was given)
+-- KEYS  1 the stream   2 the producer (string: sequence number of its last batch, then the ids of that batch's entries)
 --       3 due (sorted set: id of a delayed message -> Unix ms)   4 delayed (hash: id -> msgpack of its items)
---       5.. none, or for each entry the caller's own id (string: the id that the first entry of this id was given)
+--       5.. none, or for each entry the caller's own id (string: the entry id of the first entry with it)
 -- ARGV  1 sequence number of this batch, growing from 1
 --       2 length to trim the stream to, about ('' = never)   3 most entries it may hold ('' = any number)
 --       4 delay in ms ('' = none)   5 how long callers' ids are remembered, in ms
@@ -13,7 +13,7 @@
 -- REPLY the ids of the entries or delayed messages, separated by spaces; '' if a later batch has been written
 -- ERROR FULL and the number of entries: the stream has no room for the batch, nothing is written
 --       CLOSED and a generation: the partition was closed for one that the producer does not know, nothing is written
---       PARTITIONED: the stream is a partition, and the producer does not know
+--       PARTITIONED: the stream is a partition, and the producer gave no generation
 --
 -- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may be
 --   sent again and gets the same ids, and a copy of it that comes late, over a broken connection, is skipped. The

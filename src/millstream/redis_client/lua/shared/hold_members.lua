@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Hold members in a set for a time, or remove them: the live workers of a handler, the recent restarts of an app.
+-- Keep members of a sorted set for a time, or remove them: a handler's live workers, an app's recent restarts.
 --
 -- KEYS  1 the set (sorted set: member -> until when, in Unix milliseconds)
 -- ARGV  1 for how long, in milliseconds; 0 removes them   2... the members
