@@ -75,7 +75,7 @@ Outputs = Sequence[bytes]
 """Entries for the output stream, each packed by `pack_output`."""
 
 NO_EFFECTS = Done((), b"")
-"""The outcome of a message that the handler does not have to see."""
+"""The outcome of a message without a run of the handler."""
 
 BatchOutcome = tuple[list[DeadLettered | None], Outcome]
 """The dead letter of each message that could not be decoded, else None; and the common outcome of the others."""
@@ -84,8 +84,8 @@ RunResult = tuple[Outputs, BaseException | None]
 """The outputs of a handler, and the exception that it raised, if any."""
 
 TimeLimiter = Callable[[Callable[[], RunResult], float], RunResult]
-"""How an engine calls a plain function under a time limit in milliseconds, which it enforces as well as it can, by
-raising TimeLimit in the function."""
+"""How an engine calls a plain function under a time limit in milliseconds: it raises TimeLimit in the function, as soon
+as the function executes Python code."""
 
 
 class TimeLimit(BaseException):
@@ -113,9 +113,9 @@ def encode_state(state: State) -> bytes:
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     """Run an async `handler` once on `message` with the state in `blob` and return the outcome. Never raises.
 
-    Whatever cancels the current task meanwhile ends with the attempt; context variables that the handler sets remain
-    set. Call it in a task of its own, or in one with other messages of its key. If the caller cancels the task, it must
-    ignore the outcome.
+    A cancellation of the current task during the attempt ends with the attempt; context variables that the handler sets
+    remain set. Call it in a task of its own, or in one with other messages of its key. If the caller cancels the task,
+    it must ignore the outcome.
     """
     prepared = _prepare(handler, message, blob)
     if isinstance(prepared, DeadLettered):
@@ -226,10 +226,11 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     timer = loop.call_later(handler.time_limit_ms / 1000, expire)
     try:
         ended: RunResult = encode_results(handler, await handler.function(**arguments)), None
+    # A handler may raise anything, SystemExit too: one message must not end the worker. It becomes an outcome.
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
             raise  # the handler did not raise it: the loop is closed
-        # Of an attempt that took too long, the traceback tells what it waited for.
+        # Of an attempt that took too long, the traceback shows what it waited for.
         ended = (), TimeLimit().with_traceback(error.__traceback__) if expired else error
     timer.cancel()
     if task.cancelling():
@@ -253,7 +254,7 @@ def _call(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
         return encode_results(handler, handler.function(**arguments)), None
-    except BaseException as error:  # noqa: BLE001 - it becomes an outcome
+    except BaseException as error:  # noqa: BLE001 - a handler may raise anything, SystemExit too; it becomes an outcome
         return (), error
 
 
@@ -323,7 +324,7 @@ def _failure_outcome(handler: Handler, message: Message, error: BaseException) -
 def _place_of(error: BaseException) -> str:
     """Return the type of the error and the line that raised it: the same for failures of one cause."""
     last = error.__traceback__
-    if last is None or isinstance(error, TimeLimit):  # a limit strikes anywhere
+    if last is None or isinstance(error, TimeLimit):  # a time limit ends a handler on any line
         return type(error).__name__
     while last.tb_next is not None:
         last = last.tb_next
@@ -338,7 +339,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def user_frames(frame: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback below millstream's frames, which tell a reader nothing."""
+    """Return the part of a traceback below millstream's frames, which do not help to mend a handler."""
     found = frame
     while frame is not None:
         if frame.tb_frame.f_globals is globals():
@@ -350,7 +351,8 @@ def user_frames(frame: TracebackType | None) -> TracebackType | None:
 def outcome_after_last_attempt(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:
     """Return the outcome of a message after its last failed attempt, or after it crashed its process too often.
 
-    A poison pill parks its key even under `then="block"`: retried without end, it would kill process after process.
+    A message that crashed its process (a poison pill) parks its key even under `then="block"`: retried without end, it
+    would kill process after process.
     """
     return dead if handler.retry.then == "dead-letter" else Parked(dead.reason, dead.error, dead.traceback)
 

@@ -22,8 +22,10 @@ class Trip:
 
 
 def cause_of(dead: DeadLettered) -> str | None:
-    """Return the cause of a dead letter if a broken deployment could be behind it; None if the app or an operator asked
-    for it, or if the message crashed its process, which is blamed on the message alone.
+    """Return the cause of a dead letter that a broken deployment may explain; else None.
+
+    None if the handler raised Reject, if an operator skipped the message, or if the message crashed its process: then
+    the message alone is the cause.
     """
     if dead.reason in ("rejected", "crashed", "skipped"):
         return None
@@ -40,7 +42,7 @@ def _plain(text: str) -> str:
 
 
 def is_keyless(dead: DeadLettered) -> bool:
-    """Return whether a message is dead because it has no key. Engines count these where they look for the keys."""
+    """Return whether a message is dead because it has no key. Engines count these where they read the keys."""
     return dead.reason == "missing-key" or dead.place == KEY_FUNCTION
 
 
@@ -74,7 +76,7 @@ class BreakerWindow:
     def on_mixed(self, processed: int, dead: Mapping[str, tuple[int, str]]) -> Trip | None:
         """Note outcomes whose order is unknown, as if they were mixed evenly. `dead`: count and error of each cause."""
         total = processed + sum(count for count, _ in dead.values())
-        # More than a window says no more than a window of the same mixture.
+        # A window of the same mixture decides as a longer list of outcomes would, at a bounded cost.
         scale = min(1.0, self._policy.window / max(1, total))
         counts: dict[str, int] = {"": round(processed * scale)}
         counts |= {cause: round(count * scale) for cause, (count, _) in dead.items()}

@@ -119,6 +119,6 @@ def _number(text: Mapping[str, str], name: str, limit: int) -> int:
 
 
 def _clip(text: str) -> bytes:
-    # The end of a traceback tells more than its beginning. An error may quote bytes that are not valid text.
+    # The end of a traceback is kept, as it has the error. An error may quote bytes that are not valid text.
     clipped = text if len(text) <= _MAX_TEXT else "..." + text[-_MAX_TEXT + 3 :]
     return clipped.encode("utf-8", "backslashreplace")

@@ -13,9 +13,9 @@ Redis stores only bytes, so every value has one text form. Each type accepts:
     list, dict, ...     JSON: collections and nested models, checked against the annotation
     T | None            None if the field is empty, or absent without a default
 
-A decoder has two implementations that must agree. `_Decoder.decode_slowly` is the definition and gives the reasons. A function
-generated for the model, as `dataclasses` and `attrs` generate theirs, runs first: it may fail on anything unusual, but
-must never return anything else than the slow one would.
+A decoder has two implementations that must agree. `_Decoder.decode_slowly` is the definition and gives the reasons. A
+function generated for the model, as `dataclasses` and `attrs` generate theirs, runs first: it may fail on unusual
+input, but must never return another value than the slow one would.
 """
 
 import dataclasses
@@ -413,7 +413,10 @@ class _Decoder:
             raise DecodeError(f"{self.model.__name__} refuses the fields: {reason}") from error
 
     def generate(self) -> Callable[[Sequence[bytes]], object]:
-        """Generate the fast function: the call that builds the model, with one expression per field."""
+        """Generate the fast function: the call that builds the model, with one expression per field.
+
+        Its `except Exception` is broad, as any failure of it means that the slow one decides, and gives the reason.
+        """
         ours = {"build": self.build, "layouts": self.layouts, "learn": self.find_fields, "slowly": self.decode_slowly}
         scope: dict[str, Any] = _SHORTCUT_WORDS | ours
         raws, positional, keywords = "", "", ""

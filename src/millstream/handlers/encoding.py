@@ -1,4 +1,4 @@
-"""From what a handler returns to the fields of an entry."""
+"""Encodes the result of a handler as the fields of an entry."""
 
 import dataclasses
 import enum

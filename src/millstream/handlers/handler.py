@@ -122,6 +122,7 @@ class Handler:
             found = self.key(message)
             if isinstance(found, str):
                 found = found.encode()
+        # A key function may raise anything, SystemExit too: one message must not end the worker.
         except BaseException as error:
             raise DecodeError(f"the key function raised {type(error).__name__}: {text_of(error)}") from error
         if isinstance(found, bool) or not isinstance(found, (bytes, int, type(None))):
@@ -217,7 +218,7 @@ def _with_order_key(where: str, options: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def stream_of(message: Message) -> bytes:
-    """Return the key of a message in a handler with order="stream"."""
+    """Return the key of a message in a handler with order="stream": the stream's name."""
     return to_wire(message.stream)
 
 

@@ -129,7 +129,7 @@ class Inbox:
         try:
             yield self.fresh(connection, message)
             connection.commit()
-        except BaseException:
+        except BaseException:  # whatever ends the block: an open transaction would commit a record without effects
             connection.rollback()
             raise
 
@@ -158,9 +158,10 @@ class Inbox:
     def purge(self, connection: Connection, *, older_than_ms: float, batch: int = 1_000) -> int:
         """Delete records older than `older_than_ms` milliseconds; return the number of rows deleted.
 
-        Each transaction deletes at most `batch` rows, so others wait only briefly. Keep records for longer than a
-        message can take from the database's commit to its commit in Redis, the longest outage included: a message that
-        is redelivered after its record was deleted takes effect again. Raises ConfigError for a batch below 1.
+        Each transaction deletes at most `batch` rows, so that other transactions wait only briefly. Keep records for
+        longer than a message can take from the database's commit to its commit in Redis, the longest outage included: a
+        message that is redelivered after its record was deleted takes effect again. Raises ConfigError for a batch
+        below 1.
         """
         before_ms = time.time_ns() // 1_000_000 - int(older_than_ms)
         if batch < 1:
