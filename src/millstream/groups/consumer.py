@@ -33,7 +33,9 @@ class Consumer:
         return list(self._streams.values())
 
     def read_new(self, *, count: int = 100, block_ms: int = 0, noack: bool = False) -> list[Batch]:
-        """Fetch up to `count` entries of each stream that no consumer of the group was given; [] if there are none.
+        """Fetch up to `count` entries of each stream that the group has not delivered yet (XREADGROUP with ">").
+
+        [] if there are none.
 
         `block_ms` > 0 waits that long for the first one, on the client's one connection, so that other threads with
         that client wait too. With `noack` they count as acknowledged at once: entries in a lost reply stay lost. Raises
@@ -54,9 +56,11 @@ class Consumer:
         return [Batch(self._streams[stream], entries) for stream, entries in reply or ()]
 
     def read_pending(self, *, after: Id | Mapping[str, Id] = BEGINNING, count: int = 100) -> list[Batch]:
-        """Read again up to `count` entries of each stream that are pending with this consumer, after an id.
+        """Read again up to `count` entries of each stream that are pending with this consumer (XREADGROUP).
 
-        A mapping gives each stream's own id and leaves out the streams that it does not name. Never waits. Redis resets
+        `after`: an id; only greater ids are read.
+
+        A mapping has an id for each stream, and leaves out the streams that it does not name. Never waits. Redis resets
         their idle time and adds one to their delivery counts. Raises ConfigError for an invalid id, such as ">", which
         would fetch new entries, and for a count below 1.
         """
@@ -70,7 +74,7 @@ class Consumer:
         return [recovered_batch(self._streams[stream], entries) for stream, entries in reply or ()]
 
     def ack(self, stream: str, ids: Sequence[bytes | str]) -> int:
-        """Acknowledge entries, also those of other consumers; return how many were pending. Safe to repeat."""
+        """Acknowledge entries (XACK), also those of other consumers; return how many were pending. Safe to repeat."""
         return int(self._client.execute("XACK", to_wire(stream), self._group, *ids)) if ids else 0
 
 

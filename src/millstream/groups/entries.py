@@ -37,7 +37,7 @@ class Delivered(NamedTuple):
 
     @property
     def fields(self) -> dict[str, bytes]:
-        """The fields as a mapping; for a repeated name the last value counts, undecodable names are escaped."""
+        """The fields as a mapping; a repeated name keeps its last value, and undecodable names are escaped."""
         pairs = self.pairs
         return {pairs[i].decode("utf-8", "surrogateescape"): pairs[i + 1] for i in range(0, len(pairs), 2)}
 

@@ -1,4 +1,4 @@
-"""Events of a reader besides entries, as values that its caller can count, show or test for."""
+"""Events of a reader: what it reports besides entries, as values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRecreated:
-    """The group, or its whole stream, was gone; this reader has created it again.
+    """The group, or its whole stream, was deleted or lost; this reader has created it again.
 
     * `at`: where it now begins: only entries with greater ids are delivered
     * `cause`: the error from Redis
@@ -28,7 +28,7 @@ class Resumed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntriesGone:
-    """Pending entries can never be processed: they were trimmed or deleted before they were acknowledged."""
+    """Pending entries can never be processed: a client trimmed or deleted them before they were acknowledged."""
 
     stream: str
     ids: Sequence[bytes]

@@ -24,8 +24,8 @@ class GroupInfo:
     """The state of a group in Redis.
 
     * `last_delivered`: the highest id delivered so far
-    * `entries_read`: how many entries it was given; None where Redis cannot say
-    * `lag`: how many entries wait; None where Redis cannot say, and known to be wrong after deletions
+    * `entries_read`: how many entries it has delivered; None where Redis does not know
+    * `lag`: how many entries it has yet to deliver; None where Redis does not know; after deletions it may be wrong
     """
 
     name: str
@@ -53,7 +53,7 @@ class ConsumerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletedConsumer:
-    """The outcome for a deleted consumer's entries: `reassigned` were reassigned, `gone` had left the stream before."""
+    """The deleted consumer's entries: how many were `reassigned`, and the ids that are `gone` from the stream."""
 
     existed: bool
     reassigned: int = 0
@@ -94,11 +94,11 @@ class Group:
     # Group
 
     def create(self, at: Id = BEGINNING, *, mkstream: bool = False, entries_read: int | None = None) -> bool:
-        """Create it, so that entries with ids greater than `at` are delivered; False if it exists already.
+        """Create it (XGROUP CREATE), so that entries with ids greater than `at` are delivered; False if it exists.
 
         `at` is an id, BEGINNING or END. `mkstream` creates a missing stream as well. `entries_read` is how many entries
-        the stream has had up to `at`, for Redis to work out the lag. Raises GroupMissing if there is no stream to
-        create it on.
+        the stream has had up to `at`: Redis needs it for the lag. Raises GroupMissing if there is no stream to create
+        it on.
         """
         options: list[Arg] = ["MKSTREAM"] if mkstream else []
         try:
@@ -110,11 +110,17 @@ class Group:
         return True
 
     def set_id(self, at: Id, *, entries_read: int | None = None) -> None:
-        """Set the last delivered id: an earlier one delivers again, a later one skips. Pending entries stay pending."""
+        """Set the last delivered id (XGROUP SETID): an earlier id delivers entries again, a later one skips entries.
+
+        Pending entries stay pending.
+        """
         self._execute("XGROUP", "SETID", *self._names, wire_id(at), *_entries_read(entries_read))
 
     def destroy(self) -> bool:
-        """Remove it with all its pending entries; False if there was none. Consumers blocked in a read get an error."""
+        """Remove it with all its pending entries (XGROUP DESTROY); False if there was none.
+
+        Consumers that are blocked in a read get an error.
+        """
         return bool(self._execute("XGROUP", "DESTROY", *self._names))
 
     def info(self) -> GroupInfo | None:
@@ -129,27 +135,26 @@ class Group:
         return PendingList(self._client, self.stream, self.name)
 
     def ack(self, ids: Sequence[bytes | str]) -> int:
-        """Acknowledge entries of any consumer; return how many were pending. Safe to repeat."""
+        """Acknowledge entries of any consumer (XACK); return how many were pending. Safe to repeat."""
         return int(self._execute("XACK", *self._names, *ids)) if ids else 0
 
     # Consumers
 
     def consumers(self) -> list[ConsumerInfo]:
-        """Return all consumers, by name."""
+        """Return all consumers (XINFO CONSUMERS), sorted by name."""
         return _to_consumers(self._execute("XINFO", "CONSUMERS", *self._names))
 
     def create_consumer(self, consumer: str) -> bool:
-        """Create a consumer before its first read; False if it exists."""
+        """Create a consumer before its first read (XGROUP CREATECONSUMER); False if it exists."""
         return bool(self._execute("XGROUP", "CREATECONSUMER", *self._names, to_wire(consumer)))
 
     def delete_consumer(self, consumer: str, *, transfer_to: str | None = None) -> DeletedConsumer:
-        """Delete a consumer, after its pending entries have passed to the consumer `transfer_to`, idle times and counts
-        unchanged.
+        """Delete a consumer, after its pending entries were reassigned to the consumer `transfer_to`.
 
-        It is deleted in one atomic step with the last of its entries, so that no entry delivered meanwhile is dropped.
-        That one finds them by reading its own pending entries, other consumers by claiming. Raises ConfigError, and
-        deletes nothing, if entries are pending with it and no consumer is named, or if that one is not in the group. Stop
-        its process first: a consumer that still reads is created again by its next read.
+        Their idle times and delivery counts stay. One atomic step reassigns the last of them and deletes the consumer,
+        so no entry delivered meanwhile is dropped. `transfer_to` finds them by reading its own pending entries, other
+        consumers by claiming. Raises ConfigError, and deletes nothing, if entries are pending and `transfer_to` is None
+        or not in the group. Stop its process first: a consumer that still reads is created again by its next read.
         """
         if transfer_to == consumer:
             raise ConfigError(f"{consumer!r} cannot get its own entries: name another consumer")
@@ -172,9 +177,9 @@ class Group:
     def delete_idle_consumers(self, min_idle_ms: int, *, only: Container[str] | None = None) -> list[str]:
         """Delete the consumers without pending entries that are idle for `min_idle_ms`; return their names.
 
-        `only`: none but these. The step that deletes a consumer checks both again. Choose more than the longest poll: a
-        blocked consumer looks idle; before Redis 7.2, so does one that is given no entries. A deleted consumer exists
-        again with its next entry.
+        `only`: deletes none but these. The step that deletes a consumer checks again that it is idle and has no pending
+        entries. Choose more than the longest poll: a blocked consumer looks idle; before Redis 7.2, so does one that
+        gets no entries. A deleted consumer exists again with its next entry.
         """
         idle = [
             one.name

@@ -48,8 +48,8 @@ class ClaimOptions:
     * `time_ms`: the time of the last delivery instead, in Unix milliseconds
     * `deliveries`: the delivery count; None = one more
     * `force`: also claim entries that are not in the pending list
-    * `last_id`: the group's last delivered id is raised to this, if it is lower: entries before it that no consumer was
-      given are skipped. Redis' own replication sets it; of use for rebuilding a group entry by entry
+    * `last_id`: the group's last delivered id is raised to this, if it is lower: entries up to it that were not
+      delivered are skipped. Redis' own replication sets it; of use for rebuilding a group entry by entry
     """
 
     idle_ms: int | None = None
@@ -73,7 +73,7 @@ DEFAULT_CLAIM = ClaimOptions()
 
 
 class PendingList:
-    """The pending entries of `group` on `stream`. Each method raises RedisError, GroupMissing among them."""
+    """The pending entries of `group` on `stream` (Redis: PEL). Each method raises RedisError, such as GroupMissing."""
 
     def __init__(self, client: Client, stream: str, group: str) -> None:
         self._client = client
@@ -83,15 +83,16 @@ class PendingList:
     # Inspecting
 
     def summary(self) -> PendingSummary:
-        """Return count, lowest and highest id, and the count of each consumer."""
+        """Return the count, the lowest and the highest id, and the count of each consumer (XPENDING)."""
         count, lowest, highest, holders = self._execute("XPENDING", *self._names)
         return PendingSummary(count, lowest, highest, {from_wire(name): int(held) for name, held in holders or ()})
 
     def entries(
         self, start: Id = "-", end: Id = "+", *, count: int = 100, consumer: str | None = None, min_idle_ms: int = 0
     ) -> list[PendingEntry]:
-        """Return up to `count` entries from `start` to `end`, in order; of one consumer, or idle for so long, if
-        asked.
+        """Return up to `count` entries from `start` to `end`, in order (XPENDING).
+
+        `consumer`: of this one only; `min_idle_ms`: idle for at least so many milliseconds.
         """
         idle: tuple[Arg, ...] = ("IDLE", min_idle_ms) if min_idle_ms else ()
         holder = () if consumer is None else (to_wire(consumer),)
@@ -121,7 +122,7 @@ class PendingList:
     def claim(
         self, ids: Sequence[bytes | str], *, consumer: str, min_idle_ms: int, options: ClaimOptions = DEFAULT_CLAIM
     ) -> Batch:
-        """Claim for `consumer` those of `ids` that were idle for `min_idle_ms`, and return their entries.
+        """Claim for `consumer` those of `ids` that were idle for `min_idle_ms` (XCLAIM), and return their entries.
 
         Of several concurrent claims one succeeds, as each claim resets the idle time. Redis silently removes ids whose
         entries are gone from the pending list; `auto_claim` names them.
@@ -135,7 +136,7 @@ class PendingList:
         return self._claim(ids, consumer, min_idle_ms, [*options.args(), "JUSTID"])
 
     def auto_claim(self, consumer: str, *, min_idle_ms: int, count: int = 100) -> Iterator[Batch]:
-        """Claim for `consumer` all entries idle for `min_idle_ms`, from first to last, `count` at a time.
+        """Claim for `consumer` all entries idle for `min_idle_ms` (XAUTOCLAIM), from first to last, `count` at a time.
 
         A batch is claimed when the iterator reaches it. Its `gone` were pending but are no longer in the stream: Redis
         has removed them from the pending list, and no consumer will ever get them.

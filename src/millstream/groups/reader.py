@@ -1,7 +1,7 @@
 """Reader: the loop around a consumer that survives lost connections, lost groups and lost streams, and reports them.
 
 A read whose reply was lost has delivered its entries all the same: they are in the consumer's own pending list, where a
-loop that only asks for new ones never sees them. So the reader begins with its own pending entries, and returns to them
+loop that reads only new entries never sees them. So the reader begins with its own pending entries, and returns to them
 after every connection error.
 """
 
@@ -38,11 +38,11 @@ class ReadPolicy:
     * `block_ms`: longest wait for new entries, in milliseconds; also how long a stop may take
     * `start`: where a group begins that this reader creates first: BEGINNING, END or an id
     * `heal`: where a lost group is recreated. "beginning" loses nothing and delivers all entries that the stream still
-      has again. "last" goes on after the last entry this reader was given: entries that were pending with other
+      has again. "last" goes on after the last entry this reader has read: entries that were pending with other
       consumers are not delivered again, unless those still process them. A callable gets the stream's name and returns
       the id to go on after: for callers that know what is committed.
-    * `claim_after_ms`: claims entries that any consumer has held unacknowledged for so long, checked twice in that
-      time; None = never. Must be longer than the longest regular processing of a batch.
+    * `claim_after_ms`: claims entries that were pending with any consumer for so many milliseconds, checked twice in
+      that time; None = never. Must be longer than the longest regular processing of a batch.
     * `noack`: entries count as acknowledged when they are delivered; entries in a lost reply stay lost
 
     Raises ConfigError for invalid options.
@@ -81,9 +81,9 @@ class Reader:
     * `on_event`: called with each `Event`, in the thread that reads
     * `done`: stores on disk what was acknowledged through this reader; those entries are not returned again
 
-    While Redis is away the reader waits with back-off, 50 ms to 1 s, and logs at most one line a second. It reads over
-    a connection of its own, and acknowledges over that of `client`. One thread may read; any may `ack` and `stop`.
-    Raises WrongType, AccessDenied and CommandFailed, which waiting cannot repair.
+    While Redis is unavailable the reader waits with back-off, 50 ms to 1 s, and logs at most one line a second. It
+    reads over a connection of its own, and acknowledges over that of `client`. One thread may read; any may `ack` and
+    `stop`. Raises WrongType, AccessDenied and CommandFailed, which waiting cannot repair.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Reader:
         self._claim_cursors: deque[tuple[str, bytes]] = deque()
         self._next_claim_ms = clock.monotonic_ms()
         self._backoff = Backoff(*_WAITS_MS, at_once=True)
-        self._away_since_ms: float | None = None
+        self._unavailable_since_ms: float | None = None
         self._last_error = ""
         self._log_interval = Every(_LOG_EVERY_MS)
 
@@ -129,9 +129,7 @@ class Reader:
             yield from self.read()
 
     def read(self) -> list[Batch]:
-        """Run one step, at most `block_ms` long while Redis answers: return batches, or [] if there is nothing to
-        process.
-        """
+        """Run one step, at most `block_ms` long while Redis answers: return batches; [] without entries to process."""
         try:
             try:
                 batches = self._read_once()
@@ -276,7 +274,7 @@ class Reader:
             if group.create(at, mkstream=True):
                 shown = at.decode() if isinstance(at, bytes) else str(at)
                 self._on_event(GroupRecreated(stream=stream, group=group.name, at=shown, cause=str(cause)))
-                self._log("group %s of %s was lost; recreated after %s: %s", group.name, stream, shown, cause)
+                self._log("group %s of %s was lost: %s; recreated after %s", group.name, stream, cause, shown)
 
     def _resume_id(self, stream: str) -> Id:
         """Return the id after which a lost group of `stream` goes on."""
@@ -295,22 +293,21 @@ class Reader:
 
     def _on_unavailable(self, error: Unavailable) -> None:
         now_ms = self._clock.monotonic_ms()
-        if self._away_since_ms is None:
-            self._away_since_ms = now_ms
+        if self._unavailable_since_ms is None:
+            self._unavailable_since_ms = now_ms
         self._last_error = str(error)
         self.reread_pending()
-        self._log(
-            "consumer %s waits for Redis, %.0f s so far: %s", self._name, (now_ms - self._away_since_ms) / 1000, error
-        )
-        # A lost group is made again at once, but an outage waits from its first error on.
+        waited_s = (now_ms - self._unavailable_since_ms) / 1000
+        self._log("Redis is unavailable: %s; consumer %s waits, %.0f s so far", error, self._name, waited_s)
+        # A lost group is recreated at once, but an outage waits from its first error on.
         self._clock.sleep_ms(self._backoff.next_ms() or self._backoff.next_ms())
 
     def _end_outage(self) -> None:
-        if self._away_since_ms is not None:
-            away_ms = self._clock.monotonic_ms() - self._away_since_ms
-            self._away_since_ms = None
+        if self._unavailable_since_ms is not None:
+            away_ms = self._clock.monotonic_ms() - self._unavailable_since_ms
+            self._unavailable_since_ms = None
             self._on_event(Resumed(away_ms=away_ms, cause=self._last_error))
-            self._log("consumer %s reconnected after %.1f s", self._name, away_ms / 1000)
+            self._log("consumer %s resumes: Redis is available again after %.1f s", self._name, away_ms / 1000)
 
     def _log(self, message: str, *args: Any) -> None:
         if self._log_interval.is_due(self._clock.monotonic_ms()):
