@@ -1,4 +1,4 @@
-"""CommitStore: stores in Redis how much of a handler's work on one stream is committed.
+"""CommitStore: stores in Redis which messages of a stream are committed for a handler.
 
 The *key offset* of a key is the id of its last committed message in the batch in flight. The *committed id* is the id
 up to which the whole stream is committed. A commit names the key offset that was loaded with the state, and is refused
@@ -59,7 +59,7 @@ _BURST_S = 0.2
 
 
 def describe_newer_format(stored: int | str) -> str:
-    """What is the matter with keys in a format above FORMAT, for errors and reports."""
+    """Return why this process cannot use keys in a format above FORMAT, for errors and reports."""
     return f"stored in format {stored} by a newer millstream, and this one reads formats up to {FORMAT}: upgrade this process"
 
 
@@ -222,7 +222,7 @@ class CommitStore:
         return Call(command, partial(self._parse_commit, units))
 
     def _parse_commit(self, units: Sequence[U], reply: Reply) -> list[U]:
-        if not reply:  # almost always: saves sorting a thousand units again
+        if not reply:  # almost always: this saves sorting a thousand units again
             return []
         bare, full = self._split_bare(units)
         sent = [*bare, *full]
@@ -256,7 +256,7 @@ class CommitStore:
     def set_crash_count(self, stream: str, entry_id: str, count: int) -> None:
         """Set the crash count of an entry: one more before a task starts it, the former one if the task survived it.
 
-        It is set, not added to, so that a repetition blames no entry twice. An older run is not refused.
+        It is set, not added to, so that a repeated call counts once. An older run is not refused.
         """
         self._client.execute("HSET", self.keys(stream).crashes, entry_id, count)
 
@@ -307,9 +307,9 @@ class CommitStore:
         return bool(self._client.execute("HGET", self.keys(stream).meta, "owner") == kind.encode())
 
     def set_paused(self, streams: Sequence[str], *, paused: bool, why: Pause | None = None) -> None:
-        """Stop workers from reading new entries of `streams`, or let them go on. They finish the entries in flight.
+        """Pause or resume the handler on `streams`: paused workers read nothing new, and finish the entries in flight.
 
-        `why`: what is stored with the pause; default: an operator wants it.
+        `why`: the pause that is stored; default: an operator's.
         """
         stored = (why or Pause(at_ms=time.time_ns() // 1_000_000)).encode()
         for stream in streams:

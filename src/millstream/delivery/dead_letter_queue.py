@@ -1,7 +1,7 @@
-"""Dead letters: messages that could not be processed, kept with the reason, to show, redrive or purge.
+"""DeadLetterQueue: messages that could not be processed, stored with the reason, to show, redrive or purge.
 
 A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead_letters`), written in the same atomic step that
-moves the handler past the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
+commits the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ REASONS: Sequence[str] = (*get_args(Reason), UNREADABLE)
 """All reasons that a filter accepts; UNREADABLE is the last."""
 
 _REDRIVE = Script("producer/redrive")
-_GONE = "it is gone: another redrive or purge removed it"
+_GONE = "it is not in the queue any more: another redrive or purge removed it"
 _MAX_ITEMS = 7_900
 _PAGE = 50
 _DELETE_PAGE = 500
@@ -67,7 +67,10 @@ class DeadLetterRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterEntry:
-    """An entry of a dead-letter stream: a `letter`, or, with None and a `problem`, something foreign in `pairs`."""
+    """An entry of a dead-letter stream: a `letter`; or None, the `problem`, and the `pairs` of a foreign entry.
+
+    A foreign entry is one that millstream did not write, or cannot read.
+    """
 
     keys: HandlerKeys
     letter_id: str
@@ -93,7 +96,7 @@ class DeadLetterEntry:
 
 
 class Redriven(NamedTuple):
-    """The outcome of one redrive: moved to `new_id`, or not moved (None), and then why in `problem`."""
+    """The outcome of one redrive: the id of the new entry; or None, and `problem` says why the letter stays."""
 
     ref: DeadLetterRef
     new_id: str | None
@@ -161,7 +164,7 @@ class DeadLetterQueue:
 
         Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other handler
         of the stream processes it again. Interrupted at any point, or run twice at once, this neither loses nor doubles
-        one. An error of one letter or its stream stops no other: that letter stays, and its `problem` says why.
+        one. An error of one letter or its stream stops no other redrive: that letter stays, and its `problem` says why.
         """
         for at in range(0, len(refs), _PAGE):
             yield from self._redrive_page(refs[at : at + _PAGE])

@@ -1,8 +1,8 @@
 """Deferral on Spark: messages that have to wait move to the queues of their keys, so that their batch can end.
 
 A batch ends when all of it is committed, so it cannot wait for a back-off or for an operator. Deferred messages go to
-the same key queues as on workers (`keyed_stream`), where `millstream key list` shows them, and run from there when they
-may.
+the same key queues as on workers (`keyed_stream`), where `millstream key list` shows them. Deferred jobs run them from
+there once their wait is over.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,8 +91,9 @@ def defer(store: CommitStore, stream: str, deferrals: Sequence[Deferral]) -> lis
 
 
 def _chunks(deferrals: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Deferral]]]:
-    """Split them into calls of at most 1,000 ids, so that Redis serves others between; yield each part with its
-    whole.
+    """Split them into calls of at most 1,000 ids, so that Redis serves other clients between two calls.
+
+    Yields for each call its parts of deferrals, each with the whole deferral.
     """
     call: list[tuple[Deferral, Deferral]] = []
     size = 0

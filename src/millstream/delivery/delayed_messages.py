@@ -37,7 +37,7 @@ def _raise(error: MillstreamError) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedMessage:
-    """A delayed message: the id that its publisher got, when it is due, and its names and values.
+    """A delayed message: the id that its publisher received, when it is due, and its names and values.
 
     `problem`: why it cannot be read as a message; it has no names and values then. None if it can.
     """
@@ -98,7 +98,7 @@ class DelayedMessages:
         on_moved: Callable[[int], None] = lambda moved: None,
         on_refused: Callable[[MillstreamError], None] = _raise,
     ) -> None:
-        """Move messages when they are due, until `stopping`; ask for new ones every `every_ms` milliseconds.
+        """Move messages when they are due, until `stopping`; look for new ones every `every_ms` milliseconds.
 
         `on_refused` is called with each error that does not end by itself, and may raise it, as it does by default;
         otherwise all streams are tried again. Of several streams, those that the error does not concern were moved.
@@ -109,7 +109,7 @@ class DelayedMessages:
             try:
                 movement = self.move_due(streams())
             except (Unavailable, WrongType) as error:  # WrongType: the reader of that stream reports it
-                logger.debug("cannot move delayed messages; trying again: %s", error)
+                logger.debug("cannot move delayed messages: %s; trying again", error)
             except (RedisError, ConfigError) as error:
                 on_refused(error)
             else:
@@ -140,9 +140,9 @@ class DelayedMessages:
         return sum(raise_if_error(packed) is not None for packed in found)
 
     def cancel(self, stream: str, ids: Sequence[str]) -> int:
-        """Cancel messages by the ids that their publishers got; return how many were still delayed.
+        """Cancel messages by the ids that their publishers received; return how many were still delayed.
 
-        The `dedupe_id` of such a message stays taken until its window is over.
+        Until its window is over, the `dedupe_id` of such a message keeps a second message with it from being added.
         """
         k = StreamKeys(stream)
         cancelled: int = self._client.script(CANCEL_DELAYED, (to_wire(k.due), to_wire(k.delayed)), ids) if ids else 0

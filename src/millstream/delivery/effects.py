@@ -1,4 +1,4 @@
-"""Effects: what one commit writes for one message or one key."""
+"""Effects: one commit unit: the state, outputs, dead letters and progress of a run of messages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ FAILED_SUFFIX = "f"
 """Suffix of the crash-count field for failed attempts; the field without one counts runs that may have died."""
 
 FROM_QUEUE = b"queue"
-"""Takes the place of the expected key offset for entries that Spark runs from a key queue, where they were deferred."""
+"""Stands for the expected key offset of entries that Spark runs from a key queue, where they were deferred."""
 
 ERROR_SUFFIX = "e"
 """Suffix of the field beside the crash counts that says why the last attempt failed (`last_error.py`)."""
@@ -49,13 +49,13 @@ _OUTPUT_KEY = 8
 class Effects:
     """The effects of a run of messages of one key, of one unkeyed message or of a batch: committed whole or not at all.
 
-    * `offset_field`, `expected_offset`: the offset field and the value it was loaded with (b"" = none). For a worker's key: the name
-      of its queue and the token of its lease. For entries that Spark runs from a key queue: the queue's name and
-      FROM_QUEUE
+    * `offset_field`, `expected_offset`: the offset field and the value that was loaded (b"" = none). For a key of a
+      worker: the name of its queue and the token of its lease. For entries that Spark runs from a key queue: the
+      queue's name and FROM_QUEUE
     * `first_id`, `last_id`, `message_count`: the messages it covers
     * `state_field`, `state`: None leaves the state alone; b"" removes it
     * `other_ids`: for a worker's batch, or entries of a key queue, the ids of all but the last
-    * `unfinished`: "" keeps the lease; a number ends it, and is how many of the entries given out with it are not committed
+    * `unfinished`: "" keeps the lease; a number ends it, and is how many of its claimed entries are not committed
     * `cleared_counts`: fields of the crash counts that this commit clears
     * `outputs`: the entries to add to the output stream, each packed by `handlers.encoding.pack_output`
     * `dead_letters`: items of the entries to add
@@ -150,9 +150,9 @@ def _appended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
 
 
 Unit = Effects | bytes
-"""What is committed whole or not at all: effects, or the id of an entry that is only acknowledged.
+"""One unit of a commit: effects, or the id of an entry that is only acknowledged.
 
-Most entries of a handler without outputs are; objects for their effects would cost more than their commit.
+A handler without outputs only acknowledges most of its entries; objects for them would cost more than their commit.
 """
 
 U = TypeVar("U", bound=Unit)
@@ -161,7 +161,7 @@ U = TypeVar("U", bound=Unit)
 def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequence[T]]:
     """Split `some`, in order, into chunks that are each sent and answered well within a client's timeout.
 
-    A call that times out looks like a Redis that is away, and would be repeated for ever.
+    A call that times out is like an outage of Redis for the caller, and would be repeated for ever.
     """
     begin = total = outputs = 0
     for at, unit in enumerate(map(unit_of, some)):

@@ -92,7 +92,7 @@ def having_stuck_keys(client: Client, places: Sequence[HandlerKeys]) -> list[Han
     """Return those of these handlers on their streams that may have stuck keys. Raises RedisError.
 
     These have parked keys, keys that back off, or entries with failed attempts. Those that cannot be read are among
-    them, so that reading their keys tells why.
+    them, so that reading their keys raises the error.
     """
     commands = [
         one
@@ -147,7 +147,7 @@ def parked_queues(client: Client, places: Sequence[HandlerKeys]) -> dict[Handler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Snapshot:
-    """The state of the key queues, as read in one go."""
+    """The state of the key queues, as read in one round trip."""
 
     now_ms: int
     owners: dict[bytes, bytes]
@@ -308,7 +308,7 @@ def is_blocked(queue: KeyQueue, last: LastError) -> bool:
 
 
 def explain(queue: KeyQueue, last: LastError) -> str:
-    """What a key queue waits for, in words, if its last error is known."""
+    """Return what a key queue waits for, in words; `last`: its last error, as far as it is known."""
     if is_blocked(queue, last):
         return f"blocked, as {queue.failed_attempts} attempts have failed: {queue.why}"
     if queue.state == "backing off" and last.attempts and not last.blocks:
@@ -326,7 +326,7 @@ def park(client: Client, keys: HandlerKeys, queue: bytes, reason: str) -> bool:
 
 
 def unpark(client: Client, keys: HandlerKeys, queue: bytes) -> bool:
-    """Let a parked key queue go on; False if it is not parked."""
+    """Unpark a key queue; False if it is not parked."""
     return bool(_run_park_unpark_skip(client, keys, (queue, "unpark")))
 
 
@@ -341,8 +341,9 @@ def skip(
 ) -> str | None:
     """Make the first entry of a key queue a dead letter with the text `error`, and return its id.
 
-    None if it has none, if its id is not `only`, or if that entry was committed at this very moment. A worker that processes it is refused its
-    commit. A queue that is parked stays so. The dead letter also says why the last attempt on the entry failed.
+    None if it has none, if its id is not `only`, or if that entry was committed during this call. Redis refuses the
+    commit of a worker that processes it. A parked queue stays parked. The dead letter also says why the last attempt on
+    the entry failed.
     """
     (first,) = call_all(client, [("LINDEX", keys.queue(queue), 0)])
     if first is None or only not in (None, first.decode()):

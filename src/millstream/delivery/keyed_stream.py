@@ -47,8 +47,8 @@ READ_BYTES = 4 * 2**20
 """About how many bytes are read at once, from one stream or from many together."""
 
 ReleaseMode = Literal["requeue", "return", "backoff", "park", "move"]
-"""What a key queue does when its lease ends: requeued; returned untouched; backing off; parked until an operator
-acts.
+"""How the lease of a key queue ends: the queue is requeued, returned untouched, backs off or is parked; or its one
+entry moves to another queue.
 """
 
 
@@ -60,7 +60,7 @@ class KeyLease(LeasedKey):
 
 
 def lease_of(delivery: Delivery) -> KeyLease:
-    """Return the lease that an entry of a keyed stream was given out with."""
+    """Return the lease under which a worker claimed an entry of a keyed stream."""
     lease = delivery.lease
     assert isinstance(lease, KeyLease)
     return lease
@@ -238,7 +238,7 @@ class KeyedStream(ReliableStream):
         self._before_enqueue(targets)
         returned = [LeaseRelease(lease, "return") for lease in leases if lease.queue in targets]
         self.release_leases(returned + [LeaseRelease(lease, "move", queue) for lease, queue in queues.items()])
-        text = "%s: %d messages of %s have a key that they had not when they were queued: moved to its queue"
+        text = "%s: %d messages of %s were queued without the key that they have now; moved to its queue"
         logger.info(text, self._store.keys(self.stream).label, len(queues), self.stream)
         return [lease for lease in leases if lease not in queues and lease.queue not in targets]
 
@@ -260,7 +260,7 @@ class KeyedStream(ReliableStream):
     def read_call(
         self, *, count: int, max_pending: int, max_bytes: int = READ_BYTES, one_at_least: bool = True
     ) -> Call[tuple[Sequence[Any], int]] | None:
-        """Return the call that reads the entries to enqueue next; None if `enqueue_new` has to ask Redis first.
+        """Return the call that reads the entries to enqueue next; None if `enqueue_new` has to query Redis first.
 
         Its result: the entries, and the size of the first that did not fit, 0 if all did.
         """
@@ -313,8 +313,8 @@ class KeyedStream(ReliableStream):
         """Lease up to `queues` key queues with up to `entries` entries, `run` of each queue, for `lease_ms`
         milliseconds.
 
-        `max_bytes`: limit for the names and values together; with `one_at_least`, one entry is given out however large
-        it is. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited are logged.
+        `max_bytes`: limit for the names and values together; with `one_at_least`, one entry is leased however large it
+        is. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited are logged.
         """
         room = (max_bytes, one_at_least)
         return self._with_rejoin(
@@ -408,7 +408,7 @@ class KeyedStream(ReliableStream):
         return [one for one in leases if one.expired]
 
     def recover_leases(self, known: Sequence[KeyLease], run: int) -> tuple[int, int]:
-        """End the leases under this worker's name except `known`, so that other workers may have the key queues.
+        """End the leases under this worker's name except `known`, so that other workers may lease the key queues.
 
         The keys of an earlier process back off first, as `loss_retry` says: it may have died of their first entries.
         Return how many belong to an earlier process of the worker, and how many were granted in replies that were lost.

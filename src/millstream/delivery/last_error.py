@@ -37,7 +37,7 @@ class LastError:
         traceback = redact_text(self.traceback).encode("utf-8", "backslashreplace")
         if len(error) > _MAX_ERROR_BYTES:
             error = error[: _MAX_ERROR_BYTES - 3] + b"..."
-        if len(traceback) > _MAX_TRACEBACK_BYTES:  # its end tells more than its beginning
+        if len(traceback) > _MAX_TRACEBACK_BYTES:  # its end has the error
             traceback = b"..." + traceback[-_MAX_TRACEBACK_BYTES + 3 :]
         if self.attempts:  # an escaped line has no tab
             error += f"\tof {self.attempts}{', then it blocks' if self.blocks else ''}".encode()

@@ -1,4 +1,4 @@
-"""LongRun: a message that a handler of a worker has been running for long, reported so that operators see it."""
+"""LongRun: a message on which a worker's handler has been running for long, reported so that operators see it."""
 
 from collections.abc import Iterable, Sequence
 

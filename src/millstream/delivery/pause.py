@@ -58,7 +58,7 @@ def pause_of(policy: Breaker, trip: Trip, worker: str) -> Pause:
 
 
 def parse_pause(stored: bytes | None, now_ms: float) -> Pause | None:
-    """Parse a stored pause; None if there is none or if it is over. What cannot be read is an operator's pause."""
+    """Parse a stored pause; None if there is none or if it is over. An unreadable one counts as an operator's."""
     if stored is None:
         return None
     try:

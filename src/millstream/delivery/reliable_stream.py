@@ -55,14 +55,14 @@ class Delivery:
     * `id`, `pairs`: the entry, as Redis sent it
     * `attempt`: 1 plus the number of failed attempts
     * `deliveries`: how often Redis has delivered it; above 1, it may have crashed other workers
-    * `state_since_ms`: when it began to wait or to run, by the worker's clock; `running` tells which
+    * `state_since_ms`: when it began to wait or to run, by the worker's clock; `running` is True if it runs
     * `finished`: its attempt has finished and its outcome waits for the commit
     * `committing`: its commit is under way
     * `due_ms`: when its next attempt may begin, by the worker's clock
     * `in_batch`: it runs in a batch of several
-    * `isolated_by`: the marker under which this process runs it in isolation; "" if it does not
+    * `isolated_by`: the isolation mark under which this process runs it in isolation; "" if it does not
     * `attempt_ms`: duration of the last attempt
-    * `lease`: for a handler with a key, the key lease that it was given out with
+    * `lease`: for a handler with a key, the key lease under which it was claimed
     """
 
     stream: "ReliableStream"
@@ -103,9 +103,9 @@ class LeasedKey:
     * `queue`: the queue's name: b"k" and the key, or b"i" and the id of an entry without a key
     * `token`: the fencing token under which the worker commits
     * `state`: the key's state after the entries that have run so far
-    * `entries`: those that were given out with it, in order; `queued`: those of them that have not begun
+    * `entries`: those that were claimed with it, in order; `queued`: those of them that have not begun
     * `expires_ms`: until when it is certain to last, by the worker's clock
-    * `in_flight_count`: how many of its entries were given out and are not committed
+    * `in_flight_count`: how many of its entries were claimed and are not committed
     * `committed_state`: the key's state in Redis
     * `last_run`: the last entry that was run under it, once that is known
     * `releasing`: its release is under way
@@ -145,8 +145,8 @@ class ReliableStream:
     * `app`, `handler`: whose progress it is; they name the consumer group and the keys in Redis
     * `consumer`: this worker's name, unique among the workers that live at the same time
     * `into`, `into_maxlen`: the output stream, and the length it is trimmed to
-    * `start`: where a handler begins that has done nothing on the stream yet
-    * `on_trimmed`: called with the number of pending entries that were found gone from the stream
+    * `start`: where a handler without progress on the stream begins
+    * `on_trimmed`: called with the number of pending entries that were found to be trimmed or deleted
 
     Every method raises RedisError; those that send the token raise StaleOwner once Spark has taken over. All methods
     except those that fetch new entries join again by themselves if the group is gone.
@@ -347,7 +347,7 @@ class ReliableStream:
             found = pending.iter_entries(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
             wanted = list(islice((one for one in found if one.id not in excluding), count))
             claimed = self._claim_entries(wanted, idle_ms)
-            # If all of these are gone from the stream, XCLAIM has taken them off the pending list: look at the next.
+            # If all of these are gone from the stream, XCLAIM has taken them off the pending list: try the next.
             if claimed or not wanted:
                 return claimed
         return []
@@ -420,7 +420,7 @@ class ReliableStream:
         return self._set_idle_time(ids, 0)
 
     def nack(self, ids: Sequence[bytes], *, idle_ms: int = NACK_IDLE_MS) -> list[bytes]:
-        """Nack entries: give them up and take back their delivery count; return those that were lost already.
+        """Nack entries: make them claimable, and lower their delivery counts; return those that were lost already.
 
         They count as idle for `idle_ms` (at least 1): another worker claims them once that reaches its claim time, by
         default at once.
@@ -503,24 +503,20 @@ class ReliableStream:
         return self.commit(units)
 
     def isolation_state(self, delivery: Delivery) -> tuple[int, str]:
-        """Return how many processes died of an entry in isolation, and the marker of an unfinished run ("" if there is
-        none).
-        """
+        """Return how many processes died of an entry in isolation, and the mark of an unfinished run ("" if none)."""
         crash_counts = self._store.keys(self.stream).crashes
-        deaths, marker = self._client.execute(
-            "HMGET", crash_counts, delivery.id, delivery.id + ISOLATED_SUFFIX.encode()
-        )
-        return int(deaths or 0), (marker or b"").decode()
+        deaths, mark = self._client.execute("HMGET", crash_counts, delivery.id, delivery.id + ISOLATED_SUFFIX.encode())
+        return int(deaths or 0), (mark or b"").decode()
 
-    def begin_isolation(self, delivery: Delivery, marker: str) -> None:
+    def begin_isolation(self, delivery: Delivery, mark: str) -> None:
         """Store, before it begins, that a process runs an entry in isolation. May safely be repeated."""
-        delivery.isolated_by = marker
+        delivery.isolated_by = mark
         self._client.execute(
-            "HSET", self._store.keys(self.stream).crashes, delivery.id + ISOLATED_SUFFIX.encode(), marker
+            "HSET", self._store.keys(self.stream).crashes, delivery.id + ISOLATED_SUFFIX.encode(), mark
         )
 
     def record_deaths(self, delivery: Delivery, deaths: int) -> None:
-        """Store how many processes have died of an entry; the end of all its runs is known with that."""
+        """Store how many processes have died of an entry, and clear its isolation mark: how its runs ended is known."""
         crash_counts = self._store.keys(self.stream).crashes
         self._client.execute("HSET", crash_counts, delivery.id, deaths, delivery.id + ISOLATED_SUFFIX.encode(), "")
 

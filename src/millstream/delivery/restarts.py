@@ -1,4 +1,4 @@
-"""Restarts: which worker processes of an app ended without being told to within ten minutes, so that operators see it."""
+"""Restarts: which worker processes of an app ended unrequested within ten minutes, so that operators see it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _RECENT_MS = 120_000
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
-    """A process ended without being told to. `incarnation` is its unique name, `cause` says how it ended."""
+    """A process ended unrequested. `incarnation` is its unique name, `cause` says how it ended."""
 
     worker: str
     incarnation: str
