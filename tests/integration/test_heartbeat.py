@@ -1,4 +1,4 @@
-"""The watchdog distinguishes a frozen process from a stopped, idle or busy one; it ends even if its supervisor is dead."""
+"""The detector distinguishes a frozen process from a stopped, idle or busy one; it ends even if its supervisor is dead."""
 
 import itertools
 import signal
@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.worker.process.heartbeat import ORPHAN_ALARM_S, Watchdog
+from millstream.worker.process.heartbeat import ORPHAN_ALARM_S, FreezeDetector
 from tests.support.processes import lives
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -36,9 +36,9 @@ LIMIT_MS = 1_000
 
 
 @contextmanager
-def process(watchdog: Watchdog, deed: str, *, cpu_limit_ms: int = NEVER_MS) -> Iterator[subprocess.Popen[bytes]]:
+def process(detector: FreezeDetector, deed: str, *, cpu_limit_ms: int = NEVER_MS) -> Iterator[subprocess.Popen[bytes]]:
     """A process with a heartbeat, which runs some code when the test says so."""
-    with process_at_once(watchdog, WAIT + deed, cpu_limit_ms=cpu_limit_ms) as running:
+    with process_at_once(detector, WAIT + deed, cpu_limit_ms=cpu_limit_ms) as running:
         assert running.stdout is not None
         running.stdout.readline()
         yield running
@@ -46,14 +46,14 @@ def process(watchdog: Watchdog, deed: str, *, cpu_limit_ms: int = NEVER_MS) -> I
 
 @contextmanager
 def process_at_once(
-    watchdog: Watchdog, deed: str, *, cpu_limit_ms: int = NEVER_MS
+    detector: FreezeDetector, deed: str, *, cpu_limit_ms: int = NEVER_MS
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs some code in the moment in which its heartbeat has started."""
     running = subprocess.Popen(
-        [sys.executable, "-c", START + deed, str(watchdog.descriptor), str(cpu_limit_ms)],
+        [sys.executable, "-c", START + deed, str(detector.descriptor), str(cpu_limit_ms)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        pass_fds=(watchdog.descriptor,),
+        pass_fds=(detector.descriptor,),
     )
     with running:
         try:
@@ -63,10 +63,10 @@ def process_at_once(
 
 
 @pytest.fixture
-def watchdog() -> Iterator[Watchdog]:
-    watchdog = Watchdog(LIMIT_MS)
-    yield watchdog
-    watchdog.close()
+def detector() -> Iterator[FreezeDetector]:
+    detector = FreezeDetector(LIMIT_MS)
+    yield detector
+    detector.close()
 
 
 def begin(running: subprocess.Popen[bytes]) -> None:
@@ -76,83 +76,83 @@ def begin(running: subprocess.Popen[bytes]) -> None:
     running.stdin.flush()
 
 
-def test_a_process_that_computes_and_blocks_its_other_threads_is_frozen(watchdog: Watchdog) -> None:
-    with process(watchdog, COMPUTE) as running:
+def test_a_process_that_computes_and_blocks_its_other_threads_is_frozen(detector: FreezeDetector) -> None:
+    with process(detector, COMPUTE) as running:
         begin(running)
-        eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
+        eventually(lambda: detector.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
 
 
-def test_a_process_that_is_frozen_from_its_start_on_is_found(watchdog: Watchdog) -> None:
-    with process_at_once(watchdog, COMPUTE) as running:
-        eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
+def test_a_process_that_is_frozen_from_its_start_on_is_found(detector: FreezeDetector) -> None:
+    with process_at_once(detector, COMPUTE) as running:
+        eventually(lambda: detector.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
 
 
-def test_an_unwatched_process_that_is_frozen_from_its_start_on_ends(watchdog: Watchdog) -> None:
-    with process_at_once(watchdog, COMPUTE, cpu_limit_ms=300) as running:
+def test_an_unwatched_process_that_is_frozen_from_its_start_on_ends(detector: FreezeDetector) -> None:
+    with process_at_once(detector, COMPUTE, cpu_limit_ms=300) as running:
         assert running.wait(FAIL_SAFE_S) == -signal.SIGPROF
 
 
 def test_a_process_that_sleeps_and_blocks_its_other_threads_is_frozen() -> None:
-    watchdog, ticks = (
-        Watchdog(100 * LIMIT_MS),
+    detector, ticks = (
+        FreezeDetector(100 * LIMIT_MS),
         itertools.count(),
     )  # threads that wait for the interpreter use some processor time, too
 
     def is_frozen() -> bool:
-        return any(watchdog.is_frozen(running.pid, 500.0 * next(ticks)) for _ in range(50))
+        return any(detector.is_frozen(running.pid, 500.0 * next(ticks)) for _ in range(50))
 
-    with process(watchdog, BLOCK) as running:
+    with process(detector, BLOCK) as running:
         begin(running)
         eventually(is_frozen, "a frozen process")
-    watchdog.close()
+    detector.close()
 
 
 @pytest.mark.parametrize("deed", [SHARE, IDLE])
-def test_a_process_that_computes_in_python_or_is_idle_is_not_frozen(watchdog: Watchdog, deed: str) -> None:
-    with process(watchdog, deed) as running:
+def test_a_process_that_computes_in_python_or_is_idle_is_not_frozen(detector: FreezeDetector, deed: str) -> None:
+    with process(detector, deed) as running:
         begin(running)
         for _ in range(3 * LIMIT_MS // 20):
-            assert not watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms())
+            assert not detector.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms())
             SYSTEM_CLOCK.sleep_ms(20)
 
 
 @pytest.mark.parametrize("deed", [COMPUTE, IDLE])
-def test_a_stopped_process_is_not_frozen_after_any_time(watchdog: Watchdog, deed: str) -> None:
-    with process(watchdog, deed) as running:
+def test_a_stopped_process_is_not_frozen_after_any_time(detector: FreezeDetector, deed: str) -> None:
+    with process(detector, deed) as running:
         begin(running)
         stopped = psutil.Process(running.pid)
-        watchdog.is_frozen(running.pid, 0.0)
+        detector.is_frozen(running.pid, 0.0)
         stopped.suspend()
         eventually(lambda: stopped.status() == psutil.STATUS_STOPPED, "a stopped process")
         ticks = [100.0 * tick for tick in range(100 * LIMIT_MS // 100)]
-        assert not any(watchdog.is_frozen(running.pid, now_ms) for now_ms in ticks)
+        assert not any(detector.is_frozen(running.pid, now_ms) for now_ms in ticks)
 
 
-def test_the_time_for_which_a_process_was_stopped_does_not_count_when_it_continues(watchdog: Watchdog) -> None:
-    with process(watchdog, COMPUTE) as running:
+def test_the_time_for_which_a_process_was_stopped_does_not_count_when_it_continues(detector: FreezeDetector) -> None:
+    with process(detector, COMPUTE) as running:
         begin(running)
         computing = psutil.Process(running.pid)
         eventually(lambda: computing.cpu_times().user > 1, "a computation")
         computing.suspend()
         eventually(lambda: computing.status() == psutil.STATUS_STOPPED, "a stopped process")
         ticks = [100.0 * tick for tick in range(100 * LIMIT_MS // 100)]
-        assert not any(watchdog.is_frozen(running.pid, now_ms) for now_ms in ticks)
+        assert not any(detector.is_frozen(running.pid, now_ms) for now_ms in ticks)
         computing.resume()
         eventually(lambda: computing.cpu_times().user > 2, "more of it")
-        assert not watchdog.is_frozen(running.pid, ticks[-1])
+        assert not detector.is_frozen(running.pid, ticks[-1])
 
 
-def test_a_watchdog_that_stood_still_does_not_report_a_process_as_frozen(watchdog: Watchdog) -> None:
-    with process(watchdog, BLOCK) as running:
+def test_a_detector_that_stood_still_does_not_report_a_process_as_frozen(detector: FreezeDetector) -> None:
+    with process(detector, BLOCK) as running:
         begin(running)
-        eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
-        assert not watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms() + NEVER_MS)
+        eventually(lambda: detector.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
+        assert not detector.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms() + NEVER_MS)
 
 
 def test_an_unwatched_process_ends_when_it_computes_for_too_long_without_a_heartbeat(
-    watchdog: Watchdog,
+    detector: FreezeDetector,
 ) -> None:
-    with process(watchdog, COMPUTE, cpu_limit_ms=300) as running:
+    with process(detector, COMPUTE, cpu_limit_ms=300) as running:
         begin(running)
         assert running.wait(FAIL_SAFE_S) == -signal.SIGPROF
 
@@ -173,9 +173,11 @@ for _ in range(1_000):
 
 
 @pytest.mark.skipif(not ORPHAN_ALARM_S, reason="no signal at the death of the parent on this system")
-def test_a_process_that_blocks_its_other_threads_ends_after_the_death_of_its_supervisor(watchdog: Watchdog) -> None:
-    command = [sys.executable, "-c", ORPHAN, START + SLEEP_ON, str(watchdog.descriptor), str(NEVER_MS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(watchdog.descriptor,)) as parent:
+def test_a_process_that_blocks_its_other_threads_ends_after_the_death_of_its_supervisor(
+    detector: FreezeDetector,
+) -> None:
+    command = [sys.executable, "-c", ORPHAN, START + SLEEP_ON, str(detector.descriptor), str(NEVER_MS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(detector.descriptor,)) as parent:
         assert parent.stdout is not None
         orphan = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
@@ -186,8 +188,8 @@ def test_a_process_that_blocks_its_other_threads_ends_after_the_death_of_its_sup
                 orphan.kill()
 
 
-def test_a_process_may_compute_without_end_as_long_as_it_sends_heartbeats(watchdog: Watchdog) -> None:
-    with process(watchdog, SHARE, cpu_limit_ms=500) as running:
+def test_a_process_may_compute_without_end_as_long_as_it_sends_heartbeats(detector: FreezeDetector) -> None:
+    with process(detector, SHARE, cpu_limit_ms=500) as running:
         begin(running)
         computing = psutil.Process(running.pid)
         eventually(lambda: sum(computing.cpu_times()[:2]) > 3, "three seconds of computing")

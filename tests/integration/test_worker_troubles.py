@@ -119,7 +119,7 @@ def test_a_worker_that_cannot_lease_keys_at_maxmemory_warns_and_reports_when_it_
             gate.set()  # without outputs it is committed all the same
             eventually(lambda: "app.handle cannot fetch messages: " in caplog.text)
         eventually(lambda: loop.loop_metrics.committed == 5)
-        eventually(lambda: "app.handle resumes: Redis lets it fetch again after " in caplog.text)
+        eventually(lambda: "app.handle resumes: Redis answers its fetches again after " in caplog.text)
     assert caplog.text.count("cannot fetch messages") == 1
 
 

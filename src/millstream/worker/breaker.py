@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class HandlerBreaker:
-    """The breaker of one handler in one process. `consumer`: the worker's name, for the note beside the pause.
+    """The breaker of one handler in one process. `consumer`: the worker's name, which is stored with the pause.
 
-    The committer asks it about each dead letter (`admits`). Once it is open, this process reads nothing more and writes
-    no more dead letters that a broken deployment could explain: these messages are released instead. The renewal thread
+    The committer passes each dead letter to `admits`. Once it is open, this process reads nothing more and writes no
+    more dead letters that a broken deployment could explain: these messages are released instead. The renewal thread
     stores the pause in Redis, for the other processes, and closes the breaker when the pause has ended (`follow`).
     """
 
@@ -81,7 +81,7 @@ class HandlerBreaker:
             return True
         if self._opened is not None:
             return False
-        if delivery.pairs[0] == REDRIVE_FIELD:  # it was dead before: no news about this deployment
+        if delivery.pairs[0] == REDRIVE_FIELD:  # it failed before the redrive, too: no evidence about this deployment
             return True
         if (trip := self._window.on_dead(cause, example_of(dead))) is not None:
             self._open(self._policy, trip)
@@ -115,7 +115,7 @@ class HandlerBreaker:
             return False
         ended = opened or before
         # One opening pauses all streams: the window begins anew when the first of them is resumed, and not with each.
-        # What an operator has paused says nothing of the deployment.
+        # A pause by an operator is no evidence about the deployment.
         if ended is not None and ended.by == "breaker" and ended != self._ended:
             self._ended = ended
             self._reset()

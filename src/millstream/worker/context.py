@@ -1,4 +1,4 @@
-"""What the parts of a worker share."""
+"""WorkerContext: the state that the parts of a reading loop share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Delayed mover: moves the delayed messages of thousands of streams; asks only streams that have some."""
+"""Delayed mover: moves the delayed messages of thousands of streams; queries only streams that have some."""
 
 from collections.abc import Sequence
 from math import inf

@@ -1,4 +1,4 @@
-"""Dry run: runs a handler on real entries and commits nothing, to find out what would become of them."""
+"""Dry run: runs a handler on real entries and commits nothing, to show the outcome that each entry would have."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -36,10 +36,10 @@ class WouldFail:
 
 @dataclass(kw_only=True)
 class DryRun:
-    """What would become of a sample of entries: processed (`ok`), rejected by the handler, or dead for other causes.
+    """The outcomes of a sample of entries: processed (`ok`), rejected by the handler, or dead for other causes.
 
-    `outputs`: how many entries it would write to its output stream. `of`: whether the sample are the first entries that
-    are not committed yet, or the newest, as there are no others or as they were asked for.
+    `outputs`: how many entries the handler would write to its output stream. `of`: "uncommitted" if the sample has the
+    first entries that are not committed; "newest" if it has the newest, by request or as all are committed.
     """
 
     handler: str
@@ -58,8 +58,8 @@ class DryRun:
 def dry_run(client: Client, handler: Handler, *, sample: int, newest: bool = False) -> DryRun:
     """Run `handler` on up to `sample` entries, spread over its streams; only reads from Redis. Raises RedisError.
 
-    Each gets one attempt, as if it were the last. States are loaded, and handed on in memory. What the handler itself
-    does outside takes place.
+    Each entry gets one attempt, as if it were the last. States are loaded, and passed from one message to the next in
+    memory. Effects that the handler has by itself, as in a database, take place.
     """
     handler = replace(handler, retry=Retry(attempts=1))
     result = DryRun(handler=handler.label, of="newest" if newest else "uncommitted")

@@ -31,8 +31,8 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 class HandlerSteps:
     """The steps of a message of one handler: decode, run, then commit, dead-letter or retry.
 
-    `failures` logs the attempts that fail, and the dead letters. Subclass it to do something before or after a step; call the step itself, and return what it returns. Several
-    threads may call any of them at once.
+    `failures` logs the attempts that fail, and the dead letters. A subclass may add code before or after a step: it
+    calls the step itself, and returns its result. Several threads may call any step at once.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -70,7 +70,7 @@ class HandlerSteps:
         return pairs[2:] if pairs[1] == self._label else None
 
     def run(self, message: Message, state: bytes = b"") -> Outcome:
-        """Run a plain handler once. Its thread cannot be stopped: on an overrun the loop's watchdog ends the process.
+        """Run a plain handler once. Its thread cannot be stopped: beyond the time limit, maintenance ends the process.
 
         `state`: the state of its key.
         """

@@ -27,8 +27,8 @@ class InFlight:
     called when entries are added to the buffer. While `gate` is not set, no entry starts.
 
     The number of prefetched entries follows the handler: it doubles when the runners run out of entries, and halves
-    when entries wait for longer than a second, so that a slow worker does not hoard what other workers could process
-    (as TCP adapts its window). For a handler with a key, `leases` are counted instead, as one thread or task at a time
+    when entries wait for longer than a second, so that a slow worker keeps no entries that others could process (as TCP
+    adapts its window). For a handler with a key, `leases` are counted instead, as one thread or task at a time
     runs each key. The bytes in flight never exceed `prefetch_bytes`, unless a single entry does; a suspect that waits,
     for its back-off or to know how a process ended, does not count, so that others go on meanwhile.
     """
@@ -88,7 +88,7 @@ class InFlight:
         return {entry_id for name, entry_id in list(self._by_ref) if name == stream}
 
     def stop_fetching(self) -> None:
-        """Have no free slots from now on: what a stop releases is room for no other entries. End the delays, too."""
+        """Have no free slots from now on: the room of entries that a stop releases must stay free. End the delays."""
         with self._lock:
             self._is_stopping = True
             delays, self._delays = self._delays, []
@@ -141,9 +141,9 @@ class InFlight:
     def _free_slots(self) -> int:
         return self._limit - (len(self.leases) or len(self._by_ref)) + len(self._waiting_suspects)
 
-    def on_fetched(self, count: int, asked: int) -> None:
-        """Note that a fetch returned `count` entries of at most `asked`."""
-        self._has_backlog = count >= asked
+    def on_fetched(self, count: int, requested: int) -> None:
+        """Note that a fetch returned `count` entries of at most `requested`."""
+        self._has_backlog = count >= requested
 
     def add(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
         """Add entries to the buffer, where they wait from now on."""

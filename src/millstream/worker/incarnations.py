@@ -58,7 +58,7 @@ class Incarnation:
         self._app = app
         self._missing_since_ms: dict[str, float] = {}
         self.mark = f"{name or secrets.token_hex(8)} {consumer}"
-        """The text that it writes beside a message that it runs in isolation."""
+        """Its isolation mark: the text that it stores for a message that it runs in isolation."""
 
     def end_of(self, mark: str) -> ProcessEnd | None:
         """Return how the process that wrote `mark` ended: `ALIVE` if it lives on, None if that is not known yet.

@@ -1,10 +1,10 @@
 """The reading loop: fetches entries of a handler's streams, runs the handler and commits its effects, until stopped.
 
-`ReadingLoop.run` is the spine. Its threads share one `InFlight`: the fetcher fetches entries, the runner runs the
-handler, the committer commits the outcomes, the renewal thread renews claims and claims idle entries, the isolation
+`ReadingLoop.run` starts and ends its threads. They share one `InFlight`: the fetcher fetches entries, the runner runs
+the handler, the committer commits the outcomes, the renewal thread renews claims and claims idle entries, the isolation
 thread re-runs suspected poison pills one at a time, the lease watchdog ends runs beyond their key lease, and timers add
-claimed entries that have waited. Two more threads work beside it: the delayed mover moves delayed messages that are
-due, and discovery looks for new streams.
+claimed entries whose back-off is over. Two more threads work beside it: the delayed mover moves delayed messages that
+are due, and discovery looks for new streams.
 """
 
 import contextlib
@@ -154,7 +154,7 @@ class ReadingLoop:
         threads = self._policy.threads
         return ThreadBatchRunner(*args, threads) if self.handler.in_batches else ThreadRunner(*args, threads)
 
-    # The spine
+    # Run and stop
 
     def run(self) -> list[Delivery]:
         """Work until `stop`; return the deliveries that were still running then, which other workers will run again.
@@ -322,7 +322,8 @@ class ReadingLoop:
     def _run_maintenance(self) -> None:
         try:
             self._ordering.maintenance.run(self._stopping)
-        except Exception as error:  # noqa: BLE001 - `run` raises it; running messages may still finish
+        # Broad, as below this the claims of running messages must be renewed until their runs have ended.
+        except Exception as error:  # noqa: BLE001 - `run` raises it
             self._failures.append(error)
             self.stop()
         self._ordering.maintenance.run_until_ended(self._runs_ended)
@@ -382,7 +383,7 @@ class ReadingLoop:
         def guarded() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 - `run` raises it
+            except BaseException as error:  # noqa: BLE001 - `run` raises it; no thread may end without a stop
                 if not (
                     isinstance(error, Unavailable) and self._is_past_deadline()
                 ):  # a stop waits no longer for Redis

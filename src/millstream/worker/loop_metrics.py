@@ -164,7 +164,7 @@ class LoopMetrics:
         self._metrics.count(m.REFUSED, count, handler=self._handler)
 
     def count_released(self, count: int) -> None:
-        """Count messages released uncommitted: the loop stops, its breaker opened, or other workers may have time for them."""
+        """Count messages released uncommitted: the loop stops, its breaker opened, or others may start them earlier."""
         self.released += count
         if count:
             self._metrics.count(m.RELEASED, count, handler=self._handler)
@@ -223,7 +223,7 @@ class LoopMetrics:
             self._metrics.count(m.DELAYED_MOVED, count)
 
     def on_redis_error(self, error: Exception) -> None:
-        """Count an error of Redis: unavailable, or out of memory. The health page names it while nothing goes on."""
+        """Count an error of Redis: unavailable, or out of memory. The health page names it while no read succeeds."""
         if self._progress is not None:
             self._progress.on_redis_error(error)
         self._metrics.count(m.REDIS_ERRORS, error=type(error).__name__)

@@ -56,7 +56,7 @@ class StaticMembership:
         """Renew the names; call it every few seconds. Raises StaleOwner if another supervisor holds one."""
         for name in self.names:
             if not self._hold_for(name, NAME_LEASE_MS):
-                raise StaleOwner(f"worker name {name!r} was taken by another worker; give each its own --name")
+                raise StaleOwner(f"another worker has the worker name {name!r} now; give each its own --name")
         self._announce(NAME_LEASE_MS)
 
     def release(self) -> None:

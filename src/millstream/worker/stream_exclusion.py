@@ -1,4 +1,4 @@
-"""Stream exclusion: a stream that cannot be worked on, one of many, is excluded, and the others go on."""
+"""Stream exclusion: a worker leaves out a stream that it cannot work on, and keeps the others."""
 
 import contextlib
 from collections.abc import Iterator

@@ -48,7 +48,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
                 plan.streams, min(plan.count, _BLOCKING_COUNT if len(plan.streams) == 1 else 1), may_wait=True
             )
             found = self._read_blocking(plan, min(self._policy.block_ms, permit.until_ms))
-            # A blocking read of several streams takes one entry of each, which tells nothing about the backlog of one.
+            # A blocking read of several streams returns one entry of each, which shows nothing of the backlog of one.
             if len(plan.streams) == 1:
                 self._in_flight.on_fetched(max(found.values(), default=0), plan.count)
         else:
@@ -76,7 +76,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
         self._empty_until_ms = self._clock.monotonic_ms() + _FRESH_MS if is_known else 0.0
 
     def refresh(self) -> None:
-        """Nothing to do after streams were joined again: each read asks for new entries in any case."""
+        """Do nothing: each read returns new entries also after streams were joined again."""
 
     # Entries that are there
 

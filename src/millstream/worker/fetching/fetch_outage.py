@@ -1,4 +1,4 @@
-"""FetchOutage: counts and logs that Redis does not let a worker fetch."""
+"""FetchOutage: counts and logs that Redis refuses the fetches of a worker."""
 
 import logging
 
@@ -25,7 +25,7 @@ class FetchOutage:
         if self._since_ms is None:
             self._since_ms = self._clock.monotonic_ms()
         if isinstance(error, OutOfMemory) and not self._is_short_of_memory:
-            self._is_short_of_memory = True  # Redis answers all else: nothing else would log it
+            self._is_short_of_memory = True  # Redis answers other commands, so no other part logs it
             logger.warning("%s cannot fetch messages: %s; retrying", self._label, error)
 
     def on_fetched(self) -> None:
@@ -35,5 +35,5 @@ class FetchOutage:
         self._loop_metrics.count_reconnect()
         if self._is_short_of_memory:
             waited_ms = self._clock.monotonic_ms() - self._since_ms
-            logger.warning("%s resumes: Redis lets it fetch again after %.1f s", self._label, waited_ms / 1000)
+            logger.warning("%s resumes: Redis answers its fetches again after %.1f s", self._label, waited_ms / 1000)
         self._since_ms, self._is_short_of_memory = None, False

@@ -1,4 +1,4 @@
-"""Fetcher: base of the fetchers of a worker; asks the rate limiter what may be read now, and waits if nothing may."""
+"""Fetcher: base of the fetchers of a worker; reads what the rate limiter permits, and waits if it permits nothing."""
 
 import threading
 from abc import ABC, abstractmethod

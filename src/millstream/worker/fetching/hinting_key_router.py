@@ -11,7 +11,7 @@ from millstream.worker.fetching.tracked_key_router import TrackedKeyRouter
 
 
 class HintingKeyRouter(TrackedKeyRouter):
-    """A TrackedKeyRouter that tells the workers by `ReadyHints` which streams have key queues that became ready."""
+    """A TrackedKeyRouter that reports to the workers, by `ReadyHints`, the streams whose key queues became ready."""
 
     def __init__(
         self, context: WorkerContext, client: Client, joined: Mapping[str, KeyedStream], role: RouterRole

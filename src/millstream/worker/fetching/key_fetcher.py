@@ -33,7 +33,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         self._isolated_after = isolated_after(context.handler.retry)
 
     def _lease_options(self, queues: int, count: int, streams: int = 1) -> dict[str, Any]:
-        """Return the options of a lease of `queues` keys. One stream alone may give an entry larger than the room."""
+        """Return the options of a lease of `queues` keys. On one stream alone it may exceed the room by one entry."""
         return {
             "queues": queues,
             "entries": min(count, self._policy.batch),

@@ -100,7 +100,7 @@ class KeyRouter:
         logger.log(level, "cannot enqueue new entries: %s; retrying", error)
 
     def _route_all(self, due: Sequence[KeyedStream]) -> None:
-        """Route new entries of each stream; then raise the error that kept some from it, perhaps of one server only."""
+        """Route new entries of each stream; then raise the error of those that failed, perhaps of one server only."""
         self._with_new = set()
         away: Unavailable | None = None
         for stream in due:

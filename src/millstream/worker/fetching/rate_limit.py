@@ -55,7 +55,7 @@ class RateLimiter:
 
     @property
     def is_waiting(self) -> bool:
-        """True while a stream that was asked for may not be read yet."""
+        """True while a stream that was passed to `acquire` may not be read yet."""
         return self._last_due_ms > self._clock.monotonic_ms()
 
     def consume(self, stream: str, count: int) -> None:

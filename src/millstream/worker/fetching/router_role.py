@@ -19,7 +19,8 @@ class RouterRole:
     """The role of router, which one worker at a time has on each stream, so that the others need not read all entries.
 
     The worker keeps the role by renewing it; after three seconds without renewal, or 15 ms for each stream if those are
-    thousands, another worker takes it. Correctness does not depend on there being one router only. Used by one thread.
+    thousands, another worker acquires it. Correctness does not depend on there being one router only. Used by one
+    thread.
 
     `client`: a connection for routing
     """
@@ -56,7 +57,7 @@ class RouterRole:
         self._due_ms = 0.0
 
     def release(self) -> None:
-        """Let other workers take the role at once; while Redis is unavailable it expires."""
+        """Release the role, so that other workers may acquire it at once; while Redis is unavailable it expires."""
         with contextlib.suppress(Unavailable):
             self._client.scripts(
                 [(HOLD_NAME, (self._context.keys_of(name).router,), (self._token, 0)) for name in self.held]

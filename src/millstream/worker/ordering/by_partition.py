@@ -34,7 +34,7 @@ class ByPartition(ByKey):
         self._state_expires = handler.state_ttl_ms is not None
 
     def discover(self, scan_client: Client) -> Sequence[str]:
-        """See Ordering. Newest first: so when the oldest is joined, all partitions made by then are joined."""
+        """See Ordering. Newest first: so when the oldest is joined, all partitions created by then are joined."""
         handler = self._context.handler
         found: list[str] = []
         for base in handler.streams:

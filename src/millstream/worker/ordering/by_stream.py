@@ -56,7 +56,7 @@ class _ExcludedStream:
 
 
 class ByStream(ByKey):
-    """A ByKey on the streams that this worker has leases on, which come and go while it works.
+    """A ByKey on the streams that this worker leases, which change while it works.
 
     The lease on a stream decides which worker is to work on it; the lease on its one key decides what may be committed,
     as for handlers with a key. So a stream can change owner at once: its running entry is finished, or its commit
@@ -100,7 +100,7 @@ class ByStream(ByKey):
         # Each time: Redis may have lost the claim with its other data.
         claim_service(scan_client, self._service, self._context.handler.label)
         if not self._is_member:
-            # A stream leased later takes nothing over from a run on Spark that began after this worker.
+            # A stream that is leased later is not taken over from a run on Spark that began after this worker.
             self._max_takeover_epoch = self._join_service(scan_client)
             self._is_member = True
         if self._context.handler.announced is None:
@@ -137,7 +137,7 @@ class ByStream(ByKey):
         return {**super().background_loops(), "stream-leases": self._follow_leases}
 
     def _follow_leases(self, stopping: threading.Event) -> None:
-        """Start and stop work on streams as leases come and go. Raises ConfigError, RedisError except Unavailable."""
+        """Start and stop work on streams as leases begin and end. Raises ConfigError, RedisError except Unavailable."""
         while not stopping.is_set():
             match self._balancer.next(_POLL_S):
                 case StreamAdded(lease=lease):
@@ -157,7 +157,7 @@ class ByStream(ByKey):
         name, client = lease.stream, self._context.client
         self._former_since_ms.pop(name, None)
         self._excluded.pop(name, None)
-        # The lease may be back before the last run on the stream has ended.
+        # This worker may lease the stream again before its last run on it has ended.
         join = self._resume_stream if name in self.streams else self.join
         try:
             client.retry_while_unavailable(
@@ -208,7 +208,7 @@ class ByStream(ByKey):
         handler = self._context.handler
         alternative = f"run: millstream lease remove {handler.announced or handler.label} {name!r}"
         if handler.pattern is not None:
-            alternative = f"keep it out of the pattern and {alternative}"
+            alternative = f"exclude it from the pattern and {alternative}"
         if isinstance(error, AccessDenied):
             return (
                 f"Give the worker's user the rights that --stream {name!r} adds in millstream acl worker leases, "

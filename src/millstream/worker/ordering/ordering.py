@@ -31,7 +31,7 @@ class Ordering(Protocol):
 
     @property
     def maintenance(self) -> Maintenance[Any]:
-        """Renews what is in flight, follows the streams, and ends runs that hang."""
+        """Renews entries in flight, follows the streams, and ends runs that hang."""
 
     @property
     def lease_watchdog(self) -> LeaseWatchdog | None:

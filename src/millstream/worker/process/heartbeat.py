@@ -1,4 +1,4 @@
-"""Heartbeat of a worker process, and the supervisor's watchdog on it.
+"""Heartbeat of a worker process, and the supervisor's detector of frozen processes.
 
 A handler in C code that holds Python's interpreter (the GIL: a runaway regular expression, say) stops all threads of
 its process, also those that renew leases and enforce time limits. Only something outside of the interpreter can end
@@ -76,7 +76,7 @@ def _end_with_parent() -> None:
     libc.prctl(_SET_PARENT_DEATH_SIGNAL, _PARENT_DIED)
 
 
-class Watchdog:
+class FreezeDetector:
     """Detects a frozen process: for `limit_ms` milliseconds it had no heartbeat, though it could have had.
 
     A process that is stopped (SIGSTOP), waits for a disk or gets no processor all that time is not frozen. It is

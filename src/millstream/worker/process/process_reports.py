@@ -29,7 +29,7 @@ class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process tells its supervisor for the pages of health and metrics."""
+    """A worker process's report to its supervisor, for the pages of health and metrics."""
 
     metrics: Snapshot
     health: HealthReport
@@ -62,11 +62,11 @@ class _Worker:
 class ProcessReports:
     """The reports of worker processes by name: their metrics, and their health as one.
 
-    They are healthy while each process runs, is healthy by its own account and goes on reporting; ready when each has
-    said so. A process that has just been started is healthy, and not ready. Any thread may use it.
+    They are healthy while each process runs, goes on reporting, and reports itself healthy; ready when each has
+    reported itself ready. A process that has just been started is healthy, and not ready. Any thread may use it.
 
     * `recorder`: receives what the supervisor itself knows of the processes
-    * `zeros`: what each process reports before it has done anything
+    * `zeros`: the report of a process that has done nothing yet
     """
 
     def __init__(self, recorder: Recorder, zeros: Snapshot, *, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -104,7 +104,7 @@ class ProcessReports:
         self._metrics.end(name)
 
     def on_stopping(self) -> None:
-        """The supervisor stops: it is not ready, and need not hear from its processes to be healthy."""
+        """The supervisor stops: it is not ready, and is healthy without reports of its processes."""
         self._stopping = True
 
     def on_report(self, name: str, process_id: int, report: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.delivery.restarts import Restart
 from millstream.errors import MillstreamError, PipelineFailed, RedisError, Unavailable
 from millstream.worker.incarnations import ProcessEnd
-from millstream.worker.process.heartbeat import Watchdog
+from millstream.worker.process.heartbeat import FreezeDetector
 from millstream.worker.process.process_reports import ProcessReports
 from millstream.worker.static_membership import StaticMembership
 
@@ -42,7 +42,7 @@ ORPHAN_MS = 4_000.0
 ORPHAN_END_MS = 8_000.0
 """When such a process ends in any case; in processor time, if a handler holds its interpreter."""
 
-_KILLED_AT_STOP = ProcessEnd(died=False, cause="was told to stop, and killed")
+_KILLED_AT_STOP = ProcessEnd(died=False, cause="was killed, as it did not stop in time")
 _OWN_ENDS = {
     STUCK_CODE: "a handler hung",
     FINAL_CODE: "it cannot continue",
@@ -87,7 +87,7 @@ class Program:
 class _Child:
     name: str
     incarnation: str = ""
-    watchdog: Watchdog | None = None
+    freeze_detector: FreezeDetector | None = None
     is_frozen: bool = False
     process: subprocess.Popen[bytes] | None = None
     started_ms: float = 0.0
@@ -97,10 +97,10 @@ class _Child:
     has_worked: bool = False
     listener: threading.Thread | None = None
 
-    def close_watchdog(self) -> None:
-        if self.watchdog is not None:
-            self.watchdog.close()
-            self.watchdog = None
+    def close_freeze_detector(self) -> None:
+        if self.freeze_detector is not None:
+            self.freeze_detector.close()
+            self.freeze_detector = None
 
 
 class Supervisor:
@@ -184,7 +184,7 @@ class Supervisor:
                 self._names.renew()  # also during a stop: another process must not get the name of one that still runs
             except Unavailable as error:
                 logger.debug("cannot renew the worker names, Redis is unavailable: %s; retrying", error)
-            except Exception as error:  # noqa: BLE001 - `run` raises it
+            except Exception as error:  # noqa: BLE001 - `run` raises it; this thread goes on to release the names
                 self._failure = self._failure or error
             self._record_ends()
             if not self._is_over:
@@ -212,7 +212,7 @@ class Supervisor:
         if child.process.stdin is not None:
             child.process.stdin.close()
         child.process = None
-        child.close_watchdog()
+        child.close_freeze_detector()
         end = self._end_of(child, code)
         if self._reports is not None:
             self._reports.on_ended(child.name, end.cause)
@@ -227,7 +227,11 @@ class Supervisor:
         logger.warning("worker %s %s; restarting in %.1f s", child.name, end.cause, wait_ms / 1000)
 
     def _kill_if_frozen(self, child: _Child, process: subprocess.Popen[bytes], now_ms: float) -> None:
-        if child.watchdog is not None and not child.is_frozen and child.watchdog.is_frozen(process.pid, now_ms):
+        if (
+            child.freeze_detector is not None
+            and not child.is_frozen
+            and child.freeze_detector.is_frozen(process.pid, now_ms)
+        ):
             child.is_frozen = True
             logger.warning(
                 "worker %s is frozen: a handler has held Python's interpreter (the GIL) for %.1f s; killing its process, "
@@ -281,7 +285,7 @@ class Supervisor:
         try:
             lines = self._spawn(child)
         except OSError as error:  # no memory, or too many processes or files: the others go on
-            child.close_watchdog()
+            child.close_freeze_detector()
             wait_ms = child.backoff.next_ms()
             child.due_ms = child.started_ms + wait_ms
             logger.warning("cannot start worker %s: %s; retrying in %.1f s", child.name, error, wait_ms / 1000)
@@ -295,11 +299,14 @@ class Supervisor:
 
     def _spawn(self, child: _Child) -> IO[bytes]:
         """Start a process; return the end of its pipe from which its lines are read. Raises OSError."""
-        child.watchdog = Watchdog(self._frozen_after_ms)
+        child.freeze_detector = FreezeDetector(self._frozen_after_ms)
         read_end, write_end = os.pipe()
         lines = os.fdopen(read_end, "rb")
         launch = Launch(
-            name=child.name, incarnation=child.incarnation, report_to=write_end, heartbeat_to=child.watchdog.descriptor
+            name=child.name,
+            incarnation=child.incarnation,
+            report_to=write_end,
+            heartbeat_to=child.freeze_detector.descriptor,
         )
         try:
             program = self._program(launch)
@@ -363,7 +370,7 @@ class Supervisor:
                 self._record_end(child, self._end_of(child, process.returncode))
             if child.listener is not None:
                 child.listener.join(_LAST_REPORT_S)  # not for longer: a child of the process may hold the pipe
-            child.close_watchdog()
+            child.close_freeze_detector()
 
 
 def _signal_name(number: int) -> str:

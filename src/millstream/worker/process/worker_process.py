@@ -156,7 +156,7 @@ class WorkerProcess:
     def _run(self, loop: ReadingLoop) -> None:
         try:
             self._leftovers += loop.run()
-        except BaseException as error:  # noqa: BLE001 - `run` raises it
+        except BaseException as error:  # noqa: BLE001 - `run` raises it, after it has ended the other loops
             self._failures.append(error)
 
     def _end_process(self, error: HandlerStuck) -> None:

@@ -122,10 +122,10 @@ class AsyncRunner(_Start):
 
     @contextlib.contextmanager
     def _cancelling_all(self) -> Iterator[None]:
-        """If the block fails, ignore the outcomes of all runs: the group cancels them, which is no fault of theirs."""
+        """If the block fails, ignore the outcomes of all runs: the group cancels them, and they have not failed."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # of any kind: an outcome of a cancelled run would count an attempt
             self._is_cancelled = True
             raise
 

@@ -139,7 +139,7 @@ class AsyncBatchRunner(AsyncRunner):
         await slots.acquire()
         while batch := await self._gather():
             group.create_task(self._run_one_batch(batch, slots))
-            del batch  # nothing holds on to it while more is waited for
+            del batch  # so that its messages can be freed during the next wait
             await slots.acquire()
 
     async def _gather(self) -> list[Delivery]:

@@ -23,7 +23,7 @@ _SHORT_MS = 0.2
 
 
 class LoadSample(NamedTuple):
-    """One look at the load of a ThreadRunner, to compare with an earlier one.
+    """A sample of the load of a ThreadRunner, to compare with an earlier one.
 
     * `starved`: how often a thread found the buffer empty
     * `finished`, `took_ms`: the runs that ended, and how long they took in total
@@ -78,7 +78,7 @@ class ThreadRunner(_Start):
     def notify(self) -> None:
         """See Runner. Adds a thread if messages have waited for a while though the process had time to run them.
 
-        Where the system refuses it, the threads there are go on: one at least.
+        If the system refuses a thread, the existing threads go on: at least one.
         """
         now_ms, before = self._clock.monotonic_ms(), self._last_sample
         if self._idle_threads or self._in_flight.buffer.empty() or before.starved != self._starved:
@@ -122,7 +122,7 @@ class ThreadRunner(_Start):
     def _thread_main(self) -> None:
         try:
             self._run_all()
-        except BaseException as error:  # noqa: BLE001 - `run` raises it
+        except BaseException as error:  # noqa: BLE001 - `run` raises it, after the other threads have ended
             self._failure = error
         self._in_flight.buffer.put(None)  # passes the end on to the next thread
 

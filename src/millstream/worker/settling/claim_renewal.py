@@ -57,7 +57,7 @@ class ClaimRenewer:
 
     def recover(self, stream: ReliableStream) -> None:
         """See Renewer: adds these entries to flight. Skips a paused stream; it is done when the stream resumes."""
-        # From the second time on, what this worker holds in Redis only has come in a reply that was lost: it has not begun.
+        # From the second call on, entries that are pending and not in flight came in a lost reply: no run has begun.
         is_first = stream.stream not in self._recovered
         while not stream.paused and self._claim(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE, delays=is_first):
             pass

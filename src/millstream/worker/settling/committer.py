@@ -29,8 +29,8 @@ T = TypeVar("T")
 class Committer:
     """Commits the outcomes of a handler, as many at once as have arrived, and schedules the retries.
 
-    Used by one thread. `release` gives entries back that must not be run, or whose dead letter must not be written, as
-    the breaker is open.
+    Used by one thread. `release` returns entries to the group that must not be run, or whose dead letter must not be
+    written, as the breaker is open.
     """
 
     def __init__(self, context: WorkerContext, *, release: Callable[[Sequence[Delivery]], None]) -> None:

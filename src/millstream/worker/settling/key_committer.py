@@ -137,10 +137,10 @@ class KeyCommitter(Committer):
         return admitted
 
     def _release_held_back(self, leases: Iterable[KeyLease]) -> None:
-        """Release what must not be run, and keys of which nothing is left to run though their leases are not over.
+        """Release entries that must not run, and keys without an entry to run though their leases are not over.
 
-        That is so after a dead letter that must not be written, and where the next entry of the key was removed just
-        before it would have started.
+        A key is without one after a dead letter that must not be written, and if its next entry was removed just before
+        it would have started.
         """
         waiting = self._in_flight.remove_unstarted() if self._breaker.is_open() else []
         idle = self._in_flight.idle_leases(leases)
@@ -246,7 +246,7 @@ class KeyCommitter(Committer):
         self._loop_metrics.count_committed(done, list(map(reason_of, letters)), took_s)
 
     def _drop_lost(self, lease: KeyLease) -> None:
-        """Drop a key whose lease another worker has taken, or an operator has ended by changing the key."""
+        """Drop a key that another worker has leased since, or whose lease an operator has ended by changing the key."""
         lease.expired = True
         self._halted.discard(lease)
         self._on_lease_end(lease.stream.stream)

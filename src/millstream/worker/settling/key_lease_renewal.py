@@ -33,7 +33,7 @@ class KeyLeaseRenewer:
         self._loop_metrics.count_claimed(earlier + lost_replies)
 
     def release_surplus(self) -> None:
-        """See Renewer: releases leases that were taken when runs were shorter, or before an isolation."""
+        """See Renewer: releases leases that were acquired when runs were shorter, or before an isolation."""
         release_leases(
             self._in_flight.remove_surplus(),
             self._loop_metrics,

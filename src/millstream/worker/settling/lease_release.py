@@ -8,7 +8,7 @@ from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.worker.loop_metrics import LoopMetrics
 
 Guard = Callable[[KeyedStream, Sequence[KeyLease]], AbstractContextManager[None]]
-"""Handles what is raised while these leases on a stream are released."""
+"""Handles errors that are raised while these leases on a stream are released."""
 
 
 def release_leases(leases: Iterable[KeyLease], loop_metrics: LoopMetrics, *, guard: Guard) -> None:

@@ -1,4 +1,4 @@
-"""Maintenance: what a worker repeats while it works: renew what is in flight, follow its streams, end runs that hang."""
+"""Maintenance: renews entries in flight, follows the streams and ends runs that hang, again and again."""
 
 import logging
 import threading
@@ -29,29 +29,29 @@ _SOON_S = 0.02
 
 
 class Renewer(Protocol[S_contra]):
-    """What maintenance does to the entries in flight, which depends on how a worker holds them. Raises RedisError."""
+    """The steps of maintenance that differ between claims and key leases. Each raises RedisError."""
 
     def recover(self, stream: S_contra) -> None:
-        """Settle what this worker holds in Redis only: from before a restart, or from a reply that was lost.
+        """Recover entries or leases of this worker that are not in flight: of its last process, or of a lost reply.
 
-        Call it only in the thread that reads the stream, or before there is one: what that thread has just read is held
-        in Redis, too, and not in flight yet.
+        Call it only in the thread that reads the stream, or before there is one: entries that this thread has just read
+        are not in flight yet either.
         """
 
     def renew(self, stream: S_contra) -> None:
-        """Renew what is in flight; drop from flight what other workers have by now."""
+        """Renew the entries in flight; drop those that other workers have by now."""
 
     def maintain(self, stream: S_contra, *, renews: bool, has_committed: bool) -> bool:
-        """Do what is due on a stream: renew if `renews`, and record progress if anything was committed since the last time.
+        """Do the due steps on a stream: renew if `renews`; record progress if `has_committed`: since the last time.
 
         Return False if the progress has to be recorded again soon.
         """
 
     def claim_idle(self) -> bool:
-        """Claim what other workers have left idle, as far as there is room; return True if there may be more."""
+        """Claim idle entries of other workers, as far as there is room; return True if there may be more."""
 
     def release_surplus(self) -> None:
-        """Release what has not started and what other workers could start earlier."""
+        """Release entries that have not started and that other workers could start earlier."""
 
     def give_up(self, delivery: Delivery) -> None:
         """Record the failed attempt of a run that hangs and cannot be ended; remove it from flight."""
@@ -114,7 +114,7 @@ class Maintenance(Generic[S]):
             raise unavailable
 
     def recover(self) -> None:
-        """Recover what this worker holds in Redis only, on all streams. See Renewer."""
+        """Recover the worker's entries or leases on all streams. See Renewer."""
         for stream in list(self._streams.values()):
             if not stream.leaving:
                 with exclude_on_error(stream):
@@ -197,13 +197,13 @@ class Maintenance(Generic[S]):
             self._hang_detector.check(runs, now_ms)
             for one in runs:
                 if now_ms - one.state_since_ms > handler.time_limit_ms + TIME_LIMIT_GRACE_MS:
-                    if one in self._in_flight:  # else another worker, or an operator, has taken the entry meanwhile
+                    if one in self._in_flight:  # else another worker or an operator claimed it meanwhile
                         self._renewer.give_up(one)
                     given_up.append(one)
         except Unavailable as error:
             if not given_up and not isinstance(error, OutOfMemory):
                 raise
-            # The run hangs on, and others go on beside it, until its attempt can be recorded.
+            # The process ends only once the attempt is recorded; until then, other runs go on beside this one.
             self._warnings.warn("cannot give up a run that hangs: %s; retrying", error)
         if given_up:
             raise HandlerStuck(
