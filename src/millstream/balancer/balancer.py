@@ -1,6 +1,6 @@
 """Balancer: one consumer of a balanced service, which leases whole streams and notifies its program of changes.
 
-The spine is `_run`: a heartbeat to Redis, the changes its reply brings, and a wait for the next possible change: an
+`_run` is its loop: a heartbeat to Redis, the changes in the reply, and a wait for the next possible change: an
 announcement, a released stream, the expiry of another consumer's leases.
 
 After redis-stream-client-go ("Architecture"): its wire format, its notifications and its calls.
@@ -37,15 +37,15 @@ _LEAST_TIMEOUT_MS = 100
 class Balancer:
     """Takes part in `service` as a consumer, from `start` to `close`; also a context manager.
 
-    * `consumer`: its name, unique among living processes; by default the host's. A process restarted under the name of
-      a dead one joins once the leases of that have expired.
+    * `consumer`: its name, unique among live processes; by default the host's. A process that restarts under the name
+      of a dead one joins once the leases of the dead one have expired.
     * `replaces`: the previous process of this name is known to be dead: its streams are reassigned without waiting for
       their leases
     * `metrics`: destination of the metrics; see `millstream.observability.metrics`
 
     Iterate over it for notifications, in a thread or an event loop, or call `next`. All methods may be called from any
-    thread. The lease makes the promise: by the server's clock at most one consumer holds a stream. Only the lease's
-    token can fence writes of a process whose lease has expired, as after a pause.
+    thread. By the server's clock, at most one consumer has a lease on a stream. Only the lease's token can fence writes
+    of a process whose lease has expired, as after a pause (M. Kleppmann, "How to do distributed locking", 2016).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Balancer:
         # One call to Redis at a time, so that an older reply never overwrites a newer one.
         self._lock = threading.RLock()
         self._table = LeaseTable(lease_ms=self.policy.lease_ms, drain_ms=self.policy.drain_ms)
-        self._is_full = False  # more streams to take, but too many notifications queued
+        self._is_full = False  # more streams to lease, but too many notifications queued
         self._notifications: NotificationQueue[Notice] = NotificationQueue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -127,7 +127,7 @@ class Balancer:
         return announce(self._client, self._service.keys.service, stream, info)
 
     def claim(self, stream: str) -> Lease:
-        """Take a stream without an owner, beyond the share if need be. No StreamAdded follows.
+        """Lease a stream without an owner, even beyond the share. No StreamAdded follows.
 
         Raises StreamNotFound, AlreadyOwned, LeaseLost, RedisError.
         """
@@ -179,10 +179,10 @@ class Balancer:
         self._table.expect(stream, within_ms, self._clock.monotonic_ms())
 
     def close(self, timeout_s: float = 10.0) -> int:
-        """Leave: take no more streams, release all, and put Terminated. Return how many streams were released.
+        """Leave the service: release all streams, and end the notifications with Terminated.
 
-        No stream counts as done that was not. Safe to repeat. If Redis does not answer within `timeout_s` seconds, the
-        streams go to other consumers when the leases expire; the log says how many.
+        Returns how many streams were released; none of them counts as done. Safe to repeat. If Redis does not answer
+        within `timeout_s` seconds, the streams go to other consumers when the leases expire; the log says how many.
         """
         if self._stopping.is_set():
             return 0
@@ -201,7 +201,7 @@ class Balancer:
         if isinstance(result, int):
             return result
         logger.warning(
-            "consumer %s left without releasing %d streams: they are reassigned when its leases expire (%s)",
+            "consumer %s left without releasing %d streams: %s; they are reassigned when its leases expire",
             self.consumer,
             count,
             result,
@@ -300,8 +300,8 @@ class Balancer:
                 self._stopping.wait(backoff.next_ms() / 1000)
             else:
                 if backoff.has_begun:
-                    away_ms = self._clock.monotonic_ms() - since_ms
-                    logger.warning("consumer %s reconnected to Redis after %.1f s", self.consumer, away_ms / 1000)
+                    outage_ms = self._clock.monotonic_ms() - since_ms
+                    logger.warning("consumer %s reconnected to Redis after %.1f s", self.consumer, outage_ms / 1000)
                 return reply
         raise _Closed
 
@@ -370,11 +370,11 @@ class Balancer:
             return
         queued = [notice.lease for notice in self._notifications.queued() if isinstance(notice, StreamAdded)]
         unseen = {(lease.stream, lease.token): lease for lease in self._table.not_revoked(queued)[-count:]}
-        # The program may have taken some notifications meanwhile.
-        taken_back = self._notifications.remove(
+        # The program may have read some notifications meanwhile.
+        withdrawn = self._notifications.remove(
             lambda notice: isinstance(notice, StreamAdded) and (notice.stream, notice.lease.token) in unseen
         )
-        tokens = {(notice.stream, notice.lease.token) for notice in taken_back if isinstance(notice, StreamAdded)}
+        tokens = {(notice.stream, notice.lease.token) for notice in withdrawn if isinstance(notice, StreamAdded)}
         released = [lease for key, lease in unseen.items() if key in tokens]
         now_ms = self._clock.monotonic_ms()
         # If this release fails, the next heartbeat detects and reports it.

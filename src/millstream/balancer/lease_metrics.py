@@ -36,7 +36,7 @@ class LeaseMetrics:
             init_series(metrics, m.LEASE_NOTIFICATIONS, service=service, notice=notice.__name__)
 
     def heartbeat(self, reply: "HeartbeatReply", took_ms: float) -> None:
-        """One heartbeat, and its reply."""
+        """Report one heartbeat, and its reply."""
         metrics, service = self._metrics, self._service
         metrics.observe(m.LEASE_HEARTBEAT_SECONDS, took_ms / 1000, service=service)
         for state, count in (("total", reply.total), ("share", reply.share), ("held", reply.held)):
@@ -49,15 +49,15 @@ class LeaseMetrics:
             metrics.observe(m.LEASE_RECOVERY_SECONDS, reply.recovery_ms / 1000, service=service)
 
     def claimed(self, outcome: str, took_ms: float) -> None:
-        """One claim by the program: "ok", or the name of the error."""
+        """Report one claim by the program; `outcome`: "ok", or the name of the error."""
         self._metrics.count(m.LEASE_CLAIMS, service=self._service, outcome=outcome)
         self._metrics.observe(m.LEASE_CLAIM_SECONDS, took_ms / 1000, service=self._service)
 
     def ended(self, how: str, lasted_ms: float) -> None:
-        """One ended lease of this consumer, and how long it lasted."""
+        """Report one ended lease of this consumer, and how long it lasted."""
         self._metrics.count(m.LEASES_ENDED, service=self._service, how=how)
         self._metrics.observe(m.LEASE_HELD_SECONDS, lasted_ms / 1000, service=self._service)
 
     def notified(self, notice: str) -> None:
-        """One notification."""
+        """Report one notification."""
         self._metrics.count(m.LEASE_NOTIFICATIONS, service=self._service, notice=notice)

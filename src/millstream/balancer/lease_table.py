@@ -1,6 +1,6 @@
 """LeaseTable: the leases of one consumer, and the rules by which they begin and end. No I/O, no lock, no thread.
 
-The Balancer talks to Redis and passes in replies and times; the table returns what has changed, in order.
+The Balancer calls Redis, and passes in replies and times; the table returns the changes, in order.
 """
 
 from collections.abc import Collection, Sequence
@@ -55,8 +55,8 @@ class LeaseTable:
     """The leases that a consumer may rely on, and those it has just lost.
 
     Calls that change the table must not overlap, with each other or with the request whose reply they apply; `expect`,
-    and all that only reads, may be called at any time. `now_ms` is the time of the call, `sent_ms` that at which the
-    request was sent: a lease counts from there, since Redis may have renewed it at once.
+    and methods that only read, may be called at any time. `now_ms` is the time of the call, `sent_ms` the time at which
+    the request was sent: a lease counts from there, since Redis may have renewed it at once.
 
     * `lease_ms`: milliseconds after a heartbeat at which the leases expire
     * `drain_ms`: milliseconds after which a revoked lease is no longer renewed
@@ -74,9 +74,9 @@ class LeaseTable:
         self.valid_until_ms = 0.0
         """When all leases expire; 0 before the first heartbeat, and while the consumer rejoins."""
         self.requests_all = False
-        """True if Redis may have other leases: the next heartbeat has to ask for all of them."""
+        """True if Redis may have other leases: the next heartbeat has to request all of them."""
 
-    # What the table holds
+    # Reading the table
 
     def __len__(self) -> int:
         return len(self._held)

@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class NotificationQueue(Generic[T]):
-    """Keeps items in order until they are taken. The producer checks `len` and slows down: no item is dropped.
+    """Keeps items in order until they are read. The producer checks `len` and slows down: no item is dropped.
 
-    After `end`, the remaining items may still be taken, and then no call waits any more.
+    After `end`, the remaining items may still be read, and then no call waits any more.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class NotificationQueue(Generic[T]):
             self._waiters.add(waiter)
         try:
             while True:
-                ended = self._ended  # read first: items put before the end are still taken
+                ended = self._ended  # read first: items put before the end are still returned
                 if (item := self.get(0)) is not None or ended:
                     return item
                 await waiter[1].wait()

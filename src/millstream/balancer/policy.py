@@ -11,18 +11,18 @@ _LEAST_LEASE_MS, _MOST_LEASE_MS = 300, 300_000
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerPolicy:
-    """How a `Balancer` takes and keeps streams.
+    """How a `Balancer` leases streams and keeps them.
 
     * `lease_ms`: milliseconds without a heartbeat after which a consumer's streams are reassigned; it sends three
       heartbeats in that time. The price of a short lease: a pause of the process costs it its streams.
     * `max_streams`: the most streams; None = its whole share
     * `weight`: its share of all streams, relative to the weights of the others. A function is called at every
       heartbeat, so that a consumer with a backlog can have fewer streams.
-    * `recover`: "share" takes streams that other consumers lost or released, up to the share of this one. "claim"
+    * `recover`: "share" leases streams that other consumers lost or released, up to the share of this one. "claim"
       leaves that to the program, which gets `StreamExpired` and calls `claim`; no stream is moved for balance then.
     * `moves`: fraction of all streams that may be moved in a second for the sake of balance; ten may in any case
-    * `drain_ms`: milliseconds after which a revoked stream that was not released is taken away
-    * `max_waiting`: while so many notifications are queued, no more streams are taken
+    * `drain_ms`: milliseconds after which the lease on a revoked stream that was not released ends
+    * `max_waiting`: while so many notifications are queued, no more streams are leased
     * `max_losses`: a stream that lost so many owners without a release in between becomes a dead letter of the
       service; None = never
 

@@ -41,7 +41,7 @@ class HeartbeatRequest:
     * `max_new`: the most streams to assign now; `releasing`: how many it is releasing already
     * `replaces`: the previous process of this name is known to be dead
     * `stuck`, `overran`: leases not to be renewed: without progress, or past the time to release them
-    * `requests_all`: ask for all leases of the consumer
+    * `requests_all`: request all leases of the consumer
     """
 
     lease_ms: int
@@ -66,7 +66,7 @@ class HeartbeatReply:
       unknown
     * `next_expiry_ms`: milliseconds until the leases of another consumer may expire; None = there is no other
     * `total`, `held`, `share`: streams of the service, those of this consumer, and its share
-    * `excess`: how many streams it must release; `has_more`: there are more streams to take at once
+    * `excess`: how many streams it must release; `has_more`: there are more streams to lease at once
     * `newest_ids`: ids of the last announcement and the last event
     * `owner_losses`: streams found without their owner; `recovery_ms`: milliseconds since their leases expired, None if
       none had expired
@@ -148,7 +148,7 @@ class Service:
         )
 
     def claim(self, stream: str) -> Lease:
-        """Take a stream without an owner.
+        """Lease a stream without an owner.
 
         Raises StreamNotFound, AlreadyOwned, LeaseLost if the consumer itself was evicted.
         """
@@ -269,7 +269,10 @@ def record_workers(client: Client, service: str, label: str) -> str:
 
 
 def disown_service(client: Client, label: str) -> None:
-    """Take back that the consumers of a service with a name of its own are this handler's workers. Raises RedisError."""
+    """Remove the record that the consumers of a service with a name of its own are this handler's workers.
+
+    Raises RedisError.
+    """
     service = service_of(client, label)
     if service is not None and service != ServiceKeys.of_handler(label).service:
         meta = ServiceKeys(service).meta
