@@ -1,9 +1,9 @@
 """KeyMigration: after a growth, a key runs in its new partition only when its old one has drained it.
 
-A worker that enqueues entries of a new partition asks the partitions that owned their keys before. If one of them may
-still have entries of a key, the key's queue in the new partition waits, until the old one has nothing left except
-perhaps the key's state, which is imported. No entry of a key reaches an old partition after its closing, so a key that
-has left it once has left it for good, and every step may be repeated, late or by several workers at once.
+A worker that enqueues entries of a new partition queries the partitions that owned their keys before. If one of them
+may still have entries of a key, the key's queue in the new partition waits, until all of these are committed and the
+key's state is imported. No entry of a key reaches an old partition after its closing, so a key never returns to a
+partition that it has left, and every step may be repeated, late or by several workers at once.
 """
 
 import logging
@@ -42,7 +42,7 @@ _FORWARDED_MS = 86_400_000
 
 @dataclass(slots=True)
 class _ExportedKeys:
-    """The answer of older partitions about keys that come from them.
+    """The replies of older partitions about keys that come from them.
 
     * `exported`: the keys that have left them, each with its state; `max_fence`: the highest fence of those partitions
     * `detours`: keys whose state has to go to another old partition first
@@ -154,7 +154,7 @@ class KeyMigration:
     # Maintenance
 
     def import_keys(self, partitions: Sequence[int]) -> int:
-        """Let key queues of these partitions go on whose keys have left the older ones; return how many."""
+        """End the wait of key queues of these partitions whose keys have left the older ones; return how many."""
         new = [partition for partition in partitions if self.partition_map.created_in(partition) > 1]
         keys = [self.keys_of(partition) for partition in new]
         some = call_all(self._client, [("EXISTS", k.awaiting, k.imported) for k in keys])
@@ -249,10 +249,10 @@ class KeyMigration:
         ]
         return [one for one in found if one.since is not None or one.awaiting]
 
-    # Asking older partitions
+    # Querying older partitions
 
     def _query_past_owners(self, partition: int, keys: Sequence[bytes]) -> _ExportedKeys:
-        """Ask the older partitions about keys that come from there, the oldest first.
+        """Query the older partitions about keys that come from there, the oldest first.
 
         In this order, since a state that has left one partition for the next is seen in the next.
         """

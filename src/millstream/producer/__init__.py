@@ -1,4 +1,4 @@
-"""Publishing: one message or many, each exactly once."""
+"""Publishing: one message or many, each once although replies may be lost (idempotent producers, Kafka KIP-98)."""
 
 from typing import TYPE_CHECKING
 

@@ -22,7 +22,7 @@ class Publisher:
     * `delay_ms`: entries reach the stream so many milliseconds later (`millstream.delivery.delayed_messages`); 0 = at
       once
     * `rate`: most entries a second; None = no limit
-    * `patience_ms`: how long a batch waits for a Redis that is away or full before it raises
+    * `patience_ms`: how long a batch waits, in milliseconds, while Redis is unavailable or out of memory
 
     `entries` counts the entries that Redis has confirmed. Leaving the context sends the buffered ones, unless an
     exception is under way. Not thread-safe. After a RedisError it must not be used any more: whether the last batch was
@@ -112,7 +112,7 @@ class _Sender:
     """Sends batches, one after the other, from a thread of its own, while the next ones are prepared.
 
     One batch is under way and one waits, so that the server does not idle. After a failure nothing more is sent. The
-    thread is a daemon: while it waits for a Redis that is away, the program can still exit.
+    thread is a daemon: while it waits for an unavailable Redis, the program can still exit.
     """
 
     def __init__(self, send: Callable[[Batch], None]) -> None:
@@ -146,7 +146,7 @@ class _Sender:
             if failure is None:
                 try:
                     self._send(batch)
-                except Exception as error:  # noqa: BLE001 - raised in the caller, which waits for it
+                except Exception as error:  # noqa: BLE001 - raised in the caller, which waits for the batch
                     failure = error
             self._outcomes.put(failure)
 

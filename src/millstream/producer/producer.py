@@ -38,7 +38,7 @@ Identified = tuple[object, DedupeId | None]
 T = TypeVar("T")
 
 _ERRORS = (Unavailable, OutOfMemory, StreamFull, NotReplicated, AccessDenied, WrongType, CommandFailed)
-"""What ends the sending of a batch."""
+"""The errors that end the sending of a batch."""
 
 
 class Publishing:
@@ -116,14 +116,15 @@ class Publishing:
 
 
 class Producer(Publishing):
-    """Publishes messages to streams: in order, and each once, however often a call has to be repeated.
+    """Publishes messages to streams: in order, and each once, however often a call has to be repeated (Kafka KIP-98).
 
     * `redis`: the URL of Redis, or a Client, which is then shared and stays open at the end; None = the URL that the
       commands use, MILLSTREAM_URL or redis://127.0.0.1:6379/0
     * `capacity`: most entries that a stream may hold; a publish beyond that waits until there is room. None = no
       limit. It counts all entries, so processed ones must be removed (trimmed)
     * `dedupe_window_ms`: how long a `dedupe_id` is remembered, in milliseconds
-    * `patience_ms`: how long a publish waits for a Redis that is away or out of memory, or for a full stream
+    * `patience_ms`: how long a publish waits while Redis is unavailable or out of memory, or for room in a full stream,
+      in milliseconds
     * `metrics`: receives the number of messages, durations and errors
 
     Messages are a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model (`encode_output`). Messages
@@ -211,7 +212,7 @@ class Producer(Publishing):
     ) -> str:
         """Publish as `publish` does, from a coroutine: in a thread of the producer, in the order of the calls.
 
-        Cancelling it does not take back a publish that is under way.
+        Cancelling the coroutine does not cancel a publish that is under way.
         """
         return await self._in_thread(
             lambda: self.publish(

@@ -100,7 +100,7 @@ class PublishOptions:
         if not 0 <= self.delay_ms <= _MAX_DELAY_MS:
             raise ConfigError(f"a delay of {self.delay_ms} ms: use 0 (at once) up to ten years")
         if self.replicas < 0:
-            raise ConfigError(f"{self.replicas} replicas cannot confirm an entry: use 0 (do not ask) or more")
+            raise ConfigError(f"{self.replicas} replicas cannot confirm an entry: use 0 (no check) or more")
 
 
 AT_ONCE = PublishOptions()
@@ -113,7 +113,8 @@ class ProducerSession:
     * `capacity`: most entries that the stream may hold, delayed ones included if the batch is delayed; None = no
       limit
     * `window_ms`: how long callers' own ids are remembered, in milliseconds
-    * `patience_ms`: how long a batch waits for a Redis that is away or full, or for a full stream, before it raises
+    * `patience_ms`: how long a batch waits while Redis is unavailable or out of memory, or for room in a full stream,
+      before it raises
 
     Several threads may share it. Raises ConfigError for a stream name that cannot be used.
     """
@@ -200,9 +201,7 @@ class ProducerSession:
 
 
 class _Attempts:
-    """Repeated attempts to publish. After one with a lost reply, a failure no longer claims that nothing was
-    written.
-    """
+    """Repeated attempts to publish. After a lost reply, the error of a later attempt says that it may be published."""
 
     def __init__(self, attempt: Callable[[], tuple[bytes, int]]) -> None:
         self._attempt = attempt
