@@ -11,7 +11,7 @@ from millstream.router.waker import Waker, wake_all
 
 
 class AsyncioReactor(Reactor):
-    """Runs in the running event loop: no hand-over between threads, which is fastest for subscribers in that loop.
+    """Runs in the running event loop: without a switch between threads, fastest for subscribers in that loop.
 
     asyncio runs ready callbacks in turn, so code that blocks the loop blocks the router too. Timers use the loop's
     clock.
@@ -24,7 +24,7 @@ class AsyncioReactor(Reactor):
         self._writing: set[int] = set()
 
     def start(self) -> None:
-        """Nothing to start: the loop runs."""
+        """Do nothing: the loop runs already."""
 
     def stop(self, timeout_ms: float) -> bool:
         """Run the pending calls, then stop; for another thread, whether that took no longer than `timeout_ms`."""

@@ -1,7 +1,7 @@
-"""Pool: learns of changes by a pool of connections, each blocked in an XREAD over a batch of streams.
+"""Pool: finds changes by a pool of connections, each blocked in an XREAD over a batch of streams.
 
-A blocked read reports only *that* a stream has changed; the stream reader reads the entries. So both ways of learning
-of changes keep the same promises.
+A blocked read reports only *that* a stream has changed; the stream reader reads the entries. So tracking and the pool
+keep the same promises.
 """
 
 from collections import deque

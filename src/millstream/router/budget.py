@@ -15,7 +15,7 @@ _ENTRY_BYTES, _PART_BYTES = 180, 41
 
 
 class Budget:
-    """Limits read-ahead to `max_bytes`. `spent`: the limit was reached, and not yet a quarter of it is free again.
+    """Limits read-ahead to `max_bytes`. `spent`: the limit was reached, and less than a quarter of it is free again.
 
     Any thread may read `spent` and call `release`, even while an object is destroyed; the rest is for the router's
     thread.

@@ -175,8 +175,8 @@ class ReconnectingConnection:
                 return
         self._up_since_ms = self._reactor.clock.monotonic_ms()
         if self._warned:
-            away_s = (self._up_since_ms - self._down_since_ms) / 1000
-            logger.warning("reconnected to %s after %.1f s", self.name, away_s)
+            outage_s = (self._up_since_ms - self._down_since_ms) / 1000
+            logger.warning("reconnected to %s after %.1f s", self.name, outage_s)
         self._warned = False
         self.up = True
         self._events.on_up()
@@ -221,8 +221,8 @@ class ReconnectingConnection:
         now_ms = self._reactor.clock.monotonic_ms()
         if self._warning.is_due(now_ms):
             self._warned = True
-            away_s = (now_ms - self._down_since_ms) / 1000
-            logger.warning("%s unreachable for %.0f s: %s; redialling", self.name, away_s, error)
+            outage_s = (now_ms - self._down_since_ms) / 1000
+            logger.warning("%s unreachable for %.0f s: %s; redialling", self.name, outage_s, error)
         self._reactor.call_later(self._backoff.next_ms(), self._redial)
 
     def _check_alive(self) -> None:

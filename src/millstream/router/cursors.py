@@ -173,7 +173,7 @@ class CursorTable:
             self._callbacks.wake(buffer)
 
     def report_start(self, cursor: Cursor) -> None:
-        """Report the start id to those subscribers of an END cursor that asked for it."""
+        """Report the start id to those subscribers of an END cursor that want it (`report_start`)."""
         for buffer in cursor.buffers:
             if buffer.reports_start:
                 buffer.batches.append(Start(stream=buffer.stream, after=cursor.last.decode()))
@@ -202,7 +202,7 @@ class CursorTable:
         own.last, own.proven = reached, proven or end > 0
         own.ordinal = None if ordinal is None else ordinal + end
         own.paused = True
-        # Set first, checked second: the subscriber takes an item before it checks whether it is paused.
+        # Set first, checked second: the subscriber reads an item before it checks whether it is paused.
         buffer.paused = True
         if buffer.drained:
             self.resume(buffer)

@@ -1,7 +1,7 @@
 """OversizedStreams: finds the stream whose reply ends the connection, by reading suspected streams apart.
 
 Redis closes a connection whose reply is larger than its client-output-buffer-limit, without an error reply, and after
-the next dial the same request would be as large. The streams of a request in flight when the server hung up are
+the next dial the same request would be as large. The streams of a request in flight when the server closed it are
 suspected, and read again later, in ever smaller groups, while no other request is in flight. A reply clears its
 streams. A break with another cause delays the streams it met by a few milliseconds; only a stream that ends several
 connections in a row, the last ones in a group of its own, is given up. Before each read of a stream alone the reader
@@ -55,7 +55,7 @@ class OversizedStreams:
         return self.group_size(cursor) == 1
 
     def on_break(self, cursors: Iterable[Cursor]) -> tuple[list[Cursor], list[Cursor], float]:
-        """The server hung up while these were in flight.
+        """The server closed the connection while these were in flight.
 
         Returns the cursors to back off, the cursors to give up, and the back-off in milliseconds.
         """

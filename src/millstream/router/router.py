@@ -76,10 +76,11 @@ class Router:
                 ...
 
     Per subscription every message after its id comes exactly once, in stream order, through lost connections, restarts
-    and failovers. Messages that cannot be delivered any more are reported as a `Gap`. Subscribers keep their positions.
+    and failovers. Messages that cannot be delivered any more are reported as a `Gap`. The router stores no positions:
+    each subscriber keeps its own.
 
     * `url`: of the deployment, as for `Client`
-    * `reader`: how the router learns of changes. "tracking": Redis reports them (CLIENT TRACKING); "pool": blocking
+    * `reader`: how the router finds changes. "tracking": Redis reports them (CLIENT TRACKING); "pool": blocking
       reads in turn; "auto": tracking, or the pool where the server refuses it. `Router.reader` and the log say which
     * `read`, `pool`: how much is read at a time; the size of the pool
     * `timeout_ms`: milliseconds without a reply after which a connection is closed and dialled again

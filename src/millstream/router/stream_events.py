@@ -1,4 +1,4 @@
-"""Stream events: what a subscription yields beside messages, and why it may end. No I/O."""
+"""Stream events: the items of a subscription beside messages, and the errors that may end it. No I/O."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ Reason = Literal["trimmed", "recreated", "rewound"]
 """Why entries are missing."""
 
 WhenFull = Literal["wait", "drop-oldest", "disconnect"]
-"""What happens to a subscriber slower than its stream."""
+"""How the router treats a subscriber that is slower than its stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
-"""SubscriberBuffer: the buffer between the router's thread, which puts items in, and one subscriber, which takes them.
+"""SubscriberBuffer: the buffer between the router's thread, which adds items, and one subscriber, which reads them.
 
-Batches pass through as they came from the server: subscribers of one stream share the same lists. The usual path takes
+Batches pass through as they came from the server: subscribers of one stream share the same lists. The usual path needs
 no lock: each counter has one writer, and each side writes its own state before it reads the other's.
 """
 
