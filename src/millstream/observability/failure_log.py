@@ -233,7 +233,7 @@ class FailureLog:
                 window.omitted.clear()
 
     def merge(self, recorded: bytes) -> None:
-        """Log what a FailureRecorder of another process has recorded."""
+        """Log the failures that a FailureRecorder of another process has recorded."""
         failures, attempts, dead = _unpack(recorded)
         for failure in failures:
             is_admitted, is_new = self._admit(self._dead if failure.reason else self._attempts, failure.kind)
@@ -310,7 +310,7 @@ def _line(text: str, most: int) -> str:
 
 
 def _lines(text: str) -> str:
-    # The end of a traceback tells more than its beginning.
+    # The end of a traceback is kept, as it has the error.
     text = escape_lines(redact_text(text))
     return text if len(text) <= _MAX_TRACEBACK else "..." + text[-_MAX_TRACEBACK:]
 

@@ -105,7 +105,7 @@ class Progress:
 
 
 class Health:
-    """The health of a process: each of its handlers is checked for itself, so no busy handler hides a stuck one.
+    """The health of a process: each of its handlers is checked separately, so no busy handler hides a stuck one.
 
     * `read_within_ms`: maximum age of a healthy handler's last answered read, in milliseconds
 
@@ -162,7 +162,7 @@ class Health:
 
 
 class HealthSource(Protocol):
-    """What `/healthz` and `/readyz` show: `Health`, or the health of several processes."""
+    """The source of `/healthz` and `/readyz`: `Health`, or the health of several processes."""
 
     def failures(self) -> list[str]:
         """The reasons why it is not healthy; empty if it is."""
@@ -175,7 +175,7 @@ class HealthSource(Protocol):
 
 
 class Collector(Protocol):
-    """What `/metrics` shows: a `Recorder`, or any other collector of prometheus_client."""
+    """The source of `/metrics`: a `Recorder`, or any other collector of prometheus_client."""
 
     def collect(self) -> "Iterable[Family]":
         """The metric families."""

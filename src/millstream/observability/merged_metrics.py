@@ -23,14 +23,14 @@ _BY_NAME = {metric.name: metric for metric in CATALOGUE}
 
 @dataclass(slots=True)
 class _Worker:
-    """What the processes of one name have reported: the living one, and in total those that have ended."""
+    """The values reported by the processes of one name: of the live one, and the totals of those that have ended."""
 
     process_id: int | None = None
     current: dict[Metric, Values] = field(default_factory=dict)
     ended: dict[Metric, Values] = field(default_factory=dict)
 
     def end(self) -> None:
-        """The process has ended: its counts stay, its gauges go."""
+        """End the process: its counts stay, its gauges are removed."""
         for metric, values in self.current.items():
             if metric.kind != "gauge":
                 self.ended[metric] = _sum(self.ended.get(metric, {}), values)
