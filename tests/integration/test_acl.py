@@ -145,7 +145,7 @@ def test_a_role_without_an_optional_right_warns_and_works(
     [
         (role, right)
         for role in RoleName
-        for right in sorted(ROLES[role].commands(looking=True) - set(ROLES[role].optional.split()))
+        for right in sorted(ROLES[role].commands(by_pattern=True) - set(ROLES[role].optional.split()))
     ],
 )
 def test_a_role_without_one_of_its_required_rights_is_refused_and_the_error_names_the_right(

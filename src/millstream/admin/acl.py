@@ -149,12 +149,12 @@ class Role:
     app_keys: Sequence[str] = ()
     uses_services: bool = False
 
-    def commands(self, *, looking: bool, state_ttl: bool = False) -> frozenset[str]:
-        """All its commands; `looking`: its streams are given by a pattern; `state_ttl`: states expire."""
+    def commands(self, *, by_pattern: bool, state_ttl: bool = False) -> frozenset[str]:
+        """All its commands; `by_pattern`: its streams are given by a pattern; `state_ttl`: states expire."""
         found = {*self.direct.split(), *self.optional.split(), *(("eval", "evalsha") if self.scripts else ())}
         for script in self.scripts:
             found.update(SCRIPTS[script].split())
-        if self.scans == "always" or (looking and self.scans == "by pattern"):
+        if self.scans == "always" or (by_pattern and self.scans == "by pattern"):
             found.add("scan")
         return frozenset(found - set(self.never_executed.split()) - (set() if state_ttl else _EXPIRY))
 
@@ -396,7 +396,7 @@ def acl_rule(
     """
     check_identifier("user name", user)
     named = check_identifier("app name", app) if app else ANY
-    looking = any(map(is_pattern, streams))
+    by_pattern = any(map(is_pattern, streams))
     commands = set(_CLUSTER if cluster else ())
     if replicas and not {*roles}.isdisjoint(_READ_REPLICAS):
         commands |= {"info", "readonly"} if cluster else {"info"}
@@ -406,7 +406,7 @@ def acl_rule(
         serving = ANY if RoleName.LEASES in roles and not services else None
         keys |= dict.fromkeys(_service_keys(services, app or serving))
     for role in map(ROLES.__getitem__, roles):
-        commands |= role.commands(looking=looking, state_ttl=state_ttl)
+        commands |= role.commands(by_pattern=by_pattern, state_ttl=state_ttl)
         keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))
         keys |= dict.fromkeys(
             f"{_base(stream)}:{kind.format(app=named)}" for stream in streams for kind in role.stream_keys

@@ -1,4 +1,4 @@
-"""Overview of a deployment for operators: what needs attention, in sentences, and all readers."""
+"""Overview of a deployment for operators: the findings that need attention, as sentences, and all readers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ _OF_REDIS = ("reachable", "access", "role", "cluster", "eviction", "persistence"
 _WITHOUT_CONTENT: Mapping[str, str] = {
     "long-runs": "a message has been running for long",
     "paused": "paused",
-    "restarts": "worker processes have ended without being told to",
+    "restarts": "worker processes have ended unrequested",
 }
-"""Checks whose findings quote messages or errors, and what is said to operators who may not read these."""
+"""Checks whose findings quote messages or errors, and the text for operators who may not read these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """What needs attention, problems first and what concerns data before Redis, and the readers; `streams`, `is_sample`: as in Diagnosis.
+    """The findings that need attention, and the readers. Problems come first, and those of data before those of Redis.
 
-    `diagnosis`: all findings.
+    `streams`, `is_sample`: as in Diagnosis; `diagnosis`: all findings.
     """
 
     attention: tuple[Finding, ...]
@@ -33,8 +33,8 @@ class Overview:
     diagnosis: Diagnosis
 
     @property
-    def is_sick(self) -> bool:
-        """Whether something is wrong with the messages, or about to be; not only a setting that may matter later."""
+    def needs_attention(self) -> bool:
+        """Whether a finding concerns messages now or soon, and not only a setting that may matter later."""
         return any(one.severity == "problem" or one.check in DATA_CHECKS for one in self.attention)
 
     @property
@@ -50,7 +50,7 @@ class Overview:
 def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600_000) -> Overview:
     """Run the checks of `millstream doctor` and sum up the readers. Changes nothing.
 
-    * `max_streams`: of more streams, look at a sample of this size
+    * `max_streams`: of more streams, examine a sample of this size
     * `old_ms`: from which age on entries that wait and silent consumers need attention, in milliseconds
 
     A check that Redis refuses is a finding. Raises ConfigError for an invalid URL.

@@ -23,9 +23,9 @@ class AuditRecord:
     """One action.
 
     * `id`: id of its record; `at_ms`: when it began, in Unix milliseconds
-    * `by`: the operator, as the service knows them; `action`: what was done, such as `key park`
-    * `about`: what it was done to, by name; {} if the record is unreadable
-    * `result`: what came of it; None while it runs, or if its process died
+    * `by`: the operator, as the service knows them; `action`: the command, such as `key park`
+    * `about`: the objects of the action, by name; {} if the record is unreadable
+    * `result`: its result in words; None while it runs, or if its process died
     """
 
     id: str

@@ -64,7 +64,7 @@ class ReaderReport:
     done: int | None
 
     @property
-    def is_sick(self) -> bool:
+    def needs_attention(self) -> bool:
         """True if an operator has to act."""
         ill = self.status in ("unreadable", "not running", "crash loop", "paused", "partly paused")
         return ill or self.dead_letters > 0 or self.parked > 0 or self.blocked > 0

@@ -1,4 +1,4 @@
-"""Checks of the data in Redis: streams that only grow, what waits without a worker, dead letters, what is left over.
+"""Checks of the data in Redis: streams that only grow, entries that wait without a worker, dead letters, leftovers.
 
 Findings are summed up by handler: a handler of 100,000 streams has one line for each kind of trouble.
 """
@@ -29,14 +29,14 @@ from millstream.redis_client.pipelining import call_all, send_all
 _FINISHED_ENTRIES = 10_000
 _UNREAD_ENTRIES = 1_000_000
 _NAMED = 3
-_RESTART_MS = 30_000  # as long as a worker or run may be away for a restart
+_RESTART_MS = 30_000  # as long as the restart of a worker or run may take
 _WATCHED = 100
 _MEASURED_STREAMS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What the checks look at.
+    """The data that the checks examine.
 
     * `found`: streams and handlers; `consumers`: of each handler on a stream
     * `idle`: pending entries that were idle for `old_ms`, on streams with a live worker
@@ -72,7 +72,7 @@ def read_data(
     old_ms: int,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Data:
-    """Read what the checks need of at most `max_streams` streams, in a bounded number of calls. Raises RedisError."""
+    """Read the data of at most `max_streams` streams, in a bounded number of calls. Raises RedisError."""
     found = inspect(client, app, max_streams=max_streams, clock=clock)
     places = [(one.stream, _keys(one).group) for one in found.handlers if one.problem is None]
     consumers = consumers_of(client, places)
@@ -145,7 +145,7 @@ def check_growth(data: Data) -> Iterator[Finding]:
 
 
 def check_dead_consumers(data: Data) -> Iterator[Finding]:
-    """Consumers that are gone: with pending entries, which wait, or without, which are names that stay behind."""
+    """Consumers whose workers have ended: their pending entries wait; without any, they are names without a worker."""
     now_ms = _now_ms()
     for label, some in data.by_handler.items():
         gone = [
@@ -177,7 +177,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
             )
         if empty:
             one = empty[0][0]
-            consumers = pluralize(len(empty), "consumer of a worker that is gone", "consumers of workers that are gone")
+            consumers = pluralize(len(empty), "consumer of an ended worker", "consumers of ended workers")
             yield Finding(
                 check="dead-consumers",
                 handler=label,
@@ -191,7 +191,7 @@ def check_dead_consumers(data: Data) -> Iterator[Finding]:
 
 
 def check_idle_entries(data: Data) -> Iterator[Finding]:
-    """Entries that nothing has touched for long, though workers are alive: they claim what is idle."""
+    """Entries that were idle for long, though workers are alive, which claim idle entries."""
     for label, some in data.by_handler.items():
         places = [place for one in some if (place := (one.stream, _keys(one).group)) in data.idle]
         if places:
@@ -202,7 +202,7 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
                 severity="warning",
                 what=f"{label}: {pluralize(sum(data.idle[place] for place in places), 'entry', 'entries')} or more pending and idle for "
                 f"{format_age(data.old_ms)}, on {_streams([stream for stream, _ in places])}",
-                why="live workers renew or claim pending entries, at once those that were given back (idle for 24 h or "
+                why="live workers renew or claim pending entries, at once those that were nacked (idle for 24 h or "
                 "more): these workers hang, or have a longer --claim",
                 mend=(f"millstream group pending {quoted(stream)} {quoted(group)} --min-idle {data.old_ms // 1000}s",),
             )
@@ -263,7 +263,7 @@ def check_overdue(data: Data) -> Iterator[Finding]:
 
 
 def check_restarts(data: Data) -> Iterator[Finding]:
-    """Worker processes that have ended without being told to."""
+    """Worker processes that have ended unrequested."""
     for one in data.found.restarts:
         yield Finding(
             check="restarts",
@@ -393,7 +393,7 @@ def check_format(data: Data) -> Iterator[Finding]:
 
 
 def check_leftovers(data: Data) -> Iterator[Finding]:
-    """Handlers whose app or stream is gone."""
+    """Handlers whose app has none of their name any more, or whose streams no longer exist."""
     there = {one.name for one in data.found.streams}
     for label, some in data.by_handler.items():
         app, _, handler = label.partition(".")

@@ -25,7 +25,7 @@ def find_delayed_streams(
 ) -> tuple[list[DelayedStream], bool]:
     """At most `most` streams that have delayed messages, that with the earliest first, and whether there may be more.
 
-    There may be more, too, where Redis has so many keys that they cannot be looked through within `budget_ms`
+    There may be more, too, where Redis has so many keys that they cannot be scanned within `budget_ms`
     milliseconds. Those that this user may not access are left out. Raises RedisError.
     """
     end_ms = clock.monotonic_ms() + budget_ms

@@ -20,9 +20,9 @@ _DEFAULT_OLD_MS = 600_000
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The findings, those of the data last; `streams`: how many were looked at; `is_sample`: there may be more.
+    """The findings, those of the data last; `streams`: how many were examined; `is_sample`: there may be more.
 
-    `inspection`: the streams and handlers that were looked at; None if they could not be read.
+    `inspection`: the streams and handlers that were examined; None if they could not be read.
     """
 
     findings: tuple[Finding, ...]
@@ -45,8 +45,8 @@ def diagnose(
 ) -> Diagnosis:
     """Run all checks. Changes nothing. A check that Redis refuses is a finding of its own, and the others go on.
 
-    * `app`: look at the handlers of this app only; `known`: by app, the names of the handlers that its file has
-    * `max_streams`: of more streams, look at a sample of this size
+    * `app`: examine the handlers of this app only; `known`: by app, the names of the handlers that its file has
+    * `max_streams`: of more streams, examine a sample of this size
     * `old_ms`: from which age on pending entries, backlogs and silent consumers are findings, in milliseconds
 
     Raises ConfigError for an invalid URL.
@@ -75,7 +75,7 @@ def diagnose(
     findings += run_check("rights", partial(check_rights, client))
     findings += read_findings
     if not data and not servers.found:
-        what, why = "Redis refuses this user all that the checks ask", "it cannot work with streams either"
+        what, why = "Redis refuses this user every command of the checks", "it cannot work with streams either"
         findings.append(Finding(check="access", severity="problem", what=what, why=why, mend=("millstream acl",)))
     for name, check in DATA_CHECKS.items() if data else ():
         findings += run_check(name, partial(check, data[0]))

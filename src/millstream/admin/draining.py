@@ -1,4 +1,4 @@
-"""DrainWatch: finds out when handlers have processed all that is there, for `millstream worker --once`."""
+"""DrainWatch: detects when handlers have processed all their messages, for `millstream worker --once`."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from millstream.redis_client.client import Client
 
 
 class DrainWatch:
-    """Looks at what handlers have left to do, as Redis shows it: whatever runs or dies, the answer is the same.
+    """Reads the remaining messages of handlers from Redis, so that the result does not depend on a process that dies.
 
     A handler is drained when its streams have no unread entry, no worker has a message of it, and no key is ready or
     waits for its next attempt. Parked keys, delayed messages that are not due, and what a paused handler has not begun
@@ -27,17 +27,17 @@ class DrainWatch:
                     "name the other handlers with --only"
                 )
         self.paused: list[str] = []
-        """The labels of handlers that are paused on any of their streams, at the last look."""
+        """The labels of handlers that are paused on any of their streams, at the last check."""
         self._client = client
         self._handlers = handlers
         self._clock = clock
         self._delivered: list[int] | None = None
 
     def check(self) -> bool:
-        """Look at all handlers. Raises RedisError.
+        """Check all handlers. Raises RedisError.
 
-        True if two looks in a row found all of them drained and no delivery in between: a message can then not have
-        passed from one handler to another that had been looked at before.
+        True if two checks in a row found all of them drained and no delivery in between: a message can then not have
+        passed from one handler to another that had been checked before.
         """
         found = {
             label: read_figures(self._client, places, self._clock)

@@ -35,7 +35,7 @@ _MOST_NAMED = 5
 
 @dataclass(slots=True)
 class Remains:
-    """What a handler or stage has left.
+    """The data that a handler or stage has left.
 
     * `streams`: those on which it has keys or a group; `keys`: the number of its keys, without dead letters
     * `groups`, `pending`: its consumer groups, and their pending entries
@@ -76,7 +76,7 @@ class Forgetting:
         )
 
     def find(self) -> list[Remains]:
-        """What there is, by name; changes nothing. Raises MillstreamError while a worker or a run is alive."""
+        """The remains, by name; changes nothing. Raises MillstreamError while a worker or a run is alive."""
         found = inspect(self._client, budget_ms=0)
         self._check_dead(found)
         remains: dict[str, Remains] = {}

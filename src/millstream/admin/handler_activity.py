@@ -1,4 +1,4 @@
-"""ActivityReader: what handlers do now, and how much waits for them, from Redis alone, for `millstream top`."""
+"""ActivityReader: the current work of handlers and the messages that wait, from Redis alone, for `millstream top`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +19,9 @@ _MOST_WITH_BLOCKED = 100
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerActivity:
-    """What one handler does, summed up over its streams.
+    """The current work of one handler, summed up over its streams.
 
-    * `handler`: its label; `figures`: what Redis shows of it
+    * `handler`: its label; `figures`: its figures in Redis
     * `committed_per_s`: messages committed per second since the reading before; None if there was none, or if it has
       other streams now
     * `blocked`: keys whose first message has failed all its attempts and is retried without end, on up to 100 streams
@@ -52,7 +52,7 @@ class ActivityReader:
     * `discover`: finds the handlers and their streams; called anew from time to time
 
     A handler costs some round trips, and about 15 commands for each of its streams; its workers cost the same
-    however many streams it has, and its blocked keys are looked for where keys back off or are leased.
+    however many streams it has, and its blocked keys are read only where keys back off or are leased.
     """
 
     def __init__(self, client: Client, discover: Callable[[Client], Places], *, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -1,4 +1,4 @@
-"""HandlerFigures: what Redis shows of a handler on its streams, read at a bounded cost, for metrics and scaling."""
+"""HandlerFigures: figures of a handler on its streams, read from Redis at a bounded cost, for metrics and scaling."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ STATES = ("ready", "leased", "backing_off", "parked")
 """The states of a key with messages."""
 
 REASONS: Sequence[str] = (*get_args(Reason), "other")
-"""The reasons by which dead letters are counted; `other` if unreadable, or older than those that are looked at."""
+"""The reasons by which dead letters are counted; `other` if unreadable, or older than those that are read."""
 
 AT_ONCE = 500
 """How many streams are read in one go."""
@@ -41,7 +41,7 @@ class HandlerFigures:
 
     * `streams`, `paused`, `paused_by_breaker`: the number of its streams, and of those on which it is paused
     * `waiting`: messages that are not committed: unread, in key queues or in flight
-    * `in_flight`: those of them that workers have; `unread`: those that its group was not given yet
+    * `in_flight`: those of them that workers have; `unread`: those that its group has not delivered yet
     * `oldest_ms`: age of the oldest of them, in milliseconds; None if there is none
     * `dead_letters`: dead letters by reason, one of REASONS
     * `delayed`: delayed messages
@@ -49,7 +49,7 @@ class HandlerFigures:
       them on each stream
     * `look_ahead_used`: the used part of the look-ahead, on the stream where it is greatest
     * `awaiting`: keys that wait until they have left another partition
-    * `delivered`: changes whenever its group is given an entry; `committed`: messages that it has committed so far
+    * `delivered`: changes whenever its group delivers an entry; `committed`: messages that it has committed so far
     """
 
     streams: int = 0
@@ -170,7 +170,7 @@ def _read_places(client: Client, places: Sequence[HandlerKeys]) -> list[_Place]:
 
 
 def _lag(stream: str, length: int, group: Mapping[bytes, Reply], meta: Sequence[bytes | None]) -> StreamLag:
-    """The entries that the handler was not given yet; `is_partial` if they have to be counted.
+    """The entries that the handler's group has not delivered yet; `is_partial` if they have to be counted.
 
     Where nothing was deleted, Redis knows their number; entries that were trimmed unread are in it, but not in the
     stream. On Spark the group follows the committed id.

@@ -46,7 +46,7 @@ def inspect(
     """Inspect all streams and handlers, or those of `app`, that this user may access. Raises RedisError.
 
     Lags are counted at the server for `budget_ms` milliseconds in total, but at least one chunk each. A lag that is not
-    counted completely is reported as a lower bound. `max_streams`: inspect a sample of this size, which is looked for
+    counted completely is reported as a lower bound. `max_streams`: inspect a sample of this size, which is scanned for
     during `budget_ms`; then handlers are known by their groups only, unless there are no more streams.
     """
     names, is_sample = _find_streams(client, max_streams, budget_ms, clock)
@@ -101,7 +101,7 @@ def find_stream_names(
 ) -> tuple[list[str], bool]:
     """The names of all streams that begin with `prefix`, sorted, and whether there may be more.
 
-    There may be more where Redis has so many keys that they cannot be looked through within `budget_ms` milliseconds.
+    There may be more where Redis has so many keys that they cannot be scanned within `budget_ms` milliseconds.
     Those of millstream itself are left out unless the prefix begins with theirs. Raises RedisError.
     """
     end_ms = clock.monotonic_ms() + budget_ms

@@ -62,7 +62,7 @@ class KeyReport:
 
     @property
     def unread(self) -> int:
-        """Entries of the stream that the handler has not been given yet, as far as they were counted."""
+        """Entries of the stream that the handler has not read yet, as far as they were counted."""
         return max(0, (self.handler.lag or 0) - self.handler.pending)
 
 

@@ -19,11 +19,11 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 
 _MOST_LETTERS = 1_000
-"""Dead letters of a handler on a stream among which those of the key are looked for, the newest ones."""
+"""The newest dead letters of a handler on a stream, so many of which are searched for those of the key."""
 
 
 def inspect_key(client: Client, places: Sequence[HandlerKeys], key: bytes) -> list[KeyReport]:
-    """What is known of a key of a handler, on each of its streams `places` that this user may access.
+    """The reports of a key of a handler, on each of its streams `places` that this user may access.
 
     Raises MillstreamError if the handler has no key, and RedisError.
     """

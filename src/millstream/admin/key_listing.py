@@ -65,7 +65,7 @@ def read_key_queues(
 ) -> list[HandlerOnStream]:
     """The wanted key queues of these handlers. Leaves out what this user may not access, unless that is all of it.
 
-    * `running`: messages whose keys are looked at in any case; `stuck_only`: only handlers that may have stuck keys
+    * `running`: messages whose keys are read in any case; `stuck_only`: only handlers that may have stuck keys
     * `report`: called with one sentence for each handler whose keys are unreadable
 
     Raises RedisError.

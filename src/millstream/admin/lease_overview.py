@@ -12,7 +12,7 @@ from millstream.redis_client.client import Client
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLeases:
-    """A service: the name by which it was asked for, its own name, and its state."""
+    """A service: the requested name, its own name, and its state."""
 
     asked: str
     service: str

@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, the parser of Redis' replies, Java and PySpark. They ask no Redis."""
+"""Checks of this machine: Python, the parser of Redis' replies, Java and PySpark. They need no Redis."""
 
 import os
 import re

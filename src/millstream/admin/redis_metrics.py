@@ -102,7 +102,7 @@ class KnownPlaces:
 
 
 class RedisMetrics:
-    """Reports what Redis shows of handlers to `recorder`, and answers what an autoscaler asks.
+    """Reports the figures of handlers in Redis to `recorder`, and serves an autoscaler the work that waits.
 
     * `discover`: returns the handlers and their streams; called again from time to time, as streams come and go
     * `progress`: notified of each answer of Redis

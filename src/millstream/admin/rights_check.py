@@ -1,4 +1,4 @@
-"""Check of the ACL rights of a Redis user: which roles of `millstream acl` it can play."""
+"""Check of the ACL rights of a Redis user: which roles of `millstream acl` it has the rights of."""
 
 from collections.abc import Iterator
 
@@ -16,9 +16,9 @@ def check_rights(client: Client) -> Iterator[Finding]:
     Raises RedisError, AccessDenied above all: the check itself needs rights.
     """
     user = client.execute("ACL", "WHOAMI").decode()
-    denied = _denied(client, user, sorted({name for role in ROLES.values() for name in role.commands(looking=True)}))
+    denied = _denied(client, user, sorted({name for role in ROLES.values() for name in role.commands(by_pattern=True)}))
     lacking = {
-        name: sorted((role.commands(looking=True) - set(role.optional.split())) & denied)
+        name: sorted((role.commands(by_pattern=True) - set(role.optional.split())) & denied)
         for name, role in ROLES.items()
     }
     able = [name for name, commands in lacking.items() if not commands]

@@ -1,4 +1,4 @@
-"""Checks of the settings of Redis: what loses data, and what stops writes. `millstream doctor` runs all of them.
+"""Checks of the settings of Redis that may lose data or stop writes. `millstream doctor` runs all of them.
 
 `warn_of_data_loss` runs those that concern data loss at the start of workers, runs and masters.
 """
@@ -39,7 +39,7 @@ _START_TIMEOUT_MS = 3_000
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """What one primary says about itself.
+    """One primary, by its own replies.
 
     * `cli`: the redis-cli command that reaches it; `name`: its address where there are several primaries, else ""
     * `info`: the fields of INFO; `settings`: reads those of CONFIG GET, which many users may not
@@ -71,7 +71,7 @@ class Server:
 
 
 def read_servers(client: Client) -> list[Server]:
-    """Each primary of the deployment. Raises RedisError. CONFIG GET is sent when a setting is first asked for."""
+    """Each primary of the deployment. Raises RedisError. CONFIG GET is sent when a setting is first needed."""
     replies = client.execute_on_primaries("INFO")
 
     @functools.cache
@@ -199,7 +199,7 @@ def check_eviction(server: Server) -> Iterator[Finding]:
 
 
 def check_persistence(server: Server) -> Iterator[Finding]:
-    """Redis writes what it has to disk."""
+    """Redis writes its data to disk."""
     mend = (f"{server.cli} CONFIG SET appendonly yes",)
     if server.info.get("aof_enabled") == "1":
         yield Finding(check="persistence", severity="ok", what="append-only file")
@@ -208,7 +208,7 @@ def check_persistence(server: Server) -> Iterator[Finding]:
             check="persistence",
             severity="warning",
             what=f"{server.where} writes snapshots only (appendonly no, save {server.setting('save')})",
-            why="a Redis that dies forgets all since its last snapshot: messages, states and progress",
+            why="a Redis that dies loses all since its last snapshot: messages, states and progress",
             mend=mend,
         )
     else:
@@ -267,14 +267,14 @@ def check_disk(server: Server) -> Iterator[Finding]:
 
 
 def check_replicas(server: Server) -> Iterator[Finding]:
-    """A primary that has lost its replicas refuses writes, which a failover would forget."""
+    """A primary that has lost its replicas refuses writes, which a failover would lose."""
     replicas = server.number("connected_slaves")
     if replicas and server.setting("min-replicas-to-write") in ("", "0"):
         yield Finding(
             check="replicas",
             severity="warning",
             what=f"{server.where} has {replicas} connected replicas and min-replicas-to-write 0",
-            why="a primary that is cut off goes on accepting writes, which a failover forgets",
+            why="a primary that is cut off goes on accepting writes, which a failover loses",
             mend=(f"{server.cli} CONFIG SET min-replicas-to-write 1",),
         )
 
@@ -339,14 +339,15 @@ def check_clients(server: Server) -> Iterator[Finding]:
 
 
 def check_backlog(server: Server) -> Iterator[Finding]:
-    """A replica that was away for a minute needs no full copy."""
+    """A replica that was disconnected for a minute needs no full copy."""
     size = int(server.setting("repl-backlog-size") or _BACKLOG_BYTES)
     if server.number("connected_slaves") and size < _MIN_BACKLOG_BYTES:
         yield Finding(
             check="backlog",
             severity="warning",
             what=f"{server.where} has a repl-backlog-size of {size:,} bytes",
-            why="a replica that was away for some seconds copies everything, and is no safe target of a failover meanwhile",
+            why="a replica that was disconnected for some seconds needs a full copy, and until then is no safe target of a "
+            "failover",
             mend=(f"{server.cli} CONFIG SET repl-backlog-size {_BACKLOG_BYTES}",),
         )
 
@@ -397,7 +398,7 @@ SERVER_CHECKS: Mapping[str, Callable[[Server], Iterable[Finding]]] = {
     "backlog": check_backlog,
     "nodes": check_nodes,
 }
-"""The checks that need nothing but the server."""
+"""The checks that need the server only."""
 
 
 # --- Replies and commands ---

@@ -61,7 +61,8 @@ def print_tables(
         print_message(f"no handler or stage of an app named {app!r} has run on this Redis")
     # Readers that need attention come first.
     worst = sorted(
-        readers, key=lambda one: (not one.is_sick, -one.dead_letters, -one.parked - one.blocked, -(one.lag or 0))
+        readers,
+        key=lambda one: (not one.needs_attention, -one.dead_letters, -one.parked - one.blocked, -(one.lag or 0)),
     )[:limit]
     if worst:
         _print_readers(worst, rates, wide=wide)
@@ -74,8 +75,8 @@ def print_tables(
         _print_handlers(found.handlers, limit)
     _print_unreadable(found.handlers, limit)
     _print_streams(found, limit, wide=wide)
-    if sick := sum(one.is_sick for one in readers):
-        print_message(f"{pluralize(sick, 'reader needs', 'readers need')} attention; see: millstream doctor")
+    if count := sum(one.needs_attention for one in readers):
+        print_message(f"{pluralize(count, 'reader needs', 'readers need')} attention; see: millstream doctor")
 
 
 # --- Readers ---
