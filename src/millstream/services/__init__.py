@@ -1,1 +1,1 @@
-"""Services that speak HTTP: the gateway for browsers, the master and its consumers."""
+"""HTTP services: the gateway for browsers, the console for operators, the master and its consumers."""

@@ -1,4 +1,4 @@
-"""The console as an ASGI application: its routes, and what is checked before a view answers."""
+"""The console as an ASGI application: its routes, and the checks before a view answers."""
 
 import logging
 import time
@@ -118,7 +118,7 @@ class _Endpoint:
                 return RedirectResponse(f"{root_of(request)}/login", 303)
             raise Refused(401, "log in first")
         if not viewer.may(page.level):
-            raise Refused(403, f"this takes the level {page.level.word}, and {viewer.name} has {viewer.level.word}")
+            raise Refused(403, f"this needs the level {page.level.word}, and {viewer.name} has {viewer.level.word}")
         form = await form_of(request) if page.method == "POST" else {}
         if page.method == "POST":
             parts.guard.check_form(request, token_of(form))
@@ -152,7 +152,7 @@ class _Endpoint:
             raise Refused(400, display.text(str(error))) from error
         except RedisError as error:
             doubt = (
-                ". What was asked for may have been done: see its page and the audit before it is asked for again"
+                ". The action may have been done: see its page and the audit before you repeat it"
                 if self._page.method == "POST" and may_have_run(error)
                 else ""
             )
@@ -176,7 +176,7 @@ def _stylesheet(_: Request) -> Response:
 
 
 async def _healthz(_: Request) -> Response:
-    """Answers that the process serves, and nothing else: it takes no token."""
+    """Report only that the process serves, as this page requires no token."""
     return PlainTextResponse("ok")
 
 

@@ -30,7 +30,7 @@ class ClientPool:
             self._free.put(None)
         # Threads of its own: those that wait for a slow Redis keep no other part of the application waiting.
         self._threads = ThreadPoolExecutor(_MOST_CLIENTS, "millstream-console")
-        # A console that is mounted in another application is told of no end.
+        # A console that is mounted in another application gets no call at the shutdown, so the collector closes them.
         self.close = weakref.finalize(self, _close, self._free)
 
     async def in_thread(self, read: Callable[[], T]) -> T:

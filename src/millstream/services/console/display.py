@@ -1,6 +1,6 @@
-"""Display: how what is in Redis is shown, or hidden, in a page.
+"""Display: shows or hides data from Redis in a page.
 
-All of it passes through here before it is in a page: `redact` first, then the limit of its size. The templates escape it.
+All data passes through here on its way to a page: `redact` first, then the limit of its size. The templates escape it.
 """
 
 import json

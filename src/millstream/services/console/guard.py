@@ -1,4 +1,4 @@
-"""Guard: who sends a request, what they may do, and whether a form comes from the console itself."""
+"""Guard: identifies the viewer who sends a request, and checks that a form comes from the console itself."""
 
 import inspect
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Login: a form that takes a token and gives a session, and the way out of it."""
+"""Login: a form that exchanges a token for a session, and the logout."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ async def _body_of(request: Request) -> bytes:
 
 
 def token_of(form: Mapping[str, Sequence[str]]) -> str:
-    """What a form carries to show that the console has sent it."""
+    """The token in a form, which proves that the console has sent the form."""
     return next(iter(form.get("form_token", ())), "")
 
 
@@ -65,7 +65,7 @@ class FormSecret:
 
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int | None = None) -> None:
-    """Set a cookie that no script can read, and that the browser sends with no request of another site."""
+    """Set a cookie that no script can read, and that the browser sends with no request from another site."""
     # of several proxies each appends its own: the first is the one that the browser speaks to
     proxied = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
     is_secure = "https" in (request.scope["scheme"], proxied)
@@ -81,7 +81,7 @@ def set_cookie(request: Request, response: Response, name: str, value: str, max_
 
 
 def login_routes(guard: Guard) -> list[Route]:
-    """The routes of the login form and of the way out."""
+    """The routes of the login form and of the logout."""
 
     def show(request: Request, status: int = 200, problem: str = "") -> Response:
         secret = FormSecret(request)

@@ -1,4 +1,4 @@
-"""Pages: what a view gets, and how it answers."""
+"""Pages: the request that a view gets, and the responses that it can return."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ class PageRequest:
 
     * `root`: path under which the console is mounted, "" for none; `path`: the rest
     * `query`: the first value of each parameter; `form`: all values of each field of a form
-    * `form_token`: what each form of the page has to carry
+    * `form_token`: the token that each form of the page has to carry
     * `has_login`: whether the viewer can log out
     * `now_ms`: Unix milliseconds
     """

@@ -13,8 +13,8 @@ class Level(IntEnum):
 
     * `FIGURES`: figures and names of handlers and streams; nothing that messages contain
     * `PAYLOADS`: messages, keys, states, errors, and what operators did
-    * `OPERATE`: what another action takes back: pause, resume, park, unpark, skip, redrive
-    * `ADMIN`: what nothing takes back: reset, purge, cancel
+    * `OPERATE`: actions that another action reverses: pause, resume, park, unpark, skip, redrive
+    * `ADMIN`: actions that no action reverses: reset, purge, cancel
     """
 
     FIGURES = 1

@@ -51,7 +51,7 @@ class Sessions:
         return base64.urlsafe_b64encode(body + _signature(digest, body)).decode().rstrip("=")
 
     def viewer_of(self, cookie: str | None) -> Viewer | None:
-        """The viewer of a session; None if it is forged, has expired, or its token is gone."""
+        """The viewer of a session; None if it is forged, has expired, or its token was removed."""
         try:
             signed = base64.urlsafe_b64decode((cookie or "") + "=" * (-len(cookie or "") % 4))
             body, signature = signed[:-_SIGNATURE_BYTES], signed[-_SIGNATURE_BYTES:]
@@ -70,7 +70,7 @@ def new_form_secret() -> str:
 
 
 def form_token(secret: str, session: str) -> str:
-    """What each form of a browser carries: made of both its cookies, so a page of another origin cannot know it."""
+    """The token of each form of a browser: made of both its cookies, so a page of another origin cannot know it."""
     return hmac.digest(secret.encode(), b"millstream form\0" + session.encode(), "sha256").hex()
 
 

@@ -190,7 +190,7 @@ class DelegatedConsumer:
             try:
                 found = self._client.execute(*read, settings.ticket_stream, "0")
             except (Unavailable, GroupMissing) as error:
-                logger.warning("consumer %s cannot read: %s", settings.consumer, error)
+                logger.warning("consumer %s cannot read: %s; retrying", settings.consumer, error)
                 self._stopping.wait(_RETRY_WAIT_S)
                 continue
             for entry_id, pairs in found[0][1] if found else ():
@@ -229,7 +229,7 @@ class DelegatedConsumer:
             result = self._function(message)
             if inspect.isawaitable(result):
                 asyncio.run(_awaited(result))
-        except BaseException as error:  # noqa: BLE001 - it is reported to the master
+        except BaseException as error:  # noqa: BLE001 - a function may raise anything; it is reported to the master
             logger.warning("message %s failed: %s: %s", message.id, type(error).__name__, text_of(error))
             return error
         return None

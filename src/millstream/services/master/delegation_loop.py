@@ -131,7 +131,7 @@ class DelegationLoop:
         claimed = self._delegator.group_stream.claim_idle_messages(now_ms)
         if claimed:
             self._metrics.count(m.CLAIMED, len(claimed), handler=self._settings.label)
-            logger.warning("%d idle messages were claimed and put back into their key queues", len(claimed))
+            logger.warning("%d idle messages were claimed; they are in their key queues again", len(claimed))
 
     # New messages
 

@@ -1,4 +1,4 @@
-"""MasterClient: a consumer's HTTP client for its masters. Any master will do, and all may be away for a while."""
+"""MasterClient: a consumer's HTTP client for its masters. Any master may answer; all may be unavailable for a while."""
 
 import threading
 from collections.abc import Mapping, Sequence

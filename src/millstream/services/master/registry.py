@@ -60,7 +60,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     ended: dict[str, EndCause] = {}
 
     def end_incarnation(self, cause: EndCause) -> dict[str, EndCause]:
-        """What `ended` becomes with the end of this incarnation; only the last ones are kept."""
+        """The next value of `ended`, with the end of this incarnation; only the last ones are kept."""
         ended = {**self.ended, self.incarnation: cause}
         return dict(list(ended.items())[-_MOST_ENDED:])
 

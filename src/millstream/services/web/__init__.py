@@ -1,1 +1,1 @@
-"""What every HTTP service shares: listening, tokens, limits, and error responses."""
+"""The parts that all HTTP services share: listening, tokens, limits, and error responses."""

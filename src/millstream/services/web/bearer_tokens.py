@@ -11,7 +11,7 @@ _SHORTEST = 16
 
 
 class TokenStore:
-    """The tokens that a service accepts. An empty book means that the service requires no token.
+    """The tokens that a service accepts. An empty store means that the service requires no token.
 
     It stores hashes and compares them in constant time, so that responses do not reveal how much of a guess was right.
 

@@ -23,7 +23,7 @@ _WARN_EVERY_MS = 60_000.0
 _SWEEPS = 10
 
 Awaited = Literal["head", "body", "reading"]
-"""What the server awaits: the head of a request, its body, or that the client reads what was sent."""
+"""The input or progress that the server awaits: the head of a request, its body, or that the client reads sent data."""
 
 CutReason = Literal["late", "crowded"]
 """Why a connection is cut: no request in time, or too many connections."""
@@ -129,7 +129,7 @@ class Connections:
                 self.await_client(connection)
 
     def is_full(self) -> bool:
-        """Whether there is no room for the connection that asks, since all others are busy too."""
+        """Whether a request must be refused: there are too many connections, and none could be closed."""
         self._make_room()
         if full := len(self._open) > self.limits.connections:
             self._warn()

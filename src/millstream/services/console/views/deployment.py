@@ -84,7 +84,7 @@ def cancel(page: PageRequest) -> Response:
 
 
 def redis(page: PageRequest) -> Response:
-    """What `millstream doctor` finds of Redis and of the data, all of it."""
+    """All findings of `millstream doctor` on Redis and on the data."""
     found = overview_of(page).diagnosis
     order = ("problem", "warning", "ok")
     findings = sorted(found.findings, key=lambda one: order.index(one.severity))
@@ -97,7 +97,7 @@ def redis(page: PageRequest) -> Response:
 
 
 def audit(page: PageRequest) -> Response:
-    """What operators did through the console, the newest first."""
+    """The actions of operators through the console, the newest first."""
     before = page.query.get("before")
     found = AuditLog(page.client).read(count=_PAGE, before=str(EntryId.parse(before)) if before else "+")
     return page.render(

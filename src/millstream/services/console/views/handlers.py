@@ -42,7 +42,7 @@ def pause(page: PageRequest) -> Response:
 
 
 def resume(page: PageRequest) -> Response:
-    """Let a paused handler go on."""
+    """Resume the handler."""
     return _set_paused(page, paused=False)
 
 

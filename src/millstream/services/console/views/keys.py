@@ -57,7 +57,7 @@ def park(page: PageRequest) -> Response:
 
 
 def unpark(page: PageRequest) -> Response:
-    """Let the key go on."""
+    """Unpark the key."""
     keys, data = _place_of(page)
     with page.audit("key unpark", **_about(keys, data)) as action:
         is_done = unpark_queue(page.client, keys, queue_of_key(data, b""))
