@@ -1,4 +1,4 @@
-"""What users see of errors at the boundary to Spark: the message, not our traceback, and nothing of an orderly end."""
+"""Error boundary to Spark: users see the message of an error, not our traceback, and no error of an orderly end."""
 
 import os
 import sys

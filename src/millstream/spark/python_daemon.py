@@ -1,7 +1,7 @@
 """The daemon that forks Spark's Python workers, with the modules of millstream's tasks imported once and not by each.
 
 Spark's own daemon (`pyspark.daemon`) imports nothing before it forks: a thread that a library has started is missing
-in the child, and may have held a lock. This one tells the libraries to start no threads, and forks only if none runs.
+in the child, and may have held a lock. This one sets the libraries to start no threads, and forks only if none runs.
 Otherwise it continues as Spark's own daemon. Spark starts it by `spark.python.daemon.module`.
 """
 

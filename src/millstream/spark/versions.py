@@ -1,8 +1,8 @@
-"""What differs between the versions of Spark that millstream runs on, and all use of its private parts.
+"""The differences between the versions of Spark that millstream runs on, and all use of its private parts.
 
-Nothing else asks for a version, or reaches for the Java side of a session.
+No other module checks for a version, or uses the Java side of a session.
 
-`docs/spark-versions.md` tells users what each version lacks.
+`docs/spark-versions.md` lists for users what each version lacks.
 """
 
 import subprocess
@@ -67,7 +67,7 @@ try:
     )
 
     HAS_LIMITS = True
-    """Whether Spark tells a stream reader the start and the limit of a batch, and the trigger: since 4.2.
+    """Whether Spark passes a stream reader the start and the limit of a batch, and the trigger: since 4.2.
 
     Since then its progress reports have the newest offset, too. Before, `TrackingReader` makes up for it.
     """

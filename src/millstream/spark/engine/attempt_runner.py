@@ -34,8 +34,8 @@ class CallRedis(Protocol):
 class AttemptRunner:
     """Runs a plain handler in the thread of the event loop, and an async one in up to `concurrency` tasks of the loop.
 
-    The watchdog kills a process that overruns: for a plain handler it watches each attempt, for an async one the loop.
-    So whatever else may take long has to go through `call` or `sleep`.
+    The watchdog timer kills a process that overruns: for a plain handler it times each attempt, for an async one the
+    loop. So every other step that may take long has to go through `call` or `sleep`.
     """
 
     def __init__(self, handler: Handler, client: Client) -> None:
@@ -69,7 +69,7 @@ class AttemptRunner:
         return self._heartbeat.watched()
 
     def call(self, operation: Callable[[], T], /) -> T:
-        """Call Redis until it answers. The watchdog pauses meanwhile: the call blocks the loop, not a handler."""
+        """Call Redis until it answers. The watchdog timer pauses meanwhile: the call blocks the loop, not a handler."""
         self.disarm()
         with self._heartbeat.paused():
             return self._client.retry_while_unavailable(operation, what=self._handler.label)

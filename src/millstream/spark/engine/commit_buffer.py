@@ -1,4 +1,4 @@
-"""CommitBuffer: what a task has processed and not yet committed, and what it has still to defer."""
+"""CommitBuffer: the key runs that a task has processed and not yet committed, and those that it has still to defer."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,7 +16,7 @@ class CommitBuffer:
     """Collects runs, so that one call commits many messages. Used by one event loop.
 
     `refused`: the runs, in order, of which Redis has refused a commit or a deferral, as another execution of the task
-    was faster. They have to be loaded again. A dict, since a slow twin may have thousands of them.
+    was faster. They have to be loaded again. A dict, since a slow execution may have thousands of them.
     """
 
     def __init__(self) -> None:

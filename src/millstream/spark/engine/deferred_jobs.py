@@ -50,8 +50,9 @@ class _Snapshot(NamedTuple):
 class DeferredJobs:
     """The deferred keys of one handler, on `streams` and on the streams it is notified of.
 
-    `give_up` returns True once waiting for Redis is pointless; `failures` logs what fails. One thread calls `run`; any thread may call the rest.
-    Methods raise StaleOwner if a newer run has begun, and RedisError: Unavailable only once `give_up()` is true.
+    `give_up` returns True once waiting for Redis is pointless; `failures` logs failed attempts. One thread calls `run`;
+    any thread may call the rest. Methods raise StaleOwner if a newer run has begun, and RedisError: Unavailable only
+    once `give_up()` is true.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class DeferredJobs:
             if not is_logged:
                 is_logged = True
                 logger.warning(
-                    "%s: %d or more entries of %s are deferred; reading no more until they are fewer: millstream key list",
+                    "%s: %d or more entries of %s are deferred; reading no more until they are fewer, see: "
+                    "millstream key list",
                     self._job.handler.label,
                     MAX_DEFERRED_ENTRIES,
                     ", ".join(full[:10]),

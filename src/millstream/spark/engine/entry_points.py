@@ -1,4 +1,4 @@
-"""Entry points of tasks: what an executor's Python worker calls for one partition of a batch or of a deferred job."""
+"""Entry points of tasks: an executor's Python worker calls one for each partition of a batch or of a deferred job."""
 
 import asyncio
 from collections.abc import Iterable, Iterator

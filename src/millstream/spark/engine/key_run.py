@@ -1,4 +1,4 @@
-"""The entries of one key in a task, and how far they are."""
+"""KeyRun: the entries of one key in a task: which of them are processed, which are committed."""
 
 from collections import deque
 from collections.abc import Iterable

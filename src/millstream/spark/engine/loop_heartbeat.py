@@ -10,7 +10,7 @@ _HEARTBEAT_S = 1.0
 
 
 class LoopHeartbeat:
-    """Lets the watchdog kill a process whose event loop is blocked by compiled code in a coroutine.
+    """Lets the watchdog timer kill a process whose event loop is blocked by compiled code in a coroutine.
 
     `limit_ms`: the time limit of an attempt; None: no watch.
     """

@@ -1,4 +1,4 @@
-"""RunBreaker: decides on the driver, from what the tasks report, whether a handler is paused, and waits while it is.
+"""RunBreaker: decides on the driver, from the tasks' reports, whether a handler is paused, and waits while it is.
 
 A task stops at once, as its batch may be the whole backlog; its batch stays uncommitted. The driver pauses the handler
 and waits. After the resume it runs the batch again: what is committed is left out, as in any repetition.
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 500.0
 
 Rows = Sequence[Mapping[str, Any]]
-"""What the tasks of a job report, by stream."""
+"""The reports of the tasks of a job, by stream."""
 
 
 class RunBreaker:
@@ -121,7 +121,8 @@ class RunBreaker:
 
         try:
             self._client.retry_while_unavailable(store, what=label, give_up=self._give_up)
-        finally:  # not before: a batch that looks meanwhile has to look again; an error may leave it stored in part
+        # Not before: a batch that reads the pauses meanwhile has to read them again; an error may store only some.
+        finally:
             self._may_be_paused = True
         self._on_pause(pause, Counter(counters))
 
@@ -147,7 +148,7 @@ class RunBreaker:
 
     def _stored(self) -> Pause | None:
         """The pause of a breaker on one of the streams."""
-        self._may_be_paused = False  # before the look: a pause that the other thread stores after it counts
+        self._may_be_paused = False  # before the read: a pause that the other thread stores after it counts
         pauses = self._store.paused_streams(list(self._streams())).values()
         found = next((one for one in pauses if one.by == "breaker"), None)
         if found is not None:

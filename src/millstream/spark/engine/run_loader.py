@@ -32,7 +32,7 @@ class RunLoader:
     """Makes and loads the runs of one task.
 
     * `metrics`: the task's counters of each stream; the loader counts there what it reads
-    * `call`: how Redis is called
+    * `call`: calls Redis until it answers
     """
 
     def __init__(

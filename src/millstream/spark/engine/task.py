@@ -1,8 +1,8 @@
 """PartitionTask: one Spark task of the handler engine, run in an executor's Python worker.
 
-The spine is `PartitionTask._process_runs`: load where each key continues, run the handler on its messages, commit, and
-defer what has to wait. If a commit is refused because another execution of the same task was faster, the task reloads
-that key and continues from there. A key that backs off for long, or is parked, is deferred
+Its main loop is `PartitionTask._process_runs`: load where each key continues, run the handler on its messages, commit,
+and defer keys that have to wait. If a commit is refused because another execution of the same task was faster, the task
+reloads that key and continues from there. A key that backs off for long, or is parked, is deferred
 (`millstream.delivery.deferral`), so its batch can finish.
 """
 
@@ -36,7 +36,7 @@ MAX_BACKOFF_MS = 1_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the driver sends to every task: the handler, the URL of Redis, and the run's fencing token."""
+    """The job that the driver sends to every task: the handler, the URL of Redis, and the run's fencing token."""
 
     handler: Handler
     url: str = field(repr=False)
@@ -246,7 +246,7 @@ class PartitionTask:
         self._buffer.flush(self._committer.commit, self._committer.defer)
 
     def report(self) -> pa.RecordBatch:
-        """Return the task's metrics, one row per stream; the first has what is of the whole task."""
+        """Return the task's metrics, one row per stream; the first also has those of the whole task."""
         breaker = self._breaker.report()
         rows = [
             {

@@ -37,7 +37,7 @@ class TaskBreaker:
     def admits(self, dead: DeadLettered, *, redriven: bool) -> bool:
         """Return whether a dead letter may be written; if not, its message must stay uncommitted."""
         cause = cause_of(dead)
-        if self._window is None or cause is None or redriven:  # a redriven message was dead before
+        if self._window is None or cause is None or redriven:  # a redriven message failed before, too
             if dead.reason == "rejected":
                 self.on_processed()
             return True
@@ -68,6 +68,6 @@ class TaskBreaker:
             self.causes |= found
 
     def report(self) -> dict[str, str]:
-        """Return what the driver has to know, as text."""
+        """Return the trip and the causes, as text for the driver."""
         trip = "" if self.trip is None else msgspec.json.encode(self.trip).decode()
         return {"causes": msgspec.json.encode(self.causes).decode(), "trip": trip}

@@ -60,7 +60,7 @@ class BatchTotals(Totals):
 
 
 def log_failures(failures: FailureLog, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Log, on the driver, what the tasks recorded: their own logs are in executors, or nowhere."""
+    """Log, on the driver, the failures that the tasks recorded: a task's own log is in its executor, or nowhere."""
     for row in rows:
         if row["failures"]:
             failures.merge(bytes(row["failures"]))

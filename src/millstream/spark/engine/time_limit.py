@@ -2,7 +2,7 @@
 
 A thread per attempt would cost more than most handlers do, and could not be stopped. A timer signal interrupts even a
 sleep or a blocking read (POSIX setitimer); only compiled code that never returns to Python delays it. The watchdog
-kills a process that runs such code.
+timer kills a process that runs such code.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class AttemptTimeLimit:
             asyncio._set_running_loop(loop)
 
     def disarm(self) -> None:
-        """Stop the timer and the watchdog: no attempt runs now. Call it before anything that may take long."""
+        """Stop this timer and the watchdog timer: no attempt runs now. Call it before any step that may take long."""
         if self._fires_at_s < math.inf:
             self._set_timer(0)
             self._fires_at_s = math.inf

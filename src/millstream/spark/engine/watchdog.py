@@ -1,4 +1,4 @@
-"""Watchdog: kills a Python worker whose handler never returns, from outside the interpreter.
+"""Watchdog timer: kills a Python worker whose handler never returns, from outside the interpreter.
 
 Compiled code that holds the interpreter lock, such as a regular expression with endless backtracking, blocks every
 thread and every signal handler of Python. A kernel timer needs neither (POSIX timer_create).
@@ -37,7 +37,7 @@ class Watchdog:
     """Kills this process if it is armed and not re-armed or disarmed in time. No-op where the system has no such timer.
 
     Setting the timer costs as much as a few messages do, so an `arm` within half a second of the last one is skipped. A
-    forked child has no watchdog.
+    forked child has no watchdog timer.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Watchdog:
 
 
 def hard_limit_ms(limit_ms: float) -> float:
-    """Milliseconds after which the watchdog kills the process of an attempt whose time limit is `limit_ms`.
+    """Milliseconds after which the watchdog timer kills the process of an attempt whose time limit is `limit_ms`.
 
     Long enough for every time limit that can be enforced to be enforced first.
     """
@@ -81,7 +81,7 @@ def hard_limit_ms(limit_ms: float) -> float:
 
 
 def watchdog() -> Watchdog:
-    """The watchdog of this process."""
+    """The watchdog timer of this process."""
     return _watchdog_of(os.getpid())
 
 

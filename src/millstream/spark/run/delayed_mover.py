@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 def move_delayed(url: str, reads: Sequence[Callable[[], Sequence[str]]], ended: Event) -> None:
     """Move due delayed messages to their streams until `ended`; each of `reads` returns the streams of one query.
 
-    What is refused is logged once for each cause and tried again: it may concern one stream, or end with a new rule.
+    A refusal is logged once for each cause, and the move tried again: it may concern one stream, or end with a new ACL
+    rule.
     """
     logged: set[str] = set()
 

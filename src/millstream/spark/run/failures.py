@@ -18,7 +18,7 @@ _OUTPUT_MODE = re.compile(r"redis-streams does not support (Update|Complete) mod
 _USE_APPEND = ": use the mode append, with a watermark if rows are summed up, or write in foreachBatch"
 _PYTHON_LATE = "Python worker failed to connect back"
 _VAGUE = ("Task not serializable", "Task serialization failed")
-"""Spark's text for every serialization error; the innermost cause tells what could not be serialized."""
+"""Spark's text for every serialization error; the innermost cause names the object that could not be serialized."""
 
 # Java's stack traces
 _CAUSE = re.compile(r"^(?:Caused by)?: ", re.MULTILINE)  # py4j writes the first after a colon

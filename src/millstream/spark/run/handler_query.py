@@ -249,7 +249,7 @@ class HandlerQuery(SupervisedQuery):
                     return
                 wait_s = wait_after(failures, *WAITS_MS) / 1000
                 logger.warning(
-                    "%s cannot run its deferred messages, retrying in %.1f s: %s", self.label, wait_s, failure.reason
+                    "%s cannot run its deferred messages: %s; retrying in %.1f s", self.label, failure.reason, wait_s
                 )
             else:
                 failures = 0
@@ -258,7 +258,7 @@ class HandlerQuery(SupervisedQuery):
                     self._context.on_event({"event": "caught-up", **asdict(totals)})
 
     def _check_owner(self) -> None:
-        """Raise StaleOwner once a newer run has taken over: no commit tells a run that has nothing to do."""
+        """Raise StaleOwner once a newer run has taken over: a run without a commit to be refused would not stop."""
         while not self._context.ended.wait(_OWNER_CHECK_S):
             owner_check = self._owner_check  # each start of the query has its own
             try:
@@ -289,7 +289,7 @@ class HandlerQuery(SupervisedQuery):
                     if failure_of(error).is_final:
                         raise
                     wait_s = _MIGRATION_WAIT_S
-                    logger.warning("cannot migrate keys of %s, retrying in %.0f s: %s", self.label, wait_s, error)
+                    logger.warning("cannot migrate keys of %s: %s; retrying in %.0f s", self.label, error, wait_s)
                     ended.wait(wait_s)
 
 

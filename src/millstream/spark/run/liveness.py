@@ -65,7 +65,7 @@ def keep_announced(
 ) -> None:
     """Renew the liveness keys until `ended`; report the names that a newer run has announced, which stay the newer run's.
 
-    A failure is only logged, and what is refused tried again: fences, not these keys, protect what is committed.
+    A failure is only logged, and a refused call is repeated: fences, not these keys, protect the committed progress.
     """
     renew_in, has_warned = 0, False
     with Client(url) as client:
@@ -83,7 +83,7 @@ def keep_announced(
                     _warn_denied(app, error)
                 has_warned = True
             except RedisError as error:
-                logger.debug("cannot write liveness keys of %s now, trying again: %s", app, error)
+                logger.debug("cannot write liveness keys of %s: %s; trying again", app, error)
             renew_in -= 1
             ended.wait(_CHECK_S)
 

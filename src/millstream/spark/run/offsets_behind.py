@@ -1,4 +1,4 @@
-"""The lag of a query behind the newest entries, by the offsets that Spark reports. No I/O."""
+"""The lag of a query: how far it is behind the newest entries, by the offsets that Spark reports. No I/O."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""OwnerCheck: notices that a newer run has taken a handler over, also while this one has nothing to commit."""
+"""OwnerCheck: detects that a newer run has taken over a handler, also while this one has nothing to commit."""
 
 from collections.abc import Sequence
 

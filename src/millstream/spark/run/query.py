@@ -196,14 +196,14 @@ class SupervisedQuery(ABC):
         self._context.on_event({"event": event, self.kind: self.name, **more})
 
     def _check_checkpoint(self, marker: str) -> None:
-        """Find out whether the query resumes: one that has begun leaves `marker` in its checkpoint."""
+        """Set whether the query resumes. `marker`: the file in the checkpoint of a query that has begun."""
         self.resumed = checkpoint_begun(self._context.spark, self.checkpoint, marker)
         if self.resumed and self._context.settings.start == "reprocess":
             raise ConfigError(f"reprocessing {self.label} needs a new --checkpoint: this one records what is processed")
 
     @property
     def _has_target(self) -> bool:
-        # The source cannot tell how long a batch takes from how long the next one waits for its trigger.
+        # The source cannot distinguish the duration of a batch from the wait of the next one for its trigger.
         return bool(self._context.settings.batch_target_ms) and not self._context.settings.interval_ms
 
     def _source_options(self) -> dict[str, Any]:

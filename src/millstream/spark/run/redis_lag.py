@@ -12,7 +12,7 @@ _MAX_AGE_MS = 2_000.0
 
 
 class RedisLag:
-    """Asks Redis for the lag of groups, at most once in two seconds."""
+    """Reads the lag of groups from Redis, at most once in two seconds."""
 
     def __init__(self, client: Client, clock: Clock) -> None:
         self._client = client

@@ -1,7 +1,7 @@
 """Supervisor: runs an app on Spark, with one streaming query per handler and stage, and restarts failed queries.
 
-The spine is `Supervisor.run`: start the queries, watch them, restart a failed one with back-off, and stop all of them
-on request or after a failure that a restart cannot fix.
+Its main loop is `Supervisor.run`: start the queries, watch them, restart a failed one with back-off, and stop all of
+them on request or after a failure that a restart cannot fix.
 """
 
 import logging
@@ -178,7 +178,7 @@ class Supervisor:
         keep_announced(self._settings.url, self._app, self._names, self._ended, epoch=epoch, on_replaced=on_replaced)
 
     def _names(self) -> list[str]:
-        """Return the names of what is not finished."""
+        """Return the names of the queries that are not finished."""
         return [supervised.name for supervised in self._supervised if not supervised.done]
 
     def _stop_queries(self) -> None:
@@ -274,7 +274,7 @@ class Supervisor:
             )
 
     def _check_pauses(self) -> None:
-        """Raise PipelineFailed if a handler is paused at the end of a run with `once`: what it left is no success."""
+        """Raise PipelineFailed if a handler is paused at the end of a run with `once`: it has left messages."""
         for supervised in self._supervised:
             if pause := self._context.retry_while_unavailable(supervised.pause, supervised.label):
                 raise PipelineFailed(f"not all is processed: {supervised.label} is {pause.describe(supervised.label)}")
@@ -298,7 +298,7 @@ class Supervisor:
         wait_ms = wait_after(supervised.failures, *WAITS_MS)
         supervised.query = None
         supervised.retry_at_ms = self._clock.monotonic_ms() + wait_ms
-        logger.warning("%s failed, restarting in %.0f s: %s", supervised.label, wait_ms / 1000, failure.reason)
+        logger.warning("%s failed: %s; restarting in %.0f s", supervised.label, failure.reason, wait_ms / 1000)
         supervised.emit("restarting", reason=failure.reason)
 
     def _check_failures(self, supervised: SupervisedQuery, failure: Failure) -> None:

@@ -118,7 +118,7 @@ class Publication:
             attempt, state = self._client.execute("HMGET", self._record, "attempt", "state")
             if state == b"decided" and attempt == manifest.attempt.encode():
                 raise
-            return  # another process has published it, and gone on
+            return  # another process has published it, and begun a later batch
         self._call_record(END_BATCH, (manifest.attempt, "finish"))
 
     def _drain(self, manifest: Manifest) -> None:

@@ -81,7 +81,7 @@ class _StagingWriter:
             for batch in batches:
                 stage.add(rows_of(batch), batch.nbytes)
             return Staged(job.sink, stage.finish(partition_id, epoch))
-        except BaseException:
+        except BaseException:  # of any kind: staged rows of a failed task would use memory until they expire
             stage.discard()
             raise
 

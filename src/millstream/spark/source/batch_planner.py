@@ -91,7 +91,7 @@ class BatchPlanner:
         by then are lost. Raises DataLoss for lost entries, with `failOnDataLoss`.
 
         The cost grows with the number of changed streams only, if `start` has the version of the offsets that the last
-        call was given, or returned, and `limits.target` is the same.
+        call received, or returned, and `limits.target` is the same.
         """
         self._refresh()
         scan = self._scan(start, limits)
@@ -359,7 +359,7 @@ def _estimate(at: Position, until: Position, info: StreamInfo) -> int:
 
 
 def _warn_of_missing(names: Collection[str], missing: Sequence[str]) -> None:
-    """Warn of streams that do not exist, which a batch read takes for empty: their names may be misspelt."""
+    """Warn of streams that do not exist, which a batch read treats as empty: their names may be misspelt."""
     if missing:
         logger.warning("subscribed streams do not exist: %s; reading them as empty", summarize_names(missing))
     elif not names:

@@ -38,6 +38,6 @@ class BatchSizer:
         took_ms = max(1.0, self._clock.monotonic_ms() - began_ms)
         wanted = round(count * self._target_ms / took_ms)
         is_full = count >= self._size // 2
-        if is_full or took_ms > self._target_ms:  # a small batch tells only whether it took too long
+        if is_full or took_ms > self._target_ms:  # a small batch shows only whether it took too long
             wanted = max(wanted, self._size // _MAX_CHANGE, _FEWEST)
             self._size = min(wanted, self._size * _MAX_CHANGE)

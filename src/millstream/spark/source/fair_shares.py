@@ -58,7 +58,7 @@ def _largest_share(limit: int) -> int:
 
 
 class FairFill:
-    """Tells whether the first streams in round-robin order fill a batch of `limit`, so that `divide` would skip the
+    """Decides whether the first streams in round-robin order fill a batch of `limit`, so that `divide` would skip the
     others.
 
     The batch is not full before `min_known` entries are known, and never without a limit.

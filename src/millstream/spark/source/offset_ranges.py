@@ -37,7 +37,7 @@ def to_tuple(ranges: Iterable[OffsetRange]) -> list[tuple[str, int, int, int, in
 
 
 def from_tuple(tuples: Iterable[tuple[str, int, int, int, int, int, int | None, bool]]) -> list[OffsetRange]:
-    """Return the ranges that `to_tuple` was given."""
+    """Return the ranges of a result of `to_tuple`."""
     return [
         OffsetRange(name, EntryId(after_ms, after_seq), EntryId(until_ms, until_seq), size, rows, untouched)
         for name, after_ms, after_seq, until_ms, until_seq, size, rows, untouched in tuples

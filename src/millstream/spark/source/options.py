@@ -120,10 +120,10 @@ class SourceOptions:
     * `late_start`: for streams with no entry at or after the starting time: fail, or begin at the end; None = default
     * `starting_group`: the consumer group that startingOffsets=group begins at
     * `push_down`: filters of a batch read limit what it reads from Redis
-    * `available_now`: a streaming query ends at the entries that are there when it starts; None = not said
+    * `available_now`: a streaming query ends at the entries that are there when it starts; None = not set
     * `handler`: the app and handler whose commits the query follows
     * `from_replicas`: tasks read entries from replicas that are up to date
-    * `group`: the consumer group that shows the query's progress; "" = none, None = not said (by a batch read)
+    * `group`: the consumer group that shows the query's progress; "" = none, None = not set (by a batch read)
     * `sharing`: read through a group; None = read all entries, and show the progress in `group`
     """
 
@@ -149,8 +149,8 @@ class SourceOptions:
     def check_streaming(self) -> None:
         """Raise ConfigError for options that only a batch read supports, or without a group for the progress.
 
-        A group that queries share by default would show what one of them has finished, and what another has not read
-        yet could be trimmed. (Kafka's consumers have no default `group.id` for this reason, by KIP-289.)
+        A group that queries share by default would show the progress of one of them, and entries that another has not
+        read yet could be trimmed. (Kafka's consumers have no default `group.id` for this reason, by KIP-289.)
         """
         if why := self._why_not_streaming():
             raise ConfigError(why)

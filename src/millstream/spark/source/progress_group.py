@@ -72,8 +72,8 @@ class ProgressGroup:
 
     `is_handler_group`: only workers of a handler read through the group, and this run has replaced them.
 
-    Logs a warning, once, if another query seems to show its progress in the group: what the other has finished may be
-    trimmed (`millstream worker --trim`) though this one has not read it.
+    Logs a warning, once, if another query seems to show its progress in the group: entries that the other has finished
+    may be trimmed (`millstream worker --trim`) though this one has not read them.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ProgressGroup:
         return new.keys() - existing
 
     def _check_sharing(self) -> None:
-        """Now and then, look on one stream whether the group is where this query has left it."""
+        """Check on one stream, from time to time, whether the group still is where this query has moved it."""
         now_ms = self._clock.monotonic_ms()
         if self._is_warned or not self._published or now_ms < self._check_due_ms:
             return

@@ -67,7 +67,7 @@ class RedisStreamsSource(DataSource):
         self._parsed = self._parse() if self._is_for_reading() else None
 
     def _is_for_reading(self) -> bool:
-        """True if the options are for reading: Spark does not say yet. Options for writing are checked by the writer.
+        """True if the options are for reading: Spark does not say so yet. The writer checks options for writing.
 
         Raises ConfigError for an option that neither the source nor the sink has.
         """

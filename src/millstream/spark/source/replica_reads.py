@@ -105,7 +105,7 @@ class ReplicaReads:
     def fetch(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         """Run XRANGE commands as `stream_info.fetch_calls` does; the replies are those that primaries would give.
 
-        If a reply ends before its COUNT and its last id, the primary is asked for the rest: a key may be missing on a
+        If a reply ends before its COUNT and its last id, the rest is read from the primary: a key may be missing on a
         replica alone (its clock is ahead of an expiry, its slot moves).
         """
         of_shard: dict[Shard, list[int]] = {}

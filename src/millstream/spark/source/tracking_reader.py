@@ -49,13 +49,13 @@ class LimitedReader(Protocol):
 
 
 class TrackingReader(DataSourceStreamReader):
-    """Gives `reader` the start and the limit of each batch; it is called as in Spark 4.0 and 4.1.
+    """Passes `reader` the start and the limit of each batch; Spark 4.0 and 4.1 call it without them.
 
     A batch begins where the last one ended: each end that `latestOffset` returns becomes a batch before Spark calls it
     again (MicroBatchExecution, constructNextBatch). After a restart Spark first asks for the tasks between the newest
     offset of its log and itself (PythonMicroBatchStream, setLatestSeenOffset).
 
-    `available_now`: end at the entries that are there at first. None: not said, so that a first batch that the limit
+    `available_now`: end at the entries that are there at first. None: not set, so that a first batch that the limit
     cuts off is logged: Trigger.AvailableNow and Trigger.Once run this batch only.
     """
 
@@ -114,13 +114,13 @@ class TrackingReader(DataSourceStreamReader):
                 )
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """Plan the tasks of a batch; of none if `start` is `end`: Spark then tells where the query stands."""
+        """Plan the tasks of a batch; of none if `start` is `end`: Spark then passes the query's offset."""
         self._is_first_batch_planned = True
         if self._end is None:
             self._end = end
         elif start == end != self._end:
             raise ConfigError(
-                "Spark has asked for a batch before it told where the query stands: set "
+                "Spark has requested a batch before it passed the query's offset: set "
                 "spark.sql.streaming.triggerAvailableNowWrapper.enabled to false"
             )
         return [] if start == end else self._reader.partitions(start, end)

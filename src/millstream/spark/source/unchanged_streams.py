@@ -1,4 +1,4 @@
-"""UnchangedStreams: spares the planner streams that had nothing to do and have not changed since. No I/O."""
+"""UnchangedStreams: streams that a planner may skip: they had no entry to read, and have not changed since. No I/O."""
 
 from collections.abc import Iterable
 
