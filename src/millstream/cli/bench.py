@@ -1,4 +1,4 @@
-"""`millstream bench`: measures what this machine and this Redis do, with and without millstream."""
+"""`millstream bench`: measures the messages per second on this machine and this Redis, with and without millstream."""
 
 import ipaddress
 import threading

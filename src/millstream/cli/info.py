@@ -1,4 +1,4 @@
-"""`millstream info`: shows the readers of streams, their lag, and what is wrong with them."""
+"""`millstream info`: shows the readers of streams, their lag, and the problems of each."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ _WATCH_EVERY = "2s"
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    """What one inspection found.
+    """The result of one inspection.
 
     * `at_s`: when it began; `rates`: since the one before, None if there was none
     * `problems`: why Redis refuses writes

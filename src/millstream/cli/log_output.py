@@ -1,4 +1,4 @@
-"""Logging of the commands: its level and format, without taking the app's own configuration from it.
+"""Logging of the commands: its level and format, without replacing the app's own configuration.
 
 Until the app is loaded, records go to a handler of last resort, so that `logging.basicConfig` of the app takes effect.
 After that the root logger gets millstream's handler only if the app has given it none.
@@ -25,7 +25,7 @@ _FAILURE_FIELDS = ("handler", "stream", "id", "key", "attempt", "exception", "tr
 class LogSettings:
     """Settings of the log of one process.
 
-    * `level`, `format`: as the user asked for them; None leaves them to the app, and else to the defaults: warning, text
+    * `level`, `format`: as the user chose them; None leaves them to the app, and else to the defaults: warning, text
     * `debug`: millstream's own records from DEBUG on
     * `worker`: the name of this worker process, added to each record; "" for none
     """
@@ -68,7 +68,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what is standard error at the time: a live line in a terminal replaces it."""
+    """Writes to the standard error of the moment: a live line in a terminal replaces `sys.stderr`."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -106,7 +106,7 @@ def start_logging(chosen: LogSettings) -> None:
 
 
 def finish_logging() -> None:
-    """Complete the configuration, once the app is loaded: its own holds, but for what the user asked for.
+    """Complete the configuration, once the app is loaded: the app's own holds, except for the user's options.
 
     `dictConfig` disables all loggers that exist and that it does not name: those of millstream are enabled again.
     """

@@ -1,4 +1,4 @@
-"""The option --metrics-address of long-running commands: metrics, health and what autoscalers ask."""
+"""The option --metrics-address of long-running commands: metrics, health and the numbers for autoscalers."""
 
 import platform
 import threading

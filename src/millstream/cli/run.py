@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _WORK = ("batch", "caught-up", "paused")
 _COUNTED = ("messages", "committed", "dead", "retries")
 _WATCHED_WITHIN_MS = 600_000.0
-"""How old the last look at the queries of a healthy run may be: a Spark session takes minutes to start at times."""
+"""How long ago a healthy run last checked its queries, at most: a Spark session takes minutes to start at times."""
 _MAX_SHORT_SESSIONS, _SHORT_SESSION_MS, _MAX_WAIT_S = 10, 600_000.0, 30.0
 
 
@@ -327,7 +327,7 @@ def _serve_run(
 ) -> Iterator[tuple[Recorder, Callable[[int | None], None]]]:
     """Serve the metrics and the health of a run at `address`, if it is not "", within the block.
 
-    Yields the recorder, and what to call when the queries have been looked at, with the lag.
+    Yields the recorder, and a callback for each check of the queries, which gets the lag.
     """
     from millstream.spark.run.query_metrics import init_run
 

@@ -62,8 +62,8 @@ def show_repeatedly(
 ) -> NoReturn:
     """Read something and show it, again and again, each on the screen in place of the one before.
 
-    While Redis is away that is shown; at the beginning it is an error. `rest`: how many times as long as it read it
-    waits at least before it reads again.
+    While Redis is unavailable, the screen shows the error; at the beginning the error is raised. `rest`: how many times
+    as long as a read the wait after it is, at least.
     """
     screen = Screen()
     began_s, failure = time.monotonic(), ""

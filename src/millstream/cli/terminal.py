@@ -3,7 +3,7 @@
 All output is escaped here, once: a terminal obeys control characters, and any client may have written to Redis.
 Passwords are removed from everything on stderr, including logs and tracebacks.
 
-rich and typer are imported only where they are used, to keep the start of commands fast. It obeys NO_COLOR itself.
+rich and typer are imported only where they are used, to keep the start of commands fast. rich itself obeys NO_COLOR.
 """
 
 import json

@@ -133,7 +133,7 @@ def _load(target: str) -> App:
 
 
 def _warn(app: App, client: Client) -> None:
-    """Say what may lose data at this Redis, and what of the app no worker runs."""
+    """Warn of settings of this Redis that may lose data, and of stages, which no worker runs."""
     warn_of_data_loss(client)
     if app.stages:
         print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
@@ -179,7 +179,7 @@ class _SupervisorOutput:
     def shown(self, app: str, processes: int, metrics_url: str | None) -> Iterator[None]:
         """Print that the supervisor has started, and where its metrics are served; then that all processes have ended.
 
-        What raises has ended the supervisor in another way, and its error is what is printed.
+        If the block raises, the supervisor has ended in another way: the error is printed instead.
         """
         text = f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops"
         print_started(text, metrics_url, as_json=self._as_json, app=app, processes=processes)

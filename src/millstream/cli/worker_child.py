@@ -70,7 +70,7 @@ def main() -> NoReturn:
     except MillstreamError as error:
         print_message(f"error: {error}")
         _end(FINAL_CODE)
-    except Exception:  # noqa: BLE001 - a bug in millstream: the supervisor restarts the process
+    except Exception:  # noqa: BLE001 - any other error is a bug in millstream: the supervisor restarts the process
         print_message_text(traceback.format_exc())
         _end(SOFTWARE_ERROR_CODE)
     for delivery in leftovers:

@@ -168,7 +168,7 @@ def _process_table() -> list[Process]:
 
 
 def _read_process(folder: Path) -> Process | None:
-    """Read one process; None if it has ended, or is a zombie."""
+    """Read one process; None if it has ended, also if its parent has not waited for it yet (a zombie, proc(5))."""
     try:
         stat = (folder / "stat").read_text("utf-8", "replace")
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")

@@ -182,7 +182,7 @@ def verify(client: Client, case: Case) -> None:
 
 @dataclass
 class _Operator:
-    """The operator who acts on the parked keys of a case."""
+    """The operator of a case: acts on its parked keys."""
 
     client: Client
     case: Case

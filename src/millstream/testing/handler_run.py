@@ -34,12 +34,12 @@ from millstream.redis_client.replies import mapping_of
 T = TypeVar("T")
 
 Result = Literal["done", "dead-letter", "parked", "retry"]
-"""What an attempt led to: see `HandlerRun`."""
+"""The outcome of an attempt: see `HandlerRun`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerRun:
-    """What one attempt of a handler on one message led to.
+    """The outcome of one attempt of a handler on one message.
 
     * `result`: "done"; "dead-letter"; "parked", its key waits for an operator; or "retry", after a back-off
     * `outputs`: the entries for the stream `into`, as text; bytes that are not UTF-8 are escaped as "surrogateescape"
@@ -84,8 +84,8 @@ def run(
     * `message`: a Message, or what a producer publishes: a mapping, dataclass, msgspec.Struct or pydantic model
     * `state`: the state of the message's key before; empty by default, and always for a message without a key
     * `stream`: the message's stream; by default the handler's first
-    * `attempt`: number of the attempt, from 1. By default the last, so that a handler that raises shows at once what
-      becomes of the message; with 1 it shows whether it is retried
+    * `attempt`: number of the attempt, from 1. By default the last, so that a handler that raises shows the final
+      outcome of the message at once; with 1 it shows whether the message is retried
 
     Never raises what the handler raises. Raises ConfigError for an unknown handler, or a `state` for a handler that
     takes none; OutputError for a message that could not be published.

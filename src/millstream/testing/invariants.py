@@ -1,4 +1,4 @@
-"""The invariants of key queues, to check in a test after anything that could break them."""
+"""The invariants of key queues, to check in a test after each operation that could break them."""
 
 from collections import Counter
 
