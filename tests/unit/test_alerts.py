@@ -1,6 +1,7 @@
 """The alerts: `deploy/prometheus/rules.yaml` asks for metrics that exist, and the page on production has the same alerts."""
 
 import re
+import subprocess
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.expressions import labels_by_series, promtool_accepts, series_of, wrong_names
+from tests.support.pages import consoles_of
 from tests.support.requirements import skip_without
 
 pytestmark = [pytest.mark.cli]
@@ -32,6 +34,11 @@ def read_rules() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
+def urls_of(rules: Path) -> list[str]:
+    """The addresses of the runbook in a file of rules."""
+    return re.findall(r"runbook_url: (\S+)", rules.read_text())
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as MkDocs makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
@@ -48,6 +55,21 @@ def test_every_rule_has_a_time_a_severity_a_summary_and_a_section_of_the_runbook
         place, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert (f"{place}#", anchor in known) == (RUNBOOK, True), f"{rule['alert']}: {anchor}"
     assert len({rule["alert"] for rule in rules}) == len(rules)
+
+
+def test_the_command_of_the_page_sets_the_address_of_the_runbook_in_every_rule(tmp_path: Path) -> None:
+    (command,) = [
+        line
+        for block in consoles_of("docs/operations/production.md")
+        for line in block.commands.splitlines()
+        if "https://docs.example" in line
+    ]
+    copy = tmp_path / "deploy/prometheus/rules.yaml"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(RULES.read_text())
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert urls_of(copy) == [one.replace("docs.example", "docs.internal/millstream") for one in urls_of(RULES)]
+    assert not any("docs.example" in one for one in urls_of(copy))
 
 
 def test_every_metric_and_label_of_a_rule_is_in_the_catalogue(rules: list[dict[str, Any]]) -> None:
