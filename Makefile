@@ -1,6 +1,6 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test servers quick-servers spark unit lint docs quick-java compiled soak bench clean
+.PHONY: help setup demo test servers quick-servers spark unit lint docs quick-java compiled soak bench profile clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
@@ -87,6 +87,9 @@ compiled: setup # the modules of the tests, once for all the processes that run 
 
 bench: setup ## every benchmark, one line of JSON each
 	$(BIN)/python -m benchmarks all --json $(ARGS)
+
+profile: setup ## flame graphs of the engines in build/profile (ARGS=spark_cost: of one benchmark)
+	@scripts/flame-graphs $(ARGS)
 
 clean: ## remove caches and what builds and demo runs left behind (.venv stays)
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist .millstream \
