@@ -158,7 +158,13 @@ def test_the_list_shows_for_each_key_queue_why_it_waits(client: Client) -> None:
     assert why[b"kC"].endswith(": bad é")
     assert "the lease expired" in why[b"kD"]
     assert why[b"kE"] == "waits for a free worker, number 1 of the ready queues"
-    CommitStore(client, app=KEYS.app, handler=KEYS.handler).set_paused([KEYS.stream], paused=True)
+    store = CommitStore(client, app=KEYS.app, handler=KEYS.handler)
+    store.reserve_rate(KEYS.stream, 1 / 3_600, 2)
+    why = {one.name: one.why for one in list_queues(client, KEYS)}
+    assert why[b"kE"].startswith("waits for a free worker, and for the handler's rate, whose next 2 h are reserved")
+    client.execute("HSET", KEYS.meta, "rate_at", "never")
+    assert "rate" not in {one.name: one.why for one in list_queues(client, KEYS)}[b"kE"]
+    store.set_paused([KEYS.stream], paused=True)
     why = {one.name: one.why for one in list_queues(client, KEYS)}
     assert why[b"kE"] == "waits for the end of the handler's pause, number 1 of the ready queues"
     assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(HOUR_MS - 1, HOUR_MS + 2)

@@ -23,6 +23,7 @@ QUEUED_KEYS = Script("keys/queued_keys")
 WAITING = "waiting"
 """The consumer that holds the pending entries which no worker has leased."""
 
+_META_FIELDS = ("owner", "paused", "rate_at")
 _COUNTS = tuple(one.encode() for one in (FAILED_SUFFIX, EXPIRED_SUFFIX, SINCE_SUFFIX))
 
 QueueState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
@@ -168,7 +169,7 @@ class _Snapshot:
                 ("ZRANGE", keys.backoff, 0, most - 1, "WITHSCORES"),
                 ("HGETALL", keys.parked),
                 ("LRANGE", keys.ready, 0, most - 1),
-                ("HMGET", keys.meta, "owner", "paused"),
+                ("HMGET", keys.meta, *_META_FIELDS),
             ],
         )
         return cls(
@@ -188,7 +189,7 @@ class _Snapshot:
             client,
             [
                 ("TIME",),
-                ("HMGET", keys.meta, "owner", "paused"),
+                ("HMGET", keys.meta, *_META_FIELDS),
                 ("HMGET", keys.owners, *names),
                 ("HMGET", keys.parked, *names),
                 ("ZMSCORE", keys.leases, *names),
@@ -393,10 +394,21 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
 
 
 def _waits_for(meta: Sequence[bytes | None], now_ms: float) -> str:
-    engine, paused = meta
+    engine, paused, rate_at_us = meta
     if parse_pause(paused, now_ms):
         return "the end of the handler's pause"
-    return "the Spark run" if engine is None else "a free worker"
+    engine_name = "the Spark run" if engine is None else "a free worker"
+    reserved_ms = _reserved_ms(rate_at_us, now_ms)
+    rate = f", and for the handler's rate, whose next {format_age(reserved_ms)} are reserved" if reserved_ms > 0 else ""
+    return f"{engine_name}{rate}"
+
+
+def _reserved_ms(rate_at_us: bytes | None, now_ms: float) -> float:
+    """For how long messages of the handler's rate are reserved already; 0 without a rate."""
+    try:
+        return max(0.0, int(rate_at_us or 0) / 1000 - now_ms)
+    except (ValueError, OverflowError):
+        return 0.0  # another program wrote it
 
 
 def _present(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
