@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from millstream.admin.delayed_streams import DelayedStream
 from millstream.admin.key_explanation import KeyReport, explain_key
 from millstream.admin.reports import HandlerReport
 from millstream.delivery.key_queues import KeyQueue
@@ -60,6 +61,12 @@ LETTER = DeadLetter(
     error="negative",
     time_ms=1,
 )
+LONG_RUN = LongRun(
+    handler="shop.pay", stream="orders", id="7-0", key="ann", worker="w-0", started_ms=10_000, time_limit_ms=300_000
+)
+TRY_NOW = (
+    "millstream key park shop.pay ann && millstream key unpark shop.pay ann  # to try it now, with all its attempts"
+)
 START = "millstream worker shop.py  # the file of the app shop"
 
 
@@ -72,6 +79,7 @@ def report(
         "long_run": None,
         "is_migrating": False,
         "queued": None,
+        "delayed": None,
         "dead_letters": (),
         "now_ms": 100_000,
     }
@@ -93,10 +101,20 @@ def report(
             "It has no message now; those to come will wait.",
             ("millstream key unpark shop.pay ann",),
         ),
-        (report(BACKING_OFF, last=LastError(error="E: no.", attempts=5)), "The last attempt failed with E: no.", ()),
+        (
+            report(BACKING_OFF, last=LastError(error="E: no.", attempts=5)),
+            "The last attempt failed with E: no.",
+            (TRY_NOW,),
+        ),
+        (report(BACKING_OFF, handler={"consumers": 0}), "No worker and no run of shop.pay is alive.", (START,)),
         (
             report(BACKING_OFF, last=LastError(attempts=2, blocks=True)),
             "waits: blocked, as 2 attempts have failed: attempt 3 is due",
+            ("millstream key skip shop.pay ann  # or give its first message up", TRY_NOW),
+        ),
+        (
+            report(LEASED, long_run=LONG_RUN),
+            "That message has been running for 90.0 s; its time limit ends it after 5 min.",
             ("millstream key skip shop.pay ann  # or give its first message up",),
         ),
         (report(LEASED, last=LastError(attempts=5)), "This is attempt 2 of 5 on its first message.", ()),
@@ -135,6 +153,11 @@ def report(
             ("millstream key list shop.pay  # the keys with most messages",),
         ),
         (
+            report(delayed=DelayedStream(stream="orders", count=2, due_ms=160_000)),
+            "2 delayed messages are not in orders yet, the first is due in 60.0 s; one may be of this key.",
+            ("millstream delayed list orders",),
+        ),
+        (
             report(dead_letters=(LETTER, LETTER)),
             "2 of its messages are dead letters, the last one as rejected: negative.",
             ("millstream dlq list shop.pay --key ann", "millstream dlq redrive shop.pay --key ann"),
@@ -169,7 +192,7 @@ def test_a_run_that_takes_long_is_said_with_its_time_limit() -> None:
 def test_unread_entries_are_no_reason_for_a_key_that_has_messages() -> None:
     found = explain_key(report(BACKING_OFF, handler={"lag": 5}, queued=(10, 10)))
     assert found.text == "Key ann of shop.pay on orders waits: attempt 3 is due in 2.0 s. Its only message is 7-0."
-    assert found.mend == ()
+    assert found.mend == (TRY_NOW,)
 
 
 def test_commands_name_the_stream_where_there_are_several_and_quote_the_key() -> None:

@@ -35,15 +35,19 @@ def find_delayed_streams(
         found_names.update(page)
         if is_partial := len(found_names) > most or clock.monotonic_ms() >= end_ms:
             break
-    names = sorted(found_names)[:most]
-    due = first_due_ms(client, names)
+    found = delayed_of(client, sorted(found_names)[:most])
+    return sorted(found, key=lambda one: (one.due_ms, one.stream)), is_partial
+
+
+def delayed_of(client: Client, streams: Sequence[str]) -> list[DelayedStream]:
+    """Those of these streams that have delayed messages. Left out: as in `first_due_ms`. Raises Unavailable."""
+    due = first_due_ms(client, streams)
     counts = send_all(client, [("ZCARD", to_wire(StreamKeys(name).due)) for name in due])
-    found = [
+    return [
         DelayedStream(stream=name, count=count, due_ms=due_ms)
         for (name, due_ms), count in zip(due.items(), counts, strict=True)
         if isinstance(count, int) and count
     ]
-    return sorted(found, key=lambda one: (one.due_ms, one.stream)), is_partial
 
 
 def first_due_ms(client: Client, streams: Sequence[str]) -> dict[str, int]:

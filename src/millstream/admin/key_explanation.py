@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from millstream.admin.delayed_streams import DelayedStream
 from millstream.admin.findings import quoted, start_command
 from millstream.admin.reports import HandlerReport
 from millstream.delivery.key_queues import KeyQueue, explain, is_blocked
@@ -35,6 +36,7 @@ class KeyReport:
     * `is_migrating`: it is parked only until it has left another partition
     * `queued`: messages in all key queues of the handler on the stream, and the most that may be; None if unknown, or
       if that keeps no message of the key
+    * `delayed`: the delayed messages of the stream, of any key; None if there are none
     * `dead_letters`: those of the key, the newest first, as far as they are among the newest of the handler
     * `now_ms`: the server's time, in Unix milliseconds
     """
@@ -47,6 +49,7 @@ class KeyReport:
     long_run: LongRun | None
     is_migrating: bool
     queued: tuple[int, int] | None
+    delayed: DelayedStream | None
     dead_letters: Sequence[DeadLetter]
     now_ms: int
 
@@ -122,6 +125,10 @@ def _of_handler(report: KeyReport) -> Iterator[str]:
         yield f"{handler.label} is {handler.pause.reason}"
     if not handler.consumers and (report.queue is not None or report.unread):
         yield f"No worker and no run of {handler.label} is alive"
+    if report.queue is None and report.delayed is not None:
+        first = format_age(max(0, report.delayed.due_ms - report.now_ms))
+        entries = pluralize(report.delayed.count, "delayed message is", "delayed messages are")
+        yield f"{entries} not in {escape(handler.stream)} yet, the first is due in {first}; one may be of this key"
     if report.queue is None and report.unread:
         at_least = "" if handler.lag_exact else "at least "
         entries = pluralize(report.unread, "entry", "entries")
@@ -148,16 +155,20 @@ def _mend(report: KeyReport) -> Iterator[str]:
     if (
         queue is not None
         and queue.length
-        and (queue.state == "parked" or report.is_blocked)
+        and (queue.state == "parked" or report.is_blocked or report.long_run is not None)
         and not report.is_migrating
     ):
         yield f"millstream key skip {of_key}  # or give its first message up"
+    if queue is not None and queue.state == "backing off" and handler.consumers and handler.pause is None:
+        yield f"millstream key park {of_key} && millstream key unpark {of_key}  # to try it now, with all its attempts"
     if handler.pause is not None:
         yield f"millstream resume {handler.label}{'  # once the cause is mended' if handler.pause.by == 'breaker' else ''}"
     if not handler.consumers and (report.queue is not None or report.unread):
         yield start_command(handler.engine, handler.app)
     if _full_queues(report) is not None:
         yield f"millstream key list {handler.label}{on_stream}  # the keys with most messages"
+    if queue is None and report.delayed is not None:
+        yield f"millstream delayed list {quoted(handler.stream)}"
     if report.dead_letters:
         yield f"millstream dlq list {handler.label} --key {quoted(report.key)}{on_stream}"
         yield f"millstream dlq redrive {handler.label} --key {quoted(report.key)}{on_stream}"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 
+from millstream.admin.delayed_streams import delayed_of
 from millstream.admin.inspection import inspect_handlers
 from millstream.admin.key_explanation import KeyReport
 from millstream.admin.reports import HandlerReport
@@ -64,6 +65,7 @@ def _read(
         long_run=next((one for one in long_runs if (one.handler, one.stream, one.id) == first), None),
         is_migrating=is_parked and client.execute("HEXISTS", keys.awaiting, name) == 1,
         queued=queue_usage(client, keys) if queue is None and handler.lag else None,
+        delayed=next(iter(delayed_of(client, [keys.stream])), None) if queue is None else None,
         dead_letters=_dead_letters(client, keys, key) if handler.dead_letters else (),
         now_ms=now_ms,
     )

@@ -63,5 +63,6 @@ def _as_json(report: KeyReport) -> dict[str, Any]:
         "paused": handler.paused,
         "alive": handler.consumers,
         "unread": report.unread,
+        "delayed": 0 if report.delayed is None else report.delayed.count,
         "dead_letters": len(report.dead_letters),
     }
