@@ -105,17 +105,8 @@ def _options(command: Any) -> str:
 
 
 def _names(option: Any) -> str:
-    value = "" if option.is_flag else f" {_metavar(option)}"
+    value = "" if option.is_flag else f" {option.metavar}"
     return ", ".join(sorted((*option.opts, *option.secondary_opts), key=lambda one: one.startswith("--no-"))) + value
-
-
-def _metavar(option: Any) -> str:
-    if option.metavar:
-        return str(option.metavar)
-    if choices := getattr(option.type, "choices", None):
-        return f"{{{','.join(map(str, choices))}}}"
-    kind: str = option.type.name.partition(" ")[0].upper()
-    return {"INTEGER": "N", "INT": "N", "FLOAT": "NUMBER", "STRING": "TEXT", "STR": "TEXT"}.get(kind, kind)
 
 
 def _default(option: Any) -> str:

@@ -48,6 +48,20 @@ def test_every_option_of_every_command_is_on_the_page_with_its_other_sources() -
             assert in_file == (toml_name(option) or "-"), (heading, name)
 
 
+def test_the_help_of_every_option_shows_the_value_that_the_page_shows() -> None:
+    found = sections()
+    for words, command in all_commands():
+        context = command.make_context(" ".join(words), [], resilient_parsing=True)
+        rows = re.findall(r"^\| `(-[^`]+)`", found[f"millstream {' '.join(words)}"], re.M)
+        records = [option.get_help_record(context) for option in options_of(command)]
+        assert [value_of(record[0]) for record in records] == [value_of(row) for row in rows], words
+
+
+def value_of(names: str) -> str:
+    """What stands behind the names of an option: `-y, --yes` has nothing, `--limit N` has N."""
+    return " ".join(word for word in re.split(r"[ /]+", names) if not word.startswith("-"))
+
+
 def test_the_page_of_commands_names_those_that_ask_and_no_others() -> None:
     text = (ROOT / "docs/commands.md").read_text()
     named = set(

@@ -196,6 +196,10 @@ class _CommandGroup(TyperGroup):
             return super().invoke(ctx)
 
 
+_METAVARS = {"INTEGER": "N", "INT": "N", "FLOAT": "NUMBER", "STRING": "TEXT", "STR": "TEXT"}
+"""The placeholders of values, by what versions of Typer call their type."""
+
+
 @cache  # it is the same each time that one process asks
 def load_command(name: str) -> Any:
     """The command or family `name`, with its module imported."""
@@ -209,19 +213,28 @@ def load_command(name: str) -> Any:
     if name in LOGGING_COMMANDS:
         add_log_options(loaded)
     add_settings(loaded, (name,))
-    _show_arguments_as_written(loaded)
+    _show_parameters_as_written(loaded)
     return loaded
 
 
-def _show_arguments_as_written(command: Any) -> None:
-    """Let usages show `STREAM...` and `[FILE]`, where Typer shows `{STREAM...}...` and `[[FILE]]`."""
+def _show_parameters_as_written(command: Any) -> None:
+    """Let help show `STREAM...`, `[FILE]` and `N`, where Typer shows `{STREAM...}...`, `[[FILE]]` and `<int range>`."""
     for one in getattr(command, "commands", {}).values():
-        _show_arguments_as_written(one)
-    for argument in command.params:
-        if argument.param_type_name == "argument":
-            name = argument.metavar or argument.name.upper()
-            shown = name if argument.required or name.startswith("[") else f"[{name}]"
-            argument.get_usage_pieces = lambda _, shown=shown: [shown]
+        _show_parameters_as_written(one)
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            name = parameter.metavar or parameter.name.upper()
+            shown = name if parameter.required or name.startswith("[") else f"[{name}]"
+            parameter.get_usage_pieces = lambda _, shown=shown: [shown]
+        elif not parameter.is_flag:
+            parameter.metavar = parameter.metavar or _metavar(parameter.type)
+
+
+def _metavar(kind: Any) -> str:
+    if choices := getattr(kind, "choices", None):
+        return f"{{{','.join(map(str, choices))}}}"
+    word: str = kind.name.partition(" ")[0].upper()
+    return _METAVARS.get(word, word)
 
 
 def _version(wanted: bool) -> None:
