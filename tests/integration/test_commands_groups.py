@@ -101,6 +101,25 @@ def test_consumers_are_listed_with_their_pending_entries(client: Client, group: 
     assert call("group", "consumers", "s", "absent", url=client.url).code == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("consumers", "s", "absent"),
+        ("pending", "s", "absent"),
+        ("claim", "s", "absent", "a", "1-0", "--create"),
+        ("set-id", "s", "absent", "--after", "latest", "--yes"),
+        ("delete", "s", "absent", "--yes"),
+        ("delete-consumer", "s", "absent", "a", "--yes"),
+        ("clean", "s", "absent", "--yes"),
+    ],
+)
+def test_a_group_that_does_not_exist_is_named_with_the_command_that_lists_the_others(
+    client: Client, group: Group, words: tuple[str, ...]
+) -> None:
+    ended = call("group", *words, url=client.url)
+    assert (ended.code, ended.err) == (1, "error: there is no group 'absent' on s; see: millstream group list s\n")
+
+
 # --- groups: changing ---
 
 

@@ -9,6 +9,7 @@ import typer
 
 from millstream.admin.inspection import handler_of
 from millstream.admin.time_inputs import Duration
+from millstream.cli.group_names import GroupName, Stream, find_group
 from millstream.cli.options import DryRun, Json, Url, Yes, duration
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.errors import ConfigError, MillstreamError
@@ -34,8 +35,8 @@ class _Claimed:
 
 
 def claim(
-    stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
-    group: Annotated[str, typer.Argument(help="The group.", metavar="GROUP")],
+    stream: Stream,
+    group: GroupName,
     consumer: Annotated[str, typer.Argument(help="The consumer that gets them.", metavar="CONSUMER")],
     entry_ids: Annotated[list[str] | None, typer.Argument(help="Entry ids.", metavar="[ID...]")] = None,
     min_idle: Annotated[
@@ -57,6 +58,7 @@ def claim(
     ids = [str(EntryId.parse(entry_id)) for entry_id in entry_ids or ()]
     idle_ms = min_idle.ms if min_idle else 0
     with Client(url) as client:
+        find_group(client, stream, group)
         of = Group(client, stream, group)
         if not create and consumer not in {one.name for one in of.consumers()}:
             raise MillstreamError(

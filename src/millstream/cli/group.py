@@ -9,6 +9,7 @@ import typer
 from millstream.admin.inspection import engine_of, handler_of
 from millstream.admin.time_inputs import Duration
 from millstream.cli.claim import claim, print_deleted
+from millstream.cli.group_names import GroupName, Stream, find_group
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group, duration
 from millstream.cli.pending import pending
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
@@ -21,8 +22,6 @@ from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import to_wire
 
-Stream = Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")]
-GroupName = Annotated[str, typer.Argument(help="The group.", metavar="GROUP")]
 After = Annotated[
     str, typer.Option("--after", metavar="WHERE", help="Deliver the entries after this: an id, earliest or latest.")
 ]
@@ -94,6 +93,7 @@ def list_(
 def consumers(stream: Stream, group: GroupName, url: Url = DEFAULT_URL, as_json: JsonLines = False) -> None:
     """List the consumers of a group, with their pending entries and idle times."""
     with Client(url) as client:
+        find_group(client, stream, group)
         found = Group(client, stream, group).consumers()
     if as_json:
         for one in found:
@@ -147,11 +147,11 @@ def set_id(
     _refuse_handlers(stream, group, _NOT_MOVED)
     new_id = _group_id(after)
     with Client(url) as client:
-        before = _found(client, stream, group).last_delivered.decode()
+        before = find_group(client, stream, group).last_delivered.decode()
         if not dry_run:
             confirm(f"Move group {group} of {stream} from {before} to {after}?", yes=yes)
             Group(client, stream, group).set_id(new_id)
-        now = _found(client, stream, group).last_delivered.decode()
+        now = find_group(client, stream, group).last_delivered.decode()
     if as_json:
         print_json({"stream": stream, "group": group, "before": before, "now": now, "dry_run": dry_run})
     else:
@@ -175,7 +175,7 @@ def delete(
     The workers of a handler create its group again at the committed id: nothing is lost or processed twice.
     """
     with Client(url) as client:
-        found = _found(client, stream, group)
+        found = find_group(client, stream, group)
         if keys := handler_of(stream, group):
             if not client.execute("HEXISTS", to_wire(keys.meta), "committed_id"):
                 _refuse_handlers(stream, group, _NOT_DELETED)
@@ -210,6 +210,7 @@ def delete_consumer(
 ) -> None:
     """Delete a consumer. Its pending entries are never dropped: --transfer-to gets them, with idle times and counts."""
     with Client(url) as client:
+        find_group(client, stream, group)
         of = Group(client, stream, group)
         pending = next((one.pending for one in of.consumers() if one.name == consumer), None)
         if pending is None:
@@ -245,7 +246,7 @@ def clean(
 ) -> None:
     """Delete idle consumers without pending entries. A blocking read counts as idle: choose --idle longer than it."""
     with Client(url) as client:
-        names = [group] if group else [one.name for one in groups_of(client, stream)]
+        names = [find_group(client, stream, group).name] if group else [one.name for one in groups_of(client, stream)]
         found = {name: _idle(Group(client, stream, name).consumers(), idle.ms) for name in names}
         number = sum(map(len, found.values()))
         if number and not dry_run:
@@ -270,13 +271,6 @@ def _idle(found: Sequence[ConsumerInfo], idle_ms: int) -> list[str]:
 
 def _group_id(text: str) -> str:
     return {"earliest": BEGINNING, "latest": END}.get(text) or str(EntryId.parse(text))
-
-
-def _found(client: Client, stream: str, group: str) -> GroupInfo:
-    found = Group(client, stream, group).info()
-    if found is None:
-        raise GroupMissing(f"there is no group {group!r} on {stream}; see: millstream group list {stream}")
-    return found
 
 
 def _refuse_handlers(stream: str, group: str, reason: str) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from millstream.admin.time_inputs import Duration
+from millstream.cli.group_names import GroupName, Stream, find_group
 from millstream.cli.options import JsonLines, OnlyCount, Url, duration
 from millstream.cli.terminal import print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError
@@ -18,8 +19,8 @@ from millstream.redis_client.formats import format_age, pluralize
 
 
 def pending(
-    stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
-    group: Annotated[str, typer.Argument(help="The group.", metavar="GROUP")],
+    stream: Stream,
+    group: GroupName,
     consumer: Annotated[str | None, typer.Option(help="Only entries of this consumer.")] = None,
     min_idle: Annotated[Duration, duration("--min-idle", "Only entries idle for this long.")] = Duration(0),
     start: Annotated[str | None, typer.Option("--from", help="Only entries from this id on.", metavar="ID")] = None,
@@ -36,6 +37,7 @@ def pending(
     first = f"({EntryId.parse(after)}" if after else str(EntryId.parse(start)) if start else "-"
     last = str(EntryId.parse(to)) if to else "+"
     with Client(url) as client:
+        find_group(client, stream, group)
         of = Group(client, stream, group).pending
         summary = of.summary()
         asked = 0 if count else limit + 1
