@@ -358,6 +358,13 @@ def test_the_command_lists_delayed_messages_in_due_order_and_cancels_them(client
     assert "n=1" in shown.out
     assert "1 more; use --limit" in shown.err
 
+    producer.publish("other", {"n": "3"}, delay_ms=1_800_000)
+    everything = call("delayed", "list", "--json", url=client.url).json_lines()
+    assert [(one["stream"], one["fields"]["n"]) for one in everything] == [("other", "3"), ("s", "1"), ("s", "2")]
+    counted = call("delayed", "list", "--count", "--json", url=client.url).json_lines()
+    assert [(one["stream"], one["count"]) for one in counted] == [("other", 1), ("s", 2)]
+    assert "2 more; use --limit" in call("delayed", "list", "--limit", "1", url=client.url).err
+
     refused = call("delayed", "cancel", "s", soon, url=client.url)
     assert (refused.code, DelayedMessages(client).count("s")) == (2, 2)  # without consent
     tried = call("delayed", "cancel", "s", soon, soon, "--dry-run", url=client.url)
@@ -367,4 +374,6 @@ def test_the_command_lists_delayed_messages_in_due_order_and_cancels_them(client
     again = call("delayed", "cancel", "s", soon, late, "--yes", "--json", url=client.url)
     assert (again.code, again.json()) == (1, {"stream": "s", "asked": 2, "cancelled": 1, "dry_run": False})
     assert "1 of 2 were not cancelled" in again.err
-    assert "there are no delayed messages" in call("delayed", "list", "s", url=client.url).err
+    assert call("delayed", "list", "s", url=client.url).err == "there are no delayed messages for s\n"
+    client.execute("SET", StreamKeys("s").due, "of another program")
+    assert call("delayed", "list", "s", url=client.url).code == 1

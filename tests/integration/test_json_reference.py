@@ -149,6 +149,7 @@ def _publish(found: _Outputs, client: Client, folder: Path) -> None:
     with Publisher(client, "p", delay_ms=3_600_000) as publisher:
         publisher.add(["twice", "twice"], ["1", "2"])
     first, *_ = found.run("delayed list", "p")
+    found.run("delayed list --count", "--count")
     found.run("delayed cancel", "p", first["id"], "--yes")
 
 

@@ -1,10 +1,13 @@
 """`millstream delayed`: lists and cancels delayed messages."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
-from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
+from millstream.admin.delayed_streams import DelayedStream, delayed_of, find_delayed_streams
+from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate_on_screen
 from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
@@ -24,27 +27,50 @@ delayed = command_group("List and cancel delayed messages, which are added to th
 
 @delayed.command("list")
 def list_(
-    stream: Stream,
+    stream: Annotated[
+        str | None, typer.Argument(help="Only those of this stream; default: of all.", metavar="[STREAM]")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of messages.")] = 100,
+    count: OnlyCount = False,
     url: Url = DEFAULT_URL,
     as_json: JsonLines = False,
 ) -> None:
-    """List the delayed messages of a stream, in due order."""
+    """List the delayed messages of a stream, in due order; or of all streams, that with the earliest first."""
     with Client(url) as client:
         now_ms = server_time_ms(client)
-        messages = DelayedMessages(client)
-        found, count = messages.find(stream, limit=limit), messages.count(stream)
+        if stream:
+            DelayedMessages(client).count(stream)  # raises AccessDenied, where the next line would leave the stream out
+            streams, is_partial = delayed_of(client, [stream]), False
+        else:
+            streams, is_partial = find_delayed_streams(client)
+        found = [] if count else _first_messages(client, streams, limit)
     if as_json:
-        for one in found:
-            problem = {} if one.problem is None else {"problem": one.problem}
-            print_json({"stream": stream, "id": one.id, "due_ms": one.due_ms, **problem, **json_fields(one.pairs)})
-        return
-    if not found:
-        print_message(f"there are no delayed messages for {escape(stream)}")
-        return
-    print_table(("id", ">due in", "due at", "+fields"), [_row(one, now_ms) for one in found])
-    if count > len(found):
-        print_message(f"{count - len(found):,} more; use --limit to show them")
+        for line in map(asdict, streams) if count else map(_as_json, found):
+            print_json(line)
+    elif not streams:
+        print_message(f"there are no delayed messages{f' for {escape(stream)}' if stream else ''}")
+    elif count:
+        rows = [(escape(one.stream), f"{one.count:,}", *_due(one.due_ms, now_ms)) for one in streams]
+        print_table(("~stream", ">messages", ">first due in", "first due at"), rows)
+    else:
+        print_table(("~stream", "id", ">due in", "due at", "+fields"), [_row(one, now_ms) for one in found])
+    if is_partial:
+        print_message("there may be more: Redis has too many keys to look at all of them; name a stream")
+    if not count and (left := sum(one.count for one in streams) - len(found)) > 0:
+        print_message(f"{left:,} more; use --limit to show them")
+
+
+def _first_messages(client: Client, streams: Sequence[DelayedStream], limit: int) -> list[DelayedMessage]:
+    messages, found = DelayedMessages(client), list[DelayedMessage]()
+    for one in streams:
+        if left := limit - len(found):
+            found += messages.find(one.stream, limit=left)
+    return found
+
+
+def _as_json(one: DelayedMessage) -> dict[str, Any]:
+    problem = {} if one.problem is None else {"problem": one.problem}
+    return {"stream": one.stream, "id": one.id, "due_ms": one.due_ms, **problem, **json_fields(one.pairs)}
 
 
 @delayed.command()
@@ -73,14 +99,17 @@ def cancel(
         )
 
 
-def _row(one: DelayedMessage, now_ms: int) -> tuple[str, str, str, str]:
-    wait_ms = one.due_ms - now_ms
-    due_at = format_time(one.due_ms) or "-"
+def _row(one: DelayedMessage, now_ms: int) -> tuple[str, ...]:
     fields = " ".join(f"{escape(name)}={escape(value)}" for name, value in pairs_of(one.pairs))
     shown = fields if one.problem is None else f"unreadable: {one.problem}"
     return (
+        escape(one.stream),
         escape(one.id),
-        format_age(wait_ms) if wait_ms > 0 else "overdue",
-        due_at,
+        *_due(one.due_ms, now_ms),
         truncate_on_screen(shown, _FIELD_CHARS),
     )
+
+
+def _due(due_ms: int, now_ms: int) -> tuple[str, str]:
+    """In how long, and when."""
+    return format_age(due_ms - now_ms) if due_ms > now_ms else "overdue", format_time(due_ms) or "-"
