@@ -39,11 +39,18 @@ class EntryId(NamedTuple):
             raise ConfigError(f"{plain[:_SHOWN]!r} is beyond Redis' largest entry id: neither part may exceed {_MAX}")
         return cls(int(ms), int(seq) if dash else default_seq)
 
+    def previous(self) -> "EntryId":
+        """Return the greatest id before this one; 0-0 has none, and is returned."""
+        if self.seq:
+            return EntryId(self.ms, self.seq - 1)
+        return EntryId(self.ms - 1, _MAX) if self.ms else self
+
     def __str__(self) -> str:
         return f"{self.ms}-{self.seq}"
 
 
 ZERO_ID = EntryId(0, 0)
+LAST_ID = EntryId(_MAX, _MAX)
 
 
 @dataclass

@@ -312,6 +312,7 @@ ROLES: Mapping[RoleName, Role] = {
     ),
     RoleName.OPERATOR: Role(
         scripts=(
+            "commit/read_range",
             "groups/count_entries",
             "groups/delete_consumer",
             "producer/redrive",

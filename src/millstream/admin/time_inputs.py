@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime
 
 from millstream.errors import ConfigError
-from millstream.model import ZERO_ID, EntryId
+from millstream.model import LAST_ID, ZERO_ID, EntryId
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -66,3 +66,12 @@ def parse_start(text: str) -> EntryId | None:
     if _ID.fullmatch(text):
         return EntryId.parse(text)
     return EntryId(parse_time_ms(text), 0)
+
+
+def parse_end(text: str) -> EntryId:
+    """The last id to read: an id, `latest` or a time; milliseconds alone include all their ids. Raises ConfigError."""
+    if text == "latest":
+        return LAST_ID
+    if _ID.fullmatch(text):
+        return EntryId.parse(text, default_seq=LAST_ID.seq)
+    return EntryId(parse_time_ms(text), LAST_ID.seq)

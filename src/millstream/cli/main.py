@@ -43,6 +43,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "top": ("millstream.cli.top:top", INSPECT, "Show what handlers do now, all the time."),
     "why": ("millstream.cli.why:why", INSPECT, "Say why the messages of a key wait or not."),
     "check": ("millstream.cli.check:check", INSPECT, "Run handlers on real entries and commit nothing."),
+    "replay": (
+        "millstream.cli.replay:replay",
+        INSPECT,
+        "Run a handler on the history of a key; compare two versions.",
+    ),
     "doctor": (
         "millstream.cli.doctor:doctor",
         INSPECT,
@@ -88,6 +93,7 @@ _OTHER_WORDS: Mapping[str, str] = {
     "claim": "group claim",
     "partitions": "partition show",
     "explain": "why",
+    "history": "replay",
     "benchmark": "bench",
     "status": "info",
     "lag": "info",

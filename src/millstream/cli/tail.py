@@ -26,7 +26,6 @@ from millstream.router import END, Gap, Item, Router
 from millstream.router.stream_events import Reason
 
 _PAGE = 500
-_LARGEST_SEQ = 2**64 - 1
 _SHOWN_CHARS = 200
 _GAPS: Mapping[Reason, str] = {
     "trimmed": "entries were trimmed before they could be shown",
@@ -65,7 +64,7 @@ def tail(
     if start is not None and after is not None:
         raise ConfigError("--from and --after exclude each other: give only one")
     first = parse_start(start or ("latest" if follow else "earliest"))
-    after_id = EntryId.parse(after) if after is not None else first and _previous_id(first)
+    after_id = EntryId.parse(after) if after is not None else first and first.previous()
     names = [name for name in dict.fromkeys(streams) if not is_pattern(name)]
     patterns = list(filter(is_pattern, streams))
     printer = _Printer(as_json=as_json, most=sys.maxsize if limit is None else limit)
@@ -142,13 +141,6 @@ def _last_entries(client: Client, names: Sequence[str]) -> Sequence[Reply]:
 
 def _last_of(found: Reply) -> EntryId:
     return EntryId.parse(found[0][0]) if found else ZERO_ID
-
-
-def _previous_id(first: EntryId) -> EntryId:
-    """The greatest id before `first`."""
-    if first.seq:
-        return EntryId(first.ms, first.seq - 1)
-    return EntryId(first.ms - 1, _LARGEST_SEQ) if first.ms else ZERO_ID
 
 
 class _Printer:

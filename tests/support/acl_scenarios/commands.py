@@ -25,6 +25,11 @@ def bill(message: Message) -> None:
     """For `check`, which runs the handlers of an app."""
 
 
+@checked_app.handler("orders", key="n")
+def by_number(message: Message) -> None:
+    """For `replay`, which runs a handler with a key."""
+
+
 def command(url: str, *words: str) -> None:
     """Run a command of millstream; raise its error if access is denied."""
     outcome = call(*words, url=url)
@@ -51,6 +56,7 @@ def operate(url: str, admin: Client) -> None:
     admin.execute("HSET", KEYS.state, "A", b"\x80")
     examine(url)
     command(url, "check", f"{__name__}:checked_app", "--yes")
+    command(url, "replay", f"{__name__}:checked_app", "by_number", "1", "--yes")
     command(url, "dlq", "show", admin.execute("XREVRANGE", KEYS.dead_letters, "+", "-", "COUNT", 1)[0][0].decode())
     for words in ("info", "dlq list", "dlq redrive shop --limit 1 --yes", "dlq purge --all --yes"):
         command(url, *words.split())
