@@ -34,7 +34,7 @@ from millstream.worker.process.supervisor import (
     STUCK_CODE,
     exit_with_parent,
 )
-from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
+from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings, describe_leftover, tune_gc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,7 @@ def main() -> NoReturn:
         print_message_text(traceback.format_exc())
         _end(SOFTWARE_ERROR_CODE)
     for delivery in leftovers:
-        print_message(
-            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running at the stop; "
-            "another worker processes it again"
-        )
+        print_message(describe_leftover(delivery))
     _end(0)
 
 
@@ -100,6 +97,7 @@ def _run(job: WorkerJob) -> Sequence[Delivery]:
     )
     Heartbeat(job.heartbeat_to, cpu_limit_ms=max(ORPHAN_END_MS, process.frozen_after_ms)).start()
     exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
+    tune_gc()
     return process.run(stopping)
 
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from millstream.worker.handler_steps import HandlerSteps
     from millstream.worker.loop import ReadingLoop
     from millstream.worker.policy import WorkerPolicy
+    from millstream.worker.process.embedded_worker import EmbeddedWorker
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -15,7 +16,8 @@ else:
             "millstream.worker.handler_steps": ("HandlerSteps",),
             "millstream.worker.loop": ("ReadingLoop",),
             "millstream.worker.policy": ("WorkerPolicy",),
+            "millstream.worker.process.embedded_worker": ("EmbeddedWorker",),
         },
     )
 
-__all__ = ["HandlerSteps", "ReadingLoop", "WorkerPolicy"]
+__all__ = ["EmbeddedWorker", "HandlerSteps", "ReadingLoop", "WorkerPolicy"]

@@ -55,6 +55,14 @@ def tune_gc() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
+def describe_leftover(delivery: Delivery) -> str:
+    """Return the text for a delivery that was still running at a stop."""
+    return (
+        f"message {delivery.id.decode()} of {delivery.stream.stream} was still running at the stop; "
+        "another worker processes it again"
+    )
+
+
 class WorkerProcess:
     """Runs the handlers of `app`, each in its own reading loop; if one loop ends, all are stopped.
 
@@ -125,7 +133,6 @@ class WorkerProcess:
 
     def run(self, stopping: threading.Event) -> Sequence[Delivery]:
         """Work until `stopping`; return the deliveries still running then. Raises the error that ended a loop early."""
-        tune_gc()
         threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self._loops.values()]
         for thread in threads:
             thread.start()
