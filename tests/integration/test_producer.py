@@ -406,6 +406,20 @@ def test_coroutines_publish_in_the_order_of_their_calls(client: Client, producer
     assert numbers(client) == list(range(300))
 
 
+def test_the_event_loop_goes_on_while_a_producer_closes(client: Client) -> None:
+    async def main() -> str:
+        async with Producer(client.url, capacity=1, patience_ms=FAIL_SAFE_S * 1_000) as producer:
+            await producer.publish_async("s", {"n": 0})
+            waits = asyncio.create_task(producer.publish_async("s", {"n": 1}))
+            await asyncio.sleep(0)  # it waits for room
+            room = asyncio.create_task(asyncio.to_thread(client.execute, "XTRIM", "s", "MAXLEN", 0))
+        await room
+        return await waits
+
+    entry_id = asyncio.run(main())
+    assert [found for found, _ in entries(client)] == [entry_id]
+
+
 # --- The publisher in bulk ---
 
 

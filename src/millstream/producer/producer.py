@@ -88,6 +88,13 @@ class Publishing:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close it, and let the event loop go on while pending `publish_async` calls end."""
+        await asyncio.to_thread(self.close)
+
     async def _in_thread(self, call: Callable[[], T]) -> T:
         # With the context of the caller, so that its trace goes on in the thread.
         run = copy_context().run
@@ -129,7 +136,8 @@ class Producer(Publishing):
 
     Messages are a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model (`encode_output`). Messages
     from one thread to one stream keep their order. Several threads may share a producer; processes must not: create one
-    after a fork. Close it, or use it as a context manager. Raises ConfigError for invalid options.
+    after a fork. Close it, or use it as a context manager: `with`, or `async with` in coroutines, which blocks no event
+    loop while pending calls end. Raises ConfigError for invalid options.
     """
 
     def __init__(
