@@ -2,14 +2,18 @@
 
 import asyncio
 import runpy
+import signal
 from pathlib import Path
 
 import httpx
 import pytest
 
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing import run
+from tests.support.applications import application
 from tests.support.commandline import reserved_port
+from tests.support.gateways import Events
 from tests.support.pages import REDIS, Block, not_printed, run_consoles, run_tests, write_files
 
 pytestmark = [pytest.mark.cli]
@@ -57,6 +61,28 @@ def test_the_cookbooks_api_publishes_a_repeated_request_once(cookbook: dict[str,
     ((entry_id, pairs),) = client.execute("XRANGE", "orders", "-", "+")
     assert [answer.json()["id"] for answer in answers] == [entry_id.decode()] * 2
     assert pairs == [b"customer", b"ann", b"amount", b"1.5"]
+
+
+def test_the_cookbooks_server_publishes_processes_and_streams_and_stops(
+    cookbook: dict[str, Path], client: Client, tmp_path: Path
+) -> None:
+    options = ("--app-dir", str(cookbook["live_api.py"].parent), "--timeout-graceful-shutdown", "3600")
+    with application("live_api:api", client.url, tmp_path / "log", *options) as web:
+        with Events(web.url, "/totals", {}) as page:
+            page.wait()
+            for _ in range(3):
+                assert web.http.post("/orders/ann").status_code == 202
+            assert [event.data["fields"]["orders"] for event in page.next(3)] == ["1", "2", "3"]
+            position = page.seen.last_id
+        web.http.post("/orders/ann")
+        with Events(web.url, "/totals", {"Last-Event-ID": position}) as page:
+            assert [event.data["fields"] for event in page.next()] == [{"customer": "ann", "orders": "4"}]
+            web.process.send_signal(signal.SIGTERM)
+            assert [event.kind for event in page.rest()] == ["end"]
+        assert web.wait() == -signal.SIGTERM
+        assert "Application shutdown complete" in web.log.read_text()
+    consumers = client.execute("XINFO", "CONSUMERS", "orders", HandlerKeys("live", "total", "orders").group)
+    assert [consumer[1] for consumer in consumers] == [b"waiting"], "the worker has left its group"
 
 
 def test_the_cookbooks_job_is_published_once_by_two_machines(cookbook: dict[str, Path], client: Client) -> None:

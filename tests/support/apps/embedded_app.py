@@ -1,4 +1,4 @@
-"""A web application with a worker inside, for tests that run it on uvicorn. A message says by `do` what it does.
+"""A web application with a worker and live streams inside, on uvicorn. A message says by `do` what it does.
 
 `hang`: it runs beyond its time limit, and on. `wait`: it runs until the key `gate` exists.
 """
@@ -8,17 +8,21 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from millstream import App, Message
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
+from millstream.services.gateway import ConnectionLimits, EmbeddedGateway, FlowControl
 from millstream.worker import EmbeddedWorker, WorkerPolicy
 
 URL = os.environ["MILLSTREAM_URL"]
 STOP_MS = int(os.environ.get("MILLSTREAM_TEST_STOP_MS", "60000"))
 
+STALL_S = float(os.environ.get("MILLSTREAM_TEST_STALL_S", "3600"))
+
 app = App("inside")
+gateway: EmbeddedGateway
 
 
 @app.handler("in", into="out", time_limit_ms=int(os.environ.get("MILLSTREAM_TEST_LIMIT_MS", "600000")))
@@ -35,10 +39,15 @@ def copy(message: Message) -> dict[str, str]:
 
 @asynccontextmanager
 async def lifespan(api: FastAPI) -> AsyncIterator[None]:
-    """Publish and process while the application serves."""
-    with Producer(URL) as api.state.producer:
-        async with EmbeddedWorker(app, URL, policy=WorkerPolicy(stop_ms=STOP_MS)):
-            yield
+    """Publish, process and stream while the application serves."""
+    global gateway
+    flow, limits = FlowControl(stall_s=STALL_S), ConnectionLimits(per_token=2)
+    async with (
+        Producer(URL) as api.state.producer,
+        EmbeddedGateway(URL, flow=flow, limits=limits) as gateway,
+        EmbeddedWorker(app, URL, policy=WorkerPolicy(stop_ms=STOP_MS)),
+    ):
+        yield
 
 
 api = FastAPI(lifespan=lifespan)
@@ -49,3 +58,16 @@ async def publish(message: dict[str, str], request: Request) -> str:
     """Publish a message."""
     producer: Producer = request.app.state.producer
     return await producer.publish_async("in", message)
+
+
+@api.get("/events/{streams}")
+@api.post("/events/{streams}")
+async def events(streams: str, request: Request, user: str = "") -> Response:
+    """Follow streams, whose names commas separate, from their beginning."""
+    return gateway.events(request, *streams.split(","), after="earliest", principal=user)
+
+
+@api.get("/subscriptions")
+async def subscriptions() -> int:
+    """How many streams are followed."""
+    return gateway.router.figures().subscriptions

@@ -1,5 +1,6 @@
 """FollowRequest: parses a request: its streams, where to start, its token or ticket."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote
@@ -50,15 +51,29 @@ def parse_follow_request(scope: "Scope", prefix: bytes) -> FollowRequest:
     )
     if bool(rest) == bool(stream_parameters) or len(streams) > MOST_STREAMS:
         raise Refused(400, f"name one stream in the path, or 1 to {MOST_STREAMS} with ?stream=NAME")
-    # The id that a browser sends when it reconnects is newer than the one its page wrote into the URL.
-    # An EventSource polyfill cannot set the header, and sends it as a parameter.
-    last_event_id = header(scope, b"last-event-id") or query.get("lastEventId", [""])[-1]
-    after = last_event_id or (query.get("after") or ["latest"])[-1]
     return FollowRequest(
-        starts=tuple(zip(streams, _start_ids(after, len(streams)), strict=True)),
+        starts=_starts_of(scope, query, streams, "latest"),
         token=bearer_token(scope),
         ticket=query["ticket"][-1] if "ticket" in query else None,
     )
+
+
+def parse_starts(scope: "Scope", streams: Sequence[str], default: str) -> tuple[tuple[str, str], ...]:
+    """Return each stream and the id to start after, for a request whose streams the application names.
+
+    `default`: where to start without an id in the request. Raises Refused.
+    """
+    return _starts_of(scope, _query(scope), streams, default)
+
+
+def _starts_of(
+    scope: "Scope", query: Mapping[str, Sequence[str]], streams: Sequence[str], default: str
+) -> tuple[tuple[str, str], ...]:
+    # The id that a browser sends when it reconnects is newer than the one its page wrote into the URL.
+    # An EventSource polyfill cannot set the header, and sends it as a parameter.
+    last_event_id = header(scope, b"last-event-id") or query.get("lastEventId", [""])[-1]
+    after = last_event_id or (query.get("after") or [default])[-1]
+    return tuple(zip(streams, _start_ids(after, len(streams)), strict=True))
 
 
 def _query(scope: "Scope") -> dict[str, list[str]]:
