@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from millstream.admin.acl import RoleName, acl_rule
-from millstream.redis_client.client import Client
+from millstream.redis_client.client import Client, shared_client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support import servers, waiting
 from tests.support.java import start_java_quickly
@@ -151,6 +151,13 @@ def _rank(item: pytest.Item) -> int:
         if spark_group
         else len(SPARK_GROUPS) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
     )
+
+
+@pytest.fixture(autouse=True)
+def shared_clients_of_this_test() -> Iterator[None]:
+    """No client that a process shares outlives a test: the next one may have a server that ended its connections."""
+    yield
+    shared_client.cache_clear()
 
 
 if os.environ.get("MILLSTREAM_TEST_ACL"):

@@ -7,7 +7,6 @@ repeating it is safe (`Client.retry_while_unavailable`).
 
 import functools
 import logging
-import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -68,33 +67,6 @@ def raise_if_error(reply: Reply) -> Reply:
     return reply
 
 
-class _OpenConnection:
-    """A connection that is kept between commands, so that the server or a proxy may close it while it is idle."""
-
-    def __init__(self, pool: ConnectionPool, connection: Any) -> None:
-        self.pool = pool
-        self.connection = connection
-        self._polled: Any = None  # the socket that `_poll` polls
-        self._poll = select.poll()
-
-    def disconnect_if_closed(self) -> None:
-        """Drop a socket that the server or a proxy has closed; the next command opens a new one.
-
-        No command was sent on the closed socket, so none is repeated.
-        """
-        opened = self.connection._sock
-        if opened is not self._polled:
-            self._polled, self._poll = opened, select.poll()
-            if opened is not None:
-                self._poll.register(opened, select.POLLIN)
-        # `can_read` alone takes four times as long, and its True says that the socket is open.
-        if opened is not None and self._poll.poll(0):
-            try:
-                self.connection.can_read(0)
-            except redis.exceptions.ConnectionError:
-                self.connection.disconnect()
-
-
 class Client:
     """Connections to one Redis deployment, by `url`: a server, a Sentinel service or a cluster.
 
@@ -108,7 +80,7 @@ class Client:
         self.timeout_ms = timeout_ms
         self._clock = clock
         self._lock = threading.RLock()
-        self._connections: dict[int, _OpenConnection] = {}
+        self._connections: dict[int, tuple[ConnectionPool, Any]] = {}
         self._cached_route: _Route | None = None
 
     def __repr__(self) -> str:
@@ -129,9 +101,9 @@ class Client:
     def close(self) -> None:
         """Close every connection; the client may be used again."""
         with self._lock:
-            for opened in self._connections.values():
-                opened.connection.disconnect()
-                opened.pool.release(opened.connection)
+            for pool, connection in self._connections.values():
+                connection.disconnect()
+                pool.release(connection)
             self._connections.clear()
 
     def __enter__(self) -> "Client":
@@ -345,9 +317,8 @@ class Client:
         opened = self._connections.get(id(pool))
         if opened is None:
             connection = self._translating_errors(pool.get_connection, None)
-            self._connections[id(pool)] = opened = _OpenConnection(pool, connection)
-        opened.disconnect_if_closed()
-        return opened.connection
+            self._connections[id(pool)] = opened = (pool, connection)
+        return opened[1]
 
     def _execute_on(self, command: Command, pool: ConnectionPool) -> Reply:
         with self._lock:
