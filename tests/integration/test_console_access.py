@@ -234,7 +234,7 @@ def test_a_token_that_is_removed_from_the_file_ends_its_sessions_in_an_applicati
         assert browser.http.get("/redis", headers=bearer).status_code == 200
         (tmp_path / "tokens").write_text(f"{TOKENS['figures']} figures\n")
         eventually(lambda: browser.get("/").url.endswith("/login"), "the end of the session")
-        assert browser.http.get("/redis", headers=bearer).status_code == 303
+        assert browser.http.get("/redis", headers=bearer).status_code == 401
         assert browser.log_in("operate").status == 401
         (tmp_path / "tokens").unlink()
         eventually(lambda: browser.get("/") and "keeping the previous tokens" in caplog.text, "the warning")
@@ -247,7 +247,20 @@ def test_a_program_uses_a_bearer_token_and_needs_no_form(filled: Client, tmp_pat
         page = browser.post("/handler/resume", headers=bearer, name="shop.pay")
         assert page.status in (200, 303)
         assert "resumed on 1 stream" in Browser(browser.http).get("/audit", **bearer).text
-        assert browser.post("/handler/resume", headers={"Authorization": "Bearer x"}, name="shop.pay").status == 401
+
+
+def test_an_unknown_bearer_token_is_refused_and_not_sent_to_the_login_form(client: Client, tmp_path: Path) -> None:
+    with console(client.url, tmp_path, "operate") as browser:
+        for answer in (
+            browser.http.get("/redis", headers={"Authorization": "Bearer x"}),
+            browser.http.post("/handler/resume", headers={"Authorization": "Bearer x"}, data={"name": "shop.pay"}),
+        ):
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"].startswith("Bearer")
+            assert "this token is unknown" in answer.text
+        browser.http.cookies.clear()
+        assert browser.http.post("/handler/resume").headers["www-authenticate"].startswith("Bearer")
+        assert browser.http.get("/redis").status_code == 303, "a browser"
 
 
 def test_the_application_around_the_console_decides_the_level_and_the_name(filled: Client) -> None:

@@ -22,7 +22,7 @@ from millstream.errors import ConfigError, MillstreamError, RedisError
 from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display, Redact, show_all
-from millstream.services.console.guard import Authorize, Guard
+from millstream.services.console.guard import CHALLENGE, Authorize, Guard
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
 from millstream.services.console.pages import Page, PageRequest, Shared
 from millstream.services.console.rendering import render
@@ -116,7 +116,7 @@ class _Endpoint:
         if viewer is None:
             if parts.guard.has_login and page.method == "GET":
                 return RedirectResponse(f"{root_of(request)}/login", 303)
-            raise Refused(401, "log in first")
+            raise Refused(401, "log in first", CHALLENGE if parts.guard.has_login else None)
         if not viewer.may(page.level):
             raise Refused(403, f"this needs the level {page.level.word}, and {viewer.name} has {viewer.level.word}")
         form = await form_of(request) if page.method == "POST" else {}
@@ -181,7 +181,7 @@ async def _healthz(_: Request) -> Response:
 
 
 def _answer_refused(request: Request, error: Exception) -> Response:
-    return _problem(request, getattr(error, "status", 500), str(error))
+    return _problem(request, getattr(error, "status", 500), str(error), getattr(error, "headers", None))
 
 
 def _answer_http(request: Request, error: Exception) -> Response:
@@ -194,5 +194,5 @@ def _answer_failure(request: Request, error: Exception) -> Response:
     return _problem(request, 500, "internal error; the log of the console has the cause")
 
 
-def _problem(request: Request, status: int, text: str) -> Response:
-    return HTMLResponse(render("problem.html", root=root_of(request), status=status, problem=text), status)
+def _problem(request: Request, status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
+    return HTMLResponse(render("problem.html", root=root_of(request), status=status, problem=text), status, headers)

@@ -18,6 +18,9 @@ Authorize = Callable[[Request], Viewer | Level | Awaitable[Viewer | Level | None
 ANYONE = Viewer(name="anyone on this machine", level=Level.PAYLOADS)
 """The viewer where no token is required: they may read, and change nothing."""
 
+CHALLENGE = {"WWW-Authenticate": 'Bearer realm="millstream console"'}
+"""What a response of status 401 says (RFC 9110, 11.6.1): programs send a bearer token."""
+
 _OWN_SITE = ("same-origin", "none")
 
 
@@ -39,7 +42,7 @@ class Guard:
         return self.authorize is None and bool(self.tokens)
 
     async def viewer_of(self, request: Request) -> Viewer | None:
-        """The viewer of a request; None if they are unknown."""
+        """The viewer of a request; None if they have to log in. Raises Refused for an unknown bearer token."""
         if self.authorize is not None:
             answer = self.authorize(request)
             found = await answer if inspect.isawaitable(answer) else answer
@@ -49,7 +52,9 @@ class Guard:
             return ANYONE
         if (token := bearer_token(request.scope)) is not None:
             known = self.tokens.viewer_of(token)
-            return known[1] if known else None
+            if known is None:
+                raise Refused(401, "this token is unknown", CHALLENGE)
+            return known[1]
         return self.sessions.viewer_of(request.cookies.get(SESSION_COOKIE))
 
     def reload_tokens(self) -> None:

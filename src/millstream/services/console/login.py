@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from millstream.services.console.guard import Guard
+from millstream.services.console.guard import CHALLENGE, Guard
 from millstream.services.console.rendering import render
 from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, form_token, new_form_secret
 from millstream.services.web.errors import Refused
@@ -83,10 +83,12 @@ def set_cookie(request: Request, response: Response, name: str, value: str, max_
 def login_routes(guard: Guard) -> list[Route]:
     """The routes of the login form and of the logout."""
 
-    def show(request: Request, status: int = 200, problem: str = "") -> Response:
+    def show(
+        request: Request, status: int = 200, problem: str = "", headers: Mapping[str, str] | None = None
+    ) -> Response:
         secret = FormSecret(request)
         html = render("login.html", root=root_of(request), form_token=secret.form_token, problem=problem)
-        response = HTMLResponse(html, status)
+        response = HTMLResponse(html, status, headers)
         secret.keep(request, response)
         return response
 
@@ -96,7 +98,7 @@ def login_routes(guard: Guard) -> list[Route]:
         guard.reload_tokens()
         known = guard.tokens.viewer_of(next(iter(form.get("token", ())), "").strip())
         if known is None:
-            return show(request, 401, "This token is unknown.")
+            return show(request, 401, "This token is unknown.", CHALLENGE)
         response = RedirectResponse(f"{root_of(request)}/", 303)
         session = guard.sessions.issue(known[0])
         set_cookie(request, response, SESSION_COOKIE, session, int(guard.sessions.session_s))

@@ -1,6 +1,6 @@
 """Error responses of HTTP services: a status, and one line of JSON with the cause."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,11 +12,12 @@ from millstream.errors import MillstreamError, Unavailable
 
 
 class Refused(MillstreamError):
-    """A request is refused, with the HTTP status `status` and the cause."""
+    """A request is refused, with the HTTP status `status`, the cause, and `headers` of the response."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.headers = headers
 
 
 def install_error_handlers(app: Starlette, name: str) -> None:
