@@ -1,9 +1,11 @@
 """What each level of the console may do, from which pages and host names, and what never leaves the process."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -19,6 +21,7 @@ from millstream.services.console import Level, Viewer, console_app
 from millstream.services.console.display import hide_fields
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens
+from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, form_token
 from millstream.services.console.views import PAGES
 from tests.support.commandline import call
@@ -35,7 +38,7 @@ from tests.support.consoles import (
     write_tokens,
 )
 from tests.support.service_process import ServiceProcess, http_client
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -379,6 +382,31 @@ def test_every_response_forbids_scripts_frames_and_caches(operator: Browser) -> 
         assert one.headers["cache-control"] == "no-store"
     assert not {"script", "style", "iframe", "img"} & {tag for one in answers for tag in one.tags}
     assert not any(" style=" in one.html for one in answers)
+
+
+def test_what_the_server_of_a_console_answers_by_itself_has_these_headers_too(client: Client) -> None:
+    with ServiceProcess(("console",), (), client.url) as started, http_client(started.url) as http:
+        both = {"Content-Length": "0", "Transfer-Encoding": "chunked"}
+        answers = [
+            http.get("/"),
+            http.get("/", headers={"Host": "evil.example"}),
+            http.get("/", headers={"Origin": "https://evil.example"}),
+            http.get(f"/?{'x' * 16_000}", headers={"X": "y" * 1_000}),
+            http.post("/", content=b"x" * 70_000),
+            http.post("/", headers=both),
+        ]
+        assert [one.status_code for one in answers] == [200, 421, 403, 431, 413, 400]
+        for one in answers:
+            found = [one.headers.get_list(name) for name in SECURE_HEADERS]
+            assert found == [[value] for value in SECURE_HEADERS.values()], one.status_code
+        address = urlsplit(started.url)
+        with socket.create_connection((address.hostname, address.port), FAIL_SAFE_S) as raw:
+            raw.sendall(b"nonsense\r\n\r\n")
+            answer = b"".join(iter(lambda: raw.recv(65_536), b""))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        for name, value in SECURE_HEADERS.items():
+            assert answer.count(f"\r\n{name}: {value}\r\n".encode()) == 1
+        assert answer.endswith(b'\r\n\r\n{"error":"not HTTP/1.1, or URL and headers are far too long"}')
 
 
 def test_what_messages_contain_is_text_in_every_page(client: Client, tmp_path: Path) -> None:

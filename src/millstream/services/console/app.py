@@ -77,11 +77,12 @@ def console_app(
         raise ConfigError("give authorize=, or token_file= with a token: else every client could read all messages")
     watched = None if token_file is None else WatchedTokens(tokens.replace, token_file)
     guard = Guard(tokens=tokens, sessions=Sessions(tokens), authorize=authorize, watched=watched)
-    return make_console(ConsoleParts(clients=ClientPool(url), guard=guard, redact=redact, host_names=host_names))
+    parts = ConsoleParts(clients=ClientPool(url), guard=guard, redact=redact, host_names=host_names)
+    return SecureHeaders(make_console(parts))
 
 
-def make_console(parts: ConsoleParts) -> "ASGIApp":
-    """The ASGI application of these parts."""
+def make_console(parts: ConsoleParts) -> Starlette:
+    """The ASGI application of these parts. What serves it adds SECURE_HEADERS to each response."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -99,7 +100,7 @@ def make_console(parts: ConsoleParts) -> "ASGIApp":
     service.add_exception_handler(Refused, _answer_refused)
     service.add_exception_handler(HTTPException, _answer_http)
     service.add_exception_handler(Exception, _answer_failure)
-    return SecureHeaders(service)
+    return service
 
 
 class _Endpoint:

@@ -1,4 +1,7 @@
-"""SecureHeaders: headers of every response, those of errors included."""
+"""SecureHeaders: headers of every response, those of errors included.
+
+The process of a console has its server add them, as that answers some requests before the application sees them.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -12,6 +12,7 @@ from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Redact, show_all
 from millstream.services.console.guard import Guard
 from millstream.services.console.rights import ConsoleTokens
+from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.sessions import Sessions
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
@@ -56,7 +57,7 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         ConsoleParts(clients=ClientPool(serving.url), guard=guard, redact=serving.redact, host_names=serving.host_names)
     )
     with listen(serving.host, serving.port, connections=serving.limits.connections) as listener:
-        server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S)
+        server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S, headers=SECURE_HEADERS)
         server.stop_at_signals()
         on_ready(url_of(listener))
         asyncio.run(server.serve([listener]))

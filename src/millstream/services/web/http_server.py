@@ -9,8 +9,9 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import h11
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 _AWAITED_STATES = (h11.IDLE, h11.SEND_BODY, h11.ERROR)
 _NO_HTTP_BODY = msgspec.json.encode({"error": "not HTTP/1.1, or URL and headers are far too long"})
 _NO_HTTP = (
-    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-    % (len(_NO_HTTP_BODY), _NO_HTTP_BODY)
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    % len(_NO_HTTP_BODY)
 )
 _ACCEPTED_AT_ONCE, _BACKLOG = 32, 2_048
 
@@ -52,7 +53,14 @@ class WebSockets:
 class ServerConfig(uvicorn.Config):
     """uvicorn's settings, and the `Connections` that its protocols report to."""
 
-    def __init__(self, app: "ASGIApp", connections: Connections, sockets: WebSockets | None, stop_s: float) -> None:
+    def __init__(
+        self,
+        app: "ASGIApp",
+        connections: Connections,
+        sockets: WebSockets | None,
+        stop_s: float,
+        headers: Mapping[str, str],
+    ) -> None:
         options: dict[str, Any] = {"ws": "none"}
         if sockets is not None:
             options = {
@@ -68,6 +76,7 @@ class ServerConfig(uvicorn.Config):
             log_config=None,
             access_log=False,
             server_header=False,
+            headers=list(headers.items()),
             proxy_headers=False,
             lifespan="on",
             backlog=_ACCEPTED_AT_ONCE,
@@ -118,7 +127,8 @@ class HttpProtocol(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write(_NO_HTTP)
+        headers = b"".join(b"%s: %s\r\n" % one for one in self.config.encoded_headers)
+        self.transport.write(b"%s%s\r\n%s" % (_NO_HTTP, headers, _NO_HTTP_BODY))
         self.transport.write_eof()
         self._connections.await_client(self.connection)
 
@@ -153,6 +163,7 @@ class Server(uvicorn.Server):
 
     * `on_shutdown`: ends connections that would never end by themselves, before the rest gets `stop_s` seconds
     * `sockets`: options of WebSockets; None: no WebSockets
+    * `headers`: of every response, also of those that `app` does not see
     """
 
     def __init__(
@@ -164,9 +175,10 @@ class Server(uvicorn.Server):
         stop_s: float,
         sockets: WebSockets | None = None,
         on_shutdown: Callable[[], Awaitable[None]] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._connections = Connections(limits, metrics=metrics)
-        super().__init__(ServerConfig(app, self._connections, sockets, stop_s))
+        super().__init__(ServerConfig(app, self._connections, sockets, stop_s, headers))
         self._on_shutdown = on_shutdown
         self._stop_s = stop_s
         # uvicorn warns of each refused or malformed request, so any client could fill the log.
