@@ -1,6 +1,9 @@
 """The console in a real browser: it logs in and acts by forms, and is readable at each width, light and dark."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from tests.support.browser import Browser
 from tests.support.consoles import TOKENS, fill_with, write_tokens
 from tests.support.service_process import ServiceProcess
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -100,6 +103,50 @@ def test_an_operator_logs_in_and_unparks_a_key_by_forms(
         assert AuditLog(client).read()[0].action == "key unpark"
         assert browser.run("document.cookie") == "", "no script can read a cookie"
         press(browser, "form[action='/logout'] button", "Token")
+
+
+@contextmanager
+def other_site(html: str) -> Iterator[str]:
+    """The address of a page of another site: to a browser, `localhost` is another one than 127.0.0.1."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(html.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://localhost:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join(FAIL_SAFE_S)
+
+
+def test_a_link_of_another_site_shows_its_page_and_a_form_of_one_changes_nothing(
+    console: ServiceProcess, client: Client, tmp_path: Path
+) -> None:
+    page = f"{console.url}/key?handler=shop.pay&amp;stream=orders&amp;key=parked+x"
+    fields = {"handler": "shop.pay", "stream": "orders", "key": "parked x"}
+    inputs = "".join(f'<input name="{name}" value="{value}">' for name, value in fields.items())
+    html = f'<a href="{page}">the key</a><form method="post" action="{console.url}/key/unpark">{inputs}<button>Go</button></form>'
+    with other_site(html) as site, Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        log_in(browser, "operate")
+        there = f"document.readyState === 'complete' && location.href === {site!r} && document.links.length"
+        for selector, until in (("a", "Key parked x of shop.pay"), ("button", "pages of other origins may not")):
+            browser.run(f"window.location.href = {site!r}; 0")
+            eventually(lambda: browser.run(f"Boolean({there})"), "the page of the other site")
+            press(browser, selector, until)
+            if selector == "button":
+                assert count_parked(client, [KEYS])[0] == 1
+        visit(browser, page.replace("&amp;", "&"))
+        press(browser, "form[action='/key/unpark'] button", "The key goes on.")
 
 
 def test_each_page_fits_its_window_and_has_enough_contrast(console: ServiceProcess, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Login: a form that exchanges a token for a session, and the logout."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from millstream.services.web.errors import Refused
 
 MOST_FIELDS = 2_000
 _MOST_BYTES = 65_536
+_SAME_SITE: Literal["lax"] = "lax"
 _FORM_TYPE = "application/x-www-form-urlencoded"
 
 
@@ -65,7 +66,11 @@ class FormSecret:
 
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int | None = None) -> None:
-    """Set a cookie that no script can read, and that the browser sends with no request from another site."""
+    """Set a cookie that no script can read, and that the browser sends with no request of another site but a link.
+
+    With `Strict` a link from elsewhere would lead to the login form, and a new secret would invalidate the forms of all
+    open pages. No GET changes anything, and a form of another site gets neither cookie.
+    """
     # of several proxies each appends its own: the first is the one that the browser speaks to
     proxied = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
     is_secure = "https" in (request.scope["scheme"], proxied)
@@ -75,7 +80,7 @@ def set_cookie(request: Request, response: Response, name: str, value: str, max_
         max_age=max_age_s,
         path=root_of(request) or "/",
         httponly=True,
-        samesite="strict",
+        samesite=_SAME_SITE,
         secure=is_secure,
     )
 
@@ -107,7 +112,7 @@ def login_routes(guard: Guard) -> list[Route]:
     async def logout(request: Request) -> Response:
         guard.check_form(request, token_of(await form_of(request)))
         response = RedirectResponse(f"{root_of(request)}/login", 303)
-        response.delete_cookie(SESSION_COOKIE, path=root_of(request) or "/", httponly=True, samesite="strict")
+        response.delete_cookie(SESSION_COOKIE, path=root_of(request) or "/", httponly=True, samesite=_SAME_SITE)
         return response
 
     async def form(request: Request) -> Response:
