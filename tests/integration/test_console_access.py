@@ -203,16 +203,18 @@ def test_a_session_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None
     known = tokens.viewer_of(TOKENS["admin"])
     assert known is not None
     session = sessions.issue(known[0])
-    assert sessions.viewer_of(session) == known[1]
-    assert sessions.viewer_of(session[:-2] + "AA") is None
-    assert sessions.viewer_of(None) is None
-    assert sessions.viewer_of("no base64 é") is None
+    found = sessions.find(session)
+    assert found is not None
+    assert (found.viewer, found.until_s) == (known[1], 1_060.0)
+    assert sessions.find(session[:-2] + "AA") is None
+    assert sessions.find(None) is None
+    assert sessions.find("no base64 é") is None
     now_s = 1_061.0
-    assert sessions.viewer_of(session) is None
+    assert sessions.find(session) is None
     now_s = 1_000.0
     (tmp_path / "tokens").write_text(f"{TOKENS['figures']} figures\n")
     tokens.replace(tmp_path / "tokens")
-    assert sessions.viewer_of(session) is None
+    assert sessions.find(session) is None
 
 
 def test_a_token_that_is_removed_from_the_file_ends_its_sessions(client: Client, tmp_path: Path) -> None:

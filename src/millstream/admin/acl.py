@@ -18,6 +18,7 @@ from millstream.redis_client.key_names import (
     audit_key,
     check_identifier,
     check_stream,
+    ended_sessions_key,
     hash_tag,
     is_pattern,
     to_wire,
@@ -339,12 +340,13 @@ ROLES: Mapping[RoleName, Role] = {
             "keys/park_unpark_skip",
         ),
         direct="exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time xadd xdel "
-        "xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zcard zmscore zrange",
+        "xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange zremrangebyrank "
+        "zremrangebyscore",
         never_executed="hkeys unlink",
         writes=False,
         scans="always",
         stream_keys=("*",),
-        app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key()),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key(), ended_sessions_key()),
         uses_services=True,
     ),
 }

@@ -136,6 +136,11 @@ def audit_key() -> str:
     return f"{PREFIX}:console:audit"
 
 
+def ended_sessions_key() -> str:
+    """Sorted set, capped: the sessions of the console that were logged out, by their expiry in Unix seconds."""
+    return f"{PREFIX}:console:ended-sessions"
+
+
 def run_name(pipeline: str) -> str:
     """Return the worker name under which a Spark run of a handler or stage announces that it is alive: no worker can
     have it.

@@ -1,12 +1,15 @@
 """Every page and every form of the console."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from millstream.balancer import announce
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import AccessDenied
 from millstream.redis_client.client import Client
 from millstream.services.console import Level
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
-from tests.support.consoles import Browser, Page, authorized, fill_with, pages_reached
+from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_reached
 
 KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
 LETTERS = "/letters?handler=shop.pay"
@@ -26,6 +29,8 @@ def manage(url: str, admin: Client) -> None:
             granted(page)
         check_findings(browser)
         act(browser, keyed)
+    with TemporaryDirectory() as folder, console(url, Path(folder)) as browser:
+        granted(browser.send(granted(browser.log_in("figures")), "/logout"))
 
 
 def granted(page: Page) -> Page:

@@ -22,17 +22,15 @@ from millstream.errors import ConfigError, MillstreamError, RedisError
 from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display, Redact, show_all
-from millstream.services.console.guard import CHALLENGE, Authorize, Guard
+from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
 from millstream.services.console.pages import Page, PageRequest, Shared
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens, Viewer
 from millstream.services.console.secure_headers import SecureHeaders
-from millstream.services.console.sessions import Sessions
 from millstream.services.console.views import PAGES
 from millstream.services.web.errors import Refused
 from millstream.services.web.origin_check import OriginCheck
-from millstream.services.web.token_reload import WatchedTokens
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -75,9 +73,9 @@ def console_app(
         tokens.read(token_file)
     if authorize is None and not tokens:
         raise ConfigError("give authorize=, or token_file= with a token: else every client could read all messages")
-    watched = None if token_file is None else WatchedTokens(tokens.replace, token_file)
-    guard = Guard(tokens=tokens, sessions=Sessions(tokens), authorize=authorize, watched=watched)
-    parts = ConsoleParts(clients=ClientPool(url), guard=guard, redact=redact, host_names=host_names)
+    clients = ClientPool(url)
+    guard = make_guard(clients, tokens, token_file, authorize)
+    parts = ConsoleParts(clients=clients, guard=guard, redact=redact, host_names=host_names)
     return SecureHeaders(make_console(parts))
 
 
@@ -98,6 +96,7 @@ def make_console(parts: ConsoleParts) -> Starlette:
     service = Starlette(routes=routes, middleware=[Middleware(OriginCheck, (), parts.host_names)], lifespan=lifespan)
     service.router.redirect_slashes = False
     service.add_exception_handler(Refused, _answer_refused)
+    service.add_exception_handler(RedisError, _RedisErrors(parts.redact).answer)
     service.add_exception_handler(HTTPException, _answer_http)
     service.add_exception_handler(Exception, _answer_failure)
     return service
@@ -147,19 +146,28 @@ class _Endpoint:
                         now_ms=time.time() * 1000,
                     )
                 )
-        except Refused:
+        except (Refused, RedisError):
             raise
         except ConfigError as error:
             raise Refused(400, display.text(str(error))) from error
-        except RedisError as error:
-            doubt = (
-                ". The action may have been done: see its page and the audit before you repeat it"
-                if self._page.method == "POST" and may_have_run(error)
-                else ""
-            )
-            raise Refused(503, f"Redis: {display.text(str(error))}{doubt}") from error
         except MillstreamError as error:
             raise Refused(404, display.text(str(error))) from error
+
+
+class _RedisErrors:
+    """Answers requests that ended in an error of Redis."""
+
+    def __init__(self, redact: Redact) -> None:
+        self._display = Display(redact)
+
+    def answer(self, request: Request, error: Exception) -> Response:
+        """A page with the error, and whether an action may have been done."""
+        doubt = (
+            ". What was asked for may have been done: see its page and the audit before it is asked for again"
+            if request.method == "POST" and isinstance(error, RedisError) and may_have_run(error)
+            else ""
+        )
+        return _problem(request, 503, f"Redis: {self._display.text(str(error))}{doubt}")
 
 
 def _query_of(request: Request) -> Mapping[str, str]:

@@ -2,10 +2,14 @@
 
 import inspect
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from starlette.requests import Request
 
+from millstream.errors import Unavailable
+from millstream.services.console.client_pool import ClientPool
+from millstream.services.console.ended_sessions import EndedSessions
 from millstream.services.console.rights import ConsoleTokens, Level, Viewer
 from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, is_form_token
 from millstream.services.web.errors import Refused
@@ -33,6 +37,7 @@ class Guard:
 
     tokens: ConsoleTokens
     sessions: Sessions
+    ended: EndedSessions
     authorize: Authorize | None = None
     watched: WatchedTokens | None = None
 
@@ -42,7 +47,11 @@ class Guard:
         return self.authorize is None and bool(self.tokens)
 
     async def viewer_of(self, request: Request) -> Viewer | None:
-        """The viewer of a request; None if they have to log in. Raises Refused for an unknown bearer token."""
+        """The viewer of a request; None if they have to log in.
+
+        While Redis does not answer, a session has the level `figures`: it may have ended, and may see that.
+        Raises Refused for an unknown bearer token, and RedisError.
+        """
         if self.authorize is not None:
             answer = self.authorize(request)
             found = await answer if inspect.isawaitable(answer) else answer
@@ -55,7 +64,18 @@ class Guard:
             if known is None:
                 raise Refused(401, "this token is unknown", CHALLENGE)
             return known[1]
-        return self.sessions.viewer_of(request.cookies.get(SESSION_COOKIE))
+        session = self.sessions.find(request.cookies.get(SESSION_COOKIE))
+        if session is None:
+            return None
+        try:
+            return None if await self.ended.has(session) else session.viewer
+        except Unavailable:
+            return replace(session.viewer, level=Level.FIGURES)
+
+    async def end_session(self, request: Request) -> None:
+        """End the session of a request, and with it all copies of its cookie. Raises RedisError if that fails."""
+        if session := self.sessions.find(request.cookies.get(SESSION_COOKIE)):
+            await self.ended.add(session)
 
     def reload_tokens(self) -> None:
         """Reload the token file if it has changed, at most once in a second."""
@@ -75,3 +95,16 @@ class Guard:
         secret, session = request.cookies.get(FORM_COOKIE, ""), request.cookies.get(SESSION_COOKIE, "")
         if not is_form_token(found, secret, session):
             raise Refused(403, "this form is too old, or was not sent by this console: go back, reload, and try again")
+
+
+def make_guard(
+    clients: ClientPool, tokens: ConsoleTokens, token_file: Path | None, authorize: Authorize | None = None
+) -> Guard:
+    """The guard of a console with these tokens, which are reloaded when their file changes."""
+    return Guard(
+        tokens=tokens,
+        sessions=Sessions(tokens),
+        ended=EndedSessions(clients),
+        authorize=authorize,
+        watched=None if token_file is None else WatchedTokens(tokens.replace, token_file),
+    )

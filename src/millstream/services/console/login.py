@@ -111,6 +111,7 @@ def login_routes(guard: Guard) -> list[Route]:
 
     async def logout(request: Request) -> Response:
         guard.check_form(request, token_of(await form_of(request)))
+        await guard.end_session(request)
         response = RedirectResponse(f"{root_of(request)}/login", 303)
         response.delete_cookie(SESSION_COOKIE, path=root_of(request) or "/", httponly=True, samesite=_SAME_SITE)
         return response

@@ -10,14 +10,12 @@ from millstream.redis_client.client import Client
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Redact, show_all
-from millstream.services.console.guard import Guard
+from millstream.services.console.guard import make_guard
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
-from millstream.services.console.sessions import Sessions
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
-from millstream.services.web.token_reload import WatchedTokens
 
 _STOP_S = 5.0
 
@@ -50,12 +48,9 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
     """
     with Client(serving.url) as client:
         client.execute("PING")
-    tokens, token_file = serving.tokens, serving.token_file
-    watched = None if token_file is None else WatchedTokens(tokens.replace, token_file)
-    guard = Guard(tokens=tokens, sessions=Sessions(tokens), watched=watched)
-    app = make_console(
-        ConsoleParts(clients=ClientPool(serving.url), guard=guard, redact=serving.redact, host_names=serving.host_names)
-    )
+    clients = ClientPool(serving.url)
+    guard = make_guard(clients, serving.tokens, serving.token_file)
+    app = make_console(ConsoleParts(clients=clients, guard=guard, redact=serving.redact, host_names=serving.host_names))
     with listen(serving.host, serving.port, connections=serving.limits.connections) as listener:
         server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S, headers=SECURE_HEADERS)
         server.stop_at_signals()

@@ -1,7 +1,7 @@
 """Sessions: how a browser stays logged in, and how a form proves that the console itself has sent it.
 
-A session is a signed cookie: it needs no storage, every process with the same token file accepts it, and it ends with
-its token.
+A session is a signed cookie: every process with the same token file accepts it, and it ends with its token. One that is
+logged out before its time is in EndedSessions.
 """
 
 import base64
@@ -11,6 +11,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,6 +29,15 @@ class _Claims(msgspec.Struct, array_like=True):
     token: bytes
     until: float
     random: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A session that a console has issued: its id, its viewer, and its expiry in Unix seconds."""
+
+    id: bytes
+    viewer: Viewer
+    until_s: float
 
 
 class Sessions:
@@ -50,8 +60,8 @@ class Sessions:
         body = msgspec.msgpack.encode(claims)
         return base64.urlsafe_b64encode(body + _signature(digest, body)).decode().rstrip("=")
 
-    def viewer_of(self, cookie: str | None) -> Viewer | None:
-        """The viewer of a session; None if it is forged, has expired, or its token was removed."""
+    def find(self, cookie: str | None) -> Session | None:
+        """The session of a cookie; None if it is forged, has expired, or its token was removed."""
         try:
             signed = base64.urlsafe_b64decode((cookie or "") + "=" * (-len(cookie or "") % 4))
             body, signature = signed[:-_SIGNATURE_BYTES], signed[-_SIGNATURE_BYTES:]
@@ -60,7 +70,9 @@ class Sessions:
             return None
         for digest, words in self._tokens.items():
             if _label(digest) == claims.token and hmac.compare_digest(signature, _signature(digest, body)):
-                return None if claims.until < self._wall() else to_viewer(digest, words)
+                if claims.until < self._wall():
+                    return None
+                return Session(id=claims.random, viewer=to_viewer(digest, words), until_s=claims.until)
         return None
 
 

@@ -1,0 +1,47 @@
+"""EndedSessions: sessions that were logged out before their time, so that each copy of the cookie ends with it.
+
+A session is a signed cookie, which no console can take back. So those that have ended are kept in Redis, where every
+console finds them, also one that starts later. Redis holds these and not the valid ones: a login needs no Redis.
+"""
+
+import time
+from collections.abc import Callable
+
+from millstream.redis_client.key_names import ended_sessions_key
+from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.resp import Command, Reply
+from millstream.services.console.client_pool import ClientPool
+from millstream.services.console.sessions import Session
+
+_MOST_SESSIONS = 100_000
+_KEPT_S = 3_600.0
+"""How long a session is kept after its time: the clocks of the machines that run consoles differ."""
+
+
+class EndedSessions:
+    """The sessions that have ended before their time, the last 100,000 of them. `wall`: Unix seconds."""
+
+    def __init__(self, clients: ClientPool, *, wall: Callable[[], float] = time.time) -> None:
+        self._clients = clients
+        self._wall = wall
+
+    async def add(self, session: Session) -> None:
+        """End a session. Raises RedisError if that cannot be recorded."""
+        key = ended_sessions_key()
+        await self._call(
+            ("ZADD", key, session.until_s, session.id),
+            ("ZREMRANGEBYSCORE", key, "-inf", self._wall() - _KEPT_S),
+            ("ZREMRANGEBYRANK", key, 0, -_MOST_SESSIONS - 1),
+        )
+
+    async def has(self, session: Session) -> bool:
+        """Whether a session has ended. Raises RedisError."""
+        ((until_s,),) = await self._call(("ZMSCORE", ended_sessions_key(), session.id))
+        return until_s is not None
+
+    async def _call(self, *commands: Command) -> list[Reply]:
+        def call() -> list[Reply]:
+            with self._clients.client() as client:
+                return call_all(client, commands)
+
+        return await self._clients.in_thread(call)
