@@ -163,7 +163,7 @@ class _RedisErrors:
     def answer(self, request: Request, error: Exception) -> Response:
         """A page with the error, and whether an action may have been done."""
         doubt = (
-            ". What was asked for may have been done: see its page and the audit before it is asked for again"
+            ". The action may have been done: see its page and the audit before you repeat it"
             if request.method == "POST" and isinstance(error, RedisError) and may_have_run(error)
             else ""
         )

@@ -1,8 +1,9 @@
 """Guard: identifies the viewer who sends a request, and checks that a form comes from the console itself."""
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from starlette.requests import Request
@@ -10,8 +11,9 @@ from starlette.requests import Request
 from millstream.errors import Unavailable
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.ended_sessions import EndedSessions
+from millstream.services.console.login_limits import LoginLimits, TooManyGuesses, address_of
 from millstream.services.console.rights import ConsoleTokens, Level, Viewer
-from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, is_form_token
+from millstream.services.console.sessions import FORM_COOKIE, KNOWN_COOKIE, SESSION_COOKIE, Sessions, is_form_token
 from millstream.services.web.errors import Refused
 from millstream.services.web.headers import bearer_token
 from millstream.services.web.token_reload import WatchedTokens
@@ -38,6 +40,7 @@ class Guard:
     tokens: ConsoleTokens
     sessions: Sessions
     ended: EndedSessions
+    limits: LoginLimits = field(default_factory=LoginLimits)
     authorize: Authorize | None = None
     watched: WatchedTokens | None = None
 
@@ -50,7 +53,7 @@ class Guard:
         """The viewer of a request; None if they have to log in.
 
         While Redis does not answer, a session has the level `figures`: it may have ended, and may see that.
-        Raises Refused for an unknown bearer token, and RedisError.
+        Raises Refused for an unknown bearer token, and after too many of them, and RedisError.
         """
         if self.authorize is not None:
             answer = self.authorize(request)
@@ -60,7 +63,7 @@ class Guard:
         if not self.tokens:
             return ANYONE
         if (token := bearer_token(request.scope)) is not None:
-            known = self.tokens.viewer_of(token)
+            known = self.find_token(request, token)
             if known is None:
                 raise Refused(401, "this token is unknown", CHALLENGE)
             return known[1]
@@ -71,6 +74,22 @@ class Guard:
             return None if await self.ended.has(session) else session.viewer
         except Unavailable:
             return replace(session.viewer, level=Level.FIGURES)
+
+    def find_token(self, request: Request, token: str) -> tuple[bytes, Viewer] | None:
+        """The hash of a token and its viewer; None if it is unknown. Raises Refused after too many unknown ones."""
+        address = address_of(request)
+        try:
+            client = self.limits.admit(token, address, self.sessions.browsers_of(request.cookies.get(KNOWN_COOKIE)))
+        except TooManyGuesses as error:
+            wait_s = math.ceil(error.wait_s)
+            text = f"too many unknown tokens were sent: try again in {wait_s} s"
+            raise Refused(429, text, {"Retry-After": str(wait_s)}) from error
+        known = self.tokens.viewer_of(token)
+        if known is None:
+            self.limits.count_unknown(token, client)
+        else:
+            self.limits.count_valid(address)
+        return known
 
     async def end_session(self, request: Request) -> None:
         """End the session of a request, and with it all copies of its cookie. Raises RedisError if that fails."""

@@ -10,11 +10,19 @@ from starlette.routing import Route
 
 from millstream.services.console.guard import CHALLENGE, Guard
 from millstream.services.console.rendering import render
-from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, form_token, new_form_secret
+from millstream.services.console.sessions import (
+    FORM_COOKIE,
+    KNOWN_COOKIE,
+    SESSION_COOKIE,
+    form_token,
+    known_browser,
+    new_form_secret,
+)
 from millstream.services.web.errors import Refused
 
 MOST_FIELDS = 2_000
 _MOST_BYTES = 65_536
+_KNOWN_S = 90 * 86_400
 _SAME_SITE: Literal["lax"] = "lax"
 _FORM_TYPE = "application/x-www-form-urlencoded"
 
@@ -101,12 +109,16 @@ def login_routes(guard: Guard) -> list[Route]:
         form = await form_of(request)
         guard.check_form(request, token_of(form))
         guard.reload_tokens()
-        known = guard.tokens.viewer_of(next(iter(form.get("token", ())), "").strip())
+        try:
+            known = guard.find_token(request, next(iter(form.get("token", ())), "").strip())
+        except Refused as error:
+            return show(request, error.status, f"{error}.", error.headers)
         if known is None:
             return show(request, 401, "This token is unknown.", CHALLENGE)
         response = RedirectResponse(f"{root_of(request)}/", 303)
         session = guard.sessions.issue(known[0])
         set_cookie(request, response, SESSION_COOKIE, session, int(guard.sessions.session_s))
+        set_cookie(request, response, KNOWN_COOKIE, known_browser(known[0]), _KNOWN_S)
         return response
 
     async def logout(request: Request) -> Response:

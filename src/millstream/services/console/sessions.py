@@ -19,6 +19,7 @@ from millstream.services.console.rights import ConsoleTokens, Viewer, to_viewer
 
 SESSION_COOKIE = "millstream_console"
 FORM_COOKIE = "millstream_console_form"
+KNOWN_COOKIE = "millstream_console_known"
 
 _ID_BYTES, _SIGNATURE_BYTES = 8, 32
 
@@ -74,6 +75,18 @@ class Sessions:
                     return None
                 return Session(id=claims.random, viewer=to_viewer(digest, words), until_s=claims.until)
         return None
+
+    def browsers_of(self, cookie: str | None) -> str | None:
+        """The browsers that have logged in with the token of this cookie, as one name; None for any other cookie."""
+        for digest, words in self._tokens.items():
+            if hmac.compare_digest((cookie or "").encode("utf-8", "replace"), known_browser(digest).encode()):
+                return f"browsers of {to_viewer(digest, words).name}"
+        return None
+
+
+def known_browser(digest: bytes) -> str:
+    """What a browser keeps that has logged in with the token of this hash. It opens no page: see LoginLimits."""
+    return hmac.digest(digest, b"millstream browser", "sha256").hex()
 
 
 def new_form_secret() -> str:
