@@ -104,6 +104,26 @@ def test_a_key_shows_why_it_waits_and_is_unparked_and_parked_with_a_reason(brows
     assert record.about == about
 
 
+def test_a_page_says_that_something_was_done_only_where_the_console_has_done_it(
+    browser: Browser, client: Client, tmp_path: Path
+) -> None:
+    text = "The key is parked, from the end"
+    place = "/key?handler=shop.pay&stream=orders&key=failing+x"
+    page = browser.send(browser.get(place), "/key/park")
+    assert text in page.text
+    assert text in browser.get(f"{page.url}&refresh=60").text
+    for forged in (f"{place}&done=parked", f"{place}&done=parked&seal={'0' * 32}", f"{place}&done=parked&seal=%ff"):
+        assert text not in browser.get(forged).text, forged
+    assert text not in browser.get(page.url.replace("failing", "parked")).text, "of another key"
+    assert "The key goes on." not in browser.get(page.url.replace("done=parked", "done=unparked")).text
+    assert "is paused: it reads nothing new" not in browser.get("/handler?name=shop.pay&done=paused").text
+    assert browser.send(browser.get(place), "/key/unpark").url.startswith(
+        f"http://127.0.0.1{place}&done=unparked&seal="
+    )
+    with console(client.url, tmp_path, "admin") as other:
+        assert text not in other.get(page.url).text, "in another browser"
+
+
 def test_a_message_is_skipped_only_if_it_is_the_one_that_was_confirmed(browser: Browser, client: Client) -> None:
     question = browser.send(browser.get(PARKED), "/key/skip")
     (queue,) = read_queues(client, KEYS, [queue_of_key(b"parked x", b"")])

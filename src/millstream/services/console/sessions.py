@@ -106,6 +106,13 @@ def is_form_token(found: str, secret: str, session: str) -> bool:
     )
 
 
+def seal(token: str, address: str) -> str:
+    """What an address carries to show that the console itself has made it, for the browser with this form token."""
+    return hmac.digest(
+        token.encode(), b"millstream address\0" + address.encode("utf-8", "surrogateescape"), "sha256"
+    ).hex()[:32]
+
+
 def _label(digest: bytes) -> bytes:
     """The label of a token in its sessions: useless for signing."""
     return hashlib.sha256(digest).digest()[:_ID_BYTES]
