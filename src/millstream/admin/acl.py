@@ -340,8 +340,8 @@ ROLES: Mapping[RoleName, Role] = {
             "keys/park_unpark_skip",
         ),
         direct="exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time xadd xdel "
-        "xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange zremrangebyrank "
-        "zremrangebyscore",
+        "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange "
+        "zremrangebyrank zremrangebyscore",
         never_executed="hkeys unlink",
         writes=False,
         scans="always",

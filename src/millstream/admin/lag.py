@@ -20,9 +20,9 @@ _PIPELINE = 1_000
 
 @dataclass(slots=True)
 class StreamLag:
-    """The number of entries of `stream` after `position`; if `more`, `count` is a lower bound.
+    """The number of entries of `stream` after `after_id`, up to `last_id`; if `is_partial`, `count` is a lower bound.
 
-    `position` None: unknown. `first_id`: id of the first of these entries, or None.
+    `after_id` None: unknown. `first_id`: id of the first of these entries, or None. `last_id` "+": to the end.
     """
 
     stream: str
@@ -30,10 +30,11 @@ class StreamLag:
     count: int | None = None
     first_id: str | None = None
     is_partial: bool = False
+    last_id: str = "+"
 
 
 def estimate_lag(stream: StreamReport, after: str | None) -> StreamLag:
-    """The lag after an id, as far as the ends of the stream show it; `more` if the entries must be counted."""
+    """The lag after an id, as far as the ends of the stream show it; `is_partial` if the entries must be counted."""
     lag = StreamLag(stream.name, after)
     if lag.after_id is None:
         return lag
@@ -48,7 +49,7 @@ def estimate_lag(stream: StreamReport, after: str | None) -> StreamLag:
 
 
 def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, clock: Clock) -> None:
-    """Count the lags that have `more`, in round-robin chunks, until all are counted or `budget_ms` has passed."""
+    """Count the lags that are partial, in round-robin chunks, until all are counted or `budget_ms` has passed."""
     deadline_ms = clock.monotonic_ms() + budget_ms
     at = {id(lag): lag.after_id or "" for lag in lags}
     unfinished = [lag for lag in lags if lag.is_partial]
@@ -56,7 +57,7 @@ def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, cloc
         for start in range(0, len(unfinished), _PIPELINE):
             some = unfinished[start : start + _PIPELINE]
             replies = client.scripts(
-                [(_COUNT_ENTRIES, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some]
+                [(_COUNT_ENTRIES, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK, lag.last_id)) for lag in some]
             )
             for lag, (counted, first, last, more) in zip(some, replies, strict=True):
                 lag.count = (lag.count or 0) + counted
@@ -66,6 +67,18 @@ def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, cloc
         if clock.monotonic_ms() >= deadline_ms:
             return
         unfinished = [lag for lag in unfinished if lag.is_partial]
+
+
+def count_between(
+    client: Client, stream: StreamReport, after: EntryId, last: EntryId, *, budget_ms: float, clock: Clock
+) -> StreamLag:
+    """The number of entries after an id up to another one, counted for `budget_ms` milliseconds. Raises RedisError."""
+    if last >= EntryId.parse(stream.last_generated_id):
+        found = estimate_lag(stream, str(after))
+    else:
+        found = StreamLag(stream.name, str(after), count=0, is_partial=after < last, last_id=str(last))
+    count_lags(client, [found], budget_ms, clock)
+    return found
 
 
 def age_ms(entry_id: str, now_ms: int) -> int:

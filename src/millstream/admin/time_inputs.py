@@ -57,6 +57,15 @@ def parse_time_ms(text: str) -> int:
     return int(with_zone.timestamp() * 1000)
 
 
+def parse_after(text: str) -> EntryId | None:
+    """The id after which to deliver: an id itself, that before the first of all for `earliest`, or the last before a time.
+
+    None for `latest`. Raises ConfigError for anything else.
+    """
+    found = parse_start(text)
+    return found if found is None or _ID.fullmatch(text) else found.previous()
+
+
 def parse_start(text: str) -> EntryId | None:
     """The first id to read: an id, `earliest` or a time; None for `latest`. Raises ConfigError."""
     if text == "latest":

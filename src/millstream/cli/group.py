@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
+from millstream.admin.group_moves import move, plan_move, why_not_moved
 from millstream.admin.inspection import engine_of, handler_of
-from millstream.admin.time_inputs import Duration
+from millstream.admin.time_inputs import Duration, parse_after
 from millstream.cli.claim import claim, print_deleted
 from millstream.cli.group_names import GroupName, Stream, find_group
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group, duration
 from millstream.cli.pending import pending
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError, GroupMissing, MillstreamError
-from millstream.groups import BEGINNING, END, ConsumerInfo, Group, GroupInfo, groups_of
-from millstream.model import EntryId
+from millstream.groups import END, ConsumerInfo, Group, GroupInfo, groups_of
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
@@ -23,16 +23,17 @@ from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import to_wire
 
 After = Annotated[
-    str, typer.Option("--after", metavar="WHERE", help="Deliver the entries after this: an id, earliest or latest.")
+    str,
+    typer.Option(
+        "--after",
+        metavar="WHERE",
+        help="Deliver the entries after this id, or from a time on: an id, earliest, latest, 15m (ago) or an ISO 8601 "
+        "time, UTC by default.",
+    ),
 ]
 
 _NOT_CREATED = (
     "its workers and pipelines create it themselves; choose its start with --start of millstream worker or run"
-)
-_NOT_MOVED = (
-    "its progress is in the commit store. Moved back, the group would repeat nothing; moved on, it would skip messages "
-    "for good. To process all of a stream again: millstream run --reprocess with a new --checkpoint. To process some of "
-    "its messages again: publish them again, or millstream dlq redrive if they are dead letters"
 )
 _NOT_DELETED = (
     "the commit store has no committed id for it yet, so it would start again from the beginning. "
@@ -144,21 +145,23 @@ def set_id(
     as_json: Json = False,
 ) -> None:
     """Set the last delivered id of a group: a lower one delivers again, a higher one skips. Pending entries stay."""
-    _refuse_handlers(stream, group, _NOT_MOVED)
-    new_id = _group_id(after)
+    if reason := why_not_moved(stream, group):
+        raise ConfigError(reason)
     with Client(url) as client:
-        before = find_group(client, stream, group).last_delivered.decode()
+        planned = plan_move(client, stream, group, after)
+        now = planned.before
         if not dry_run:
-            confirm(f"Move group {group} of {stream} from {before} to {after}?", yes=yes)
-            Group(client, stream, group).set_id(new_id)
-        now = find_group(client, stream, group).last_delivered.decode()
+            confirm(f"Move group {group} of {stream} from {now} to {planned.to}: {planned.describe()}?", yes=yes)
+            now = move(client, planned)
     if as_json:
-        print_json({"stream": stream, "group": group, "before": before, "now": now, "dry_run": dry_run})
-    else:
-        print_line(
-            f"group {escape(group)} "
-            + (f"would move from {before} to {after}" if dry_run else f"continues after {now}")
+        figures = {name: getattr(planned, name) for name in ("to", "direction", "entries", "exact", "pending")}
+        print_json(
+            {"stream": stream, "group": group, "before": planned.before, **figures, "now": now, "dry_run": dry_run}
         )
+    elif dry_run:
+        print_line(f"group {escape(group)} would move from {now} to {planned.to}: {planned.describe()}")
+    else:
+        print_line(f"group {escape(group)} continues after {now}")
 
 
 @group.command()
@@ -270,7 +273,8 @@ def _idle(found: Sequence[ConsumerInfo], idle_ms: int) -> list[str]:
 
 
 def _group_id(text: str) -> str:
-    return {"earliest": BEGINNING, "latest": END}.get(text) or str(EntryId.parse(text))
+    found = parse_after(text)
+    return END if found is None else str(found)
 
 
 def _refuse_handlers(stream: str, group: str, reason: str) -> None:

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from millstream.balancer import announce
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import AccessDenied
+from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.services.console import Level
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
@@ -22,6 +23,7 @@ def manage(url: str, admin: Client) -> None:
         admin.execute("XADD", "orders", f"{1_900_000_000_000 + n}-0", "key", "x", "text", "x")
     admin.execute("XDEL", "orders", "1900000000001-0")
     announce(admin, "calls", "orders")
+    Group(admin, "orders", "readers").create()
     with Client(url) as client:
         client.execute("PING")  # as at the start of the process
     with authorized(url, Level.ADMIN) as browser:
@@ -62,10 +64,11 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     question = granted(browser.send(granted(browser.get(LETTERS)), "/letters/purge"))
     granted(browser.send(question, "/letters/purge", confirm="1"))
     send(browser, "/delayed?stream=orders", "/delayed/cancel")
+    send(browser, "/group?stream=orders&group=readers", "/group/set-id", after="2023-11-15T00:00")
 
 
-def send(browser: Browser, page: str, path: str) -> None:
+def send(browser: Browser, page: str, path: str, **fields: str) -> None:
     """Send the form of a page that goes to `path`, and answer its question if it asks one."""
-    answer = granted(browser.send(granted(browser.get(page)), path))
+    answer = granted(browser.send(granted(browser.get(page)), path, **fields))
     if "Yes, do it" in answer.text:
         granted(browser.send(answer, path))

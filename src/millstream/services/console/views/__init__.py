@@ -2,7 +2,7 @@
 
 from millstream.services.console.pages import Page
 from millstream.services.console.rights import Level
-from millstream.services.console.views import deployment, handlers, keys, letters, streams
+from millstream.services.console.views import deployment, groups, handlers, keys, letters, streams
 from millstream.services.console.views.overview import overview
 
 PAGES: tuple[Page, ...] = (
@@ -21,6 +21,8 @@ PAGES: tuple[Page, ...] = (
     Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
     Page(path="/streams", level=Level.FIGURES, view=streams.streams),
     Page(path="/stream", level=Level.FIGURES, view=streams.stream),
+    Page(path="/group", level=Level.FIGURES, view=groups.group),
+    Page(path="/group/set-id", method="POST", level=Level.ADMIN, view=groups.set_id),
     Page(path="/workers", level=Level.FIGURES, view=deployment.workers),
     Page(path="/delayed", level=Level.FIGURES, view=deployment.delayed),
     Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=deployment.cancel),
