@@ -178,6 +178,7 @@ def _repair(found: _Outputs, client: Client) -> None:
     letter, *_ = found.run("dlq list")
     found.run("dlq list --count", "--count")
     found.run("dlq show", letter["letter_id"])
+    found.run("dlq edit", letter["letter_id"], "--set", "customer=ann", "--set", "n=1", "--remove", "raw", "--dry-run")
     found.run("dlq redrive", letter["letter_id"], "--yes")
     found.run("dlq purge", "--all", "--yes")
     found.run("state show", "shop.total", "ann")

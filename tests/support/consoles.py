@@ -83,6 +83,7 @@ class _Reader(HTMLParser):
         self.links: list[str] = []
         self.tags: set[str] = set()
         self.forms: list[dict[str, Any]] = []
+        self._area: str | None = None
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
@@ -96,11 +97,18 @@ class _Reader(HTMLParser):
         if tag == "input" and self.forms and values.get("name") and values.get("type") != "checkbox":
             self.forms[-1]["fields"].setdefault(values["name"], []).append(values.get("value", ""))
 
+        if tag == "textarea" and self.forms:
+            self._area = values["name"]
+            self.forms[-1]["fields"][self._area] = [""]
+
     def handle_endtag(self, tag: str) -> None:
+        self._area = None if tag == "textarea" else self._area
         self.text += " " if tag in ("dt", "dd", "td", "th", "li", "p", "h1", "h2", "h3") else ""
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self._area is not None:
+            self.forms[-1]["fields"][self._area][0] += data
         if self.forms:
             self.forms[-1]["text"] += data
 

@@ -1,6 +1,5 @@
 """`millstream dlq`: lists, shows, redrives and purges dead letters."""
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream.admin.handler_names import select_handlers, split_name
-from millstream.admin.time_inputs import parse_time_ms
+from millstream.admin.handler_names import select_handlers
+from millstream.cli.dlq_edit import edit_letter
+from millstream.cli.dlq_selection import Key, Reason, Since, Stream, letter_filter, names_in
 from millstream.cli.handler_names import HandlerNames
 from millstream.cli.options import (
     DryRun,
@@ -32,7 +32,6 @@ from millstream.cli.terminal import (
     truncate_on_screen,
 )
 from millstream.delivery.dead_letter_queue import (
-    REASONS,
     DeadLetterEntry,
     DeadLetterFilter,
     DeadLetterQueue,
@@ -42,26 +41,12 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import escape, json_fields, json_value, unescape
+from millstream.redis_client.escaping import escape, json_fields, json_value
 from millstream.redis_client.formats import format_age, format_time, pluralize
 from millstream.redis_client.replies import pairs_of
 
-_LETTER_ID = re.compile(r"\d+-\d+")
 _ERROR_CHARS = 60
 
-Stream = Annotated[str | None, typer.Option("--stream", help="Only those from this stream.")]
-Reason = Annotated[
-    str | None,
-    typer.Option(
-        "--reason",
-        help=f"Only those with this reason: {', '.join(REASONS[:-1])}; or {REASONS[-1]}, for entries that are not dead "
-        "letters.",
-    ),
-]
-Key = Annotated[str | None, typer.Option("--key", help="Only those of this key, written as in `list`.")]
-Since = Annotated[
-    str | None, typer.Option("--since", help="Only those dead-lettered since: 15m (ago), 2h, 3d, or an ISO 8601 time.")
-]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of letters.")]
 Selection = Annotated[
     list[str] | None,
@@ -72,7 +57,7 @@ Selection = Annotated[
 ]
 All = Annotated[bool, typer.Option("--all", help="All dead letters; required without ids and filters.")]
 
-dlq = command_group("List, show, redrive and purge dead letters: messages that their handler could not process.")
+dlq = command_group("List, show, redrive, edit and purge dead letters: messages that their handler could not process.")
 
 
 @dlq.command("list")
@@ -88,7 +73,7 @@ def list_(
     as_json: JsonLines = False,
 ) -> None:
     """List dead letters, handler by handler, in the order in which they were dead-lettered."""
-    wanted = _filter([handlers] if handlers else [], stream, reason, key, since)
+    wanted = letter_filter([handlers] if handlers else [], stream, reason, key, since)
     with Client(url) as client:
         queue = DeadLetterQueue(client)
         if count:
@@ -124,7 +109,7 @@ def show(
 
     Unprintable bytes are escaped. --json is lossless: values that are not UTF-8 become {"hex": "..."}.
     """
-    wanted = _filter(letter, stream)
+    wanted = letter_filter(letter, stream)
     if len(wanted.ids) != 1:
         raise ConfigError("give the id of one dead letter, like 1700000000000-0; see: millstream dlq list")
     with Client(url) as client:
@@ -181,13 +166,13 @@ def _on_selected(
         url: Url = DEFAULT_URL,
         as_json: Json = False,
     ) -> None:
-        wanted = _filter(selection or [], stream, reason, key, since)
+        wanted = letter_filter(selection or [], stream, reason, key, since)
         with Client(url) as client:
             queue = DeadLetterQueue(client)
             refs = _selected(queue, wanted, limit, every=every)
             number, failed = 0, 0
             if not refs:
-                _check_name(client, next(iter(_names(selection or [])), None), stream)
+                _check_name(client, next(iter(names_in(selection or [])), None), stream)
             if refs and not dry_run:
                 confirm(question.format(pluralize(len(refs), "dead letter")), yes=yes)
                 number, failed = act(queue, refs)
@@ -200,6 +185,7 @@ def _on_selected(
 
 
 dlq.command("redrive")(_on_selected(_redrive, question="Redrive {}?", done="redriven"))
+dlq.command("edit")(edit_letter)
 dlq.command("purge")(_on_selected(_purge, question="Delete {} for good?", done="purged"))
 
 
@@ -210,35 +196,6 @@ def _check_name(client: Client, name: str | None, stream: str | None) -> None:
     """Where nothing is found, raise MillstreamError if no such handler has run: the name may be misspelt."""
     if name is not None:
         select_handlers(client, name, stream)
-
-
-def _names(selection: Sequence[str]) -> list[str]:
-    return [one for one in selection if not _LETTER_ID.fullmatch(one)]
-
-
-def _filter(
-    selection: Sequence[str],
-    stream: str | None,
-    reason: str | None = None,
-    key: str | None = None,
-    since: str | None = None,
-) -> DeadLetterFilter:
-    """The filter of a command. `selection` is letter ids, and at most one handler or app before them."""
-    names = _names(selection)
-    if len(names) > 1 or names != [*selection[: len(names)]]:
-        raise ConfigError(
-            f"give at most one APP or APP.HANDLER, then letter ids like 1700000000000-0, not {names[-1]!r}"
-        )
-    app, handler = split_name(names[0]) if names else (None, None)
-    return DeadLetterFilter(
-        app=app,
-        handler=handler,
-        stream=stream,
-        reason=reason,
-        key=None if key is None else unescape(key),
-        since_ms=parse_time_ms(since) if since else 0,
-        ids=tuple(selection[len(names) :]),
-    )
 
 
 def _selected(

@@ -1,7 +1,8 @@
 """Options shared by several commands, and the parsers of their values."""
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -55,6 +56,19 @@ def parameters_of(function: Callable[..., None]) -> list[Any]:
     carrier = typer.Typer(add_completion=False)
     carrier.command()(function)
     return list(get_command(carrier).params)
+
+
+def parse_fields(words: Sequence[str]) -> dict[bytes, bytes]:
+    """The fields that these NAME=VALUE are, byte for byte as they were given. Raises ConfigError for anything else."""
+    fields: dict[bytes, bytes] = {}
+    for one in words:
+        name, separator, value = os.fsencode(one).partition(b"=")
+        if not (name and separator):
+            raise ConfigError(f"{one!r} is not a field: write NAME=VALUE, such as amount=10")
+        if name in fields:
+            raise ConfigError(f"{one!r}: this name is given twice")
+        fields[name] = value
+    return fields
 
 
 def command_group(help_text: str) -> typer.Typer:

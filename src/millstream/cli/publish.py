@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from millstream.admin.time_inputs import Duration
-from millstream.cli.options import Json, Url, duration
+from millstream.cli.options import Json, Url, duration, parse_fields
 from millstream.cli.records import Input, read_csv, read_jsonl
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.errors import ConfigError, DecodeError, MillstreamError
@@ -87,15 +87,7 @@ def _fields_of(words: Sequence[str]) -> dict[bytes, bytes] | None:
         if len(words) > 1:
             raise ConfigError(f"give one file, or fields as NAME=VALUE, not {words[1]!r}")
         return None
-    fields: dict[bytes, bytes] = {}
-    for one in words:
-        name, separator, value = os.fsencode(one).partition(b"=")
-        if not (name and separator):
-            raise ConfigError(f"{one!r} is not a field: write NAME=VALUE, such as amount=10")
-        if name in fields:
-            raise ConfigError(f"{one!r}: this name is given twice")
-        fields[name] = value
-    return fields
+    return parse_fields(words)
 
 
 def _open_publisher(client: Client, stream: str, **options: Any) -> Publisher:

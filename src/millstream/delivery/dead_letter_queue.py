@@ -13,7 +13,7 @@ from millstream.errors import AccessDenied, CommandFailed, ConfigError, Millstre
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
+from millstream.redis_client.key_names import EDITED_FIELD, PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Command
 from millstream.redis_client.scripts import Script
@@ -169,6 +169,19 @@ class DeadLetterQueue:
         for at in range(0, len(refs), _PAGE):
             yield from self._redrive_page(refs[at : at + _PAGE])
 
+    def redrive_edited(self, ref: DeadLetterRef, pairs: Sequence[bytes], *, by: str) -> Redriven:
+        """Move one letter back to the tail of its stream with other fields, as `redrive` does: the letter goes with the
+        step that adds the entry.
+
+        The entry ends with a field that names `by`, who edited it, and that its handler sees. Raises ConfigError if
+        `pairs` are none.
+        """
+        own = _without(pairs, EDITED_FIELD)
+        if not own:
+            raise ConfigError("a message needs at least one field")
+        (found,) = self._redrive_page([ref], [*own, EDITED_FIELD, to_wire(by)])
+        return found
+
     def purge(self, refs: Sequence[DeadLetterRef]) -> int:
         """Delete letters for good; return how many were still there."""
         removed = 0
@@ -180,9 +193,9 @@ class DeadLetterQueue:
             removed += sum(call_all(self._client, commands))
         return removed
 
-    def _redrive_page(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
+    def _redrive_page(self, refs: Sequence[DeadLetterRef], edited: Sequence[bytes] | None = None) -> Iterator[Redriven]:
         found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead_letters), *([s.letter_id] * 2)) for s in refs])
-        entries = [_redriven_items(ref, raise_if_error(reply)) for ref, reply in zip(refs, found, strict=True)]
+        entries = [_redriven_items(ref, raise_if_error(reply), edited) for ref, reply in zip(refs, found, strict=True)]
         calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
             (_REDRIVE, (to_wire(ref.keys.dead_letters), to_wire(ref.stream)), (ref.letter_id, *entry))
             for ref, entry in zip(refs, entries, strict=True)
@@ -240,17 +253,25 @@ def _refusal_text(ref: DeadLetterRef, reply: str | RedisError | None) -> str:
             raise reply
 
 
-def _redriven_items(ref: DeadLetterRef, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
-    """Return names and values of the entry that a letter becomes, or why it cannot become one."""
+def _without(pairs: Sequence[bytes], name: bytes) -> list[bytes]:
+    return [one for at in range(0, len(pairs), 2) if pairs[at] != name for one in pairs[at : at + 2]]
+
+
+def _redriven_items(
+    ref: DeadLetterRef, found: list[tuple[bytes, list[bytes]]], edited: Sequence[bytes] | None
+) -> list[bytes] | str:
+    """Return names and values of the entry that a letter becomes, or why it cannot become one. `edited`: its fields,
+    if they are not those of the letter.
+    """
     if not found:
         return _GONE
     entry = _parse_entry(ref.keys, *found[0])
     if entry.letter is None:
         return f"it is no dead letter: {entry.problem}"
-    items = [REDRIVE_FIELD, ref.keys.label.encode(), *entry.letter.pairs]
+    items = [REDRIVE_FIELD, ref.keys.label.encode(), *(entry.letter.pairs if edited is None else edited)]
     if len(items) <= _MAX_ITEMS:
         return items
     return (
-        f"its {len(entry.letter.pairs) // 2:,} fields are too many for one atomic step: add the fields shown by "
+        f"its {len(items) // 2 - 1:,} fields are too many for one atomic step: add the fields shown by "
         f"`millstream dlq show {ref.letter_id} --json` by hand (XADD), then purge it"
     )

@@ -22,6 +22,9 @@ name.
 REDRIVE_FIELD = b"millstream.redrive"
 """Reserved field of a redriven entry: names the handler that it is meant for."""
 
+EDITED_FIELD = b"millstream.edited"
+"""Reserved field, the last one, of an entry that was redriven with other fields: names the operator who edited it."""
+
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _SERVICE = re.compile(r"[A-Za-z0-9_.:-]{1,250}")
 

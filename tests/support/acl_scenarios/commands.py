@@ -50,14 +50,15 @@ def operate(url: str, admin: Client) -> None:
     add(admin, 5)
     stream = reliable(admin)
     stream.join()
-    found = stream.fetch(count=3)
-    stream.dead_letter((found[0], letter()), (found[1], letter()))
+    found = stream.fetch(count=4)
+    stream.dead_letter(*((one, letter()) for one in found[:3]))
     stream.checkpoint()
     admin.execute("HSET", KEYS.state, "A", b"\x80")
     examine(url)
     command(url, "check", f"{__name__}:checked_app", "--yes")
     command(url, "replay", f"{__name__}:checked_app", "by_number", "1", "--yes")
-    command(url, "dlq", "show", admin.execute("XREVRANGE", KEYS.dead_letters, "+", "-", "COUNT", 1)[0][0].decode())
+    command(url, "dlq", "show", letters_of(admin)[0])
+    command(url, "dlq", "edit", "shop", letters_of(admin)[0], "--set", "n=1", "--by", "1", "--yes")
     for words in ("info", "dlq list", "dlq redrive shop --limit 1 --yes", "dlq purge --all --yes"):
         command(url, *words.split())
     for words in ("list", "show", "reset --dry-run", "reset --yes"):
@@ -89,6 +90,10 @@ def operate(url: str, admin: Client) -> None:
     assert not admin.execute("EXISTS", gone.meta)
     command(url, "tail", "orders", "--no-follow")
     command(url, "tail", "orders", "--from", "earliest", "--limit", "1")
+
+
+def letters_of(admin: Client) -> list[str]:
+    return [one.decode() for one, _ in admin.execute("XREVRANGE", KEYS.dead_letters, "+", "-")]
 
 
 def operate_delayed(url: str, admin: Client) -> None:

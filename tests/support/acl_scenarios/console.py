@@ -59,6 +59,9 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     assert lease.key == b"parked x"
     for path in ("/key/skip", "/key/park", "/key/reset"):
         send(browser, KEY, path)
+    edit = next(one for one in pages_reached(browser, LETTERS) if one.startswith("/letter/edit"))
+    send(browser, edit, "/letter/edit", name0="n", value0="1")
+    send(browser, KEY, "/key/skip")
     send(browser, LETTERS, "/letters/redrive")
     send(browser, KEY, "/key/skip")
     question = granted(browser.send(granted(browser.get(LETTERS)), "/letters/purge"))

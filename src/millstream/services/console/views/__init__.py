@@ -2,7 +2,7 @@
 
 from millstream.services.console.pages import Page
 from millstream.services.console.rights import Level
-from millstream.services.console.views import deployment, groups, handlers, keys, letters, streams
+from millstream.services.console.views import deployment, groups, handlers, keys, letter_edits, letters, streams
 from millstream.services.console.views.overview import overview
 
 PAGES: tuple[Page, ...] = (
@@ -17,6 +17,8 @@ PAGES: tuple[Page, ...] = (
     Page(path="/key/reset", method="POST", level=Level.ADMIN, view=keys.reset),
     Page(path="/letters", level=Level.PAYLOADS, view=letters.letters),
     Page(path="/letter", level=Level.PAYLOADS, view=letters.letter),
+    Page(path="/letter/edit", level=Level.ADMIN, view=letter_edits.edit),
+    Page(path="/letter/edit", method="POST", level=Level.ADMIN, view=letter_edits.redrive),
     Page(path="/letters/redrive", method="POST", level=Level.OPERATE, view=letters.redrive),
     Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
     Page(path="/streams", level=Level.FIGURES, view=streams.streams),

@@ -1,0 +1,84 @@
+"""`millstream dlq edit`: redrives a dead letter with other fields."""
+
+import getpass
+import os
+from typing import Annotated, Any
+
+import typer
+
+from millstream.admin.letter_edits import compare, edit
+from millstream.cli.dlq_selection import Stream, letter_filter
+from millstream.cli.options import DryRun, Json, Url, Yes, parse_fields
+from millstream.cli.terminal import confirm, print_json, print_line, print_message
+from millstream.delivery.dead_letter_queue import DeadLetterQueue
+from millstream.errors import ConfigError, MillstreamError
+from millstream.redis_client import DEFAULT_URL
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape
+
+
+def edit_letter(
+    letter: Annotated[
+        list[str],
+        typer.Argument(
+            help="The letter's id, as in `list`; its handler too, if several have one with this id.",
+            metavar="[APP.HANDLER] LETTER_ID",
+        ),
+    ],
+    stream: Stream = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A field of the copy, new or with another value."),
+    ] = None,
+    removed: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="NAME", help="A field that the copy does not have.")
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option("--by", metavar="NAME", help="The editor, as the copy says. Default: the user of this process."),
+    ] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Redrive a copy of a dead letter with other fields. The letter goes in the step that adds the copy.
+
+    The copy has a last field, `millstream.edited`, that names the editor.
+    """
+    wanted = letter_filter(letter, stream)
+    if len(wanted.ids) != 1:
+        raise ConfigError("give the id of one dead letter, like 1700000000000-0; see: millstream dlq list")
+    new_values, gone = parse_fields(values or []), {os.fsencode(one) for one in removed or ()}
+    with Client(url) as client:
+        queue = DeadLetterQueue(client)
+        (ref,) = queue.select(wanted)
+        found = next((one.letter for one in queue.find(wanted)), None)
+        if found is None:
+            raise MillstreamError(f"{ref.letter_id} is no dead letter (any more): see `millstream dlq list`")
+        if missing := gone - {*found.pairs[::2]}:
+            raise ConfigError(f"the dead letter has no field {escape(min(missing))!r}")
+        pairs = edit(found.pairs, new_values, gone)
+        changes = compare(found.pairs, pairs)
+        new_id, problem = None, ""
+        if not dry_run:
+            confirm(f"Redrive dead letter {ref.letter_id} of {ref.keys.label}: {changes.describe()}?", yes=yes)
+            _, new_id, problem = queue.redrive_edited(ref, pairs, by=by or _user())
+    if as_json:
+        names = {kind: [escape(one) for one in getattr(changes, kind)] for kind in ("changed", "added", "removed")}
+        head: dict[str, Any] = {"letter_id": ref.letter_id, "handler": ref.keys.label, "stream": ref.stream}
+        print_json({**head, **names, "new_id": new_id, "dry_run": dry_run})
+    elif dry_run:
+        print_line(f"dead letter {ref.letter_id} would be redriven: {changes.describe()}")
+    elif new_id:
+        print_line(f"dead letter {ref.letter_id} redriven as {new_id}: {changes.describe()}")
+    if problem:
+        print_message(f"letter {ref.letter_id} was not redriven: {problem}")
+        raise typer.Exit(1)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may have no user of this number
+        return f"user {os.getuid()}"

@@ -1,0 +1,162 @@
+"""The console edits a dead letter in a form and redrives the copy, as the command does."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from millstream.admin.audit import AuditLog
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, HandlerKeys
+from millstream.services.console import Level
+from tests.support.consoles import Browser, Page, authorized, console
+
+pytestmark = [pytest.mark.cli]
+
+KEYS = HandlerKeys("shop", "pay", "orders")
+PAIRS = (b"account", b"ann", b"card", b"4111", b"raw", b"\xff\r\n\\<b>")
+MARK = [REDRIVE_FIELD, b"shop.pay"]
+
+
+def add(client: Client, pairs: Sequence[bytes] = PAIRS, error: str = "ValueError: no") -> str:
+    """A dead letter of `shop.pay` with these fields; its id."""
+    letter = DeadLetter(
+        stream="orders",
+        id="1-0",
+        pairs=pairs,
+        key=b"ann",
+        app="shop",
+        handler="pay",
+        attempts=1,
+        reason="failed",
+        error=error,
+        time_ms=1,
+    )
+    client.execute("HSET", KEYS.meta, "owner", "workers")
+    found: bytes = client.execute("XADD", KEYS.dead_letters, "*", *letter.items())
+    return found.decode()
+
+
+def entries(client: Client) -> list[list[bytes]]:
+    return [pairs for _, pairs in client.execute("XRANGE", "orders", "-", "+")]
+
+
+def left(client: Client) -> int:
+    return int(client.execute("XLEN", KEYS.dead_letters))
+
+
+def edit_page(browser: Browser, letter_id: str) -> Page:
+    """The form of a dead letter, reached by the link on its page."""
+    page = browser.get(f"/letter?handler=shop.pay&stream=orders&id={letter_id}")
+    return browser.get(next(one for one in page.links if one.startswith("/letter/edit")))
+
+
+@pytest.fixture
+def browser(client: Client, tmp_path: Path) -> Iterator[Browser]:
+    with console(client.url, tmp_path, "admin") as opened:
+        yield opened
+
+
+def test_a_dead_letter_is_edited_in_a_form_and_its_copy_is_redriven(browser: Browser, client: Client) -> None:
+    letter_id = add(client)
+    changed = {"value0": "bob", "name1": "", "name3": "note", "value3": "first\r\nsecond"}
+    question = browser.send(edit_page(browser, letter_id), "/letter/edit", **changed)
+    assert "Its fields would be those of the form: account changed; note added; card removed." in question.text
+    assert "account: ann becomes bob" in question.text
+    command = (
+        f"millstream dlq edit shop.pay {letter_id} --stream orders --set account=VALUE --set note=VALUE --remove card"
+    )
+    assert command in question.text
+    assert (left(client), entries(client)) == (1, [])
+    done = browser.send(question, "/letter/edit")
+    assert f"The edited copy of dead letter {letter_id} is redriven as " in done.text
+    record = AuditLog(client).read(count=1)[0]
+    assert entries(client) == [
+        [
+            *MARK,
+            *(b"account", b"bob", b"raw", b"\xff\r\n\\<b>", b"note", b"first\nsecond"),
+            *(EDITED_FIELD, record.by.encode()),
+        ]
+    ]
+    assert left(client) == 0
+    assert (record.action, record.about["id"], record.about["fields"]) == (
+        "dlq edit",
+        letter_id,
+        "account changed; note added; card removed",
+    )
+    assert str(record.result).startswith("redriven as ")
+    assert browser.send(question, "/letter/edit").status == 404, "it is gone"
+
+
+def test_a_form_that_changes_nothing_keeps_every_byte(browser: Browser, client: Client) -> None:
+    question = browser.send(edit_page(browser, add(client)), "/letter/edit")
+    assert "no field is changed" in question.text
+    browser.send(question, "/letter/edit")
+    (pairs,) = entries(client)
+    assert pairs[:-1] == [*MARK, *PAIRS, EDITED_FIELD]
+
+
+def test_a_value_that_is_hidden_or_too_long_stays_as_it_is_or_is_left_out(client: Client) -> None:
+    long = b"x" * 70_000
+    letter_id = add(client, [*PAIRS, b"long", long])
+
+    def redact(name: str, text: str) -> str:
+        return "(hidden)" if name == "card" else text
+
+    with authorized(client.url, Level.ADMIN, redact=redact) as browser:
+        page = edit_page(browser, letter_id)
+        assert "card: its value is not shown, and stays as it is." in page.text
+        assert ("4111" in page.html, "x" * 1_000 in page.html) == (False, False)
+        question = browser.send(page, "/letter/edit", value0="bob", name4="card", value4="5111")
+        assert ("card: (hidden) becomes (hidden)" in question.text, "4111" in question.html) == (True, False)
+        question = browser.send(page, "/letter/edit", value0="bob", remove1="yes")
+        browser.send(question, "/letter/edit")
+    (pairs,) = entries(client)
+    assert pairs[2:-2] == [b"account", b"bob", b"raw", b"\xff\r\n\\<b>", b"long", long]
+
+
+def test_a_form_that_makes_no_message_is_refused_in_one_sentence(browser: Browser, client: Client) -> None:
+    letter_id = add(client, [b"n", b"1"])
+    page = edit_page(browser, letter_id)
+    refused = browser.send(page, "/letter/edit", name0="")
+    assert (refused.status, "a message needs at least one field" in refused.text) == (400, True)
+    assert browser.send(page, "/letter/edit", value0="\\x").status == 400
+    assert browser.get("/letter/edit?handler=shop.pay&stream=orders&id=1-1").status == 404
+    many = [one for n in range(600) for one in (b"f%d" % n, b"")]
+    page = edit_page(browser, add(client, many))
+    assert "It is too large for a form." in page.text
+    assert "/letter/edit" not in page.actions
+    assert (left(client), AuditLog(client).read()) == (2, [])
+
+
+def test_a_dead_letter_that_a_purge_takes_before_the_copy_is_added_is_not_doubled(
+    browser: Browser, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = browser.send(edit_page(browser, add(client)), "/letter/edit")
+    inner = DeadLetterQueue.redrive_edited
+
+    def purge_first(queue: DeadLetterQueue, *args: object, **options: object) -> object:
+        queue.purge(queue.select(DeadLetterFilter(app="shop")))
+        return inner(queue, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DeadLetterQueue, "redrive_edited", purge_first)
+    page = browser.send(question, "/letter/edit")
+    assert "Not redriven: it is gone: another redrive or purge removed it" in page.text
+    assert str(AuditLog(client).read(count=1)[0].result).startswith("not redriven: it is gone")
+    assert entries(client) == []
+
+
+@pytest.mark.parametrize("level", ["figures", "payloads", "operate"])
+def test_a_lower_level_than_admin_edits_no_dead_letter(
+    browser: Browser, client: Client, tmp_path: Path, level: str
+) -> None:
+    letter_id = add(client)
+    form = edit_page(browser, letter_id).form("/letter/edit")
+    with console(client.url, tmp_path, level) as other:
+        assert other.post("/letter/edit", **form, confirm="edit").status == 403
+        assert other.get(f"/letter/edit?handler=shop.pay&stream=orders&id={letter_id}").status == 403
+        page = other.get(f"/letter?handler=shop.pay&stream=orders&id={letter_id}")
+        assert [one for one in page.links if one.startswith("/letter/edit")] == []
+    assert (left(client), entries(client)) == (1, [])
