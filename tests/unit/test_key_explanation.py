@@ -95,7 +95,11 @@ def report(
             "waits: parked for 2.0 s: audit. 2 messages wait behind its first message 7-0.",
             ("millstream key unpark shop.pay ann", "millstream key skip shop.pay ann  # or give its first message up"),
         ),
-        (report(PARKED, is_migrating=True), "parked for 2.0 s: audit.", ()),
+        (
+            report(replace(PARKED, why="parked for 2.0 s: migrating from {orders.3}"), is_migrating=True),
+            "migrating from {orders.3}. It goes on by itself when its messages in the earlier partition are done.",
+            (),
+        ),
         (
             report(replace(PARKED, length=0, first_id="")),
             "It has no message now; those to come will wait.",

@@ -108,6 +108,8 @@ def _of_queue(report: KeyReport) -> Iterator[str]:
             f"That message has been running for {format_age(max(0, report.now_ms - run.started_ms))}; its time limit "
             f"ends it after {format_age(run.time_limit_ms)}"
         )
+    if report.is_migrating:
+        yield "It goes on by itself when its messages in the earlier partition are done"
     if last.error:
         yield f"The last attempt failed with {last.error}"
     if queue.length > 1:
