@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.cli]
 
 MESSAGES = 2_500
-QUICK = ("bench", "--seconds", "1")
+QUICK = ("bench", "--for", "1s")
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_redis_with_other_data_is_asked_about_first_and_keeps_it(client: Clien
     client.execute("SET", "mine", 1)
     refused = call(*QUICK, url=client.url)
     assert refused.code == 2
-    assert "holds 1 key. For about 1 s it would be kept busy" in refused.err
+    assert "holds 1 key. For about 1s it would be kept busy" in refused.err
     assert "add --yes" in refused.err
     assert in_a_terminal(*QUICK, url=client.url, answer=b"n\n").code == 1
     assert keys(client) == [b"mine"]
@@ -104,7 +104,7 @@ def test_a_redis_with_other_data_is_asked_about_first_and_keeps_it(client: Clien
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
 def test_its_keys_are_removed_when_it_is_interrupted(client: Client, number: signal.Signals, code: int) -> None:
-    with running("bench", "--seconds", "3000", url=client.url) as process:
+    with running("bench", "--for", "50m", url=client.url) as process:
         eventually(lambda: any(b".keyed:" in key for key in keys(client)), "the keys of the last measurement")
         process.send_signal(number)
         stopped = ended(process)

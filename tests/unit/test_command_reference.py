@@ -57,6 +57,11 @@ def test_the_help_of_every_option_shows_the_value_that_the_page_shows() -> None:
         assert [value_of(record[0]) for record in records] == [value_of(row) for row in rows], words
 
 
+def test_an_option_that_is_a_time_is_a_duration_without_a_unit_in_its_name() -> None:
+    named = [(words, option.opts[0]) for words, command in all_commands() for option in options_of(command)]
+    assert [(words, name) for words, name in named if re.search(r"-(s|ms|seconds|minutes|hours|days)$", name)] == []
+
+
 def value_of(names: str) -> str:
     """What stands behind the names of an option: `-y, --yes` has nothing, `--limit N` has N."""
     return " ".join(word for word in re.split(r"[ /]+", names) if not word.startswith("-"))

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from millstream.admin.server_checks import Server, read_servers
+from millstream.admin.time_inputs import Duration
 from millstream.cli.bench_rounds import MESSAGES, PAYLOAD_BYTES, BenchRounds, Rates
-from millstream.cli.options import Json, Url, Yes
+from millstream.cli.options import Json, Url, Yes, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import confirm, print_json, print_message, print_table
 from millstream.errors import ConfigError, MillstreamError, RedisError
@@ -19,13 +20,13 @@ from millstream.redis_client.formats import format_size, pluralize
 from millstream.redis_client.redaction import redact_url
 from millstream.redis_client.urls import split_url
 
-Seconds = Annotated[float, typer.Option("--seconds", min=1.0, help="For how many seconds it measures, about.")]
+For = Annotated[Duration, duration("--for", "Time for which it measures, about.", least="1s")]
 
 _NEEDED_BYTES = 64_000_000
 _NAMES = {"raw": "redis-py, read and ack", "plain": "worker, no key", "keyed": "worker, by key"}
 
 
-def bench(seconds: Seconds = 10.0, yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+def bench(measured: For = Duration("10s"), yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Measure messages per second of a raw redis-py loop and of a worker, without and with a key.
 
     It writes to Redis, under keys of its own, and removes them at the end, also after Ctrl-C. It asks first if Redis is
@@ -38,12 +39,12 @@ def bench(seconds: Seconds = 10.0, yes: Yes = False, url: Url = DEFAULT_URL, as_
         _check_memory(server)
         if reasons := _reasons_to_ask(client, url):
             confirm(
-                f"{redact_url(url)} {' and '.join(reasons)}. For about {seconds:g} s it would be kept busy with writes "
+                f"{redact_url(url)} {' and '.join(reasons)}. For about {measured} it would be kept busy with writes "
                 "and reads, under keys that are removed at the end. Go on?",
                 yes=yes,
             )
         with orderly_stop() as stopping:
-            found = _measure(client, stopping, seconds)
+            found = _measure(client, stopping, measured)
     if found is None:
         print_message("it was stopped before all was measured")
         raise typer.Exit(1)
