@@ -93,7 +93,8 @@ class State(dict[str, Any]):
     """The durable state of one key of one handler: loaded before, and committed with, each message.
 
     A plain mapping of text to any msgpack value: text, bytes, numbers, booleans, None, lists and mappings.
-    A failed attempt's changes are rolled back. Emptying it removes it from Redis.
+    A failed attempt's changes are rolled back. Emptying it removes it from Redis. (The idea: state stores of Kafka
+    Streams.)
     """
 
 
@@ -150,6 +151,8 @@ class Retry:
 @dataclass(frozen=True, kw_only=True)
 class Breaker:
     """Circuit breaker of a handler: pauses it when nearly all messages become dead letters for the same cause.
+
+    (The pattern: M. Nygard, "Release It!"; its use on dead letters: `DlqLimit` of Arroyo, getsentry.)
 
     * `first`: it opens when the first so many messages, since a process started or the handler was resumed, have all
       become dead letters for one cause

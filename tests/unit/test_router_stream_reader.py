@@ -150,7 +150,7 @@ def test_streams_whose_read_was_interrupted_are_read_first() -> None:
 def hang_up(bench: Bench) -> None:
     """The server ends the connection, and everything is read again on a new one."""
     bench.link.asked.clear()
-    bench.reader.reset(hung_up=True)
+    bench.reader.reset(closed_by_server=True)
     for cursor in [bench.cursor(at) for at, inbox in enumerate(bench.inboxes) if inbox.cursor]:
         bench.reader.schedule(cursor)
     bench.reader.flush()

@@ -346,8 +346,8 @@ def check_backlog(server: Server) -> Iterator[Finding]:
             check="backlog",
             severity="warning",
             what=f"{server.where} has a repl-backlog-size of {size:,} bytes",
-            why="a replica that was disconnected for some seconds needs a full copy, and until then is no safe target of a "
-            "failover",
+            why="a replica that was disconnected for some seconds needs a full copy, and is no safe target of a failover "
+            "until then",
             mend=(f"{server.cli} CONFIG SET repl-backlog-size {_BACKLOG_BYTES}",),
         )
 

@@ -301,7 +301,9 @@ class Balancer:
             else:
                 if backoff.has_begun:
                     outage_ms = self._clock.monotonic_ms() - since_ms
-                    logger.warning("consumer %s reconnected to Redis after %.1f s", self.consumer, outage_ms / 1000)
+                    logger.warning(
+                        "consumer %s resumes: Redis is available again after %.1f s", self.consumer, outage_ms / 1000
+                    )
                 return reply
         raise _Closed
 

@@ -133,7 +133,7 @@ class Follower:
                 self._is_scanned = True
                 self._notify_if_started()
             except Unavailable as error:
-                logger.debug("cannot scan for streams, Redis is unavailable: %s", error)
+                logger.debug("cannot scan for streams, Redis is unavailable: %s; retrying", error)
             await asyncio.sleep(max(_SCAN_INTERVAL_S, _SCAN_PAUSE_RATIO * (time.monotonic() - began)))
 
     def _scan(self, patterns: Sequence[str]) -> set[str]:

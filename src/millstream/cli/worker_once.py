@@ -53,7 +53,7 @@ def _wait(watch: DrainWatch, stopping: threading.Event) -> None:
         try:
             is_drained = watch.check()
         except Unavailable as error:
-            logger.debug("cannot see what is left to do, Redis is unavailable: %s; retrying", error)
+            logger.debug("cannot read the remaining messages, Redis is unavailable: %s; retrying", error)
             continue
         if is_drained:
             if watch.paused:

@@ -104,7 +104,7 @@ class Redriven(NamedTuple):
 
 
 class DeadLetterQueue:
-    """The dead letters of all handlers of one Redis. Every method raises RedisError."""
+    """The dead letters of all handlers of one Redis, with the redrive of SQS. Every method raises RedisError."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

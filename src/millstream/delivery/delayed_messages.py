@@ -1,4 +1,4 @@
-"""Delayed messages: published now, added to their stream when they are due.
+"""Delayed messages: published now, added to their stream when they are due (as DelaySeconds of SQS).
 
 They wait in Redis, in the stream's hash slot, until a process moves them: workers and Spark runs do. Moving is one
 atomic step by the server's clock, so any number of processes may do it, and each may die at any point.

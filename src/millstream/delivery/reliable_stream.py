@@ -575,4 +575,4 @@ def remove_consumers(client: Client, streams: Iterable[ReliableStream]) -> None:
         try:
             delete_if_empty(client, groups, consumer)
         except RedisError as error:
-            logger.debug("consumer %s was not removed from its groups and stays until it is idle: %s", consumer, error)
+            logger.debug("consumer %s was not removed from its groups: %s; it stays until it is idle", consumer, error)

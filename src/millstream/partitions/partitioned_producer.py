@@ -48,13 +48,15 @@ class _Item:
 class PartitionedProducer(Publishing):
     """Publishes messages to the partitions of `base`, each to the partition of its key: in order, and each once.
 
+    (The idea: the partitioner of Kafka's producer.)
+
     * `key`: the field that orders the messages, or a function that returns the key of a message; must be the handlers'
       key. Messages without a key are spread over all partitions
     * `partitions`: how many to create if there are none yet; None = they must exist
     * `capacity`: most entries that one partition may hold
     * the rest as for `Producer`
 
-    After a growth (`Partitions.grow`), it publishes to the new partitions as soon as it meets one that is closed: the
+    After a growth (`Partitions.grow`), it publishes to the new partitions as soon as Redis reports one as closed: the
     messages of each key stay in order, and a `dedupe_id` that was published before is recognised. Messages of one key
     from one thread keep their order. Raises ConfigError for invalid options.
     """

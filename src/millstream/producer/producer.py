@@ -168,7 +168,8 @@ class Producer(Publishing):
         * `dedupe_id`: your own id of the message, such as an order number. If any process published it to the stream
           before, nothing is published and the id returned then is returned again
         * `delay_ms`: the entry is added so many milliseconds later (`millstream.delivery.delayed_messages`)
-        * `replicas`, `timeout_ms`: wait until so many replicas have the entry, at most so many milliseconds
+        * `replicas`, `timeout_ms`: wait (Redis WAIT) until so many replicas have the entry, at most so many
+          milliseconds
 
         Raises OutputError for a message that cannot be encoded; StreamFull and OutOfMemory if it was not published for
         lack of room; NotReplicated if it was published but not confirmed; and other RedisErrors. After another
@@ -192,7 +193,7 @@ class Producer(Publishing):
     ) -> list[str]:
         """Publish `messages` in order, in batches; return for each the id that `publish` would return.
 
-        `dedupe_ids` are as many as the messages. A batch is published whole or not at all, after those before it.
+        There are as many `dedupe_ids` as messages. A batch is published whole or not at all, after those before it.
         Raises as `publish`; when it raises, the batches before are published, and those after are not.
         """
         options = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)

@@ -130,7 +130,7 @@ class ReconnectingConnection:
         try:
             size = resp.fill()
         except Unavailable as error:
-            self._on_broken(error, hung_up=True)
+            self._on_broken(error, closed_by_server=True)
             return 0
         if size:
             self._last_reply_ms = self._reactor.clock.monotonic_ms()
@@ -189,12 +189,12 @@ class ReconnectingConnection:
         try:
             action(resp)
         except Unavailable as error:
-            self._on_broken(error, hung_up=True)
+            self._on_broken(error, closed_by_server=True)
             return
         if resp.has_unsent != clogged:
             self._reactor.watch(self, writing=resp.has_unsent)
 
-    def _on_broken(self, error: MillstreamError, *, hung_up: bool = False) -> None:
+    def _on_broken(self, error: MillstreamError, *, closed_by_server: bool = False) -> None:
         was_up = self.up
         if was_up:
             self._down_since_ms = self._reactor.clock.monotonic_ms()
@@ -202,7 +202,7 @@ class ReconnectingConnection:
                 self._backoff.reset()
         self._disconnect()
         if was_up:
-            self._events.on_down(hung_up)
+            self._events.on_down(closed_by_server)
         self._redial_later(error)
 
     def _disconnect(self) -> None:

@@ -108,9 +108,9 @@ class NodeReader:
             self._reactor, lambda: self._client.dial(self.node), name, policy=policy, events=events
         )
 
-    def _on_down(self, hung_up: bool) -> None:
-        self.stream_reader.reset(hung_up=hung_up)
-        self._events.on_down(hung_up)
+    def _on_down(self, closed_by_server: bool) -> None:
+        self.stream_reader.reset(closed_by_server=closed_by_server)
+        self._events.on_down(closed_by_server)
 
     def _on_push(self, push: Push) -> None:
         """Handle an invalidation: keys have changed, or with None every key has, as after FLUSHALL."""

@@ -110,10 +110,10 @@ class StreamReader:
                 self._next_queue = _UNREPORTED - queue  # the other queue goes first next time
                 self._send_next(queue)
 
-    def reset(self, *, hung_up: bool = False) -> None:
+    def reset(self, *, closed_by_server: bool = False) -> None:
         """The connection broke: forget every queue and request.
 
-        `hung_up`: the server closed the connection, perhaps because of the reply to what is in flight.
+        `closed_by_server`: perhaps because of the reply to a request in flight.
         """
         requests = [request for request in (*self._in_flight, *self._one_off) if request]
         in_flight = [cursor for request in requests for cursor in request.cursors]
@@ -128,7 +128,7 @@ class StreamReader:
         self._in_flight = [None, None, None]
         self._one_off.clear()
         self._interrupted = [*in_flight, *queued] or self._interrupted
-        if hung_up and suspected:
+        if closed_by_server and suspected:
             self._on_hang_up([cursor for cursor in suspected if cursor.buffers])
 
     def pop_interrupted(self) -> list[Cursor]:

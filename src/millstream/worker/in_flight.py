@@ -88,7 +88,7 @@ class InFlight:
         return {entry_id for name, entry_id in list(self._by_ref) if name == stream}
 
     def stop_fetching(self) -> None:
-        """Have no free slots from now on: the room of entries that a stop releases must stay free. End the delays."""
+        """Have no free slots from now on: the room of entries that a stop releases stays free. End the delays, too."""
         with self._lock:
             self._is_stopping = True
             delays, self._delays = self._delays, []

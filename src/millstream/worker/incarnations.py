@@ -1,8 +1,8 @@
 """Incarnations of worker processes: which have ended, and how.
 
-A supervisor starts each process under a unique name, and records in Redis how it ended. So a message is blamed only for
-the crash of a process: not when a process was paused for a while, or ended because Redis was unavailable. (The term: A.
-Das et al., "SWIM", 2002.)
+A supervisor starts each process under a unique name, and records in Redis how it ended. So only the crash of a process
+counts against a message: not a pause of the process, nor its end because Redis was unavailable. (The term: A. Das et
+al., "SWIM", 2002.)
 """
 
 import secrets

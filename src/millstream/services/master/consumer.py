@@ -172,7 +172,8 @@ class DelegatedConsumer:
         if isinstance(answer, str):
             logger.warning("no master accepted %s of message %s: %s", outcome, entry_id.decode(), answer)
         elif not answer.ok:
-            logger.warning("message %s: %s", entry_id.decode(), answer.body.get("error", answer.status))
+            problem = answer.body.get("error", answer.status)
+            logger.warning("a master refused %s of message %s: %s", outcome, entry_id.decode(), problem)
 
     def _unregister(self) -> None:
         urls = [sibling_url(url, "release") for url in self._settings.acknowledge_urls]

@@ -114,7 +114,7 @@ def serve_with_worker(
     def guarded() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - it is raised below
+        except BaseException as error:  # noqa: BLE001 - it is raised below, once the server has stopped
             failures.append(error)
             server.should_exit = True
 

@@ -197,7 +197,7 @@ class Supervisor:
             with Client(self._settings.url, timeout_ms=round(_DRAIN_MS)) as client:
                 found = {supervised.name: supervised.count_parked(client) for supervised in self._supervised}
         except (RedisError, ConfigError) as error:
-            logger.debug("parked keys are unknown, omitting them from the stopped event: %s", error)
+            logger.debug("parked keys are unknown: %s; omitting them from the stopped event", error)
             return {}
         return {"parked": {name: {"keys": keys, "messages": count} for name, (keys, count) in found.items() if keys}}
 

@@ -258,7 +258,7 @@ class Supervisor:
         self._has_ended.set()
 
     def _record_ends(self) -> None:
-        """Record ends and restarts in Redis that are not recorded yet. Until then, no message is blamed for them."""
+        """Record ends and restarts in Redis that are not recorded yet. Until then, they count against no message."""
         try:
             while self._ends:
                 self._names.record_end(*self._ends[0])

@@ -1,4 +1,4 @@
-"""Poison isolation: re-runs suspected poison pills while nothing else runs, so that no other message is blamed."""
+"""Poison isolation: re-runs suspected poison pills while nothing else runs: a crash then counts against the suspect."""
 
 import contextlib
 import logging
@@ -190,7 +190,7 @@ class PoisonIsolation:
                 in_flight.open_gate()
 
     def _wait_for_others(self, all_in_flight: Sequence[InFlight]) -> bool:
-        """Wait until nothing runs, as the suspect would be blamed for a crash now. False if the stop comes first."""
+        """Wait until nothing runs, as a crash now would count against the suspect. False if the stop comes first."""
         while any(in_flight.runs for in_flight in all_in_flight):
             if self._stopping.wait(_POLL_S):
                 return False
@@ -221,6 +221,6 @@ class PoisonIsolation:
                 with exclude_on_error(self._still_marked[0].stream):
                     self._still_marked[0].stream.end_isolation(self._still_marked[:1])
             except Unavailable as error:
-                logger.debug("cannot note the end of a run in isolation, Redis is unavailable: %s; retrying", error)
+                logger.debug("cannot record the end of a run in isolation, Redis is unavailable: %s; retrying", error)
                 return
             del self._still_marked[0]

@@ -1,7 +1,7 @@
 """Runners: run buffered messages, plain handlers in threads and async ones in an event loop.
 
-Both pause before their next message while the gate is closed: then a poison-pill suspect runs alone, so that a crash is
-blamed on no other message.
+Both pause before their next message while the gate is closed: then a poison-pill suspect runs alone, so that a crash
+counts against no other message.
 """
 
 import asyncio

@@ -101,7 +101,7 @@ class Maintenance(Generic[S]):
                         with exclude_on_error(stream):
                             self._renewer.renew(stream)
                 except Unavailable as error:
-                    logger.debug("cannot renew what still runs, Redis is unavailable: %s", error)
+                    logger.debug("cannot renew running messages, Redis is unavailable: %s; retrying", error)
 
     def run_once(self) -> None:
         """Renew, record progress, check time limits, and report figures, once."""
