@@ -20,7 +20,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 
 _MOST_LETTERS = 1_000
-"""The newest dead letters of a handler on a stream, so many of which are searched for those of the key."""
+"""How many of the newest dead letters of a handler on a stream are searched for those of the key."""
 
 
 def inspect_key(client: Client, places: Sequence[HandlerKeys], key: bytes) -> list[KeyReport]:

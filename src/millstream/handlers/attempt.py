@@ -84,8 +84,8 @@ RunResult = tuple[Outputs, BaseException | None]
 """The outputs of a handler, and the exception that it raised, if any."""
 
 TimeLimiter = Callable[[Callable[[], RunResult], float], RunResult]
-"""How an engine calls a plain function under a time limit in milliseconds: it raises TimeLimit in the function, as soon
-as the function executes Python code."""
+"""How an engine calls a plain function under a time limit in milliseconds: after that time it raises TimeLimit in the
+function, as soon as the function executes Python code."""
 
 
 class TimeLimit(BaseException):

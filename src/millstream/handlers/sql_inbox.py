@@ -129,7 +129,7 @@ class Inbox:
         try:
             yield self.fresh(connection, message)
             connection.commit()
-        except BaseException:  # whatever ends the block: an open transaction would commit a record without effects
+        except BaseException:  # of any kind: a transaction left open may later commit the record without its effects
             connection.rollback()
             raise
 

@@ -22,7 +22,7 @@ class Publisher:
     * `delay_ms`: entries reach the stream so many milliseconds later (`millstream.delivery.delayed_messages`); 0 = at
       once
     * `rate`: most entries a second; None = no limit
-    * `patience_ms`: how long a batch waits, in milliseconds, while Redis is unavailable or out of memory
+    * `patience_ms`: how long a batch waits while Redis is unavailable or out of memory, in milliseconds; then it raises
 
     `entries` counts the entries that Redis has confirmed. Leaving the context sends the buffered ones, unless an
     exception is under way. Not thread-safe. After a RedisError it must not be used any more: whether the last batch was

@@ -196,7 +196,7 @@ class SupervisedQuery(ABC):
         self._context.on_event({"event": event, self.kind: self.name, **more})
 
     def _check_checkpoint(self, marker: str) -> None:
-        """Set whether the query resumes. `marker`: the file in the checkpoint of a query that has begun."""
+        """Set whether the query resumes. `marker`: the file or folder in the checkpoint of a query that has begun."""
         self.resumed = checkpoint_begun(self._context.spark, self.checkpoint, marker)
         if self.resumed and self._context.settings.start == "reprocess":
             raise ConfigError(f"reprocessing {self.label} needs a new --checkpoint: this one records what is processed")

@@ -42,7 +42,7 @@ ORPHAN_MS = 4_000.0
 ORPHAN_END_MS = 8_000.0
 """When such a process ends in any case; in processor time, if a handler holds its interpreter."""
 
-_KILLED_AT_STOP = ProcessEnd(died=False, cause="was killed, as it did not stop in time")
+_KILLED_AT_STOP = ProcessEnd(died=False, cause="was killed during a stop")
 _OWN_ENDS = {
     STUCK_CODE: "a handler hung",
     FINAL_CODE: "it cannot continue",

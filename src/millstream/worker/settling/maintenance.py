@@ -42,7 +42,7 @@ class Renewer(Protocol[S_contra]):
         """Renew the entries in flight; drop those that other workers have by now."""
 
     def maintain(self, stream: S_contra, *, renews: bool, has_committed: bool) -> bool:
-        """Do the due steps on a stream: renew if `renews`; record progress if `has_committed`: since the last time.
+        """Do the due steps on a stream: renew if `renews`; record progress if anything was committed (`has_committed`).
 
         Return False if the progress has to be recorded again soon.
         """
@@ -197,7 +197,7 @@ class Maintenance(Generic[S]):
             self._hang_detector.check(runs, now_ms)
             for one in runs:
                 if now_ms - one.state_since_ms > handler.time_limit_ms + TIME_LIMIT_GRACE_MS:
-                    if one in self._in_flight:  # else another worker or an operator claimed it meanwhile
+                    if one in self._in_flight:  # else another worker has claimed it, or an operator skipped it
                         self._renewer.give_up(one)
                     given_up.append(one)
         except Unavailable as error:

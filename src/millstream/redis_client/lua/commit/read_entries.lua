@@ -7,7 +7,7 @@
 -- ERROR NOGROUP when the group does not exist
 --
 -- INVARIANT  Delivered entries are pending with the consumer, so it reads a few at a time, until the room is used up:
---   Redis reports no sizes of entries before. If there are any, one is delivered, however large it is.
+--   Redis does not report the size of an entry beforehand. If there are any, one is delivered, however large it is.
 
 -- include entry_sizes
 

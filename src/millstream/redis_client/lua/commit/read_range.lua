@@ -5,7 +5,7 @@
 -- ARGV  1 id   2 most entries   3 most bytes   4 '1' if one is wanted however large it is
 -- REPLY size of the first entry that did not fit (0 = all did), the entries
 --
--- INVARIANT  It reads a few at a time: Redis reports no sizes of entries before.
+-- INVARIANT  It reads a few at a time: Redis does not report the size of an entry beforehand.
 
 -- include entry_sizes
 

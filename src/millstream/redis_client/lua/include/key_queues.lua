@@ -26,7 +26,7 @@ local function now_ms()
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
--- Notify so many idle workers that queues are ready. A worker that leaves ready queues to others notifies the next.
+-- Notify so many idle workers that queues are ready. A worker that cannot lease all of them notifies the next.
 local function notify_idle(count)
   if count == 0 then return end
   local room = MAX_NOTIFIED - redis.call('LLEN', NOTIFY)
