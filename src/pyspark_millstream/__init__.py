@@ -10,6 +10,6 @@ try:
 except ImportError as error:
     from pyspark_millstream.unusable import unusable_source
 
-    DefaultSource = unusable_source(error)  # type: ignore[assignment, misc] # a class of that name is what Spark wants
+    DefaultSource = unusable_source(error, "redis-streams")  # type: ignore[assignment, misc] # a class of that name is what Spark wants
 
 __all__ = ["DefaultSource"]

@@ -8,13 +8,13 @@ from millstream.errors import install_hint
 from millstream.spark.versions import SPARK_VERSION, SUPPORTED
 
 
-def unusable_source(error: ImportError) -> type[DataSource]:
-    """Return a source named `redis-streams` that raises ImportError, because of `error`, as soon as it is used.
+def unusable_source(error: ImportError, format_name: str) -> type[DataSource]:
+    """Return a source named `format_name` that raises ImportError, because of `error`, as soon as it is used.
 
-    Spark then finds the sources of other packages, and a program without `redis-streams` notices nothing.
+    Spark then finds the sources of other packages, and a program without this one notices nothing.
     """
     reason = (
-        f"redis-streams needs Spark {SUPPORTED}, and millstream with its packages in the Python that Spark starts: "
+        f"{format_name} needs Spark {SUPPORTED}, and millstream with its packages in the Python that Spark starts: "
         f"{install_hint('spark')}. This is Spark {SPARK_VERSION}, and importing it fails there: {error}"
     )
 
@@ -24,6 +24,6 @@ def unusable_source(error: ImportError) -> type[DataSource]:
 
         @classmethod
         def name(cls) -> str:
-            return "redis-streams"
+            return format_name
 
     return UnusableSource

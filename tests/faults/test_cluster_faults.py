@@ -108,7 +108,7 @@ def environment(folder: Path) -> Path:
     packed = folder / "environment.tar.gz"
     with tarfile.open(packed, "w:gz") as archive:
         archive.add(here / "bin", "bin")
-        for package in (source, source.with_name("pyspark_millstream")):
+        for package in (source, *source.parent.glob("pyspark_millstream*")):
             archive.add(package, f"lib/{package.name}")
     with tarfile.open(packed) as archive:
         archive.extractall(here, filter="data")

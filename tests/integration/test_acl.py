@@ -37,6 +37,7 @@ from tests.support.acl_scenarios.router import follow
 from tests.support.acl_scenarios.sink import share_of, write_batches
 from tests.support.acl_scenarios.source import read_as_log
 from tests.support.acl_scenarios.spark import run_on_spark
+from tests.support.acl_scenarios.state_source import read_states
 from tests.support.acl_scenarios.worker import KEYS, add, handler_for, reliable, work
 from tests.support.balancers import heartbeat_request
 from tests.support.commandline import Outcome, call
@@ -88,6 +89,7 @@ DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.SPARK: run_on_spark,
     RoleName.SOURCE: read_as_log,
     RoleName.GROUP_SOURCE: take_from_group,
+    RoleName.STATE_SOURCE: read_states,
     RoleName.SINK: write_batches,
     RoleName.PRODUCER: produce,
     RoleName.LEASES: serve,

@@ -6,8 +6,8 @@ import pytest
 
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_tracking import KeyTracker, _TrackedConnection
-from millstream.redis_client.resp import Push
+from millstream.redis_client.key_tracking import KeyTracker
+from millstream.redis_client.resp import Push, RespConnection
 
 pytestmark = [pytest.mark.router]
 
@@ -15,23 +15,23 @@ KEYS = [f"k{n}" for n in range(5)]
 
 
 def test_a_flushall_right_after_the_last_reply_is_tracked(millstream_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = _TrackedConnection._received
+    real = RespConnection.wait_and_receive
     name = real.__name__
 
-    def received(line: _TrackedConnection) -> list[Any]:
-        monkeypatch.setattr(_TrackedConnection, name, real)
-        found = real(line)
+    def received(line: RespConnection, timeout_ms: float) -> list[Any]:
+        monkeypatch.setattr(RespConnection, name, real)
+        found = real(line, timeout_ms)
         while len(found) < len(KEYS):
-            found += real(line)
+            found += real(line, timeout_ms)
         admin.execute("FLUSHALL")
         while not any(type(reply) is Push for reply in found):
-            found += real(line)
+            found += real(line, timeout_ms)
         return found
 
     with Client(millstream_url) as admin, Client(millstream_url) as client:
         watch = KeyTracker(client)
         assert watch.changed() is None
-        monkeypatch.setattr(_TrackedConnection, name, received)
+        monkeypatch.setattr(RespConnection, name, received)
         with pytest.raises(Unavailable):
             dict(watch.read_each(("EXISTS",), KEYS))
         assert watch.wait(0), "there is something to be told"

@@ -55,6 +55,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_of_the_examples_and_no_oth
     expected = {
         *files_below(ROOT / "src/millstream", "millstream"),
         *files_below(ROOT / "src/pyspark_millstream", "pyspark_millstream"),
+        *files_below(ROOT / "src/pyspark_millstream_state", "pyspark_millstream_state"),
         *files_below(ROOT / "examples", "millstream/examples"),
     }
     assert {name for name in wheel.files if ".dist-info/" not in name} == expected

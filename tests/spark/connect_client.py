@@ -122,7 +122,7 @@ def with_millstream(client: Client) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    ours = ("millstream", "pyspark_millstream")
+    ours = ("millstream", "pyspark_millstream", "pyspark_millstream_state")
     sys.modules.update(dict.fromkeys(ours))  # type: ignore[arg-type]  # None: not to be found
     client = Client(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     found: dict[str, Any] = {"rows": client.arrow(), "copied": client.copy()}

@@ -86,9 +86,9 @@ def import_everything(may_be_missing: set[str]) -> dict[str, str]:
 
 
 def module_names() -> Iterator[str]:
-    """Every module of the two packages, by the files that are there, since some packages cannot be imported."""
+    """Every module of the packages, by the files that are there, since some packages cannot be imported."""
     site = Path(millstream.__file__).parents[1]
-    for package in ("millstream", "pyspark_millstream"):
+    for package in ("millstream", "pyspark_millstream", "pyspark_millstream_state"):
         yield from names_below(package, site / package)
 
 

@@ -41,6 +41,7 @@ PARTS = (
     "spark",
     "millstream",
     "pyspark_millstream",
+    "pyspark_millstream_state",
     "testing",
     "demo",
     "cli",
@@ -52,7 +53,7 @@ INNER_ORDER = {
     "worker": ("running", "fetching", "settling", "ordering", "loop", "process"),
     "spark": ("sink", "source", "engine", "run"),
 }
-SPARK = ("spark", "pyspark_millstream")
+SPARK = ("spark", "pyspark_millstream", "pyspark_millstream_state")
 HOMES = {
     "redis": ("redis_client",),
     "hiredis": ("redis_client",),
@@ -162,7 +163,7 @@ def modules_of_no_part(root: Path) -> Iterator[str]:
 def imports_upwards(root: Path) -> Iterator[str]:
     for module, found, where in each_import(root / "src"):
         here, there = part(module.name), part(found.target)
-        ours = found.target.partition(".")[0] in ("millstream", "pyspark_millstream")
+        ours = found.target.partition(".")[0] in ("millstream", "pyspark_millstream", "pyspark_millstream_state")
         if not ours or here == there or here not in LEVELS or there not in LEVELS:
             continue
         if LEVELS[there] > LEVELS[here]:

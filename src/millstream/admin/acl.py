@@ -35,6 +35,7 @@ class RoleName(StrEnum):
     SPARK = "spark"
     SOURCE = "source"
     GROUP_SOURCE = "group-source"
+    STATE_SOURCE = "state-source"
     SINK = "sink"
     PRODUCER = "producer"
     LEASES = "leases"
@@ -240,6 +241,13 @@ ROLES: Mapping[RoleName, Role] = {
         "xreadgroup",
         writes=False,
         stream_keys=("batch:*",),
+    ),
+    RoleName.STATE_SOURCE: Role(
+        scripts=(),
+        direct="hget hlen hscan",
+        writes=False,
+        reads_streams=False,
+        stream_keys=("{app}.*:state", "{app}.*:meta"),
     ),
     RoleName.SINK: Role(
         scripts=(

@@ -174,11 +174,11 @@ def state_expiries(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -
 
     None for all, too, where the server cannot let states expire, or this user may not ask. Raises RedisError.
     """
-    commands = [("HPEXPIRETIME", to_wire(keys.state), "FIELDS", 1, key) for key in wanted]
     found: list[int | None] = []
-    for reply in send_all(client, commands):
-        expires = isinstance(reply, list) and reply[0] >= 0
-        found.append(reply[0] if expires else None)
+    for at in range(0, len(wanted), _SCAN_PAGE):
+        some = wanted[at : at + _SCAN_PAGE]
+        (reply,) = client.pipeline([("HPEXPIRETIME", to_wire(keys.state), "FIELDS", len(some), *some)])
+        found += [one if one >= 0 else None for one in reply] if isinstance(reply, list) else [None] * len(some)
     return found
 
 

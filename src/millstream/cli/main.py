@@ -56,7 +56,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "tail": ("millstream.cli.tail:tail", INSPECT, "Print the entries of streams as they arrive."),
     "dlq": ("millstream.cli.dlq:dlq", REPAIR, "List, show, redrive and purge dead letters."),
     "key": ("millstream.cli.key:key", REPAIR, "List the keys that wait, and why; park, unpark and skip."),
-    "state": ("millstream.cli.state:state", REPAIR, "Show, list and reset the state of keys."),
+    "state": ("millstream.cli.state:state", REPAIR, "Show, list, export and reset the state of keys."),
     "pause": (
         "millstream.cli.pause:pause",
         REPAIR,

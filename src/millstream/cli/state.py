@@ -1,13 +1,14 @@
-"""`millstream state`: shows, lists and resets the state of keys."""
+"""`millstream state`: shows, lists, exports and resets the state of keys."""
 
 import json
+import sys
 from collections.abc import Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Annotated, Any
 
 import typer
 
-from millstream.admin.handler_names import handler_on
+from millstream.admin.handler_names import handler_on, split_name
 from millstream.admin.inspection import (
     count_states,
     decode_state,
@@ -16,10 +17,11 @@ from millstream.admin.inspection import (
     reset_states,
     state_expiries,
 )
+from millstream.admin.state_scan import scan_states, state_hashes
 from millstream.cli.handler_names import HandlerName
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, print_text, truncate
-from millstream.errors import DecodeError, MillstreamError
+from millstream.errors import ConfigError, DecodeError, MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
@@ -30,7 +32,7 @@ Stream = Annotated[
     typer.Option("--stream", help="The stream; each has its own state. Default: the only one.", metavar="NAME"),
 ]
 
-state = command_group("Show, list and reset the state of keys. Write keys as in `list`.")
+state = command_group("Show, list, export and reset the state of keys. Write keys as in `list`.")
 
 _SHOWN_CHARS = 100
 
@@ -77,12 +79,39 @@ def list_(
         expiries = state_expiries(client, keys, [key for key, _ in shown])
     if as_json:
         for (key, blob), expires_ms in zip(shown, expiries, strict=True):
-            expiry = {} if expires_ms is None else {"expires_ms": expires_ms}
-            print_json({"key": json_value(key), **_state_json(key, blob), **expiry})
+            print_json(_json_line(key, blob, expires_ms))
     else:
         _print_states(shown, expiries)
     if len(found) > limit:
         print_message("there are more keys; use --limit or --match to show them")
+
+
+@state.command()
+def export(
+    handler: HandlerName,
+    stream: Annotated[
+        str | None,
+        typer.Option("--stream", help="Only on this stream; default: all on which it has run.", metavar="NAME"),
+    ] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Print all states of a handler as JSON, an object per line, in no order.
+
+    Memory does not grow with their number. A state is one that was committed; a run may go on meanwhile.
+    """
+    app, name = split_name(handler)
+    if name is None:
+        raise ConfigError(f"{handler!r} is not APP.HANDLER: write both names")
+    with Client(url) as client:
+        places = [one.keys for one in state_hashes(client, app, name, () if stream is None else (stream,))]
+        by_stream = {one.stream: one for one in places}
+        for page in scan_states(client, places):
+            for of, some in groupby(page, lambda one: one.stream):
+                states = list(some)
+                expiries = state_expiries(client, by_stream[of], [one.key for one in states])
+                for one, expires_ms in zip(states, expiries, strict=True):
+                    print_json({"stream": escape(of), **_json_line(one.key, one.blob, expires_ms)})
+            sys.stdout.flush()
 
 
 @state.command()
@@ -128,6 +157,11 @@ def _print_states(shown: Sequence[tuple[bytes, bytes]], expiries: Sequence[int |
         expiry = ("never" if expires_ms is None else format_time(expires_ms) or "-",) if expires else ()
         rows.append((escape(key), format_size(len(blob)), *expiry, text))
     print_table(("key", ">size", *(("expires",) if expires else ()), "+state"), rows)
+
+
+def _json_line(key: bytes, blob: bytes, expires_ms: int | None) -> dict[str, Any]:
+    expiry = {} if expires_ms is None else {"expires_ms": expires_ms}
+    return {"key": json_value(key), **_state_json(key, blob), **expiry}
 
 
 def _state_json(key: bytes, blob: bytes) -> dict[str, Any]:

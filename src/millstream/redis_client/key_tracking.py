@@ -185,7 +185,7 @@ class _TrackedConnection:
                 batch = commands[sent : sent + _WINDOW]
                 sent, self._in_flight = sent + len(batch), self._in_flight + len(batch)
                 self._resp.send(batch)
-            for reply in self._received():
+            for reply in self._resp.wait_and_receive(self._timeout_ms):
                 if type(reply) is Push:
                     self._on_push(reply)
                 else:
@@ -199,13 +199,3 @@ class _TrackedConnection:
             self._lost = True  # for good: it may follow the last reply, with no other sign of it
             raise Unavailable("all keys have changed")
         self._invalidated.update(map(from_wire, push[1]))
-
-    def _received(self) -> list[Reply]:
-        """The replies that have arrived, after some wait."""
-        poller = select.poll()
-        poller.register(self._resp.fileno(), select.POLLIN | (select.POLLOUT if self._resp.has_unsent else 0))
-        if not poller.poll(self._timeout_ms):
-            raise Unavailable(f"no reply for {self._timeout_ms / 1000:.0f} s")
-        if self._resp.has_unsent:
-            self._resp.flush()
-        return self._resp.receive()

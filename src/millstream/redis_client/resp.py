@@ -3,6 +3,7 @@
 `millstream.redis_client.client` opens every connection and translates every error; this module is the layer between.
 """
 
+import select
 import ssl
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +113,7 @@ class Redirection(Unavailable):
 
 
 class RespConnection:
-    """An open connection that never blocks: send commands, and read what has arrived.
+    """An open connection that never blocks but in one call: send commands, and read what has arrived.
 
     Replies come in order, with `Push` messages among them. Created by `Client.dial`. Not thread-safe. `translate` turns
     a failed connection, and the text of an error reply, into errors of millstream: error replies are returned as
@@ -155,6 +156,19 @@ class RespConnection:
         """The complete replies that have arrived; [] if there are none. A selector may report more."""
         self.fill()
         return list(self.replies())
+
+    def wait_and_receive(self, timeout_ms: float) -> list[Any]:
+        """Wait until something arrives or unsent bytes can be sent; return the complete replies, [] if there are none.
+
+        The only call that blocks. Raises Unavailable after `timeout_ms` milliseconds.
+        """
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self.has_unsent else 0))
+        if not self._has_decrypted() and not poller.poll(timeout_ms):
+            raise Unavailable(f"no reply for {timeout_ms / 1000:.0f} s")
+        if self.has_unsent:
+            self.flush()
+        return self.receive()
 
     def fill(self) -> int:
         """Read about CHUNK_BYTES at most into the parser, for `replies`. Returns how many bytes those were."""

@@ -1,6 +1,6 @@
-"""millstream on Apache Spark: the `redis-streams` source and sink, and the engine that runs handlers on them.
+"""millstream on Apache Spark: the `redis-streams` source and sink, the `redis-state` source, and the engine that runs handlers.
 
-Only this package and `pyspark_millstream` import pyspark.
+Only this package, `pyspark_millstream` and `pyspark_millstream_state` import pyspark.
 """
 
 from typing import TYPE_CHECKING

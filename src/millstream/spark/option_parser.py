@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from millstream.errors import ConfigError, did_you_mean
 from millstream.spark.limits import MAX_LONG
 
+STATES = "reading states"
+"""The use of options of the source `redis-state`."""
+
+_NO_PATH = {
+    "reading": 'load() takes no path here: name the streams by option("subscribe", "a,b")',
+    "writing": 'save() and start() take no path here: name the stream by option("stream", "a") or by a column',
+    STATES: 'load() takes no path here: name the handler by option("handler", "APP.HANDLER")',
+}
+
 
 @dataclass(frozen=True)
 class OptionParser:
@@ -18,7 +27,7 @@ class OptionParser:
     def read(cls, user_options: Mapping[str, str], names: Sequence[str], use: str, shown: int) -> "OptionParser":
         """Match `user_options` against the option names in `names`. Raises ConfigError for an unknown or misspelt name.
 
-        `use`: "reading" or "writing". `shown`: how many of `names` the error lists where no name is similar.
+        `use`: "reading", "writing" or `STATES`. `shown`: how many of `names` the error lists where no name is similar.
         """
         known = {name.lower(): name for name in names}
         for name in user_options:
@@ -74,9 +83,7 @@ def suggestion(word: str, choices: Iterable[str]) -> str:
 
 def _unknown(name: str, known: Mapping[str, str], use: str, shown: Sequence[str]) -> str:
     if name.lower() == "path":
-        if use == "writing":
-            return 'save() and start() take no path here: name the stream by option("stream", "a") or by a column'
-        return 'load() takes no path here: name the streams by option("subscribe", "a,b")'
+        return _NO_PATH.get(use, _NO_PATH["reading"])
     matches = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     hint = f"did you mean {known[matches[0]]!r}?" if matches else f"the options for {use} are {', '.join(shown)}"
-    return f"option {name!r} is unknown to redis-streams; {hint}"
+    return f"option {name!r} is unknown to {'redis-state' if use == STATES else 'redis-streams'}; {hint}"

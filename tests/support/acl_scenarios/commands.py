@@ -64,6 +64,7 @@ def operate(url: str, admin: Client) -> None:
     for words in ("list", "show", "reset --dry-run", "reset --yes"):
         keys = [] if words == "list" else ["A"]
         command(url, "state", *words.split(), "shop.bill", "--stream", "orders", *keys)
+        command(url, "state", "export", "shop.bill")
     command(url, "pause", "shop.bill")
     command(url, "resume", "shop.bill")
     operate_queues(url, admin)

@@ -1,1 +1,1 @@
-"""The `redis-streams` source: the driver plans batches, tasks read offset ranges."""
+"""The sources: `redis-streams`, where the driver plans batches and tasks read offset ranges; and `redis-state`."""

@@ -80,7 +80,7 @@ class Subscription:
         self._scanned_ms = self._clock.monotonic_ms()
 
     def _set_names(self, found: set[str]) -> None:
-        unusable = {name for name in found - self._streams.names if not _is_text(name)}
+        unusable = {name for name in found - self._streams.names if not is_text(name)}
         if new := unusable - self._left_out:
             # Any client may create such a key; Spark has no string for it.
             examples = ", ".join(map(repr, sorted(new)[:_NAMED]))
@@ -166,7 +166,7 @@ def subscription(client: Client, options: SourceOptions, *, clock: Clock) -> Sub
 
 
 def _why_unreadable(name: str, kind: bytes) -> str | None:
-    if not _is_text(name):
+    if not is_text(name):
         return "its name is not UTF-8 text"
     try:
         check_stream(name)
@@ -175,6 +175,7 @@ def _why_unreadable(name: str, kind: bytes) -> str | None:
     return None if kind in (b"stream", b"none") else f"its key holds a {kind.decode()}"
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
+    """Whether the name of a stream is UTF-8 text, as Spark needs it."""
     # Python decodes bytes that are not UTF-8 to these surrogates.
     return name.isascii() or not any("\udc80" <= char <= "\udcff" for char in name)
