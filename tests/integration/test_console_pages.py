@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -23,6 +24,20 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import double, fill, make, outputs, pending, working
 
 pytestmark = [pytest.mark.cli]
+
+
+@contextmanager
+def replaced(client: Client, key: str) -> Iterator[None]:
+    """Let a key hold another type of value for the block."""
+    held = client.execute("DUMP", key)
+    client.execute("DEL", key)
+    client.execute("SET", key, "x")
+    try:
+        yield
+    finally:
+        client.execute("DEL", key)
+        if held is not None:
+            client.execute("RESTORE", key, 0, held)
 
 
 @pytest.fixture
@@ -129,6 +144,46 @@ def test_a_cluster_is_shown_and_acted_on_as_one_server_is(request: pytest.Fixtur
         key = next(path for path in seen if path.startswith("/key?") and "parked" in path)
         assert "The key goes on." in browser.send(browser.get(key), "/key/unpark").text
         assert "key unpark" in browser.get("/audit").text
+
+
+def test_damaged_bookkeeping_is_a_sentence_and_the_rest_of_the_page_stays(client: Client, browser: Browser) -> None:
+    fill_with(client, "x")
+    keys = HandlerKeys("shop", "pay", "orders")
+    hint = "millstream doctor names them"
+    for key in (
+        keys.meta,
+        keys.owners,
+        keys.leases,
+        keys.ready,
+        keys.backoff,
+        keys.parked,
+        keys.awaiting,
+        keys.crashes,
+    ):
+        with replaced(client, key):
+            page = browser.get("/handler?name=shop.pay")
+            assert page.status == 200, key
+            assert f" {key}: the key holds another type of value than needed" in page.text
+            assert hint in page.text, key
+            assert "dead letters" in page.text
+    assert hint not in browser.get("/handler?name=shop.pay").text
+    with replaced(client, keys.parked):
+        page = browser.get("/key?handler=shop.pay&key=parked+x")
+    assert (page.status, "see what millstream doctor finds" in page.text) == (503, True)
+
+
+def test_a_damaged_key_queue_or_number_breaks_no_page_of_its_handler(client: Client, browser: Browser) -> None:
+    fill_with(client, "x")
+    keys = HandlerKeys("shop", "pay", "orders")
+    client.execute("HSET", keys.meta, "owner", "keyed", "look_ahead", b"\xffgarbage")
+    page = browser.get("/handler?name=shop.pay")
+    assert (page.status, "parked x" in page.text) == (200, True)
+    client.execute("LSET", keys.queue(b"kparked x"), 0, b"\xffgarbage")
+    page = browser.get("/handler?name=shop.pay")
+    assert (page.status, "failing x backing off" in page.text) == (200, True)
+    assert "parked x unreadable 3 its data in Redis were not written by millstream: " in page.text
+    page = browser.get("/key?handler=shop.pay&key=parked+x")
+    assert (page.status, r"\xffgarbage It is gone from the stream." in page.text) == (200, True)
 
 
 def test_names_that_are_not_utf8_are_links_and_forms_that_work(client: Client, browser: Browser) -> None:

@@ -439,6 +439,16 @@ def test_keys_of_the_wrong_type_are_a_problem(client: Client) -> None:
     assert only(client, "unreadable").severity == "problem"
 
 
+@pytest.mark.parametrize("key", [KEYS.owners, KEYS.leases, KEYS.ready, KEYS.parked])
+def test_a_key_of_the_key_queues_that_has_the_wrong_type_is_named(client: Client, key: str) -> None:
+    fill(client, 1)
+    Group(client, "in", KEYS.group).create()
+    client.execute("SET", key, "x")
+    finding = only(client, "unreadable")
+    assert finding.what.startswith("app.handle: its keys on in are unreadable: ")
+    assert [one.rpartition("TYPE ")[2].strip("'") for one in finding.mend] == [key]
+
+
 def test_doctor_checks_a_sample_of_many_streams_and_reports_it(client: Client) -> None:
     client.pipeline([("XADD", f"s:{n}", "1-0", "n", n) for n in range(2_500)])
     diagnosis = diagnose(client, max_streams=100)

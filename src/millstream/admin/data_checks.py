@@ -17,7 +17,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.restarts import CRASH_LOOP
-from millstream.errors import RedisError
+from millstream.errors import RedisError, WrongType
 from millstream.groups.group import ConsumerInfo, consumers_of
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -40,6 +40,7 @@ class Data:
 
     * `found`: streams and handlers; `consumers`: of each handler on a stream
     * `idle`: pending entries that were idle for `old_ms`, on streams with a live worker
+    * `damage`: why the keys of a handler on a stream are unreadable that its report does not look at
     * `due_ms`: when the first delayed message of each stream that has some is due, in Unix milliseconds
     * `known`: names of the handlers in the app's file, by app; {} if no file was given
     * `cli`: the redis-cli command that reaches the streams
@@ -48,6 +49,7 @@ class Data:
     found: Inspection
     consumers: Mapping[tuple[str, str], Sequence[ConsumerInfo]]
     idle: Mapping[tuple[str, str], int]
+    damage: Mapping[HandlerKeys, str]
     due_ms: Mapping[str, int]
     old_ms: int
     known: Mapping[str, Collection[str]]
@@ -81,6 +83,7 @@ def read_data(
         found=found,
         consumers=consumers,
         idle=_count_idle(client, alive, old_ms),
+        damage=_find_damage(client, [_keys(one) for one in found.handlers if one.problem is None]),
         due_ms=first_due_ms(
             client, sorted({one.name for one in found.streams} | {one.stream for one in found.handlers})
         ),
@@ -99,6 +102,18 @@ def largest_mean_entry_bytes(client: Client) -> int:
     lengths = call_all(client, [("XLEN", name) for name in names])
     sizes = call_all(client, [("MEMORY", "USAGE", name) for name in names])
     return max((size // length for size, length in zip(sizes, lengths, strict=True) if size and length), default=0)
+
+
+def _find_damage(client: Client, places: Sequence[HandlerKeys]) -> dict[HandlerKeys, str]:
+    """Why the key queues of these handlers are unreadable, where another program has written."""
+    replies = iter(
+        send_all(
+            client,
+            [one for keys in places for one in (("HLEN", keys.owners), ("ZCARD", keys.leases), ("LLEN", keys.ready))],
+        )
+    )
+    found = {keys: each for keys, *each in zip(places, replies, replies, replies, strict=True)}
+    return {keys: str(one) for keys, each in found.items() for one in each if isinstance(one, WrongType)}
 
 
 def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) -> dict[tuple[str, str], int]:
@@ -366,16 +381,23 @@ def check_paused(data: Data) -> Iterator[Finding]:
 def check_unreadable(data: Data) -> Iterator[Finding]:
     """Handlers whose keys hold something that no handler of this version has written."""
     for label, some in data.by_handler.items():
-        if unreadable := [one for one in some if one.problem is not None and not _is_newer(one)]:
+        problems = [(one, one.problem or data.damage.get(_keys(one))) for one in some if not _is_newer(one)]
+        if unreadable := [(one, problem) for one, problem in problems if problem is not None]:
+            one, problem = unreadable[0]
             yield Finding(
                 check="unreadable",
                 handler=label,
                 severity="problem",
-                what=f"{label}: its keys on {_streams([one.stream for one in unreadable])} are unreadable: "
-                f"{unreadable[0].problem}",
+                what=f"{label}: its keys on {_streams([each.stream for each, _ in unreadable])} are unreadable: {problem}",
                 why="another program has written there; the handler cannot commit",
-                mend=(f"{data.cli} TYPE {quoted(_keys(unreadable[0]).meta)}",),
+                mend=(f"{data.cli} TYPE {quoted(_damaged_key(_keys(one), problem))}",),
             )
+
+
+def _damaged_key(keys: HandlerKeys, problem: str) -> str:
+    """The key that a problem names, or else the one with what the handler has committed."""
+    named = (keys.owners, keys.leases, keys.ready, keys.backoff, keys.parked, keys.awaiting, keys.crashes)
+    return next((one for one in (*named, keys.dead_letters) if f" {one}:" in problem), keys.meta)
 
 
 def check_format(data: Data) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -9,7 +10,7 @@ from millstream.admin.lag import StreamLag, age_ms, count_lags
 from millstream.clock import Clock
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.pause import parse_pause
-from millstream.errors import AccessDenied, RedisError, Unavailable
+from millstream.errors import AccessDenied, ConfigError, RedisError, Unavailable
 from millstream.handlers.dead_letter import Reason
 from millstream.model import ZERO_ID
 from millstream.redis_client.client import Client
@@ -234,8 +235,8 @@ def _add_keys(client: Client, places: Sequence[HandlerKeys], figures: HandlerFig
             sampled += [(state, keys.queue(name)) for name in (some or ())[:_MOST_KEYS]]
     firsts = _present(send_all(client, [("LINDEX", queue, 0) for _, queue in sampled]))
     for (state, _), first in zip(sampled, firsts, strict=True):
-        if first is not None:
-            age = age_ms(from_wire(first), now_ms)
+        with suppress(ConfigError):  # of a damaged key queue it is no id
+            age = age_ms(from_wire(first or b""), now_ms)
             figures.oldest_key_ms[state] = max(figures.oldest_key_ms.get(state, 0), age)
 
 

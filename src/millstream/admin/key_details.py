@@ -8,10 +8,11 @@ from millstream.admin.inspection import read_state, state_expiries
 from millstream.admin.key_explanation import KeyReport
 from millstream.admin.key_inspection import inspect_key
 from millstream.delivery.keyed_stream import queue_of_key
-from millstream.errors import DecodeError
-from millstream.redis_client.client import Client
+from millstream.errors import CommandFailed, DecodeError
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys, to_wire
-from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.pipelining import send_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,10 @@ def _read(client: Client, keys: HandlerKeys, report: KeyReport, most: int) -> Ke
 
 def _first_entries(client: Client, keys: HandlerKeys, name: bytes, most: int) -> list[WaitingEntry]:
     ids = client.execute("LRANGE", keys.queue(name), 0, most - 1)
-    found = call_all(client, [("XRANGE", to_wire(keys.stream), one, one) for one in ids])
+    found = send_all(client, [("XRANGE", to_wire(keys.stream), one, one) for one in ids])
+    # Redis refuses an id of a damaged queue, and knows no entry of it.
+    known = [None if isinstance(one, CommandFailed) else raise_if_error(one) for one in found]
     return [
-        WaitingEntry(id=one.decode(), pairs=entries[0][1] if entries else None)
-        for one, entries in zip(ids, found, strict=True)
+        WaitingEntry(id=escape(one), pairs=entries[0][1] if entries else None)
+        for one, entries in zip(ids, known, strict=True)
     ]

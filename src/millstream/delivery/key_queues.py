@@ -9,9 +9,10 @@ from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import parse_pause
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.formats import format_age
-from millstream.redis_client.key_names import HandlerKeys, from_wire
+from millstream.redis_client.key_names import HandlerKeys, from_wire, to_wire
 from millstream.redis_client.pipelining import call_all, send_all
 from millstream.redis_client.replies import mapping_of, pairs_of, time_ms_of
 from millstream.redis_client.resp import Arg, Reply
@@ -211,9 +212,11 @@ class _Snapshot:
         try:
             if length is None:
                 raise ValueError("its key holds no list")
+            if first:
+                EntryId.parse(first)
             failed, expired, failing_since_ms = (int(count or 0) for count in counts)
             return self._describe(name, length, first, failed, expired, failing_since_ms)
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, ConfigError) as error:
             why = f"its data in Redis were not written by millstream: {error}"
             return KeyQueue(name=name, state="unreadable", length=length or 0, first_id=first, why=why)
 
@@ -278,7 +281,8 @@ def queue_usage(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
     if isinstance(pending, GroupMissing):
         return None
     engine, most = raise_if_error(known)
-    return (int(raise_if_error(pending)[0]), int(most)) if engine == b"keyed" and most is not None else None
+    is_known = engine == b"keyed" and most is not None and most.isdigit()
+    return (int(raise_if_error(pending)[0]), int(most)) if is_known else None
 
 
 def last_errors(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[LastError]:
@@ -286,7 +290,7 @@ def last_errors(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) 
 
     Raises RedisError.
     """
-    field = [(keys, queue.first_id.encode() + ERROR_SUFFIX.encode()) for keys, queue in queues]
+    field = [(keys, to_wire(queue.first_id) + ERROR_SUFFIX.encode()) for keys, queue in queues]
     return [LastError.parse(reply) for reply in call_all(client, [("HGET", keys.crashes, one) for keys, one in field])]
 
 

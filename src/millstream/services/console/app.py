@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from millstream.admin.audit import may_have_run
-from millstream.errors import ConfigError, MillstreamError, RedisError
+from millstream.errors import ConfigError, MillstreamError, RedisError, WrongType
 from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display, Redact, show_all
@@ -167,7 +167,12 @@ class _RedisErrors:
             if request.method == "POST" and isinstance(error, RedisError) and may_have_run(error)
             else ""
         )
-        return _problem(request, 503, f"Redis: {self._display.text(str(error))}{doubt}")
+        damage = (
+            ". Another program has written to it: see what millstream doctor finds"
+            if isinstance(error, WrongType)
+            else ""
+        )
+        return _problem(request, 503, f"Redis: {self._display.text(str(error))}{doubt}{damage}")
 
 
 def _query_of(request: Request) -> Mapping[str, str]:
