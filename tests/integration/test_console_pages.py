@@ -186,6 +186,25 @@ def test_a_damaged_key_queue_or_number_breaks_no_page_of_its_handler(client: Cli
     assert (page.status, r"\xffgarbage It is gone from the stream." in page.text) == (200, True)
 
 
+def test_the_page_of_a_handler_asks_nothing_twice_of_its_streams(client: Client, browser: Browser) -> None:
+    for n in range(40):
+        ReliableStream(client, f"in:{n}", app="app", handler="handle", consumer="w").join()
+        client.execute("XADD", f"in:{n}", "*", "n", n)
+    browser.get("/handler?name=app.handle")
+
+    def calls() -> dict[str, int]:
+        lines = client.execute("INFO", "commandstats").decode().splitlines()
+        found = (line.removeprefix("cmdstat_").partition(":calls=") for line in lines if ":calls=" in line)
+        return {name: int(rest.partition(",")[0]) for name, _, rest in found}
+
+    before = calls()
+    assert "Streams" in browser.get("/handler?name=app.handle").text
+    sent = {name: count - before.get(name, 0) for name, count in calls().items()}
+    assert sent["xinfo|stream"] == 40
+    assert sent["xinfo|groups"] == 2 * 40, "for the figures and for the table"
+    assert sent["hmget"] == 2 * 40
+
+
 def test_names_that_are_not_utf8_are_links_and_forms_that_work(client: Client, browser: Browser) -> None:
     client.execute("XADD", b"in\xff \n<x>", "*", "n", 1)
     page = browser.get(next(one for one in browser.get("/streams").links if "/stream?" in one))

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millstream.admin.handler_figures import HandlerFigures, add_figures
-from millstream.admin.inspection import existing_handlers, inspect_handlers
-from millstream.admin.key_listing import read_key_queues, read_pauses
+from millstream.admin.inspection import inspect_handlers, inspect_streams
+from millstream.admin.key_listing import read_key_queues
 from millstream.admin.reports import HandlerReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.key_queues import KeyQueue, is_stuck, last_errors
@@ -58,8 +58,9 @@ def read_handler(
     figures, unreadable = HandlerFigures(), list[str]()
     some = places[:_MOST_STREAMS]
     add_figures(client, some, figures, clock)
-    existing = existing_handlers(client, some)
-    reports = inspect_handlers(client, existing[:_MOST_REPORTS], clock=clock) if existing else ()
+    streams = {one.name: one for one in inspect_streams(client, list(dict.fromkeys(keys.stream for keys in some)))}
+    existing = [keys for keys in some if keys.stream in streams]
+    reports = inspect_handlers(client, existing[:_MOST_REPORTS], streams=streams, clock=clock) if existing else ()
     running = {(one.handler, one.stream, one.id) for one in read_long_runs(client, {keys.app for keys in existing})}
 
     def is_wanted(keys: HandlerKeys, one: KeyQueue) -> bool:
@@ -67,9 +68,8 @@ def read_handler(
 
     found: list[tuple[HandlerKeys, KeyQueue]] = []
     if most_keys:
-        pauses = read_pauses(client, existing)
         listed = read_key_queues(
-            client, existing, pauses, is_wanted, running=running, stuck_only=True, report=unreadable.append
+            client, existing, None, is_wanted, running=running, stuck_only=True, report=unreadable.append
         )
         found = [(one.keys, queue) for one in listed for queue in one.queues]
     found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))

@@ -24,7 +24,7 @@ from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
 from millstream.redis_client.replies import mapping_of, pairs_of
-from millstream.redis_client.resp import Arg, Reply
+from millstream.redis_client.resp import Arg, Command, Reply
 
 _SCAN_PAGE = 1_000
 _MAX_BLOCKED = 100
@@ -114,11 +114,20 @@ def find_stream_names(
 
 
 def inspect_handlers(
-    client: Client, found: Sequence[HandlerKeys], *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+    client: Client,
+    found: Sequence[HandlerKeys],
+    *,
+    streams: Mapping[str, StreamReport] | None = None,
+    budget_ms: float = 1_000.0,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Sequence[HandlerReport]:
-    """Inspect only these handlers. Omits those that this user may not access; raises AccessDenied if none remains."""
+    """Inspect only these handlers. Omits those that this user may not access; raises AccessDenied if none remains.
+
+    `streams`: the reports of their streams by name, if they are known.
+    """
     hidden: list[AccessDenied] = []
-    streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found], hidden)}
+    if streams is None:
+        streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found], hidden)}
     return _or_denied([*_handler_reports(client, found, streams, budget_ms, clock, hidden)], hidden)
 
 
@@ -356,16 +365,20 @@ def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDeni
     fields = ("owner", "keyed", "committed_id", "paused", "format", *_COUNTERS)
     values = send_all(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
     visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
-    dead_letters = send_all(client, [("XLEN", to_wire(keys.dead_letters)) for keys in visible])
-    parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in visible])
-    awaiting = send_all(client, [("HLEN", to_wire(keys.awaiting)) for keys in visible])
-    backing_off = send_all(client, [("ZCARD", to_wire(keys.backoff)) for keys in visible])
-    failed = send_all(client, [("HLEN", to_wire(keys.crashes)) for keys in visible])
+    counts = iter(send_all(client, [one for keys in visible for one in _counts_of(keys)]))
     by_keys = dict(zip(found, values, strict=True))
     return {
-        keys: _Meta.read(by_keys[keys], *counts)
-        for keys, *counts in zip(visible, dead_letters, parked, awaiting, backing_off, failed, strict=True)
+        keys: _Meta.read(by_keys[keys], *each)
+        for keys, *each in zip(visible, counts, counts, counts, counts, counts, strict=True)
     }
+
+
+def _counts_of(keys: HandlerKeys) -> Iterator[Command]:
+    """The commands whose replies `_Meta.read` takes, but for the first."""
+    for verb, key in (("XLEN", keys.dead_letters), ("HLEN", keys.parked), ("HLEN", keys.awaiting)):
+        yield verb, to_wire(key)
+    yield "ZCARD", to_wire(keys.backoff)
+    yield "HLEN", to_wire(keys.crashes)
 
 
 def _workers(

@@ -56,7 +56,7 @@ def read_pauses(client: Client, existing: Sequence[HandlerKeys]) -> dict[Handler
 def read_key_queues(
     client: Client,
     existing: Sequence[HandlerKeys],
-    pauses: Mapping[HandlerKeys, Pause],
+    pauses: Mapping[HandlerKeys, Pause] | None,
     is_wanted: IsWanted,
     *,
     running: Collection[MessageRef],
@@ -65,6 +65,7 @@ def read_key_queues(
 ) -> list[HandlerOnStream]:
     """The wanted key queues of these handlers. Leaves out what this user may not access, unless that is all of it.
 
+    * `pauses`: those of these handlers; None if neither they nor the usage are wanted
     * `running`: messages whose keys are read in any case; `stuck_only`: only handlers that may have stuck keys
     * `report`: called with one sentence for each handler whose keys are unreadable
 
@@ -79,9 +80,8 @@ def read_key_queues(
     for keys in existing:
         try:
             queues = [one for one in list_queues(client, keys, most=_MOST_KEYS) if is_wanted(keys, one)]
-            places.append(
-                HandlerOnStream(keys=keys, queues=queues, usage=queue_usage(client, keys), pause=pauses.get(keys))
-            )
+            usage, pause = (None, None) if pauses is None else (queue_usage(client, keys), pauses.get(keys))
+            places.append(HandlerOnStream(keys=keys, queues=queues, usage=usage, pause=pause))
         except AccessDenied as error:
             refusals.append(error)
         except WrongType as error:
