@@ -11,14 +11,17 @@ import httpx
 import msgspec
 import pytest
 from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 
 from millstream.delivery.key_queues import count_parked
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console import Level, Viewer, console_app
+from millstream.services.console.app import ConsoleParts, make_console
+from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import hide_fields
+from millstream.services.console.guard import make_guard
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
@@ -68,6 +71,9 @@ RIGHTS = {
 }
 """The level that each page takes, stated here a second time."""
 
+OPEN = {("GET", "/login"), ("POST", "/login"), ("POST", "/logout"), ("GET", "/console.css"), ("GET", "/healthz")}
+"""The routes that need no viewer."""
+
 FULL = "/key?handler=shop.pay&key=parked+canary"
 """The page of a key that has everything."""
 
@@ -89,6 +95,17 @@ def operator(filled: Client, tmp_path: Path) -> Iterator[Browser]:
 
 def test_every_page_is_in_the_table_of_rights() -> None:
     assert {(one.method, one.path): one.level.word for one in PAGES} == RIGHTS
+
+
+def test_every_route_is_in_the_table_of_rights_or_is_open_to_all(client: Client, tmp_path: Path) -> None:
+    tokens, clients = ConsoleTokens(), ClientPool(client.url)
+    tokens.read(write_tokens(tmp_path))
+    guard = make_guard(clients, tokens, None)
+    app = make_console(ConsoleParts(clients=clients, guard=guard))
+    routes = [one for one in app.routes if isinstance(one, Route)]
+    assert len(routes) == len(app.routes)
+    found = {(method, one.path) for one in routes for method in (one.methods or ()) if method != "HEAD"}
+    assert found == RIGHTS.keys() | OPEN
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
