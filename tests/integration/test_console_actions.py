@@ -112,13 +112,17 @@ def test_a_page_says_that_something_was_done_only_where_the_console_has_done_it(
     page = browser.send(browser.get(place), "/key/park")
     assert text in page.text
     assert text in browser.get(f"{page.url}&refresh=60").text
-    for forged in (f"{place}&done=parked", f"{place}&done=parked&seal={'0' * 32}", f"{place}&done=parked&seal=%ff"):
+    for forged in (
+        f"{place}&done=parked",
+        f"{place}&done=parked&signature={'0' * 32}",
+        f"{place}&done=parked&signature=%ff",
+    ):
         assert text not in browser.get(forged).text, forged
     assert text not in browser.get(page.url.replace("failing", "parked")).text, "of another key"
     assert "The key goes on." not in browser.get(page.url.replace("done=parked", "done=unparked")).text
     assert "is paused: it reads nothing new" not in browser.get("/handler?name=shop.pay&done=paused").text
     assert browser.send(browser.get(place), "/key/unpark").url.startswith(
-        f"http://127.0.0.1{place}&done=unparked&seal="
+        f"http://127.0.0.1{place}&done=unparked&signature="
     )
     with console(client.url, tmp_path, "admin") as other:
         assert text not in other.get(page.url).text, "in another browser"

@@ -20,7 +20,7 @@ from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.display import Display
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
-from millstream.services.console.sessions import seal
+from millstream.services.console.sessions import address_signature
 
 REFRESH_S = (5, 15, 60)
 """The intervals, in seconds, at which a page may reload itself."""
@@ -141,21 +141,21 @@ class PageRequest:
         return HTMLResponse(render(template, page=self, intervals_s=REFRESH_S, **values))
 
     def redirect(self, path: str, /, **parameters: str | None) -> Response:
-        """Go to another page after an action, so that a reload does not repeat it. It shows `done`, as it is sealed."""
-        sealed = self._seal(path, parameters) if parameters.get("done") else None
-        return RedirectResponse(self.url(path, **parameters, seal=sealed), 303)
+        """Go to another page after an action, so that a reload does not repeat it. It shows `done`, which is signed."""
+        signed = self._signature(path, parameters) if parameters.get("done") else None
+        return RedirectResponse(self.url(path, **parameters, signature=signed), 303)
 
     @property
     def done(self) -> str | None:
         """What `redirect` said was done, if it led this browser here: a link from elsewhere says nothing."""
-        found = self.query.get("seal", "").encode("utf-8", "surrogateescape")
-        is_sealed = hmac.compare_digest(found, self._seal(self.path, self.query).encode())
-        return self.query.get("done") if is_sealed else None
+        found = self.query.get("signature", "").encode("utf-8", "surrogateescape")
+        is_signed = hmac.compare_digest(found, self._signature(self.path, self.query).encode())
+        return self.query.get("done") if is_signed else None
 
-    def _seal(self, path: str, parameters: Mapping[str, str | None]) -> str:
-        """The seal of an address for this browser. Whether it reloads itself does not matter."""
-        told = {name: one for name, one in sorted(parameters.items()) if one and name not in ("refresh", "seal")}
-        return seal(self.form_token, self.url(path, **told))
+    def _signature(self, path: str, parameters: Mapping[str, str | None]) -> str:
+        """The signature of an address for this browser. Whether it reloads itself does not matter."""
+        told = {name: one for name, one in sorted(parameters.items()) if one and name not in ("refresh", "signature")}
+        return address_signature(self.form_token, self.url(path, **told))
 
 
 @dataclass(frozen=True, kw_only=True)

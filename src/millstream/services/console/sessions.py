@@ -106,7 +106,7 @@ def is_form_token(found: str, secret: str, session: str) -> bool:
     )
 
 
-def seal(token: str, address: str) -> str:
+def address_signature(token: str, address: str) -> str:
     """What an address carries to show that the console itself has made it, for the browser with this form token."""
     return hmac.digest(
         token.encode(), b"millstream address\0" + address.encode("utf-8", "surrogateescape"), "sha256"
