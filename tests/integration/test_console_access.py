@@ -15,6 +15,7 @@ from starlette.routing import Mount, Route
 
 from millstream.delivery.key_queues import count_parked
 from millstream.errors import ConfigError
+from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console import Level, Viewer, console_app
@@ -59,10 +60,15 @@ RIGHTS = {
     ("POST", "/key/reset"): "admin",
     ("GET", "/letters"): "payloads",
     ("GET", "/letter"): "payloads",
+    ("GET", "/letter/edit"): "admin",
+    ("POST", "/letter/edit"): "admin",
+    ("POST", "/letters/export"): "payloads",
     ("POST", "/letters/redrive"): "operate",
     ("POST", "/letters/purge"): "admin",
     ("GET", "/streams"): "figures",
     ("GET", "/stream"): "figures",
+    ("GET", "/group"): "figures",
+    ("POST", "/group/set-id"): "admin",
     ("GET", "/workers"): "figures",
     ("GET", "/delayed"): "figures",
     ("POST", "/delayed/cancel"): "admin",
@@ -81,6 +87,7 @@ FULL = "/key?handler=shop.pay&key=parked+canary"
 @pytest.fixture
 def filled(client: Client) -> Client:
     fill_with(client, SECRET)
+    Group(client, "orders", "readers").create()
     return client
 
 

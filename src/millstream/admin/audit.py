@@ -60,15 +60,23 @@ class AuditLog:
 
         An error of the block is its result, and raised. Raises RedisError before the block if nothing can be recorded.
         """
-        record = self._add("by", by, "action", action, "about", msgspec.json.encode(_as_utf8(about)))
+        record = self.begin(by=by, action=action, about=about)
         running = RunningAction()
         try:
             yield running
         except MillstreamError as error:
             how = "unknown, it may have been done" if may_have_run(error) else "failed"
-            self._add("of", record, "result", f"{how}: {error}")
+            self.end(record, f"{how}: {error}")
             raise
-        self._add("of", record, "result", running.result)
+        self.end(record, running.result)
+
+    def begin(self, *, by: str, action: str, about: Mapping[str, str]) -> str:
+        """Record an action of `by` that begins now; return the id of its record. Raises RedisError."""
+        return self._add("by", by, "action", action, "about", msgspec.json.encode(_as_utf8(about)))
+
+    def end(self, record: str, result: str) -> None:
+        """Record what came of an action. Raises RedisError."""
+        self._add("of", record, "result", result)
 
     def read(self, *, count: int = 100, before: str = "+") -> list[AuditRecord]:
         """The newest `count` actions that began before the record `before`, the newest first. Raises RedisError."""

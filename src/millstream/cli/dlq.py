@@ -4,11 +4,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from millstream.admin.handler_names import select_handlers
+from millstream.admin.letter_export import letter_json
 from millstream.cli.dlq_edit import edit_letter
 from millstream.cli.dlq_selection import Key, Reason, Since, Stream, letter_filter, names_in
 from millstream.cli.handler_names import HandlerNames
@@ -39,9 +40,10 @@ from millstream.delivery.dead_letter_queue import (
 )
 from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.model import EntryId
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import escape, json_fields, json_value
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_age, format_time, pluralize
 from millstream.redis_client.replies import pairs_of
 
@@ -85,7 +87,7 @@ def list_(
     shown = found[:limit]
     if as_json:
         for entry in shown:
-            print_json(_as_json(entry))
+            print_json(letter_json(entry))
     else:
         _list_table(shown, is_filtered=wanted != DeadLetterFilter())
     if len(found) > len(shown):
@@ -94,34 +96,38 @@ def list_(
 
 @dlq.command()
 def show(
-    letter: Annotated[
-        list[str],
-        typer.Argument(
-            help="The letter's id, as in `list`; its handler too, if several have one with this id.",
-            metavar="[APP.HANDLER] LETTER_ID",
-        ),
-    ],
+    selection: Selection = None,
     stream: Stream = None,
+    reason: Reason = None,
+    key: Key = None,
+    since: Since = None,
+    limit: Limit = None,
+    every: All = False,
     url: Url = DEFAULT_URL,
     as_json: JsonLines = False,
 ) -> None:
-    """Show a dead letter in full: its fields byte for byte, the error and the traceback.
+    """Show dead letters in full: their fields byte for byte, the error and the traceback.
 
     Unprintable bytes are escaped. --json is lossless: values that are not UTF-8 become {"hex": "..."}.
     """
-    wanted = letter_filter(letter, stream)
-    if len(wanted.ids) != 1:
-        raise ConfigError("give the id of one dead letter, like 1700000000000-0; see: millstream dlq list")
+    wanted = letter_filter(selection or [], stream, reason, key, since)
+    _check_selection(wanted, every=every)
+    number, known = 0, set[str]()
     with Client(url) as client:
-        found = list(DeadLetterQueue(client).find(wanted))
-    if not found:
-        raise MillstreamError(f"there is no dead letter {wanted.ids[0]} (any more); see: millstream dlq list")
-    # Each handler has its own queue per stream, so several letters may have the same id.
-    for entry in found:
-        if as_json:
-            print_json(_as_json(entry, full=True))
-        else:
-            _show(entry)
+        # Each handler has its own queue per stream, so several letters may have the same id.
+        for entry in islice(DeadLetterQueue(client).find(wanted), limit):
+            if as_json:
+                print_json(letter_json(entry, full=True))
+            else:
+                _show(entry, is_first=not number)
+            number += 1
+            known.update((entry.letter_id,) if wanted.ids else ())
+        if not number and not wanted.ids:
+            _check_name(client, next(iter(names_in(selection or [])), None), stream)
+            print_message("there are no dead letters" + ("" if every else " of these"))
+    gone = [one for one in wanted.ids if str(EntryId.parse(one)) not in known] if limit is None else []
+    if gone:
+        raise MillstreamError(f"there is no dead letter {gone[0]} (any more); see: millstream dlq list")
 
 
 # --- Redrive and purge ---
@@ -201,9 +207,13 @@ def _check_name(client: Client, name: str | None, stream: str | None) -> None:
 def _selected(
     queue: DeadLetterQueue, wanted: DeadLetterFilter, limit: int | None, *, every: bool
 ) -> list[DeadLetterRef]:
+    _check_selection(wanted, every=every)
+    return queue.select(wanted, limit)
+
+
+def _check_selection(wanted: DeadLetterFilter, *, every: bool) -> None:
     if wanted == DeadLetterFilter() and not every:
         raise ConfigError("select dead letters: give their ids, a handler, a filter such as --reason, or --all")
-    return queue.select(wanted, limit)
 
 
 # --- Output ---
@@ -247,25 +257,10 @@ def _row(entry: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
     )
 
 
-def _as_json(entry: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
-    keys, letter = entry.keys, entry.letter
-    head = {"letter_id": entry.letter_id, "app": keys.app, "handler": keys.handler, "stream": keys.stream}
-    if letter is None:
-        return {**head, "reason": entry.reason, "error": entry.problem, **json_fields(entry.pairs)}
-    return {
-        **head,
-        "id": letter.id,
-        "key": json_value(letter.key),
-        "reason": letter.reason,
-        "error": letter.error,
-        "attempts": letter.attempts,
-        "at_ms": letter.time_ms,
-        **({"traceback": letter.traceback, **json_fields(letter.pairs)} if full else {}),
-    }
-
-
-def _show(entry: DeadLetterEntry) -> None:
+def _show(entry: DeadLetterEntry, *, is_first: bool) -> None:
     letter = entry.letter
+    if not is_first:
+        print_line("")
     head = [("letter_id", entry.letter_id), ("handler", entry.keys.label)]
     head.append(("stream", escape(entry.keys.stream)))
     print_details(head + (_details_of(letter) if letter else [("problem", escape(entry.problem))]))

@@ -133,6 +133,11 @@ class DeadLetterQueue:
                 if entry.matches(wanted):
                     yield entry
 
+    def read_after(self, keys: HandlerKeys, letter_id: str, count: int) -> list[DeadLetterEntry]:
+        """Return the `count` entries of one handler on a stream that follow the one with this id."""
+        page = self._client.execute("XRANGE", to_wire(keys.dead_letters), f"({letter_id}", "+", "COUNT", count)
+        return [_parse_entry(keys, found_id, pairs) for found_id, pairs in page]
+
     def newest(self, keys: HandlerKeys) -> Iterator[DeadLetterEntry]:
         """Yield the entries of one handler on a stream, in the opposite order: the last one comes first."""
         end = "+"

@@ -59,6 +59,7 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     assert lease.key == b"parked x"
     for path in ("/key/skip", "/key/park", "/key/reset"):
         send(browser, KEY, path)
+    send(browser, LETTERS, "/letters/export")
     edit = next(one for one in pages_reached(browser, LETTERS) if one.startswith("/letter/edit"))
     send(browser, edit, "/letter/edit", name0="n", value0="1")
     send(browser, KEY, "/key/skip")

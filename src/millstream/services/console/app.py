@@ -134,6 +134,7 @@ class _Endpoint:
                 return self._page.view(
                     PageRequest(
                         client=client,
+                        clients=parts.clients,
                         viewer=viewer,
                         display=display,
                         shared=parts.shared,

@@ -35,15 +35,15 @@ class Display:
     """Makes the texts of a page. `redact` is applied to all of them."""
 
     def __init__(self, redact: Redact = show_all) -> None:
-        self._redact = redact
+        self.redact = redact
 
     def text(self, value: str | None, name: str = "sentence") -> str:
         """A sentence, an error or a traceback that may quote what messages contain. Passwords of URLs are removed."""
-        return "" if value is None else _cut(self._redact(name, redact_text(escape_lines(value))))
+        return "" if value is None else _cut(self.redact(name, redact_text(escape_lines(value))))
 
     def value(self, name: str, value: bytes) -> str:
         """The value of a field, as one printable text."""
-        return _cut(self._redact(name, escape(value)))
+        return _cut(self.redact(name, escape(value)))
 
     def fields(self, pairs: Sequence[bytes]) -> list[tuple[str, str]]:
         """Names and values of an entry."""
@@ -76,7 +76,7 @@ class Display:
 
     def _redact_by(self, names: tuple[str, ...], text: str) -> str:
         for name in names:
-            text = self._redact(name, text)
+            text = self.redact(name, text)
         return text
 
 

@@ -17,6 +17,7 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import unescape
 from millstream.redis_client.key_names import HandlerKeys, from_wire
+from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
@@ -62,9 +63,11 @@ class PageRequest:
     * `form_token`: the token that each form of the page has to carry
     * `has_login`: whether the viewer can log out
     * `now_ms`: Unix milliseconds
+    * `clients`: the clients of the console, for what is read after the view has answered
     """
 
     client: Client
+    clients: ClientPool
     viewer: Viewer
     display: Display
     shared: Shared

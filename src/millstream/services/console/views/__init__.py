@@ -19,6 +19,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/letter", level=Level.PAYLOADS, view=letters.letter),
     Page(path="/letter/edit", level=Level.ADMIN, view=letter_edits.edit),
     Page(path="/letter/edit", method="POST", level=Level.ADMIN, view=letter_edits.redrive),
+    Page(path="/letters/export", method="POST", level=Level.PAYLOADS, view=letters.export),
     Page(path="/letters/redrive", method="POST", level=Level.OPERATE, view=letters.redrive),
     Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
     Page(path="/streams", level=Level.FIGURES, view=streams.streams),

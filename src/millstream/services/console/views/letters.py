@@ -6,12 +6,15 @@ from hashlib import blake2b
 
 from starlette.responses import Response
 
+from millstream.admin.audit import AuditLog
 from millstream.admin.dead_letter_groups import MOST_LETTERS, LetterGroup, find_letters, group_letters
+from millstream.admin.letter_export import LetterExport
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.escaping import escape, unescape
 from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import from_wire, to_wire
+from millstream.services.console.downloads import Download
 from millstream.services.console.pages import PageRequest
 
 _MOST_SHOWN = 100
@@ -101,6 +104,30 @@ def purge(page: PageRequest) -> Response:
         removed = DeadLetterQueue(page.client).purge([one.ref for one in found])
         action.result = f"{removed:,} of {len(found):,} purged"
     return _report(page, f"{pluralize(removed, 'dead letter')} purged", [])
+
+
+def export(page: PageRequest) -> Response:
+    """The dead letters of a handler, or of one group, as lines of JSON."""
+    name, reason, error = page.wanted("handler"), page.field("reason") or None, page.name("error")
+    app, handler = _split(page, name)
+    wanted = DeadLetterFilter(app=app, handler=handler, reason=reason)
+    letters = LetterExport(page.client, wanted, fingerprint=(error or "") if reason else None, hide=page.display.redact)
+    about = {"handler": name, "reason": page.field("reason"), "error": page.field("error")}
+    log = AuditLog(page.client)
+    record = log.begin(by=page.viewer.name, action="dlq show", about={one: text for one, text in about.items() if text})
+    try:
+        first = letters.next_part(page.client)
+    except MillstreamError as failure:
+        log.end(record, f"failed: {failure}")
+        raise
+    return Download(
+        page.clients,
+        f"dead-letters-{name}.jsonl",
+        first=first,
+        read=letters.next_part,
+        record=record,
+        result=lambda: f"{letters.count:,} read",
+    )
 
 
 def _selected(page: PageRequest) -> Sequence[DeadLetterEntry]:
