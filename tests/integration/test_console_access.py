@@ -50,6 +50,7 @@ SECRET = "canary"
 KEYS = HandlerKeys("shop", "pay", "orders")
 RIGHTS = {
     ("GET", "/"): "figures",
+    ("GET", "/find"): "figures",
     ("GET", "/handler"): "figures",
     ("POST", "/handler/pause"): "operate",
     ("POST", "/handler/resume"): "operate",

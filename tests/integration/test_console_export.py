@@ -104,9 +104,7 @@ def test_what_is_hidden_on_pages_is_hidden_in_the_export(client: Client) -> None
 
 
 @pytest.mark.parametrize("spec", ["2.3", "2.4"])
-def test_an_export_reads_as_far_as_its_receiver_and_a_part_more(
-    browser: Browser, client: Client, spec: str
-) -> None:
+def test_an_export_reads_as_far_as_its_receiver_and_a_part_more(browser: Browser, client: Client, spec: str) -> None:
     add(client, 60, value=b"x" * 300_000)
     form = browser.get(LETTERS).form("/letters/export")
     cookie = "; ".join(f"{name}={value}" for name, value in browser.http.cookies.items())

@@ -175,6 +175,9 @@ def _show(found: _Outputs, client: Client) -> None:
     found.run("key show", "shop.total", "mad")
     found.run("top", "--once", "--interval", "100ms")
     found.run("why", "shop.total", "mad")
+    found.run("find", "mad")
+    found.run("find", client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)[0][0].decode())
+    found.run("find", "shop.total")
     found.run("doctor")
     client.execute("XGROUP", "DESTROY", "orders", "others")
 

@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "info": ("millstream.cli.info:info", INSPECT, "Show readers, their lag, live workers and dead letters."),
     "top": ("millstream.cli.top:top", INSPECT, "Show what handlers do now, all the time."),
     "why": ("millstream.cli.why:why", INSPECT, "Say why the messages of a key wait or not."),
+    "find": ("millstream.cli.find:find", INSPECT, "Find a handler, a stream, a key or an entry."),
     "check": ("millstream.cli.check:check", INSPECT, "Run handlers on real entries and commit nothing."),
     "replay": (
         "millstream.cli.replay:replay",
@@ -54,7 +55,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Check Redis, the machine and the data for problems.",
     ),
     "tail": ("millstream.cli.tail:tail", INSPECT, "Print the entries of streams as they arrive."),
-    "dlq": ("millstream.cli.dlq:dlq", REPAIR, "List, show, redrive and purge dead letters."),
+    "dlq": ("millstream.cli.dlq:dlq", REPAIR, "List, show, redrive, edit and purge dead letters."),
     "key": ("millstream.cli.key:key", REPAIR, "List the keys that wait, and why; park, unpark and skip."),
     "state": ("millstream.cli.state:state", REPAIR, "Show, list, export and reset the state of keys."),
     "pause": (
@@ -94,6 +95,9 @@ _OTHER_WORDS: Mapping[str, str] = {
     "partitions": "partition show",
     "explain": "why",
     "history": "replay",
+    "search": "find",
+    "rewind": "group set-id",
+    "export": "dlq show",
     "benchmark": "bench",
     "status": "info",
     "lag": "info",

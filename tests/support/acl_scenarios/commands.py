@@ -130,6 +130,8 @@ def operate_queues(url: str, admin: Client) -> None:
         command(url, "key", *words.split())
     command(url, "key", "park", "shop.bill", key)
     command(url, "why", "shop.bill", key)
+    command(url, "find", key)
+    command(url, "find", "1-1")
     command(url, "top", "--interval", "100ms")
     command(url, "key", "unpark", "shop.bill", "--all", "--yes")
     admin.execute("LREM", KEYS.ready, 1, queue)

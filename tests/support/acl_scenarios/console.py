@@ -29,6 +29,8 @@ def manage(url: str, admin: Client) -> None:
     with authorized(url, Level.ADMIN) as browser:
         for page in pages_reached(browser, "/workers?service=calls").values():
             granted(page)
+        for text in ("parked x", "nothing", "1-1"):
+            granted(browser.get(f"/find?q={text}"))
         check_findings(browser)
         act(browser, keyed)
     with TemporaryDirectory() as folder, console(url, Path(folder)) as browser:

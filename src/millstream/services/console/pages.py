@@ -28,7 +28,8 @@ REFRESH_S = (5, 15, 60)
 
 
 _MOST_SHARED = 50
-_HANDLERS_MS = 10_000.0
+HANDLERS_MS = 10_000.0
+"""How long the names of handlers are kept, in milliseconds."""
 
 
 class Shared:
@@ -103,7 +104,7 @@ class PageRequest:
 
         Raises ConfigError if the name is none, MillstreamError if it has not run there, and RedisError.
         """
-        known = self.shared.get("handlers", self.now_ms, lambda: find_handlers(self.client), keep_ms=_HANDLERS_MS)
+        known = self.shared.get("handlers", self.now_ms, lambda: find_handlers(self.client), keep_ms=HANDLERS_MS)
         try:
             return find_handler(self.client, handler, stream, known=known)
         except MillstreamError:

@@ -2,11 +2,21 @@
 
 from millstream.services.console.pages import Page
 from millstream.services.console.rights import Level
-from millstream.services.console.views import deployment, groups, handlers, keys, letter_edits, letters, streams
+from millstream.services.console.views import (
+    deployment,
+    finding,
+    groups,
+    handlers,
+    keys,
+    letter_edits,
+    letters,
+    streams,
+)
 from millstream.services.console.views.overview import overview
 
 PAGES: tuple[Page, ...] = (
     Page(path="/", level=Level.FIGURES, view=overview),
+    Page(path="/find", level=Level.FIGURES, view=finding.find),
     Page(path="/handler", level=Level.FIGURES, view=handlers.handler),
     Page(path="/handler/pause", method="POST", level=Level.OPERATE, view=handlers.pause),
     Page(path="/handler/resume", method="POST", level=Level.OPERATE, view=handlers.resume),
