@@ -68,6 +68,7 @@ RIGHTS = {
     ("POST", "/letters/purge"): "admin",
     ("GET", "/streams"): "figures",
     ("GET", "/stream"): "figures",
+    ("GET", "/tail"): "payloads",
     ("GET", "/group"): "figures",
     ("POST", "/group/set-id"): "admin",
     ("GET", "/workers"): "figures",

@@ -10,6 +10,7 @@ import pytest
 
 from millstream.admin.audit import AuditLog
 from millstream.delivery.key_queues import count_parked
+from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.browser import Browser
@@ -23,6 +24,12 @@ KEYS = HandlerKeys("shop", "pay", "orders")
 PAGES = (
     *("/", "/handler?name=shop.pay", "/key?handler=shop.pay&key=parked+x", "/letters?handler=shop.pay", "/streams"),
     *("/stream?name=orders", "/workers", "/delayed?stream=orders", "/redis", "/audit"),
+    *(
+        "/tail?name=orders",
+        "/find?q=o",
+        "/group?stream=orders&group=readers",
+        "/letter/edit?handler=shop.pay&stream=orders&id=2-0",
+    ),
 )
 
 FAINT = """
@@ -53,7 +60,7 @@ FAINT = """
 
 
 UNLABELLED = """
-Array.from(document.querySelectorAll('input:not([type=hidden])'))
+Array.from(document.querySelectorAll('input:not([type=hidden]), textarea'))
     .filter(one => !one.labels.length && !one.getAttribute('aria-label')).map(one => one.outerHTML)
 """
 """The fields of forms that a screen reader cannot name."""
@@ -62,6 +69,10 @@ Array.from(document.querySelectorAll('input:not([type=hidden])'))
 @pytest.fixture
 def console(client: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
     fill_with(client, "x")
+    Group(client, "orders", "readers").create()
+    ((_, letter),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
+    client.execute("DEL", KEYS.dead_letters)
+    client.execute("XADD", KEYS.dead_letters, "2-0", *letter)
     with ServiceProcess(("console", "--token-file", str(write_tokens(tmp_path))), (), client.url) as started:
         yield started
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
 
@@ -37,3 +38,35 @@ def read_entries(client: Client, stream: str, start: str, *, most: int = 50) -> 
         if len(some) < _AT_ONCE:
             return EntryPage(entries=found, next_id=None)
         start = f"({found[-1][0]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewestEntries:
+    """The last entries of a stream, the newest first.
+
+    * `gap_id`: the first entry after the id that was seen last which is not among them; None if there is none
+    """
+
+    entries: Sequence[tuple[str, Sequence[bytes]]]
+    gap_id: str | None
+
+
+def read_newest(client: Client, stream: str, seen: str | None, *, most: int = 50) -> NewestEntries:
+    """Read the last entries: at most `most`, fewer if they have about a million bytes. `seen`: the last id seen before.
+
+    Raises RedisError.
+    """
+    found: list[tuple[str, Sequence[bytes]]] = []
+    size, end = 0, "+"
+    while len(found) < most and size < _MOST_BYTES:
+        some = client.execute("XREVRANGE", to_wire(stream), end, "-", "COUNT", min(_AT_ONCE, most - len(found)))
+        for entry_id, pairs in some:
+            found.append((entry_id.decode(), pairs))
+            size += sum(map(len, pairs))
+        if not some:
+            break
+        end = f"({found[-1][0]}"
+    gap = []
+    if seen is not None and found and EntryId.parse(found[-1][0]) > EntryId.parse(seen):
+        gap = client.execute("XRANGE", to_wire(stream), f"({seen}", f"({found[-1][0]}", "COUNT", 1)
+    return NewestEntries(entries=found, gap_id=gap[0][0].decode() if gap else None)

@@ -34,6 +34,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
     Page(path="/streams", level=Level.FIGURES, view=streams.streams),
     Page(path="/stream", level=Level.FIGURES, view=streams.stream),
+    Page(path="/tail", level=Level.PAYLOADS, view=streams.tail),
     Page(path="/group", level=Level.FIGURES, view=groups.group),
     Page(path="/group/set-id", method="POST", level=Level.ADMIN, view=groups.set_id),
     Page(path="/workers", level=Level.FIGURES, view=deployment.workers),

@@ -4,11 +4,14 @@ from bisect import bisect_right
 
 from starlette.responses import Response
 
-from millstream.admin.entry_pages import read_entries
+from millstream.admin.entry_pages import read_entries, read_newest
 from millstream.admin.inspection import find_stream_names, handler_of, inspect_stream, inspect_streams
 from millstream.admin.time_inputs import parse_start
 from millstream.errors import MillstreamError
 from millstream.groups import Group
+from millstream.model import EntryId
+from millstream.redis_client.escaping import escape
+from millstream.redis_client.key_names import to_wire
 from millstream.services.console.pages import PageRequest
 
 _PAGE = 100
@@ -60,4 +63,27 @@ def stream(page: PageRequest) -> Response:
         start=start,
         entries=entries,
         next_id=read.next_id if entries is not None else None,
+    )
+
+
+def tail(page: PageRequest) -> Response:
+    """The newest entries of a stream; a reload marks those that have come since."""
+    name = page.wanted_name("name")
+    asked = page.query.get("after")
+    seen = str(EntryId.parse(asked)) if asked else None
+    found = read_newest(page.client, name, seen)
+    if not found.entries and not page.client.execute("EXISTS", to_wire(name)):
+        raise MillstreamError("there is no such stream")
+    last_id = found.entries[0][0] if found.entries else seen
+    return page.render(
+        "tail.html",
+        name=name,
+        seen=seen,
+        entries=[
+            (one, seen is not None and EntryId.parse(one) > EntryId.parse(seen), page.display.fields(pairs))
+            for one, pairs in found.entries
+        ],
+        gap_id=found.gap_id,
+        last_id=last_id,
+        following=page.url("/tail", name=escape(name), after=last_id, refresh=page.query.get("refresh")),
     )
