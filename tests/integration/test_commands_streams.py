@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
+from millstream.balancer.protocol import service_of
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys
 from tests.support.commandline import call
@@ -101,13 +102,16 @@ def _has_outputs(client: Client, count: int) -> bool:
     return bool(client.execute("XLEN", "out") == count)
 
 
+def _is_served_by(client: Client, service: str) -> bool:
+    return service_of(client, "app.handle") == service
+
+
 def test_a_stream_announced_to_a_handler_goes_to_the_service_of_the_handler(client: Client) -> None:
     url = ("--url", client.url)
     for options, listens in (({"announced": "plant"}, "plant"), ({"pattern": "none:*"}, "millstream:app.handle")):
         handler = make(lambda message: {"n": message.text("n")}, order="stream", **options)
         with working(client, handler):
-            meta = ServiceKeys(listens).meta
-            eventually(partial(client.execute, "HEXISTS", meta, "handler"))
+            eventually(partial(_is_served_by, client, listens))
             client.execute("XADD", f"line:{listens}", "*", "n", 7)
             output = call("lease", "add", "app.handle", f"line:{listens}", *url)
             own = listens != "plant"

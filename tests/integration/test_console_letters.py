@@ -143,8 +143,8 @@ def test_a_dead_letter_that_a_purge_takes_before_the_copy_is_added_is_not_double
 
     monkeypatch.setattr(DeadLetterQueue, "redrive_edited", purge_first)
     page = browser.send(question, "/letter/edit")
-    assert "Not redriven: it is gone: another redrive or purge removed it" in page.text
-    assert str(AuditLog(client).read(count=1)[0].result).startswith("not redriven: it is gone")
+    assert "Not redriven: it is not in the queue any more: another redrive or purge removed it" in page.text
+    assert str(AuditLog(client).read(count=1)[0].result).startswith("not redriven: it is not in the queue any more")
     assert entries(client) == []
 
 

@@ -174,7 +174,9 @@ def expected(command: str) -> int:
 
 
 def test_the_commands_of_the_page_on_upgrading_succeed_where_nothing_is_wrong(client: Client, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples" / "shop.py", tmp_path / "app.py")
+    for folder in (tmp_path, tmp_path / "before"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "examples" / "shop.py", folder / "app.py")
     client.execute("XADD", "orders", "*", "customer", "ann", "amount", "10")
     (console,) = consoles_of("docs/operations/upgrading.md")
     done = subprocess.run(

@@ -32,17 +32,21 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "info": ((), ("--json",)),
     "top": ((), ("--json",)),
     "why": (("a.h", "k"),),
+    "find": (("k",),),
     "bench": (("--yes",),),
     "check": (("APP:app", "--yes"),),
+    "replay": (("APP:app", "h", "k", "--yes"),),
     "state": (
         ("show", "a.h", "k"),
         ("list", "a.h", "--stream", "s"),
+        ("export", "a.h"),
         ("reset", "a.h", "--stream", "s", "k", "--yes"),
     ),
     "group": (
         ("list", "s"),
         ("consumers", "s", "g"),
         ("create", "s", "g"),
+        ("set-id", "s", "g", "--after", "latest", "--yes"),
         ("clean", "s"),
         ("pending", "s", "g"),
         ("claim", "s", "g", "c", "1-0"),
@@ -60,7 +64,13 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "lease": (("list", "s"), ("add", "s", "t"), ("release", "s", "t", "--yes"), ("remove", "s", "t", "--yes")),
     "partition": (("show", "b"), ("grow", "b", "3", "--yes")),
-    "dlq": (("list",), ("show", "1-0"), ("redrive", "--all", "--yes"), ("purge", "--all", "--yes")),
+    "dlq": (
+        ("list",),
+        ("show", "1-0"),
+        ("edit", "a.h", "1-0", "--set", "n=1", "--yes"),
+        ("redrive", "--all", "--yes"),
+        ("purge", "--all", "--yes"),
+    ),
 }
 """Commands that do one thing and end."""
 
