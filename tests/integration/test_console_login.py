@@ -113,7 +113,7 @@ def test_tokens_are_guessed_neither_by_the_form_nor_as_bearer_tokens(client: Cli
         assert browser.log_in("figures").status == 200
 
 
-def test_an_operator_who_has_logged_in_before_logs_in_while_others_guess(client: Client, tmp_path: Path) -> None:
+def test_guesses_of_strangers_keep_no_browser_out_that_has_logged_in_before(client: Client, tmp_path: Path) -> None:
     with console_at(lambda: 0.0, client.url, tmp_path) as browser:
         browser.send(browser.log_in("operate"), "/logout")
         known = browser.http.cookies.get(KNOWN_COOKIE)

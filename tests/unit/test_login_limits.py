@@ -17,7 +17,7 @@ class Guesser:
         self.sent = 0
 
     def wait_s(self, address: str, browsers: str | None = None, token: str | None = None) -> float:
-        """Send a new unknown token, or this one; returns how long it has to wait, 0 if it was looked at."""
+        """Send a new unknown token, or this one; returns how long it has to wait, 0 if it was admitted."""
         self.sent += 1
         token = token or f"guess {self.sent}"
         try:
@@ -27,8 +27,8 @@ class Guesser:
         self.limits.count_unknown(token, client)
         return 0.0
 
-    def looked_at(self, seconds: int, *addresses: str) -> int:
-        """How many tokens are looked at if each address sends one each second."""
+    def admitted(self, seconds: int, *addresses: str) -> int:
+        """How many tokens are admitted if each address sends one each second."""
         count = 0
         for _ in range(seconds):
             self.now_s += 1
@@ -52,20 +52,20 @@ def test_an_address_waits_twice_as_long_after_each_unknown_token_up_to_a_minute(
 
 def test_many_addresses_together_send_one_unknown_token_a_second() -> None:
     guesser = Guesser()
-    assert guesser.looked_at(100, *(f"address {n}" for n in range(200))) <= 150
+    assert guesser.admitted(100, *(f"address {n}" for n in range(200))) <= 150
 
 
 def test_an_address_that_has_sent_a_valid_token_is_exempt_from_the_limit_of_all() -> None:
     guesser = Guesser()
     guesser.limits.count_valid("operator")
-    guesser.looked_at(10, *(f"address {n}" for n in range(200)))
+    guesser.admitted(10, *(f"address {n}" for n in range(200)))
     assert guesser.wait_s("a new address") > 0
     assert guesser.wait_s("operator") == 0
 
 
 def test_a_browser_that_has_logged_in_before_is_not_kept_out_by_guesses_from_its_address() -> None:
     guesser = Guesser()
-    guesser.looked_at(300, "proxy")
+    guesser.admitted(300, "proxy")
     assert guesser.wait_s("proxy") > 0
     assert guesser.wait_s("proxy", "browsers of ann") == 0
     for _ in range(5):
