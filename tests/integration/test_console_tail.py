@@ -27,7 +27,7 @@ def reload(browser: Browser, page: Page) -> Page:
     return browser.get(unescape(found[1]))
 
 
-def test_a_tail_goes_on_from_the_last_id_and_marks_what_is_new(browser: Browser, client: Client) -> None:
+def test_a_tail_goes_on_from_the_last_id_and_shows_what_is_new(browser: Browser, client: Client) -> None:
     page = browser.get(next(one for one in browser.get("/stream?name=in").links if one.startswith("/tail")))
     assert "http-equiv" not in page.html
     assert ("120-0 n old120 119-0" in page.text, "old71" in page.text, "old70" in page.text) == (True, True, False)
