@@ -105,30 +105,42 @@ def test_what_is_hidden_on_pages_is_hidden_in_the_export(client: Client) -> None
 @pytest.mark.parametrize("spec", ["2.3", "2.4"])
 def test_an_export_reads_as_far_as_its_receiver_and_a_part_more(browser: Browser, client: Client, spec: str) -> None:
     add(client, 60, value=b"x" * 300_000)
-    form = browser.get(LETTERS).form("/letters/export")
-    cookie = "; ".join(f"{name}={value}" for name, value in browser.http.cookies.items())
-    receiver = Receiver(spec, urlencode(form, doseq=True).encode())
-    app = console_app(client.url, authorize=lambda request: Level.PAYLOADS)
-
-    async def send_form() -> str | None:
-        await app(receiver.scope(cookie), receiver.receive, receiver.send)  # type: ignore[arg-type]
-        return AuditLog(client).read()[0].result
-
-    result = asyncio.run(send_form())
+    receiver = Receiver(spec)
+    result = asyncio.run(receiver.export(browser, client))
     assert len(receiver.parts) == 1
     assert receiver.parts[0] < 6_000_000, "a part of 60 dead letters of 300,000 bytes"
     count, _, how = str(result).partition(" read, ")
     assert (int(count.replace(",", "")) < 30, how) == (True, "broken off by its receiver")
 
 
-class Receiver:
-    """What an ASGI server of this version does for a browser that sends the form and goes after one part."""
+@pytest.mark.parametrize("spec", ["2.3", "2.4"])
+def test_an_export_whose_receiver_leaves_before_the_first_part_has_a_record_of_its_end(
+    browser: Browser, client: Client, spec: str
+) -> None:
+    add(client, 1)
+    receiver = Receiver(spec, leaves_at="http.response.start")
+    result = asyncio.run(receiver.export(browser, client))
+    assert (receiver.parts, result) == ([], "1 read, broken off by its receiver")
 
-    def __init__(self, spec: str, body: bytes) -> None:
+
+class Receiver:
+    """What an ASGI server of this version does for a browser that sends the form and goes after one part, or before."""
+
+    def __init__(self, spec: str, *, leaves_at: str = "http.response.body") -> None:
         self.parts: list[int] = []
         self._spec = spec
-        self._form: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+        self._leaves_at = leaves_at
+        self._form: list[dict[str, Any]] = []
         self._gone = asyncio.Event()
+
+    async def export(self, browser: Browser, client: Client) -> str | None:
+        """Send the form of the page; returns what the audit says of it."""
+        form = urlencode(browser.get(LETTERS).form("/letters/export"), doseq=True).encode()
+        cookie = "; ".join(f"{name}={value}" for name, value in browser.http.cookies.items())
+        self._form = [{"type": "http.request", "body": form, "more_body": False}]
+        app = console_app(client.url, authorize=lambda request: Level.PAYLOADS)
+        await app(self.scope(cookie), self.receive, self.send)  # type: ignore[arg-type]
+        return AuditLog(client).read()[0].result
 
     async def receive(self) -> dict[str, Any]:
         if self._form:
@@ -137,8 +149,10 @@ class Receiver:
         return {"type": "http.disconnect"}
 
     async def send(self, message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.body" and message["body"]:
-            self.parts.append(len(message["body"]))
+        size = len(message.get("body", b""))
+        if size:
+            self.parts.append(size)
+        if message["type"] == self._leaves_at and (size or message["type"] != "http.response.body"):
             self._gone.set()
             if self._spec == "2.4":
                 raise OSError("the receiver is gone")

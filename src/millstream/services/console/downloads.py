@@ -17,6 +17,8 @@ from millstream.services.console.client_pool import ClientPool
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+_BROKEN_OFF = "broken off by its receiver"
+
 Part = Callable[[Client], bytes | None]
 """Reads the next part; None at the end. A part is read with any client, in any thread."""
 
@@ -43,6 +45,7 @@ class Download(StreamingResponse):
         self._read = read
         self._record = record
         self._result = result
+        self._has_begun = False
         self._parts = self._sent_parts()
         name = re.sub(r"[^A-Za-z0-9._-]", "_", file_name)
         headers = {"content-disposition": f'attachment; filename="{name}"'}
@@ -55,22 +58,27 @@ class Download(StreamingResponse):
                 await super().__call__(scope, receive, send)
         finally:
             await self._parts.aclose()
+            if not self._has_begun:  # the receiver had left before the first part was sent
+                await self._record_end(_BROKEN_OFF)
 
     async def _sent_parts(self) -> AsyncGenerator[bytes, None]:
-        result = "broken off by its receiver"
+        self._has_begun, how = True, _BROKEN_OFF
         try:
             part = self._first
             while part is not None:
                 if part:
                     yield part
                 part = await self._clients.in_thread(lambda: self._with_client(self._read))
-            result = "complete"
+            how = "complete"
         except MillstreamError as error:
-            result = f"failed: {error}"
+            how = f"failed: {error}"
             raise
         finally:
-            # shielded: what breaks off the response does not break off its record
-            await asyncio.shield(self._clients.in_thread(lambda: self._end(f"{self._result()}, {result}")))
+            await self._record_end(how)
+
+    async def _record_end(self, how: str) -> None:
+        # Shielded: what breaks off the response does not break off its record.
+        await asyncio.shield(self._clients.in_thread(lambda: self._end(f"{self._result()}, {how}")))
 
     def _with_client(self, read: Part) -> bytes | None:
         with self._clients.client() as client:
