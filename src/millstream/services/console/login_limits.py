@@ -128,17 +128,24 @@ def address_of(request: Request) -> str:
 
 def _is_private(address: str) -> bool:
     try:
-        return ipaddress.ip_address(address).is_private
+        return _parsed(address).is_private
     except ValueError:
         return True  # a Unix socket
 
 
 def _site_of(address: str) -> str:
     try:
-        found = ipaddress.ip_address(address)
+        found = _parsed(address)
     except ValueError:
         return address[:64]
     return str(found) if found.version == 4 else str(ipaddress.ip_network((found, _IPV6_SITE_BITS), strict=False))
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address; that of IPv4 for a client that has reached a socket of IPv6 by IPv4. Raises ValueError."""
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
 
 
 def _hash(token: str) -> bytes:
