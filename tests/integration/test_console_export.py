@@ -102,6 +102,17 @@ def test_what_is_hidden_on_pages_is_hidden_in_the_export(client: Client) -> None
     assert ("4111" in text, "ann" in text) == (False, False)
 
 
+def test_why_an_entry_is_no_dead_letter_is_hidden_with_the_errors(client: Client) -> None:
+    add(client, 1)
+    dead = HandlerKeys("shop", "pay", "orders").dead_letters
+    client.execute("XADD", dead, "*", "fields", b"\x90", "stream", "orders", "id", "card 4111")
+    with authorized(
+        client.url, Level.PAYLOADS, redact=lambda name, text: "(hidden)" if name in ("error", "id") else text
+    ) as browser:
+        rows = [json.loads(one) for one in exported(browser).text.splitlines()]
+    assert [one["error"] for one in rows] == ["(hidden)"] * 2, "the cause quotes the id"
+
+
 @pytest.mark.parametrize("spec", ["2.3", "2.4"])
 def test_an_export_reads_as_far_as_its_receiver_and_a_part_more(browser: Browser, client: Client, spec: str) -> None:
     add(client, 60, value=b"x" * 300_000)

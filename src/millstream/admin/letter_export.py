@@ -28,7 +28,8 @@ def letter_json(entry: DeadLetterEntry, *, full: bool = False, hide: Hide = hide
     keys, letter = entry.keys, entry.letter
     head = {"letter_id": entry.letter_id, "app": keys.app, "handler": keys.handler, "stream": keys.stream}
     if letter is None:
-        return {**head, "reason": entry.reason, "error": entry.problem, **json_fields(_hidden(entry.pairs, hide))}
+        error = hide("error", entry.problem)
+        return {**head, "reason": entry.reason, "error": error, **json_fields(_hidden(entry.pairs, hide))}
     content = (
         {"traceback": hide("traceback", letter.traceback), **json_fields(_hidden(letter.pairs, hide))} if full else {}
     )
