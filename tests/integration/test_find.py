@@ -67,6 +67,13 @@ def test_a_key_that_has_only_dead_letters_is_found(browser: Browser, client: Cli
     assert find(browser, "parked x").url.endswith("/key?handler=shop.pay&stream=orders&key=parked+x")
 
 
+def test_a_key_that_looks_like_an_id_and_is_none_is_found(client: Client) -> None:
+    keys, key = HandlerKeys("shop", "pay", "orders"), b"20240131120000123456-1"
+    fill_with(client, "x")
+    client.execute("HSET", keys.state, key, b"\x80")
+    assert [(one.kind, one.key) for one in search(client, key).hits] == [("key", key)]
+
+
 def test_a_viewer_of_figures_finds_names_and_nothing_that_messages_contain(
     browser: Browser, client: Client, tmp_path: Path
 ) -> None:

@@ -71,8 +71,8 @@ def search(
     running = _Search(client, wanted, clock, clock.monotonic_ms() + budget_ms)
     handlers = find_handlers(client) if known is None else known
     running.find_names(handlers)
-    if with_entries and _ENTRY_ID.fullmatch(wanted):
-        running.find_entries(handlers)
+    if with_entries and (entry_id := _entry_id_of(wanted)) is not None:
+        running.find_entries(handlers, str(entry_id))
     if with_keys:
         running.find_keys(handlers)
     running.found.hits.sort(key=lambda one: not one.exact)
@@ -105,9 +105,8 @@ class _Search:
         names, is_partial = find_stream_names(self._client, self._name, budget_ms=self._left_ms, clock=self._clock)
         self._add([Hit(kind="stream", stream=one, exact=one == self._name) for one in names], is_partial=is_partial)
 
-    def find_entries(self, handlers: Sequence[HandlerKeys]) -> None:
+    def find_entries(self, handlers: Sequence[HandlerKeys], wanted: str) -> None:
         """Entries with this id, and dead letters."""
-        wanted = str(EntryId.parse(self._wanted))
         names, is_partial = find_stream_names(self._client, budget_ms=self._left_ms, clock=self._clock)
         self.found.is_partial |= is_partial
         streams = [(one, ("XRANGE", to_wire(one), wanted, wanted)) for one in names]
@@ -167,6 +166,14 @@ class _Search:
                     yield one, reply
                 elif not _is_left_out(reply):
                     raise reply
+
+
+def _entry_id_of(text: bytes) -> EntryId | None:
+    """The entry id that a text is, with both its parts; None for any other, such as a key of digits that is no id."""
+    try:
+        return EntryId.parse(text) if _ENTRY_ID.fullmatch(text) else None
+    except ConfigError:  # a part is beyond 64 bits
+        return None
 
 
 def _is_left_out(error: RedisError) -> bool:
