@@ -68,12 +68,15 @@ def test_a_handler_that_has_not_run_and_one_of_a_newer_format_are_refused(client
     refused = call("state", "export", "shop.total", url=client.url)
     assert (refused.code, "no handler 'shop.total' has run on this Redis" in refused.err) == (1, True)
     assert call("state", "export", "shop", url=client.url).code == 2
+    refused = call("state", "export", "shop.total", "--stream", "a", url=client.url)
+    assert (refused.code, "no handler 'shop.total' has run on these streams" in refused.err) == (1, True)
     client.execute("HSET", keys_on("a").meta, "format", FORMAT + 1)
     refused = call("state", "export", "shop.total", url=client.url)
     assert (refused.code, "by a newer millstream" in refused.err) == (1, True)
     client.execute("HSET", keys_on("a").meta, "format", FORMAT)
     empty = call("state", "export", "shop.total", url=client.url)
     assert (empty.code, empty.out) == (0, "")
+    assert call("state", "export", "shop.total", "--stream", "a", url=client.url).code == 0
 
 
 def test_pages_have_a_bounded_number_of_bytes_and_many_streams_share_a_round_trip(client: Client) -> None:

@@ -41,11 +41,13 @@ class StateHash:
 def state_hashes(client: Client, app: str, handler: str, streams: Sequence[str] = ()) -> list[StateHash]:
     """The states of a handler, stream by stream, sorted; of these `streams` or, by a scan, of all on which it has run.
 
-    Raises MillstreamError if it has not run on this Redis, or if a newer millstream has stored the states, and
+    Raises MillstreamError if it has run on none of them, or if a newer millstream has stored the states, and
     RedisError.
     """
     places = [HandlerKeys(app, handler, stream) for stream in streams] or _find(client, f"{app}.{handler}")
     counts = call_all(client, [("HLEN", to_wire(one.state)) for one in places])
+    if not any(counts) and not any(call_all(client, [("HLEN", to_wire(one.meta)) for one in places])):
+        raise _never_run(f"{app}.{handler}", "these streams")
     formats = call_all(client, [("HGET", to_wire(one.meta), "format") for one in places])
     for place, stored in zip(places, formats, strict=True):
         if stored is not None and int(stored) > FORMAT:
@@ -64,8 +66,12 @@ def _find(client: Client, label: str) -> list[HandlerKeys]:
         if keys.label == label and from_wire(name) in (keys.state, keys.meta):
             found.add(keys)
     if not found:
-        raise MillstreamError(f"no handler {label!r} has run on this Redis; millstream info shows those that have")
+        raise _never_run(label, "this Redis")
     return sorted(found, key=lambda keys: keys.stream)
+
+
+def _never_run(label: str, where: str) -> MillstreamError:
+    return MillstreamError(f"no handler {label!r} has run on {where}; millstream info shows those that have")
 
 
 def scan_states(client: Client, places: Sequence[HandlerKeys]) -> Iterator[list[StoredState]]:
