@@ -28,7 +28,7 @@ REFRESH_S = (5, 15, 60)
 
 
 _MOST_SHARED = 50
-HANDLERS_MS = 10_000.0
+_HANDLERS_MS = 10_000.0
 """How long the names of handlers are kept, in milliseconds."""
 
 
@@ -99,14 +99,20 @@ class PageRequest:
         """`name` of a parameter that the page needs. Raises ConfigError if it is missing."""
         return from_wire(unescape(self.wanted(parameter)))
 
+    def known_handlers(self) -> Sequence[HandlerKeys]:
+        """All handlers on their streams, as known within ten seconds. Raises RedisError."""
+        found: Sequence[HandlerKeys] = self.shared.get(
+            "handlers", self.now_ms, lambda: find_handlers(self.client), keep_ms=_HANDLERS_MS
+        )
+        return found
+
     def places_of(self, handler: str, stream: str | None = None) -> list[HandlerKeys]:
         """The handler on each of its streams, or on `stream`, as known within ten seconds, or else as of now.
 
         Raises ConfigError if the name is none, MillstreamError if it has not run there, and RedisError.
         """
-        known = self.shared.get("handlers", self.now_ms, lambda: find_handlers(self.client), keep_ms=HANDLERS_MS)
         try:
-            return find_handler(self.client, handler, stream, known=known)
+            return find_handler(self.client, handler, stream, known=self.known_handlers())
         except MillstreamError:
             return find_handler(self.client, handler, stream)
 

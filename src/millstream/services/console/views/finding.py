@@ -5,10 +5,9 @@ from shlex import quote
 
 from starlette.responses import Response
 
-from millstream.admin.inspection import find_handlers
 from millstream.admin.search import Found, Hit, search
 from millstream.redis_client.escaping import escape, unescape
-from millstream.services.console.pages import HANDLERS_MS, PageRequest
+from millstream.services.console.pages import PageRequest
 
 
 def find(page: PageRequest) -> Response:
@@ -18,10 +17,13 @@ def find(page: PageRequest) -> Response:
     hides_keys = not page.display.is_shown(wanted)
     found = Found()
     if wanted:
-        known = page.shared.get("handlers", page.now_ms, lambda: find_handlers(page.client), keep_ms=HANDLERS_MS)
         with_content = page.may("payloads")
         found = search(
-            page.client, wanted, with_entries=with_content, with_keys=with_content and not hides_keys, known=known
+            page.client,
+            wanted,
+            with_entries=with_content,
+            with_keys=with_content and not hides_keys,
+            known=page.known_handlers(),
         )
     exact = [one for one in found.hits if one.exact]
     only = exact if len(exact) == 1 else found.hits
