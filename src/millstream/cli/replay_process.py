@@ -16,7 +16,7 @@ from millstream.cli.replay_child import AttemptCall, AttemptReply, HandlerFacts,
 from millstream.errors import ConfigError
 from millstream.handlers.attempt import parse_state
 from millstream.handlers.dead_letter import Reason
-from millstream.worker.process.supervisor import signal_name
+from millstream.worker.process.supervisor import describe_end
 
 _STDERR = 2
 _GRACE_MS = 5_000.0
@@ -159,8 +159,7 @@ class ReplayProcess:
 
     def _end(self) -> str:
         """How the process ended."""
-        code = self._process.wait()
-        return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        return describe_end(self._process.wait())
 
 
 def _replayed(reply: AttemptReply, attempts: int, *, takes_state: bool) -> Replayed:

@@ -251,7 +251,7 @@ class Supervisor:
             return f"was killed, as a handler had held Python's interpreter (the GIL) for {held_s:.1f} s"
         if code in _OWN_ENDS:
             return f"ended with code {code}, as {_OWN_ENDS[code]}: see its log"
-        return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        return describe_end(code)
 
     def _record_end(self, child: _Child, end: ProcessEnd) -> None:
         self._ends.append((child.incarnation, end))
@@ -373,8 +373,12 @@ class Supervisor:
             child.close_freeze_detector()
 
 
-def signal_name(number: int) -> str:
-    """Return the name of a signal."""
+def describe_end(code: int) -> str:
+    """Return how a process with this exit code of `subprocess` ended."""
+    return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
+
+
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
