@@ -97,9 +97,14 @@ def why_not_moved(stream: str, group: str) -> str | None:
     return None if keys is None else f"this is the group of the handler {keys.label}: {_NOT_MOVED}"
 
 
+def group_missing(stream: str, group: str) -> GroupMissing:
+    """The error for a group that does not exist; it names the command that lists the others."""
+    return GroupMissing(f"there is no group {group!r} on {stream}; see: millstream group list {stream}")
+
+
 def _find(client: Client, stream: str, group: str) -> tuple[StreamReport, GroupReport]:
     for report in inspect_streams(client, [stream]):
         for found in report.groups:
             if found.name == group:
                 return report, found
-    raise GroupMissing(f"there is no group {group!r} on {stream}; see: millstream group list {stream}")
+    raise group_missing(stream, group)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from millstream.errors import GroupMissing
+from millstream.admin.group_moves import group_missing
 from millstream.groups import Group, GroupInfo
 from millstream.redis_client.client import Client
 
@@ -16,5 +16,5 @@ def find_group(client: Client, stream: str, group: str) -> GroupInfo:
     """The figures of a group. Raises GroupMissing, which names the command that lists the others, and RedisError."""
     found = Group(client, stream, group).info()
     if found is None:
-        raise GroupMissing(f"there is no group {group!r} on {stream}; see: millstream group list {stream}")
+        raise group_missing(stream, group)
     return found
