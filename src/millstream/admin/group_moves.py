@@ -8,11 +8,12 @@ from millstream.admin.lag import count_between
 from millstream.admin.reports import GroupReport, StreamReport
 from millstream.admin.time_inputs import parse_after
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import GroupMissing
+from millstream.errors import ConfigError, GroupMissing
 from millstream.groups import END, Group
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import pluralize
+from millstream.redis_client.pipelining import server_time_ms
 
 LATEST = "latest"
 
@@ -67,11 +68,15 @@ def plan_move(
 ) -> GroupMove:
     """What a move would do to entries after `after`: an id, `earliest`, `latest` or a time (`parse_after`).
 
-    Entries are counted for `budget_ms` milliseconds. Raises ConfigError for another `after`, GroupMissing, RedisError.
+    Entries are counted for `budget_ms` milliseconds. Raises ConfigError for another `after`, and for one in the future:
+    the group would skip entries that are not added yet. Raises GroupMissing, RedisError.
     """
     asked = parse_after(after)
     report, found = _find(client, stream, group)
-    before, to = EntryId.parse(found.last_delivered_id), asked or EntryId.parse(report.last_generated_id)
+    before, end = EntryId.parse(found.last_delivered_id), EntryId.parse(report.last_generated_id)
+    to = asked or end
+    if to > end and to.ms > server_time_ms(client):
+        raise ConfigError(f"{after!r} is in the future: the group would skip all entries until then, too; use {LATEST}")
     counted = count_between(client, report, min(before, to), max(before, to), budget_ms=budget_ms, clock=clock)
     return GroupMove(
         stream=stream,
