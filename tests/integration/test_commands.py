@@ -347,6 +347,7 @@ def test_times_are_read_as_ids_words_or_dates() -> None:
     assert parse_start("2013-01-31T06:00") == EntryId(1359612000000, 0)
     assert parse_start("2013-01-31T06:00+01:00") == EntryId(1359608400000, 0)
     assert parse_start("20130131") == EntryId(1359590400000, 0)
+    assert [parse_start(one) for one in ("1969-12-31", "99999d")] == [EntryId(0, 0)] * 2, "as earliest: no id is below"
     before, found, after = time.time(), parse_time_ms("2h"), time.time()
     assert (before - 7200) * 1000 - 1 <= found <= (after - 7200) * 1000
     with pytest.raises(ConfigError, match="not a time"):

@@ -41,12 +41,12 @@ class Duration(float):
 
 
 def parse_time_ms(text: str) -> int:
-    """Unix milliseconds of `15m`, `2h`, `3d` (ago) or an ISO 8601 time, UTC by default.
+    """Unix milliseconds of `15m`, `2h`, `3d` (ago) or an ISO 8601 time, UTC by default; 0 for one before 1970.
 
     Raises ConfigError for anything else.
     """
     if _DURATION.fullmatch(text):
-        return int((time.time() - Duration(text)) * 1000)
+        return max(0, int((time.time() - Duration(text)) * 1000))
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
@@ -54,7 +54,7 @@ def parse_time_ms(text: str) -> int:
             f"{text!r} is not a time: write 15m, 2h or 3d (ago), or ISO 8601, like 2013-01-31T06:00"
         ) from error
     with_zone = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return int(with_zone.timestamp() * 1000)
+    return max(0, int(with_zone.timestamp() * 1000))
 
 
 def parse_after(text: str) -> EntryId | None:
