@@ -82,6 +82,15 @@ def test_a_session_sees_figures_alone_while_redis_cannot_say_whether_it_has_ende
         assert browser.send(page, "/logout").url.endswith("/login")
 
 
+def test_a_session_keeps_its_level_where_redis_has_closed_connections_that_were_idle(
+    client: Client, tmp_path: Path
+) -> None:
+    with console(client.url, tmp_path, "admin") as browser:
+        for _ in range(3):
+            assert browser.get("/audit").status == 200
+            client.execute("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
 def test_sessions_are_refused_where_redis_refuses_to_say_whether_they_have_ended(
     client: Client, tmp_path: Path
 ) -> None:

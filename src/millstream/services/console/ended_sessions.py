@@ -7,6 +7,7 @@ console finds them, also one that starts later. Redis holds these and not the va
 import time
 from collections.abc import Callable
 
+from millstream.errors import Unavailable
 from millstream.redis_client.key_names import ended_sessions_key
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Command, Reply
@@ -42,6 +43,9 @@ class EndedSessions:
     async def _call(self, *commands: Command) -> list[Reply]:
         def call() -> list[Reply]:
             with self._clients.client() as client:
-                return call_all(client, commands)
+                try:
+                    return call_all(client, commands)
+                except Unavailable:  # Redis or a proxy may have closed the connection, as it was idle: open another
+                    return call_all(client, commands)
 
         return await self._clients.in_thread(call)
