@@ -115,7 +115,9 @@ def test_a_group_does_not_move_to_a_time_in_the_future(browser: Browser, client:
     refused = call(*words, "2999-01-01", url=client.url)
     assert (refused.code, "is in the future" in refused.err) == (2, True)
     assert (ask(browser, "2999-01-01").status, last_delivered(client)) == (400, "6-0")
-    assert call(*words, "1s", url=client.url).code == 0, "after the last entry, and before all that are added from now on"
+    assert call(*words, "1s", url=client.url).code == 0, (
+        "after the last entry, and before all that are added from now on"
+    )
 
 
 def test_the_group_of_a_handler_is_not_moved_and_its_page_says_why(browser: Browser, client: Client) -> None:
