@@ -117,7 +117,7 @@ def test_why_an_entry_is_no_dead_letter_is_hidden_with_the_errors(client: Client
 def test_an_export_reads_as_far_as_its_receiver_and_a_part_more(browser: Browser, client: Client, spec: str) -> None:
     add(client, 60, value=b"x" * 300_000)
     receiver = Receiver(spec)
-    result = asyncio.run(receiver.export(browser, client))
+    result = receiver.export(browser, client)
     assert len(receiver.parts) == 1
     assert receiver.parts[0] < 6_000_000, "a part of 60 dead letters of 300,000 bytes"
     count, _, how = str(result).partition(" read, ")
@@ -130,7 +130,7 @@ def test_an_export_whose_receiver_leaves_before_the_first_part_has_a_record_of_i
 ) -> None:
     add(client, 1)
     receiver = Receiver(spec, leaves_at="http.response.start")
-    result = asyncio.run(receiver.export(browser, client))
+    result = receiver.export(browser, client)
     assert (receiver.parts, result) == ([], "1 read, broken off by its receiver")
 
 
@@ -144,13 +144,13 @@ class Receiver:
         self._form: list[dict[str, Any]] = []
         self._gone = asyncio.Event()
 
-    async def export(self, browser: Browser, client: Client) -> str | None:
-        """Send the form of the page; returns what the audit says of it."""
+    def export(self, browser: Browser, client: Client) -> str | None:
+        """Send the form of the page; return its result in the audit."""
         form = urlencode(browser.get(LETTERS).form("/letters/export"), doseq=True).encode()
         cookie = "; ".join(f"{name}={value}" for name, value in browser.http.cookies.items())
         self._form = [{"type": "http.request", "body": form, "more_body": False}]
         app = console_app(client.url, authorize=lambda request: Level.PAYLOADS)
-        await app(self.scope(cookie), self.receive, self.send)  # type: ignore[arg-type]
+        asyncio.run(app(self.scope(cookie), self.receive, self.send))  # type: ignore[arg-type]
         return AuditLog(client).read()[0].result
 
     async def receive(self) -> dict[str, Any]:
