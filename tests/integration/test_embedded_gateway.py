@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -122,6 +123,23 @@ def test_the_handlers_of_signals_are_put_back_at_the_end_of_the_block(client: Cl
         return [within == before, signal.getsignal(signal.SIGTERM) == before]
 
     assert asyncio.run(main()) == [False, True]
+
+
+def test_a_handler_that_another_library_still_calls_after_the_block_calls_the_one_before(client: Client) -> None:
+    calls: list[int] = []
+
+    async def main() -> Any:
+        async with EmbeddedGateway(client.url):
+            chained = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda number, frame: None)  # a library that calls `chained`, but not within
+        return chained
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    try:
+        asyncio.run(main())(signal.SIGTERM, None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == [signal.SIGTERM]
 
 
 def test_a_response_follows_one_to_a_hundred_streams() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -169,5 +170,6 @@ class _StopSignals:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._on_stop)
+        with suppress(RuntimeError):  # the loop is closed, and another library still calls this handler
+            self._loop.call_soon_threadsafe(self._on_stop)
         self._previous[number](number, frame)
