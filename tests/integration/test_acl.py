@@ -312,7 +312,8 @@ def test_each_role_has_a_user_of_its_own_by_default() -> None:
     outcome = call("acl")
     users = [line.split()[2] for line in outcome.out.splitlines()]
     assert users == [f"millstream-{role}" for role in RoleName]
-    assert all(line.endswith(" ~*") for line in outcome.out.splitlines())
+    for role, line in zip(RoleName, outcome.out.splitlines(), strict=True):
+        assert line.endswith(" ~millstream:{*}:*:*.*:meta" if role == RoleName.STATE_SOURCE else " ~*"), line
     assert "restrict" in outcome.err
     assert call("acl", "nobody").code == 2
     assert call("acl", "--app", "a.b").code == 2
