@@ -13,6 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
+from millstream.admin.value_redaction import hide_fields
 from millstream.delivery.key_queues import count_parked
 from millstream.errors import ConfigError
 from millstream.groups import Group
@@ -21,7 +22,6 @@ from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console import Level, Viewer, console_app
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
-from millstream.services.console.display import hide_fields
 from millstream.services.console.guard import make_guard
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens

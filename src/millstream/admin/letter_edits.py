@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from millstream.delivery.dead_letter_queue import unedited
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.key_names import EDITED_FIELD
 from millstream.redis_client.replies import pairs_of
 
 
@@ -47,7 +47,6 @@ def compare(before: Sequence[bytes], after: Sequence[bytes]) -> LetterEdit:
 
 def _by_name(pairs: Sequence[bytes]) -> dict[bytes, list[bytes]]:
     found: dict[bytes, list[bytes]] = {}
-    for name, value in pairs_of(pairs):
-        if name != EDITED_FIELD:
-            found.setdefault(name, []).append(value)
+    for name, value in pairs_of(unedited(pairs)):
+        found.setdefault(name, []).append(value)
     return found

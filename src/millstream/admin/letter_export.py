@@ -1,10 +1,11 @@
 """Dead letters as JSON: one, and an export of many, which is read in parts of about a million bytes."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from millstream.admin.dead_letter_groups import fingerprint_of
+from millstream.admin.value_redaction import Redact, show_all
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_fields, json_value
@@ -14,31 +15,25 @@ from millstream.redis_client.replies import pairs_of
 _MOST_BYTES = 1_000_000
 _FIRST_COUNT, _MOST_AT_ONCE, _MOST_READS = 5, 50, 20
 
-Hide = Callable[[str, str], str]
-"""Gets the name of a value, or `key`, `error` or `traceback`, and its text, and returns the text to export."""
 
-
-def hide_nothing(name: str, text: str) -> str:  # noqa: ARG001 - as every Hide
-    """A Hide that returns all texts as they are."""
-    return text
-
-
-def letter_json(entry: DeadLetterEntry, *, full: bool = False, hide: Hide = hide_nothing) -> dict[str, Any]:
+def letter_json(entry: DeadLetterEntry, *, full: bool = False, redact: Redact = show_all) -> dict[str, Any]:
     """A dead letter for JSON, lossless; with its fields and its traceback if `full`."""
     keys, letter = entry.keys, entry.letter
     head = {"letter_id": entry.letter_id, "app": keys.app, "handler": keys.handler, "stream": keys.stream}
     if letter is None:
-        error = hide("error", entry.problem)
-        return {**head, "reason": entry.reason, "error": error, **json_fields(_hidden(entry.pairs, hide))}
+        error = redact("error", entry.problem)
+        return {**head, "reason": entry.reason, "error": error, **json_fields(_hidden(entry.pairs, redact))}
     content = (
-        {"traceback": hide("traceback", letter.traceback), **json_fields(_hidden(letter.pairs, hide))} if full else {}
+        {"traceback": redact("traceback", letter.traceback), **json_fields(_hidden(letter.pairs, redact))}
+        if full
+        else {}
     )
     return {
         **head,
         "id": letter.id,
-        "key": json_value(None if letter.key is None else _hidden_value("key", letter.key, hide)),
+        "key": json_value(None if letter.key is None else _hidden_value("key", letter.key, redact)),
         "reason": letter.reason,
-        "error": hide("error", letter.error),
+        "error": redact("error", letter.error),
         "attempts": letter.attempts,
         "at_ms": letter.time_ms,
         **content,
@@ -58,13 +53,13 @@ class LetterExport:
         wanted: DeadLetterFilter,
         *,
         fingerprint: str | None = None,
-        hide: Hide = hide_nothing,
+        redact: Redact = show_all,
     ) -> None:
         self.count = 0
         """How many were exported so far."""
         self._wanted = wanted
         self._fingerprint = fingerprint
-        self._hide = hide
+        self._redact = redact
         self._places = DeadLetterQueue(client).handlers(wanted)
         self._after = "0-0"
         self._at_once = _FIRST_COUNT
@@ -88,7 +83,7 @@ class LetterExport:
         else:
             self._after = found[-1].letter_id
         lines = [
-            json.dumps(letter_json(one, full=True, hide=self._hide), separators=(",", ":")).encode() + b"\n"
+            json.dumps(letter_json(one, full=True, redact=self._redact), separators=(",", ":")).encode() + b"\n"
             for one in found
             if one.matches(self._wanted) and self._fingerprint in (None, fingerprint_of(one))
         ]
@@ -98,12 +93,12 @@ class LetterExport:
         return b"".join(lines)
 
 
-def _hidden(pairs: Sequence[bytes], hide: Hide) -> list[bytes]:
-    return [one for name, value in pairs_of(pairs) for one in (name, _hidden_value(escape(name), value, hide))]
+def _hidden(pairs: Sequence[bytes], redact: Redact) -> list[bytes]:
+    return [one for name, value in pairs_of(pairs) for one in (name, _hidden_value(escape(name), value, redact))]
 
 
-def _hidden_value(name: str, value: bytes, hide: Hide) -> bytes:
+def _hidden_value(name: str, value: bytes, redact: Redact) -> bytes:
     """The value, or the text that stands for it: exactly the value if nothing is hidden."""
     text = escape(value)
-    shown = hide(name, text)
+    shown = redact(name, text)
     return value if shown == text else shown.encode("utf-8", "surrogateescape")

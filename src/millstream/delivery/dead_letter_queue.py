@@ -15,6 +15,7 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import EDITED_FIELD, PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
 from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Arg, Command
 from millstream.redis_client.scripts import Script
 
@@ -181,7 +182,7 @@ class DeadLetterQueue:
         The entry ends with a field that names `by`, who edited it, and that its handler sees. Raises ConfigError if
         `pairs` are none.
         """
-        own = _without(pairs, EDITED_FIELD)
+        own = unedited(pairs)
         if not own:
             raise ConfigError("a message needs at least one field")
         (found,) = self._redrive_page([ref], [*own, EDITED_FIELD, to_wire(by)])
@@ -258,8 +259,9 @@ def _refusal_text(ref: DeadLetterRef, reply: str | RedisError | None) -> str:
             raise reply
 
 
-def _without(pairs: Sequence[bytes], name: bytes) -> list[bytes]:
-    return [one for at in range(0, len(pairs), 2) if pairs[at] != name for one in pairs[at : at + 2]]
+def unedited(pairs: Sequence[bytes]) -> list[bytes]:
+    """Return the fields without the one that names an earlier editor: the next edit replaces it."""
+    return [one for pair in pairs_of(pairs) if pair[0] != EDITED_FIELD for one in pair]
 
 
 def _redriven_items(

@@ -18,10 +18,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from millstream.admin.audit import may_have_run
+from millstream.admin.value_redaction import Redact, show_all
 from millstream.errors import ConfigError, MillstreamError, RedisError, WrongType
 from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
-from millstream.services.console.display import Display, Redact, show_all
+from millstream.services.console.display import Display
 from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
 from millstream.services.console.pages import Page, PageRequest, Shared

@@ -4,31 +4,16 @@ All data passes through here on its way to a page: `redact` first, then the limi
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from millstream.admin.value_redaction import Redact, show_all
 from millstream.redis_client.escaping import escape, escape_lines, json_value
 from millstream.redis_client.redaction import redact_text
 from millstream.redis_client.replies import pairs_of
 
-Redact = Callable[[str, str], str]
-"""Gets the name of a value and its text, and returns the text to show. The names: those of fields and of entries of a
-state, and `key`, `error`, `traceback` and `sentence`.
-"""
-
 SHOWN_CHARS = 65_536
 """A longer value is cut."""
-
-
-def show_all(name: str, text: str) -> str:  # noqa: ARG001 - as every Redact
-    """A Redact that hides nothing."""
-    return text
-
-
-def hide_fields(names: Sequence[str]) -> Redact:
-    """A Redact that hides the values with these names."""
-    hidden = frozenset(names)
-    return lambda name, text: "(redacted)" if name in hidden else text
 
 
 class Display:

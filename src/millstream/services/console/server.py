@@ -5,11 +5,11 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millstream.admin.value_redaction import Redact, show_all
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
-from millstream.services.console.display import Redact, show_all
 from millstream.services.console.guard import make_guard
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS

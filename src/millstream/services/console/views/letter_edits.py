@@ -7,11 +7,11 @@ from urllib.parse import urlencode
 from starlette.responses import Response
 
 from millstream.admin.letter_edits import compare
-from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue, unedited
 from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.escaping import escape, unescape
-from millstream.redis_client.key_names import EDITED_FIELD, HandlerKeys
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.replies import pairs_of
 from millstream.services.console.pages import PageRequest
 
@@ -44,7 +44,7 @@ def edit(page: PageRequest) -> Response:
 def redrive(page: PageRequest) -> Response:
     """Redrive the dead letter with the fields of the form, once what changes is confirmed."""
     keys, letter = _find(page)
-    before, after = _own_pairs(letter), _pairs_of(page, letter)
+    before, after = unedited(letter.pairs), _pairs_of(page, letter)
     about = {"handler": keys.label, "stream": escape(keys.stream), "id": letter.letter_id}
     if page.field("confirm") != "edit":
         return _confirm(page, about, before, after)
@@ -76,16 +76,11 @@ def _filter_of(keys: HandlerKeys, letter_id: str) -> DeadLetterFilter:
     return DeadLetterFilter(app=keys.app, handler=keys.handler, stream=keys.stream, ids=(letter_id,))
 
 
-def _own_pairs(letter: DeadLetter) -> list[bytes]:
-    """Its fields without that of an earlier edit, which the next one replaces."""
-    return [one for pair in pairs_of(letter.pairs) if pair[0] != EDITED_FIELD for one in pair]
-
-
 def _rows_of(page: PageRequest, letter: DeadLetter) -> list[tuple[str, str | None]]:
     """Names and values as a form has them; None for a value that is hidden, or too long to be shown whole."""
     return [
         (escape(name), escape(value) if page.display.value(escape(name), value) == escape(value) else None)
-        for name, value in pairs_of(_own_pairs(letter))
+        for name, value in pairs_of(unedited(letter.pairs))
     ]
 
 
@@ -96,7 +91,7 @@ def _pairs_of(page: PageRequest, letter: DeadLetter) -> list[bytes]:
     """
     found: list[bytes] = []
     rows = _rows_of(page, letter)
-    for at, ((_, value), pair) in enumerate(zip(rows, pairs_of(_own_pairs(letter)), strict=True)):
+    for at, ((_, value), pair) in enumerate(zip(rows, pairs_of(unedited(letter.pairs)), strict=True)):
         if value is not None:
             found += _row(page, at)
         elif not page.field(f"remove{at}"):

@@ -111,7 +111,9 @@ def export(page: PageRequest) -> Response:
     name, reason, error = page.wanted("handler"), page.field("reason") or None, page.name("error")
     app, handler = _split(page, name)
     wanted = DeadLetterFilter(app=app, handler=handler, reason=reason)
-    letters = LetterExport(page.client, wanted, fingerprint=(error or "") if reason else None, hide=page.display.redact)
+    letters = LetterExport(
+        page.client, wanted, fingerprint=(error or "") if reason else None, redact=page.display.redact
+    )
     about = {"handler": name, "reason": page.field("reason"), "error": page.field("error")}
     log = AuditLog(page.client)
     record = log.begin(by=page.viewer.name, action="dlq show", about={one: text for one, text in about.items() if text})

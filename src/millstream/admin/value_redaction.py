@@ -1,0 +1,19 @@
+"""Redact: hides values of messages from the operators to whom a program shows the messages, one value at a time."""
+
+from collections.abc import Callable, Sequence
+
+Redact = Callable[[str, str], str]
+"""Gets the name of a value and its text, and returns the text to show. The names: those of fields and of entries of a
+state, and `key`, `error`, `traceback` and `sentence`.
+"""
+
+
+def show_all(name: str, text: str) -> str:  # noqa: ARG001 - as every Redact
+    """A Redact that hides nothing."""
+    return text
+
+
+def hide_fields(names: Sequence[str]) -> Redact:
+    """A Redact that hides the values with these names."""
+    hidden = frozenset(names)
+    return lambda name, text: "(redacted)" if name in hidden else text
