@@ -7,44 +7,22 @@ import pytest
 
 from millstream.admin.audit import AuditLog
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
-from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD
 from millstream.services.console import Level
 from tests.support.consoles import Browser, Page, authorized, console
+from tests.support.dead_letters import KEYS, add_dead_letter, entries, left
 
 pytestmark = [pytest.mark.cli]
 
-KEYS = HandlerKeys("shop", "pay", "orders")
 PAIRS = (b"account", b"ann", b"card", b"4111", b"raw", b"\xff\r\n\\<b>")
 MARK = [REDRIVE_FIELD, b"shop.pay"]
 
 
 def add(client: Client, pairs: Sequence[bytes] = PAIRS, error: str = "ValueError: no") -> str:
-    """A dead letter of `shop.pay` with these fields; its id."""
-    letter = DeadLetter(
-        stream="orders",
-        id="1-0",
-        pairs=pairs,
-        key=b"ann",
-        app="shop",
-        handler="pay",
-        attempts=1,
-        reason="failed",
-        error=error,
-        time_ms=1,
-    )
+    """A dead letter of `shop.pay` with these fields, of a handler that has workers; its id."""
     client.execute("HSET", KEYS.meta, "owner", "workers")
-    found: bytes = client.execute("XADD", KEYS.dead_letters, "*", *letter.items())
-    return found.decode()
-
-
-def entries(client: Client) -> list[list[bytes]]:
-    return [pairs for _, pairs in client.execute("XRANGE", "orders", "-", "+")]
-
-
-def left(client: Client) -> int:
-    return int(client.execute("XLEN", KEYS.dead_letters))
+    return add_dead_letter(client, pairs, error)
 
 
 def edit_page(browser: Browser, letter_id: str) -> Page:

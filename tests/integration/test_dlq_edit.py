@@ -9,46 +9,24 @@ import pytest
 from millstream import App, Message, Retry
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue, DeadLetterRef
 from millstream.errors import ConfigError, OutOfMemory
-from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD
 from tests.support.commandline import call
+from tests.support.dead_letters import KEYS, add_dead_letter, entries, left
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import working
 
 pytestmark = [pytest.mark.worker]
 
-KEYS = HandlerKeys("shop", "pay", "orders")
 PAIRS = [b"account", b"ann", b"amount", b"-1", b"raw", b"\xff\n"]
 EDIT = ("dlq", "edit", "shop.pay")
 
 
 def add(client: Client, pairs: Sequence[bytes] = PAIRS) -> str:
     """A dead letter with these fields; its id."""
-    letter = DeadLetter(
-        stream="orders",
-        id="1-0",
-        pairs=pairs,
-        key=b"ann",
-        app="shop",
-        handler="pay",
-        attempts=1,
-        reason="failed",
-        error="ValueError: no",
-        time_ms=1,
-    )
-    found: bytes = client.execute("XADD", KEYS.dead_letters, "*", *letter.items())
-    return found.decode()
-
-
-def entries(client: Client) -> list[list[bytes]]:
-    return [pairs for _, pairs in client.execute("XRANGE", "orders", "-", "+")]
-
-
-def left(client: Client) -> int:
-    return int(client.execute("XLEN", KEYS.dead_letters))
+    return add_dead_letter(client, pairs)
 
 
 def ref_of(client: Client) -> DeadLetterRef:
