@@ -124,10 +124,11 @@ def _work(client: Client, name: str, messages: int, processes: int) -> float:
     command = [sys.executable, "-m", "millstream.cli.main", "worker", f"benchmarks.keyed_workers:{name}"]
     command += ["--url", client.url, "--processes", str(processes)]
     root = Path(__file__).parents[1]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])  # workers look for modules nowhere else
     with subprocess.Popen(
         command,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     ) as process:

@@ -12,10 +12,9 @@ from millstream.errors import AccessDenied, ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import ServiceKeys
+from millstream.redis_client.key_tracking import KeyTracker
 from millstream.testing.proxy import Proxy
 from millstream.worker import ReadingLoop
-from millstream.worker import loop as worker_loop
-from millstream.worker.delayed_mover import TrackedDelayedMessages
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, double, ending, fill, make, working
 
@@ -65,21 +64,26 @@ def test_a_worker_that_cannot_begin_leaves_its_service_and_closes_its_connection
     assert [one._connections for one in (loop._client, loop._scan_client)] == [{}, {}]
 
 
-def test_a_worker_closes_the_connection_that_watches_delayed_messages(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "trackers", [{"pattern": "in*"}, {"pattern": "in*", "key": "n"}], ids=["maintenance and delays", "keys, too"]
+)
+def test_a_worker_closes_the_connections_by_which_redis_reports_changes(
+    client: Client, monkeypatch: pytest.MonkeyPatch, trackers: dict[str, str]
 ) -> None:
-    opened: list[TrackedDelayedMessages] = []
-    make_delayed = worker_loop._tracked_delayed_messages
+    opened: list[KeyTracker] = []
+    make_tracker = KeyTracker.__init__
 
-    def record(*means: Any) -> TrackedDelayedMessages:
-        opened.append(make_delayed(*means))
-        return opened[-1]
+    def record(tracker: KeyTracker, of: Client) -> None:
+        opened.append(tracker)  # which keeps it from being closed as garbage
+        make_tracker(tracker, of)
 
-    monkeypatch.setattr(worker_loop, "_tracked_delayed_messages", record)
-    fill(client, 1)
-    with working(client, make(double, pattern="in*")):
-        eventually(lambda: opened and opened[0]._tracker._connections, "a connection")
-    assert opened[0]._tracker._connections == {}
+    monkeypatch.setattr(KeyTracker, "__init__", record)
+    for number in range(10):
+        client.execute("XADD", f"in:{number}", "*", "n", 1)
+    count = 4 if "key" in trackers else 2
+    with working(client, make(double, **trackers)):
+        eventually(lambda: [bool(one._connections) for one in opened] == [True] * count, "the connections")
+    assert [one._connections for one in opened] == [{}] * count
 
 
 def test_claims_are_renewed_until_the_last_run_has_ended_whatever_ends_the_worker(

@@ -115,6 +115,13 @@ def hints_key(app: str, handler: str) -> str:
     return worker_name_key(app, f"hints:{handler}")
 
 
+def router_session_key(app: str, handler: str, token: str) -> str:
+    """String, with a time to live: exists while the router of streams that has this token is alive. No worker can have
+    this name.
+    """
+    return worker_name_key(app, f"router:{handler}:{token}")
+
+
 def ended_process_key(app: str, incarnation: str) -> str:
     """String, with a time to live: how one worker process (incarnation) ended. No worker can have this name."""
     return f"{PREFIX}:worker:{app}:ended:{incarnation}"

@@ -3,13 +3,13 @@
 import heapq
 from collections.abc import Hashable, Iterable
 from itertools import count
-from math import inf
+from math import ceil, inf
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
 _OUTDATED = 1_000
-_BATCH = 50
+_MOST, _ROUND = 10, 60
 
 
 class DelayQueue(Generic[T]):
@@ -55,11 +55,13 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self._remaining: list[str] = []
+        self._count = 1
 
     def next_names(self, names: Iterable[str]) -> list[str]:
-        """Return up to 50 of `names`; none comes again before each has come."""
+        """Return a sixtieth of `names`, but at most 10; none comes again before each has come."""
         if not self._remaining:
             self._remaining = list(names)
-        some = self._remaining[-_BATCH:]
-        del self._remaining[-_BATCH:]
+            self._count = min(_MOST, ceil(len(self._remaining) / _ROUND))
+        some = self._remaining[-self._count :]
+        del self._remaining[-self._count :]
         return some

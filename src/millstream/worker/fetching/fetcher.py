@@ -36,6 +36,9 @@ class Fetcher(ABC, Generic[S_co]):
     def refresh(self) -> None:
         """Poll all streams afresh: streams were joined again, or a reply was lost."""
 
+    def close(self) -> None:
+        """Close the connections that it has beside that of the context."""
+
     def _acquire_permit(self, streams: Sequence[ReliableStream]) -> Permit:
         """Return a permit for those of `streams` that may be read now, which may be none."""
         permit = self._rate_limiter.acquire(streams)

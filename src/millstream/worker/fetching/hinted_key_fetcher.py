@@ -10,6 +10,7 @@ from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, hints_key, to_wire
+from millstream.worker.changed_streams import ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
 from millstream.worker.timers import DelayQueue
@@ -53,7 +54,8 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
     """A PipelinedKeyFetcher of streams that other workers work on, too: it leases several key queues of each.
 
     It blocks on the hints, and on the wake-up lists of active streams: those known to have entries in key queues. The
-    other streams are idle: the fetcher polls a fixed number of them a second for entries, however many there are.
+    other streams are idle: the fetcher queries those for entries that key tracking reports as changed. Without key
+    tracking it queries a fixed number of them a second.
     """
 
     def __init__(
@@ -63,10 +65,18 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         self._hints = ReadyHints(self._client, context.handler)
         self._active: dict[str, str] = {}
         self._idle = DelayQueue[str]()
+        self._changed = ChangedStreams(self._client, self._clock, self._queue_keys)
+        self._changes_due_ms = 0.0
+
+    def close(self) -> None:
+        """See Fetcher."""
+        self._changed.close()
 
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
         self._keys_each = room
+        if (now_ms := self._clock.monotonic_ms()) >= self._changes_due_ms:  # also while there are always hints
+            self._query_idle(now_ms)
         super().fetch(room, stopping)
         self._hints.publish()
 
@@ -102,26 +112,34 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
 
     @property
     def _idle_poll_ms(self) -> float:
-        return max(self._policy.sweep_ms, _IDLE_POLL_MS_EACH * len(self._streams))
+        each_ms = _IDLE_POLL_MS_EACH if self._changed.refused else 0.0
+        return max(self._policy.sweep_ms, each_ms * len(self._streams))
 
-    def _poll_idle(self, now_ms: float) -> bool:
-        """Poll the idle streams that are due for entries in key queues; return True if some have any."""
-        names = [name for name in self._idle.pop_due(now_ms, _AT_ONCE) if name in self._streams]
-        keys = [self._context.keys_of(name) for name in names if name not in self._active]
-        replies = self._client.pipeline([("EXISTS", one.ready, one.leases, one.backoff) for one in keys])
+    def _queue_keys(self, name: str) -> Sequence[str]:
+        """Return the keys one of which exists while key queues of a stream are ready, leased or backing off."""
+        keys = self._context.keys_of(name)
+        return keys.ready, keys.leases, keys.backoff
+
+    def _query_idle(self, now_ms: float) -> bool:
+        """Query the idle streams that are due for entries in key queues; return True if some have any."""
+        if now_ms >= self._changes_due_ms:
+            self._changes_due_ms = now_ms + self._policy.sweep_ms
+            for name in self._changed.find(list(self._streams)):
+                self._idle.put(name, now_ms)
+        names = [name for name in self._idle.pop_due(now_ms, _AT_ONCE) if name not in self._active]
         found = False
-        for one, reply in zip(keys, replies, strict=True):
+        for name, reply in self._changed.query({name: ("EXISTS", *self._queue_keys(name)) for name in names}):
             if reply:  # also an error: leasing will report it
                 found = True
-                self._delay_queue.put(one.stream, now_ms)
-            else:
-                self._idle.put(one.stream, now_ms + self._idle_poll_ms)
+                self._delay_queue.put(name, now_ms)
+            elif self._changed.refused:
+                self._idle.put(name, now_ms + self._idle_poll_ms)
         return found
 
     def _block(self, now_ms: float) -> None:
         """Block until a stream is reported ready, or is due by itself."""
         self._loop_metrics.on_polled(0)
-        if self._poll_idle(now_ms):
+        if self._query_idle(now_ms):
             return
         wait_ms = max(1.0, min(self._policy.block_ms, self._delay_queue.wait_ms(now_ms), self._idle.wait_ms(now_ms)))
         wake_keys = {to_wire(key): name for name, key in self._active.items()}

@@ -142,4 +142,5 @@ class ByKey:
 
     def close(self) -> None:
         """See Ordering."""
+        self.fetcher.close()
         self._routing_client.close()

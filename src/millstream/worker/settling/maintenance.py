@@ -1,16 +1,17 @@
 """Maintenance: renews entries in flight, follows the streams and ends runs that hang, again and again."""
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from millstream.delivery.long_runs import report_long_runs
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
-from millstream.redis_client.resp import Reply
+from millstream.redis_client.resp import Command, Reply
+from millstream.worker.changed_streams import ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
 from millstream.worker.settling.hang_detector import HangDetector
@@ -24,6 +25,7 @@ S_contra = TypeVar("S_contra", bound=ReliableStream, contravariant=True)
 
 _REFRESH_MS_EACH = 2.0
 _REFRESHED_AT_ONCE = 100
+_FEW_STREAMS = 8
 _RENEWALS_PER_CLAIM = 3
 _SOON_S = 0.02
 
@@ -75,21 +77,26 @@ class Maintenance(Generic[S]):
         self._warnings = RepeatedWarnings(logger, context)
         self._renew_due_ms = 0.0
         self._committed_at_checkpoint = -1
+        self._changed = ChangedStreams(self._context.client, self._clock, lambda name: (context.keys_of(name).meta,))
+        self._unrefreshed: set[str] = set()
         self.reread_pending = threading.Event()
         """Set when the pending entries of this worker have to be read again: a reply that may have held entries was
         lost, or a stream is no longer paused."""
 
     def run(self, stopping: threading.Event) -> None:
         """Do maintenance until `stopping`. Raises HandlerStuck, StaleOwner, and RedisError except Unavailable."""
-        while not stopping.wait(self._interval_ms / 1000):
-            try:
-                self.run_once()
-                due_ms = self._clock.monotonic_ms() + self._interval_ms
-                while self._renewer.claim_idle() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
-                    pass
-            except Unavailable as error:
-                self.reread_pending.set()
-                logger.debug("maintenance failed, Redis is unavailable: %s; retrying", error)
+        with contextlib.closing(self._changed):
+            while not stopping.wait(self._interval_ms / 1000):
+                try:
+                    self.run_once()
+                    self._claim_until(self._clock.monotonic_ms() + self._interval_ms, stopping)
+                except Unavailable as error:
+                    self.reread_pending.set()
+                    logger.debug("maintenance failed, Redis is unavailable: %s; retrying", error)
+
+    def _claim_until(self, due_ms: float, stopping: threading.Event) -> None:
+        while self._renewer.claim_idle() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
+            pass
 
     def run_until_ended(self, over: threading.Event) -> None:
         """Renew what still runs until `over`. Raises StaleOwner, and RedisError except Unavailable."""
@@ -157,29 +164,53 @@ class Maintenance(Generic[S]):
             self._committed_at_checkpoint = committed
         return None
 
-    def _refresh_all(self) -> Iterator[tuple[S, Callable[[], object]]]:
-        """Yield each stream with a function that applies the reply to its refresh; a round trip carries many."""
-        streams = iter(list(self._streams.values()))
-        while some := list(islice(streams, _REFRESHED_AT_ONCE)):
-            calls = [one.refresh_call() for one in some]
-            replies: Sequence[Reply]
-            try:
-                replies = self._context.client.pipeline([call.command for call in calls])
-            except Unavailable as error:  # perhaps only one server is unavailable
-                replies = [error] * len(some)
-            for stream, call, reply in zip(some, calls, replies, strict=True):
-                yield stream, partial(call.resolve, reply)
+    def _refresh_all(self) -> Iterator[tuple[S, Callable[[], object] | None]]:
+        """Yield each stream with a function that applies the reply to its refresh; a round trip carries many.
 
-    def _maintain(self, stream: S, refresh: Callable[[], object], *, renews: bool) -> bool:
+        None in place of the function: nothing that a refresh reads has changed.
+        """
+        streams = {one.stream: one for one in list(self._streams.values())}
+        query = self._query if len(streams) <= _FEW_STREAMS else self._changed.query
+        due = self._due_for_refresh(streams)
+        for at in range(0, len(due), _REFRESHED_AT_ONCE):
+            calls = {name: streams[name].refresh_call() for name in due[at : at + _REFRESHED_AT_ONCE]}
+            replies: dict[str, Reply]
+            try:
+                replies = dict(query({name: call.command for name, call in calls.items()}))
+            except Unavailable as error:  # perhaps only one server is unavailable
+                replies = dict.fromkeys(calls, error)
+            for name, call in calls.items():
+                yield streams.pop(name), partial(call.resolve, replies[name])
+        for stream in streams.values():
+            yield stream, None
+
+    def _query(self, commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:
+        return zip(commands, self._context.client.pipeline(list(commands.values())), strict=True)
+
+    def _due_for_refresh(self, streams: Mapping[str, S]) -> list[str]:
+        """Return the names of these streams that have to be refreshed; all where the breaker may pause or resume."""
+        if len(streams) <= _FEW_STREAMS or self._context.breaker.is_open():
+            return list(streams)
+        try:
+            found = self._changed.find(streams)
+        except Unavailable:  # each refresh reports what is unavailable
+            return list(streams)
+        paused = [name for name, one in streams.items() if one.pause is not None]  # a pause may end by itself
+        self._unrefreshed = (self._unrefreshed & streams.keys()).union(found, paused)
+        return list(self._unrefreshed)
+
+    def _maintain(self, stream: S, refresh: Callable[[], object] | None, *, renews: bool) -> bool:
         """Maintain one stream; return False if its progress has to be recorded again."""
         if stream.leaving:  # only entries that still run are kept
             if renews:
                 self._renewer.renew(stream)
             return True
-        before = stream.pause
-        refresh()
-        if self._context.breaker.follow(stream, before):
-            self.reread_pending.set()
+        if refresh is not None:
+            before = stream.pause
+            refresh()
+            if self._context.breaker.follow(stream, before):
+                self.reread_pending.set()
+            self._unrefreshed.discard(stream.stream)
         has_committed = self._committed_at_checkpoint != self._loop_metrics.committed
         is_recorded = self._renewer.maintain(stream, renews=renews, has_committed=has_committed)
         if has_committed and self._policy.trim:
