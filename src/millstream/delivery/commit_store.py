@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from millstream.delivery.effects import FAILED_SUFFIX, U, last_id_of, split_bare
+from millstream.delivery.effects import FAILED_SUFFIX, U, last_ids_of, split_bare
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.errors import CommandFailed, ConfigError, Incompatible, StaleOwner
 from millstream.model import EntryId
@@ -230,7 +230,7 @@ class CommitStore:
 
     def _commit_args(self, units: Sequence[U], call_number: str) -> list[Arg]:
         bare, full = self._split_bare(units)
-        args: list[Arg] = [self.token, *self._worker, call_number, len(bare), *map(last_id_of, bare)]
+        args: list[Arg] = [self.token, *self._worker, call_number, len(bare), *last_ids_of(bare)]
         for unit in full:
             if isinstance(unit, bytes):
                 raise TypeError("ids alone are committed by workers only")

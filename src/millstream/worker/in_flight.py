@@ -336,7 +336,8 @@ class InFlight:
         if self._is_gate_closed and not ignore_gate:
             delivery.running, delivery.state_since_ms = False, since_ms
             return None
-        self._shrink_after(now_ms - since_ms)
+        if now_ms - since_ms > _LONG_WAIT_MS:
+            self._fetch_fewer()
         return True
 
     def start_all(self, deliveries: Sequence[Delivery], now_ms: float) -> list[Delivery] | None:
@@ -348,14 +349,13 @@ class InFlight:
             for one, began_ms in zip(deliveries, since_ms, strict=True):
                 one.running, one.state_since_ms = False, began_ms
             return None
-        for began_ms in since_ms:
-            self._shrink_after(now_ms - began_ms)
+        if now_ms - min(since_ms, default=now_ms) > _LONG_WAIT_MS:
+            self._fetch_fewer()
         return [one for one in deliveries if self.start(one, now_ms, ignore_gate=True)]
 
-    def _shrink_after(self, wait_ms: float) -> None:
-        """Fetch fewer entries if one has waited for long."""
-        if wait_ms > _LONG_WAIT_MS:
-            self._limit = max(self._limit // 2, self._min_limit)
+    def _fetch_fewer(self) -> None:
+        """Fetch fewer entries: one has waited for long."""
+        self._limit = max(self._limit // 2, self._min_limit)
 
     def close_gate(self) -> None:
         """Let no entry start until the gate is opened."""

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from millstream.clock import Every
-from millstream.delivery.effects import Unit, chunk_by_size, last_id_of
+from millstream.delivery.effects import Unit, chunk_by_size, last_ids_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
@@ -180,7 +180,7 @@ class Committer:
                 self._steps.handler.label,
                 len(refused),
                 stream.stream,
-                last_id_of(refused[0]).decode(),
+                last_ids_of(refused)[0].decode(),
             )
         self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():
