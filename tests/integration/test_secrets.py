@@ -33,6 +33,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "top": ((), ("--json",)),
     "why": (("a.h", "k"),),
     "find": (("k",),),
+    "mcp": ((),),
     "bench": (("--yes",),),
     "check": (("APP:app", "--yes"),),
     "replay": (("APP:app", "h", "k", "--yes"),),

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+REDACTED = "(redacted)"
+"""The text that stands for a hidden value."""
+
 Redact = Callable[[str, str], str]
 """Gets the name of a value and its text, and returns the text to show. The names: those of fields and of entries of a
 state, and `key`, `error`, `traceback` and `sentence`.
@@ -16,4 +19,4 @@ def show_all(name: str, text: str) -> str:  # noqa: ARG001 - as every Redact
 def hide_fields(names: Sequence[str]) -> Redact:
     """A Redact that hides the values with these names."""
     hidden = frozenset(names)
-    return lambda name, text: "(redacted)" if name in hidden else text
+    return lambda name, text: REDACTED if name in hidden else text
