@@ -25,7 +25,9 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
         yield found
 
 
-def test_publish_and_every_attempt_are_one_trace(spans: InMemorySpanExporter, millstream_url: str) -> None:
+def test_publish_and_every_attempt_are_one_trace_and_an_attempt_is_linked_to_the_failed_one(
+    spans: InMemorySpanExporter, millstream_url: str
+) -> None:
     app = App("shop")
 
     @app.handler("orders", retry=Retry(attempts=2, delay_ms=1))
@@ -46,7 +48,12 @@ def test_publish_and_every_attempt_are_one_trace(spans: InMemorySpanExporter, mi
     loop.stop()
     thread.join()
     by_trace: dict[int, list[str]] = {}
-    for span in spans.get_finished_spans():
+    found = spans.get_finished_spans()
+    for span in found:
         by_trace.setdefault(span.context.trace_id, []).append(span.name)
     one = ["process shop.total", "process shop.total", "publish"]
     assert sorted(map(sorted, by_trace.values())) == [one, [*one, "request"]]
+    runs = {(span.context.trace_id, (span.attributes or {}).get("millstream.attempt")): span for span in found}
+    for trace_id in by_trace:
+        (link,) = runs[trace_id, 2].links
+        assert link.context.span_id == runs[trace_id, 1].context.span_id

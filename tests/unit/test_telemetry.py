@@ -13,7 +13,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from millstream.handlers.decoding import compile_decoder
 from millstream.model import Message
-from millstream.observability.tracing import NO_TRACING, Tracing, tracing
+from millstream.observability.tracing import MOST_FAILED_ATTEMPTS, NO_TRACING, RETRY, Tracing, tracing
 from tests.support.calls import calls_of
 from tests.support.spans import exported_spans
 from tests.support.waiting import FAIL_SAFE_S
@@ -36,8 +36,13 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
         yield found
 
 
-def message(*pairs: bytes, attempt: int = 1) -> Message:
-    return Message(stream="orders", id="5-1", pairs=(b"a", b"1", *pairs), attempt=attempt)
+def message(*pairs: bytes, attempt: int = 1, entry_id: str = "5-1") -> Message:
+    return Message(stream="orders", id=entry_id, pairs=(b"a", b"1", *pairs), attempt=attempt)
+
+
+def links_of(span: ReadableSpan) -> list[tuple[int, int]]:
+    """The spans that a span is linked to, each with the number of the attempt that it was."""
+    return [(link.context.span_id, (link.attributes or {})["millstream.attempt"]) for link in span.links]  # type: ignore[misc]
 
 
 def only(spans: InMemorySpanExporter) -> ReadableSpan:
@@ -113,6 +118,53 @@ def test_a_run_of_several_messages_is_linked_to_their_traces(spans: InMemorySpan
     assert run.parent is None
     assert [f"{link.context.trace_id:032x}".encode() for link in run.links] == [TRACEPARENT[3:35], other[3:35]]
     assert (run.attributes or {})["messaging.batch.message_count"] == 3
+
+
+def test_each_attempt_is_linked_to_the_failed_one_before_it(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    for attempt in (1, 2, 3):
+        with traced.process_span("shop.total", message(attempt=attempt)) as run:
+            run.failed(RETRY, "ValueError: no")
+    with traced.process_span("shop.total", message(attempt=2, entry_id="6-1")):
+        pass
+    first, second, third, other = spans.get_finished_spans()
+    assert links_of(first) == links_of(other) == []
+    assert links_of(second) == [(first.context.span_id, 1)]
+    assert links_of(third) == [(second.context.span_id, 2)]
+
+
+def test_attempts_after_a_failed_run_of_several_messages_are_linked_to_it_once(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    with traced.process_span("shop.total", *(message(entry_id=f"{n}-1") for n in range(4))) as run:
+        run.failed(RETRY, "ValueError: no")
+    with traced.process_span("shop.total", *(message(entry_id=f"{n}-1", attempt=2) for n in range(3))):
+        pass
+    with traced.process_span("shop.total", message(entry_id="3-1", attempt=2)):
+        pass
+    batch, rest, alone = spans.get_finished_spans()
+    assert links_of(batch) == []
+    assert links_of(rest) == links_of(alone) == [(batch.context.span_id, 1)]
+
+
+def test_a_message_that_became_a_dead_letter_leaves_no_failed_attempt_to_link_to(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    with traced.process_span("shop.total", message()) as run:
+        run.failed("failed", "ValueError: no")
+    with traced.process_span("shop.total", message(attempt=2)):
+        pass
+    assert [links_of(span) for span in spans.get_finished_spans()] == [[], []]
+
+
+def test_the_newest_failed_attempts_are_remembered_for_links_and_no_more(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    ids = [f"{n}-1" for n in range(MOST_FAILED_ATTEMPTS + 1)]
+    with traced.process_span("shop.total", *(message(entry_id=each) for each in ids)) as run:
+        run.failed(RETRY, "ValueError: no")
+    for each in (ids[0], ids[1], ids[-1]):
+        with traced.process_span("shop.total", message(entry_id=each, attempt=2)):
+            pass
+    batch, *runs = spans.get_finished_spans()
+    assert [links_of(run) for run in runs] == [[], [(batch.context.span_id, 1)], [(batch.context.span_id, 1)]]
 
 
 @pytest.mark.parametrize("value", [b"", b"rubbish", b"\xff\x00", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"])

@@ -5,6 +5,7 @@ fields stay in the entry: models ignore them, and a dead letter keeps them and s
 Span names and attributes follow OpenTelemetry's semantic conventions for messaging.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,17 +14,23 @@ from millstream.model import Message
 from millstream.redis_client.key_names import PREFIX
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span, SpanContext, Tracer
 
 _FIELDS = {f"{PREFIX}.{name}".encode(): name for name in ("traceparent", "tracestate")}
 """Reserved fields, and their names in W3C Trace Context."""
+
+RETRY = "retry"
+"""The kind of a failure after which the messages of the run get another attempt."""
+
+MOST_FAILED_ATTEMPTS = 10_000
+"""Messages whose last failed attempt is remembered for a link; of more, the newest."""
 
 
 class TracedRun:
     """One run of a handler in progress."""
 
     def failed(self, kind: str, text: str) -> None:
-        """Record a failure. `kind` is one word of a small set; `text` describes the error."""
+        """Record a failure. `kind` is one word of a small set, RETRY among them; `text` describes the error."""
 
 
 class Tracing:
@@ -37,6 +44,7 @@ class Tracing:
         """The span of one run of `handler` (`app.name`); enter it around the call of the handler.
 
         It continues the trace of its message. A run of several messages starts a new trace with links to theirs.
+        Another attempt has a link to the failed one before it, if that ran in this process.
         """
         return _UNTRACED_RUN
 
@@ -66,13 +74,43 @@ def tracing() -> Tracing:
     return _OpenTelemetry(trace.get_tracer("millstream"))
 
 
+class _FailedAttempts:
+    """The spans of attempts that failed and are to be repeated, by message, until the next attempt begins here.
+
+    A message that another process repeats leaves its span, so their number is limited.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # several threads run handlers
+        self._found: dict[tuple[str, str], tuple[SpanContext, int]] = {}
+
+    def add(self, messages: Sequence[Message], span: "SpanContext") -> None:
+        """Remember the failed attempt of these messages."""
+        with self._lock:
+            for message in messages:
+                self._found[message.stream, message.id] = span, message.attempt
+            while len(self._found) > MOST_FAILED_ATTEMPTS:
+                del self._found[next(iter(self._found))]
+
+    def pop(self, messages: Sequence[Message]) -> Sequence[tuple["SpanContext", int]]:
+        """Return the failed attempts of these messages, each once, with its number, and forget them."""
+        repeated = [(message.stream, message.id) for message in messages if message.attempt > 1]
+        if not repeated:
+            return ()
+        with self._lock:
+            found = [self._found.pop(each, None) for each in repeated]
+        return [*{each[0].span_id: each for each in found if each is not None}.values()]
+
+
 class _SpanRun(TracedRun):
     def __init__(self, span: "Span") -> None:
         self._span = span
+        self.is_repeated = False
 
     def failed(self, kind: str, text: str) -> None:
         from opentelemetry.trace import Status, StatusCode
 
+        self.is_repeated = kind == RETRY
         self._span.set_attribute("error.type", kind)
         self._span.set_status(Status(StatusCode.ERROR, text))
 
@@ -85,6 +123,7 @@ class _OpenTelemetry(Tracing):
         self._tracer = tracer
         self._kinds = SpanKind
         self._w3c = TraceContextTextMapPropagator()
+        self._failed_attempts = _FailedAttempts()
 
     @contextmanager
     def publish_span(self, stream: str, count: int) -> Iterator[None]:
@@ -111,10 +150,16 @@ class _OpenTelemetry(Tracing):
         else:
             attributes["messaging.batch.message_count"] = len(messages)
             links = [Link(get_current_span(origin).get_span_context()) for origin in origins]
+        links += [
+            Link(failed, {"millstream.attempt": attempt}) for failed, attempt in self._failed_attempts.pop(messages)
+        ]
         with self._tracer.start_as_current_span(
             f"process {handler}", context=parent, kind=self._kinds.CONSUMER, attributes=attributes, links=links
         ) as span:
-            yield _SpanRun(span)
+            run = _SpanRun(span)
+            yield run
+        if run.is_repeated:
+            self._failed_attempts.add(messages, span.get_span_context())
 
     def trace_fields(self) -> tuple[bytes, ...]:
         """The fields that carry the current span."""

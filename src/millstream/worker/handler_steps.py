@@ -24,7 +24,7 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
 from millstream.model import Message
 from millstream.observability.failure_log import FailureLog
-from millstream.observability.tracing import NO_TRACING, TracedRun, tracing
+from millstream.observability.tracing import NO_TRACING, RETRY, TracedRun, tracing
 from millstream.redis_client.key_names import REDRIVE_FIELD
 
 
@@ -171,7 +171,7 @@ def _traced(span: TracedRun, outcome: Outcome) -> Outcome:
     elif isinstance(outcome, Parked):
         span.failed("parked", outcome.error)
     elif isinstance(outcome, RetryLater):
-        span.failed("retry", outcome.error)
+        span.failed(RETRY, outcome.error)
     return outcome
 
 
