@@ -267,7 +267,9 @@ def encode_results(handler: Handler, result: object) -> Outputs:
         return ()
     if handler.into is None:
         raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to write it to')
-    results = result if isinstance(result, (list, tuple, Iterator)) else (result,)
+    # Most results are a dict, and a check for an abstract class costs as much as packing a small one.
+    is_one = type(result) is dict or not isinstance(result, (list, tuple, Iterator))
+    results: Any = (result,) if is_one else result
     entries: list[bytes] = []
     size = 0
     for one in results:  # an iterator may be endless: each output is checked as it comes

@@ -58,6 +58,10 @@ class HandlerBreaker:
         """
         if self._policy is None:
             return len(queues)
+        keyless = [name for name in queues if name.startswith(ENTRY_PREFIX)]
+        if not keyless:  # as nearly always
+            self._routed.on_processed(len(queues))
+            return len(queues)
         first = -1
         for at, (name, (entry_id, pairs)) in enumerate(zip(queues, entries, strict=True)):
             dead = refusal_of(entry_id, pairs) if name.startswith(ENTRY_PREFIX) else None
