@@ -17,8 +17,8 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import ConfigError
 from millstream.observability import metrics as m
-from millstream.observability.health import HealthServer
 from millstream.observability.metrics import Recorder
+from millstream.observability.metrics_and_health_server import HealthServer
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client

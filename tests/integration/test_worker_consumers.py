@@ -10,8 +10,9 @@ from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import GroupMissing, HandlerStuck
 from millstream.groups import Group
 from millstream.observability import metrics as m
-from millstream.observability.health import Health, HealthServer
+from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
+from millstream.observability.metrics_and_health_server import HealthServer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import worker_name_key
 from tests.support.clocks import LeapClock

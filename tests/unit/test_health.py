@@ -9,8 +9,9 @@ import pytest
 
 from millstream.errors import ConfigError, OutOfMemory, ServerError
 from millstream.observability import metrics
-from millstream.observability.health import Health, HealthServer
+from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
+from millstream.observability.metrics_and_health_server import HealthServer
 from millstream.worker.loop_metrics import LoopMetrics
 from tests.support.clocks import ManualClock
 from tests.support.service_process import get
@@ -174,7 +175,7 @@ def test_other_pages_and_methods_are_refused(server: HealthServer) -> None:
 
 
 def test_a_silent_client_does_not_delay_other_clients(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.observability.health._CLIENT_TIMEOUT_S", 10 * FAIL_SAFE_S)
+    monkeypatch.setattr("millstream.observability.metrics_and_health_server._CLIENT_TIMEOUT_S", 10 * FAIL_SAFE_S)
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))):
         assert get(f"{server.url}/healthz").status_code == 200

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from millstream.observability import metrics as m
-from millstream.observability.health import Health, HealthServer
+from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
+from millstream.observability.metrics_and_health_server import HealthServer
 from millstream.worker.process.process_reports import ProcessReports, make_report
 from tests.support.clocks import ManualClock
 from tests.support.service_process import get

@@ -7,7 +7,7 @@ import typer
 
 from millstream.admin.time_inputs import Duration
 from millstream.cli.config_file import require_modules
-from millstream.cli.metrics_server import print_started
+from millstream.cli.metrics_option import print_started
 from millstream.cli.options import Connections, Json, RequestTimeout, Url
 from millstream.cli.terminal import print_json
 from millstream.errors import ConfigError

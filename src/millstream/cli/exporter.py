@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from millstream.admin.redis_metrics import all_places
-from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
+from millstream.cli.metrics_option import new_recorder, print_started, serve_metrics
 from millstream.cli.options import Json, Url
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json

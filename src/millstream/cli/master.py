@@ -8,7 +8,7 @@ import typer
 from millstream.admin.server_checks import warn_of_data_loss_at
 from millstream.admin.time_inputs import Duration
 from millstream.cli.config_file import require_modules
-from millstream.cli.metrics_server import new_recorder, print_started
+from millstream.cli.metrics_option import new_recorder, print_started
 from millstream.cli.options import Connections, Json, MetricsAddress, RequestTimeout, Url, duration, parse_address
 from millstream.errors import ConfigError
 from millstream.model import Retry

@@ -20,7 +20,7 @@ from millstream.admin.time_inputs import Duration
 from millstream.app import App, add_to_path, app_folder, load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl
 from millstream.cli.log_output import finish_logging
-from millstream.cli.metrics_server import new_recorder, serve_metrics
+from millstream.cli.metrics_option import new_recorder, serve_metrics
 from millstream.cli.options import Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, print_message, with_time

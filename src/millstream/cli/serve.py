@@ -7,7 +7,7 @@ import typer
 
 from millstream.admin.time_inputs import Duration
 from millstream.cli.config_file import require_modules
-from millstream.cli.metrics_server import new_recorder, print_started
+from millstream.cli.metrics_option import new_recorder, print_started
 from millstream.cli.options import Connections, Json, MetricsAddress, RequestTimeout, Url, duration, parse_address
 from millstream.cli.terminal import print_json
 from millstream.errors import ConfigError

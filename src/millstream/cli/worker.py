@@ -19,7 +19,7 @@ from millstream.app import App, load_app
 from millstream.cli.alerts import AlertCommand, AlertUrl, FigureAlerts
 from millstream.cli.log_output import finish_logging
 from millstream.cli.log_output import settings as log_settings
-from millstream.cli.metrics_server import new_recorder, print_started, serve_metrics
+from millstream.cli.metrics_option import new_recorder, print_started, serve_metrics
 from millstream.cli.options import Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message, with_time

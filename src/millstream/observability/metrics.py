@@ -331,7 +331,7 @@ class Recorder(Metrics):
     """Stores the metrics of this process. Any thread may report and read.
 
     It is a Prometheus collector: `prometheus_client.REGISTRY.register(Recorder())` adds it to a program's own metrics,
-    and `millstream.observability.health.HealthServer` serves it. Raises ConfigError for a metric of another kind, and
+    and `millstream.observability.metrics_and_health_server.HealthServer` serves it. Raises ConfigError for a metric of another kind, and
     for labels other than the metric's own.
     """
 

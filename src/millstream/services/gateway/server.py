@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from millstream.errors import MillstreamError
-from millstream.observability.health import Health, HealthServer, Progress
+from millstream.observability.health import Health, Progress
 from millstream.observability.metrics import Recorder
+from millstream.observability.metrics_and_health_server import HealthServer
 from millstream.redis_client.client import Client
 from millstream.router import ReadPolicy, Router
 from millstream.services.gateway.auth import Authorizer

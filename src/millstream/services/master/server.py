@@ -6,8 +6,9 @@ from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from millstream.observability.health import Health, HealthServer
+from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
+from millstream.observability.metrics_and_health_server import HealthServer
 from millstream.redis_client.client import Client
 from millstream.services.master.acknowledgements import Acknowledger
 from millstream.services.master.api import MasterContext, make_api

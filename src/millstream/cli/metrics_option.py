@@ -10,8 +10,9 @@ from millstream.admin.redis_metrics import Places, RedisMetrics
 from millstream.cli.options import parse_address
 from millstream.cli.terminal import print_json, print_message
 from millstream.observability import metrics as m
-from millstream.observability.health import Collector, HealthServer, HealthSource, Progress
+from millstream.observability.health import Progress
 from millstream.observability.metrics import Recorder
+from millstream.observability.metrics_and_health_server import Collector, HealthServer, HealthSource
 from millstream.redis_client.client import Client
 
 _TIMEOUT_MS = 15_000
