@@ -1,24 +1,16 @@
-"""ClaimRenewer: renews claims on entries in flight, claims idle entries of other workers, and checkpoints progress."""
+"""ClaimRenewer: renews claims on entries in flight, and checkpoints progress."""
 
 import logging
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
-from millstream.handlers.handler import Handler
 from millstream.worker.context import WorkerContext
-from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
-from millstream.worker.running.poison_isolation import isolated_after, loss_retry
+from millstream.worker.settling.idle_claims import IdleClaimer
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
 
 logger = logging.getLogger(__name__)
-
-_CLAIMED_AT_ONCE = 100
-_RUNS_IN_FLIGHT = 3
-_CLAIMS_IN_FLIGHT = 10
 
 
 class ClaimRenewer:
@@ -36,19 +28,12 @@ class ClaimRenewer:
         release: Callable[[Sequence[Delivery]], None],
     ) -> None:
         self._context = context
-        self._streams = streams
         self._steps = context.steps
         self._in_flight = context.in_flight
         self._loop_metrics = context.loop_metrics
-        self._clock = context.clock
-        self._policy = context.policy
         self._release = release
         self._warnings = RepeatedWarnings(logger, context)
-        self._claim_lock = threading.Lock()
-        self._loss_retry = loss_retry(context.handler.retry)
-        self._recovered: set[str] = set()
-        self._longest_in_flight_ms = _longest_in_flight_ms(context.handler, context.policy)
-        self._more_to_claim = False
+        self._idle_claimer = IdleClaimer(context, streams)
 
     def release_surplus(self) -> None:
         """See Renewer: releases what waits for the end of a run in isolation, which may take as long as the handler's time limit."""
@@ -57,48 +42,15 @@ class ClaimRenewer:
 
     def recover(self, stream: ReliableStream) -> None:
         """See Renewer: adds these entries to flight. Skips a paused stream; it is done when the stream resumes."""
-        # From the second call on, entries that are pending and not in flight came in a lost reply: no run has begun.
-        is_first = stream.stream not in self._recovered
-        while not stream.paused and self._claim(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE, delays=is_first):
-            pass
-        if not stream.paused:
-            self._recovered.add(stream.stream)
-
-    def _claim(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int, delays: bool = True) -> int:
-        with self._claim_lock:
-            in_flight = self._in_flight.entry_ids(stream.stream)
-            claimed = stream.claim_idle(excluding=in_flight, idle_ms=idle_ms, own=own, count=count)
-            return self._add_in_flight(claimed, delays=delays)
-
-    def _add_in_flight(self, claimed: Sequence[Delivery], *, delays: bool) -> int:
-        """Add claimed entries to flight; `delays`: those that a process may have died of wait first."""
-        trusted_count = isolated_after(self._steps.handler.retry)
-        by_loss_count: dict[int, list[Delivery]] = defaultdict(list)
-        for one in claimed:
-            if one.deliveries <= trusted_count:
-                by_loss_count[one.deliveries - 1 if delays else 0].append(one)
-        for loss_count, trusted in by_loss_count.items():
-            delay_ms = self._loss_retry.delay_after(loss_count) if loss_count else 0.0
-            self._in_flight.add_later(trusted, delay_ms, self._clock)
-        for delivery in claimed:
-            if delivery.deliveries > trusted_count:
-                self._in_flight.add_suspect(delivery)
-                self._context.on_suspect(delivery)
-        self._loop_metrics.count_claimed(len(claimed))
-        return len(claimed)
+        self._idle_claimer.recover(stream)
 
     def maintain(self, stream: ReliableStream, *, renews: bool, has_committed: bool) -> bool:
         """See Renewer: claims the entries of workers that seem stuck, too, and records progress as a checkpoint."""
         if renews:
             self.renew(stream)
             if not stream.paused:
-                self._claim_stuck(stream)
+                self._idle_claimer.claim_stuck(stream)
         return self._checkpoint(stream) if has_committed else True
-
-    def _claim_stuck(self, stream: ReliableStream) -> None:
-        with self._claim_lock:
-            now_ms = self._clock.monotonic_ms()
-            self._add_in_flight(stream.claim_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms), delays=False)
 
     def _checkpoint(self, stream: ReliableStream) -> bool:
         checkpoint = stream.checkpoint()
@@ -112,17 +64,7 @@ class ClaimRenewer:
 
     def claim_idle(self) -> bool:
         """See Renewer."""
-        for stream in list(self._streams.values()):
-            room = min(self._in_flight.free_slots(), _CLAIMED_AT_ONCE)
-            if room <= 0:
-                return self._more_to_claim
-            if not stream.paused:
-                claimed = self._claim(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
-                self._more_to_claim = claimed >= room
-                if self._more_to_claim:
-                    self._in_flight.on_fetched(claimed, room)
-                    return True
-        return False
+        return self._idle_claimer.claim_idle()
 
     def renew(self, stream: ReliableStream) -> None:
         """See Renewer."""
@@ -164,15 +106,3 @@ class ClaimRenewer:
                 stream.end_isolation([delivery])
                 stream.nack([delivery.id])
         self._in_flight.remove([delivery])
-
-
-def _longest_in_flight_ms(handler: Handler, policy: WorkerPolicy) -> float:
-    """Return for how long a healthy worker may have one entry in flight, in milliseconds.
-
-    The sum of all its attempts, each after as long as some other runs take, of the waits in between, and of some claim
-    times.
-    """
-    retry = handler.retry
-    waits_ms = sum(map(retry.max_delay_after, range(1, retry.attempts)))
-    runs_ms = retry.attempts * _RUNS_IN_FLIGHT * (handler.time_limit_ms + TIME_LIMIT_GRACE_MS)
-    return runs_ms + waits_ms + _CLAIMS_IN_FLIGHT * policy.claim_ms
