@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millstream.delivery.key_queues import list_queues
+from millstream.admin.key_queues import list_queues
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millstream.delivery.key_queues import count_parked
+from millstream.admin.key_queues import count_parked
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.redis_client.client import Client

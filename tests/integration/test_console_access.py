@@ -13,8 +13,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
+from millstream.admin.key_queues import count_parked
 from millstream.admin.value_redaction import hide_fields
-from millstream.delivery.key_queues import count_parked
 from millstream.errors import ConfigError
 from millstream.groups import Group
 from millstream.redis_client.client import Client

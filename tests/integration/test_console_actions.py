@@ -8,8 +8,8 @@ import pytest
 
 from millstream.admin.audit import AuditLog, AuditRecord
 from millstream.admin.dead_letter_groups import find_letters
+from millstream.admin.key_queues import count_parked, read_queues, unpark
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
-from millstream.delivery.key_queues import count_parked, read_queues, unpark
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import MillstreamError, Unavailable
 from millstream.handlers.dead_letter import DeadLetter

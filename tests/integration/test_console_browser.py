@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream.admin.audit import AuditLog
-from millstream.delivery.key_queues import count_parked
+from millstream.admin.key_queues import count_parked
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys

@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 
 from millstream import App, Message, Retry
+from millstream.admin.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from millstream import Message, Retry
-from millstream.delivery.key_queues import skip, unpark
+from millstream.admin.key_queues import skip, unpark
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.delivery.last_error import LastError
 from millstream.observability.failure_log import FailureLog

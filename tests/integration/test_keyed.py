@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
+from millstream.admin.key_queues import park, unpark
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
-from millstream.delivery.key_queues import park, unpark
 from millstream.delivery.keyed_stream import READ_BYTES, ROUTE, KeyedStream, KeyLease, LeaseRelease
 from millstream.errors import CommandFailed, Unavailable
 from millstream.handlers.encoding import pack_output

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from millstream.admin.key_queues import park, skip, unpark
 from millstream.delivery.effects import Effects
-from millstream.delivery.key_queues import park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import ConfigError, StaleOwner

@@ -3,7 +3,7 @@
 import pytest
 
 from millstream import Retry
-from millstream.delivery.key_queues import park
+from millstream.admin.key_queues import park
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of

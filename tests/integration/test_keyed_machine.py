@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from millstream.admin.key_queues import park, skip, unpark
 from millstream.delivery.effects import Effects
-from millstream.delivery.key_queues import park, skip, unpark
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.errors import ConfigError, GroupMissing
 from millstream.redis_client.client import Client

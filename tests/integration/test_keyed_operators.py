@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from millstream.admin.key_queues import PARK_UNPARK_SKIP, list_queues, park, skip, unpark
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.key_queues import PARK_UNPARK_SKIP, list_queues, park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
 from millstream.errors import ConfigError, WrongType
 from millstream.redis_client.client import Client

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from millstream.delivery.key_queues import skip, unpark
+from millstream.admin.key_queues import skip, unpark
 from millstream.delivery.keyed_stream import LOWEST_QUEUED_ID, KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import GroupMissing

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millstream.delivery.key_queues import unpark
+from millstream.admin.key_queues import unpark
 from millstream.model import Retry
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.admin.inspection import inspect_handlers
-from millstream.delivery.key_queues import list_queues, park, parked_queues, unpark
+from millstream.admin.key_queues import list_queues, park, parked_queues, unpark
 from millstream.delivery.keyed_stream import READ_RANGE, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import CommandFailed, ConfigError, NotReplicated

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millstream.delivery.key_queues import park, unpark
+from millstream.admin.key_queues import park, unpark
 from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client

@@ -11,7 +11,6 @@ import pytest
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, CommittedPosition
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.effects import Effects, Unit
-from millstream.delivery.key_queues import WAITING
 from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
 from millstream.groups import Consumer, Group
@@ -19,7 +18,7 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.key_names import REDRIVE_FIELD, WAITING, HandlerKeys
 from millstream.worker.static_membership import StaticMembership
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually

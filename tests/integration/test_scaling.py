@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from millstream.delivery.key_queues import park
+from millstream.admin.key_queues import park
 from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.redis_client.client import Client

@@ -9,8 +9,8 @@ import pytest
 
 from millstream import App, Message, Retry, State
 from millstream.admin.inspection import inspect
+from millstream.admin.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
 from millstream.delivery.reliable_stream import TRIM, ReliableStream
 from millstream.errors import ConfigError

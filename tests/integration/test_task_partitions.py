@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from millstream import App, Message, State
+from millstream.admin.key_queues import park, unpark
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.deferral import runnable_keys
-from millstream.delivery.key_queues import park, unpark
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.partitions.key_migration import KeyMigration

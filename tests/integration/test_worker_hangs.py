@@ -10,7 +10,7 @@ import pytest
 from millstream import Message, Retry
 from millstream.admin.doctor import diagnose
 from millstream.admin.inspection import inspect
-from millstream.delivery.key_queues import skip
+from millstream.admin.key_queues import skip
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.errors import HandlerStuck

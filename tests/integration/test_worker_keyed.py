@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry, State
-from millstream.delivery.key_queues import list_queues, park, unpark
+from millstream.admin.key_queues import list_queues, park, unpark
 from millstream.delivery.keyed_stream import KeyedStream, lease_of, queue_of_key
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck

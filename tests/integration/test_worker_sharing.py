@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millstream import Message, State
-from millstream.delivery.key_queues import park, unpark
+from millstream.admin.key_queues import park, unpark
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.invariants import check_invariants

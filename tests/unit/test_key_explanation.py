@@ -7,8 +7,8 @@ import pytest
 
 from millstream.admin.delayed_streams import DelayedStream
 from millstream.admin.key_explanation import KeyReport, explain_key
+from millstream.admin.key_queues import KeyQueue
 from millstream.admin.reports import HandlerReport
-from millstream.delivery.key_queues import KeyQueue
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun
 from millstream.delivery.pause import Pause

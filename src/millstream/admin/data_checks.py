@@ -15,7 +15,6 @@ from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT
-from millstream.delivery.key_queues import WAITING
 from millstream.delivery.restarts import CRASH_LOOP
 from millstream.errors import RedisError, WrongType
 from millstream.groups.group import ConsumerInfo, consumers_of
@@ -23,7 +22,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_age, pluralize
-from millstream.redis_client.key_names import HandlerKeys, to_wire
+from millstream.redis_client.key_names import WAITING, HandlerKeys, to_wire
 from millstream.redis_client.pipelining import call_all, send_all
 
 _FINISHED_ENTRIES = 10_000

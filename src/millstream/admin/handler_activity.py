@@ -5,10 +5,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from millstream.admin.handler_figures import HandlerFigures, read_figures
+from millstream.admin.key_queues import blocked_queues, having_stuck_keys
 from millstream.admin.liveness import announced_workers, find_runs
 from millstream.admin.redis_metrics import KnownPlaces, Places
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import blocked_queues, having_stuck_keys
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from millstream.admin.handler_figures import HandlerFigures, add_figures
 from millstream.admin.inspection import inspect_handlers, inspect_streams
 from millstream.admin.key_listing import read_key_queues
+from millstream.admin.key_queues import KeyQueue, is_stuck, last_errors
 from millstream.admin.reports import HandlerReport
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import KeyQueue, is_stuck, last_errors
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import read_long_runs
 from millstream.redis_client.client import Client

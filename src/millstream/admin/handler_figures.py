@@ -8,13 +8,12 @@ from typing import get_args
 
 from millstream.admin.lag import StreamLag, age_ms, count_lags
 from millstream.clock import Clock
-from millstream.delivery.key_queues import WAITING
 from millstream.delivery.pause import parse_pause
 from millstream.errors import AccessDenied, ConfigError, RedisError, Unavailable
 from millstream.handlers.dead_letter import Reason
 from millstream.model import ZERO_ID
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, StreamKeys, from_wire, to_wire
+from millstream.redis_client.key_names import WAITING, HandlerKeys, StreamKeys, from_wire, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
 from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.redis_client.resp import Arg, Command, Reply

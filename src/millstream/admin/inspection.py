@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from millstream.admin.group_lag import complete_groups, has_stage_group, other_groups
+from millstream.admin.key_queues import blocked_queues
 from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT, describe_newer_format
-from millstream.delivery.key_queues import blocked_queues
 from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.restarts import read_restarts

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from millstream.admin.delayed_streams import DelayedStream
 from millstream.admin.findings import quoted, start_command
+from millstream.admin.key_queues import KeyQueue, explain, is_blocked
 from millstream.admin.reports import HandlerReport
-from millstream.delivery.key_queues import KeyQueue, explain, is_blocked
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun
 from millstream.handlers.dead_letter import DeadLetter

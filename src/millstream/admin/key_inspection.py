@@ -6,9 +6,9 @@ from itertools import islice
 from millstream.admin.delayed_streams import delayed_of
 from millstream.admin.inspection import inspect_handlers
 from millstream.admin.key_explanation import KeyReport
+from millstream.admin.key_queues import last_errors, queue_usage, read_queues
 from millstream.admin.reports import HandlerReport
 from millstream.delivery.dead_letter_queue import DeadLetterQueue
-from millstream.delivery.key_queues import last_errors, queue_usage, read_queues
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, read_long_runs

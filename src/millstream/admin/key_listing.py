@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from millstream.admin.key_queues import KeyQueue, having_stuck_keys, list_queues, queue_usage
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.key_queues import KeyQueue, having_stuck_keys, list_queues, queue_usage
 from millstream.delivery.pause import Pause
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.client import Client

@@ -6,11 +6,11 @@ A consumer group alone does not show it: it keeps every consumer that ever read 
 from collections.abc import Iterable, Mapping, Sequence
 
 from millstream.balancer.protocol import service_of
-from millstream.delivery.key_queues import WAITING
 from millstream.errors import AccessDenied, ConfigError, WrongType
 from millstream.groups.group import consumers_of
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import (
+    WAITING,
     HandlerKeys,
     ServiceKeys,
     from_wire,

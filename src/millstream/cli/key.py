@@ -10,6 +10,18 @@ import typer
 from millstream.admin.handler_names import find_handler, select_handlers, split_name
 from millstream.admin.inspection import existing_handlers
 from millstream.admin.key_listing import HandlerOnStream, is_running, read_key_queues, read_pauses
+from millstream.admin.key_queues import (
+    KeyQueue,
+    explain,
+    is_blocked,
+    is_stuck,
+    last_errors,
+    parked_queues,
+    read_queues,
+)
+from millstream.admin.key_queues import park as park_queue
+from millstream.admin.key_queues import skip as skip_first
+from millstream.admin.key_queues import unpark as unpark_queue
 from millstream.cli.handler_names import KEY_HELP, HandlerName, HandlerNames, Key, OnStream
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.terminal import (
@@ -22,18 +34,6 @@ from millstream.cli.terminal import (
     print_text,
     truncate_on_screen,
 )
-from millstream.delivery.key_queues import (
-    KeyQueue,
-    explain,
-    is_blocked,
-    is_stuck,
-    last_errors,
-    parked_queues,
-    read_queues,
-)
-from millstream.delivery.key_queues import park as park_queue
-from millstream.delivery.key_queues import skip as skip_first
-from millstream.delivery.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import read_long_runs

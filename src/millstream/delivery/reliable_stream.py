@@ -17,14 +17,13 @@ from typing import ClassVar, Literal, TypeVar
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
 from millstream.delivery.effects import ISOLATED_SUFFIX, Effects, U, crash_counts_of
-from millstream.delivery.key_queues import WAITING
 from millstream.delivery.pause import Pause
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import REDRIVE_FIELD, worker_name_key
+from millstream.redis_client.key_names import REDRIVE_FIELD, WAITING, worker_name_key
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script

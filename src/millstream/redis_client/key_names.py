@@ -19,6 +19,9 @@ MASTER = "master"
 name.
 """
 
+WAITING = "waiting"
+"""The consumer that holds the pending entries which no worker has leased."""
+
 REDRIVE_FIELD = b"millstream.redrive"
 """Reserved field of a redriven entry: names the handler that it is meant for."""
 

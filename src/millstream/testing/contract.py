@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from millstream.admin.key_queues import list_queues, skip, unpark
 from millstream.app import App
 from millstream.balancer import announce
-from millstream.delivery.key_queues import list_queues, skip, unpark
 from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, raise_if_error

@@ -2,10 +2,9 @@
 
 from collections import Counter
 
-from millstream.delivery.key_queues import WAITING
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import WAITING, HandlerKeys
 from millstream.redis_client.replies import mapping_of
 
 

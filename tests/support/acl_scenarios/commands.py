@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from millstream import App, Message
-from millstream.delivery.key_queues import list_queues, park, read_queues, skip, unpark
+from millstream.admin.key_queues import list_queues, park, read_queues, skip, unpark
 from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer

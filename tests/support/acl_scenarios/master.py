@@ -4,9 +4,9 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from millstream.admin.key_queues import list_queues
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.clock import SYSTEM_CLOCK
-from millstream.delivery.key_queues import list_queues
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.model import Retry
 from millstream.observability.health import Progress

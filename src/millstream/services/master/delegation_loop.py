@@ -5,8 +5,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+from millstream.admin.key_queues import skip, unpark
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import skip, unpark
 from millstream.errors import GroupMissing, Unavailable
 from millstream.observability import metrics as m
 from millstream.observability.health import Progress

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from millstream.delivery.key_queues import WAITING
 from millstream.delivery.keyed_stream import LEASE_KEYS, KeyedStream, KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import NO_LIMIT
 from millstream.errors import RedisError
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import MASTER, REDRIVE_FIELD, from_wire
+from millstream.redis_client.key_names import MASTER, REDRIVE_FIELD, WAITING, from_wire
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script

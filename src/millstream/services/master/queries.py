@@ -3,8 +3,8 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from millstream.admin.key_queues import KeyQueue, queue_names, read_queues
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import KeyQueue, queue_names, read_queues
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import pairs_of

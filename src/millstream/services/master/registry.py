@@ -10,10 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from millstream.delivery.key_queues import WAITING
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import WAITING, HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Reply

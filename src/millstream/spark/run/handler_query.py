@@ -11,10 +11,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
+from millstream.admin.key_queues import count_parked
 from millstream.admin.redis_metrics import streams_of
 from millstream.clock import wait_after
 from millstream.delivery.commit_store import CommittedPosition
-from millstream.delivery.key_queues import count_parked
 from millstream.delivery.output_check import check_output
 from millstream.delivery.pause import Pause
 from millstream.errors import MillstreamError, StaleOwner, Unavailable

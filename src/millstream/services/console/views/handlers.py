@@ -3,8 +3,8 @@
 from starlette.responses import Response
 
 from millstream.admin.handler_details import read_handler
+from millstream.admin.key_queues import explain
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.key_queues import explain
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import HandlerKeys

@@ -5,10 +5,10 @@ from starlette.responses import Response
 from millstream.admin.inspection import reset_states
 from millstream.admin.key_details import KeyDetails, read_key
 from millstream.admin.key_explanation import explain_key
-from millstream.delivery.key_queues import park as park_queue
-from millstream.delivery.key_queues import read_queues
-from millstream.delivery.key_queues import skip as skip_first
-from millstream.delivery.key_queues import unpark as unpark_queue
+from millstream.admin.key_queues import park as park_queue
+from millstream.admin.key_queues import read_queues
+from millstream.admin.key_queues import skip as skip_first
+from millstream.admin.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import ConfigError
 from millstream.redis_client.escaping import escape, unescape

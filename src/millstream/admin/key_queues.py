@@ -21,9 +21,6 @@ from millstream.redis_client.scripts import Script
 PARK_UNPARK_SKIP = Script("keys/park_unpark_skip")
 QUEUED_KEYS = Script("keys/queued_keys")
 
-WAITING = "waiting"
-"""The consumer that holds the pending entries which no worker has leased."""
-
 _META_FIELDS = ("owner", "paused", "rate_at")
 _COUNTS = tuple(one.encode() for one in (FAILED_SUFFIX, EXPIRED_SUFFIX, SINCE_SUFFIX))
 
