@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.master, pytest.mark.router]
 PROGRAMS: Mapping[str, str] = {
     "gateway": """
 from millstream.services.gateway.auth import Authorizer, new_stream_tokens
-from millstream.services.gateway.server import GatewayOptions, run_gateway
+from millstream.services.gateway.gateway_process import GatewayOptions, run_gateway
 
 options = GatewayOptions(url=sys.argv[2], authorizer=Authorizer(new_stream_tokens(), ticket_s=60), port=0)
 run_gateway(options, on_ready=stop)
@@ -22,7 +22,7 @@ run_gateway(options, on_ready=stop)
     "master": """
 from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
 from millstream.services.master.scopes import Tokens
-from millstream.services.master.server import MasterServerOptions, run_master
+from millstream.services.master.master_process import MasterServerOptions, run_master
 from millstream.services.master.settings import MasterSettings
 
 options = MasterServerOptions(url=sys.argv[2], port=0, tokens=Tokens(), allow_list=AllowList(LOOPBACK))

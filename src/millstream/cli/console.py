@@ -50,7 +50,7 @@ def console(
     """Serve web pages that show what needs attention and act on it. Without a token they only show."""
     require_modules("console", "starlette", "uvicorn", "jinja2")
     from millstream.admin.value_redaction import hide_fields
-    from millstream.services.console.server import ConsoleOptions, run_console
+    from millstream.services.console.console_process import ConsoleOptions, run_console
     from millstream.services.web.connections import Limits
     from millstream.services.web.origin_check import AllowedHosts
 

@@ -16,8 +16,8 @@ from millstream.redis_client import DEFAULT_URL
 
 if TYPE_CHECKING:
     from millstream.services.master.health_url_allowlist import AllowList
+    from millstream.services.master.master_process import MasterServerOptions
     from millstream.services.master.scopes import Tokens
-    from millstream.services.master.server import MasterServerOptions
     from millstream.services.master.settings import MasterSettings
     from millstream.services.web.connections import Limits
     from millstream.services.web.origin_check import AllowedHosts
@@ -106,7 +106,7 @@ def master(
 ) -> None:
     """Delegate a group's messages to consumers in any language, one at a time per ticket. Several masters may run."""
     _require(ticket_stream, concurrency_stream_group)
-    from millstream.services.master.server import MasterServerOptions
+    from millstream.services.master.master_process import MasterServerOptions
     from millstream.services.master.settings import MasterSettings
 
     settings = MasterSettings(
@@ -167,7 +167,7 @@ def _retry(attempts: int, delay: Duration, then: Then) -> Retry:
 
 
 def _run(settings: "MasterSettings", serving: "MasterServerOptions", *, as_json: bool) -> None:
-    from millstream.services.master.server import run_master
+    from millstream.services.master.master_process import run_master
 
     def ready(where: str, metrics_url: str | None) -> None:
         text = f"master {settings.master} listens on {where}; Ctrl-C stops"

@@ -86,7 +86,7 @@ def serve(
     from millstream.services.gateway.auth import Authorizer
     from millstream.services.gateway.connection import FlowControl
     from millstream.services.gateway.connections import ConnectionLimits
-    from millstream.services.gateway.server import GatewayOptions, run_gateway
+    from millstream.services.gateway.gateway_process import GatewayOptions, run_gateway
     from millstream.services.web.origin_check import LOOPBACK
 
     tokens = _tokens(token_file, host, insecure=insecure_no_token)

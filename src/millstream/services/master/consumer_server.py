@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from millstream.observability.metrics import NO_METRICS
 from millstream.services.master.consumer import ConsumerSettings, DelegatedConsumer, Function
-from millstream.services.master.server import serve_with_worker
+from millstream.services.master.master_process import serve_with_worker
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of

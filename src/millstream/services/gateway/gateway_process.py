@@ -16,10 +16,10 @@ from millstream.observability.metrics_and_health_server import HealthServer
 from millstream.redis_client.client import Client
 from millstream.router import ReadPolicy, Router
 from millstream.services.gateway.auth import Authorizer
+from millstream.services.gateway.browser_routes import GatewayContext, make_app
 from millstream.services.gateway.connection import FlowControl
 from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
 from millstream.services.gateway.gc_freeze import GcFreeze
-from millstream.services.gateway.routes import GatewayContext, make_app
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server, WebSockets
 from millstream.services.web.listen import listen, url_of

@@ -1,4 +1,4 @@
-"""Routes of the gateway: server-sent events, WebSockets, tickets, health, and static pages if configured."""
+"""The routes that browsers and other clients connect to: server-sent events, WebSockets, tickets, health, and static pages if configured."""
 
 import os
 from collections.abc import Callable, Container, Sequence
