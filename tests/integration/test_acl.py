@@ -18,7 +18,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, ServiceKeys
 from millstream.router import Router
-from millstream.services.master.consumer import ACK_OWNED
+from millstream.services.master.delegated_consumer import ACK_OWNED
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registry
 from millstream.spark.sink import Publication, WriteOptions

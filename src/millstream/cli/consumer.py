@@ -81,8 +81,8 @@ def consumer(
 ) -> None:
     """Run a function, plain or async, on the messages that a master delegates."""
     require_modules("master", "starlette", "uvicorn")
-    from millstream.services.master.consumer import ConsumerSettings
     from millstream.services.master.consumer_server import run_consumer
+    from millstream.services.master.delegated_consumer import ConsumerSettings
     from millstream.services.web.connections import Limits
 
     parse_route(url, _CHECK_TIMEOUT_MS)  # reports an invalid URL now: Redis is called only after the registration

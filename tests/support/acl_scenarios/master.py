@@ -12,7 +12,7 @@ from millstream.model import Retry
 from millstream.observability.health import Progress
 from millstream.redis_client.client import Client
 from millstream.services.master.acknowledgements import Acknowledger, AckRequest
-from millstream.services.master.consumer import ACK_OWNED
+from millstream.services.master.delegated_consumer import ACK_OWNED
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.delegation_loop import DelegationLoop
 from millstream.services.master.queries import Queries

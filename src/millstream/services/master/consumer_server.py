@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from millstream.observability.metrics import NO_METRICS
-from millstream.services.master.consumer import ConsumerSettings, DelegatedConsumer, Function
+from millstream.services.master.delegated_consumer import ConsumerSettings, DelegatedConsumer, Function
 from millstream.services.master.master_process import serve_with_worker
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millstream.services.master.consumer import RunRegister
+from millstream.services.master.delegated_consumer import RunRegister
 
 pytestmark = [pytest.mark.master]
 
