@@ -9,8 +9,8 @@ from millstream.errors import CommandFailed
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import ReadPolicy
-from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.reactor import ThreadReactor
+from millstream.router.reconnecting_connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.testing.proxy import Proxy, Side
 from tests.support.clocks import ManualClock
 from tests.support.routers import READERS, Subscribers, make_router, publish

@@ -8,9 +8,9 @@ import pytest
 
 from millstream.observability.metrics import NO_METRICS
 from millstream.router import Item, Router
+from millstream.services.gateway.client_connection import FlowControl
 from millstream.services.gateway.close_reasons import CloseReason
-from millstream.services.gateway.connection import FlowControl
-from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
+from millstream.services.gateway.connection_manager import ConnectionLimits, ConnectionManager
 from tests.support.waiting import eventually_async
 
 pytestmark = [pytest.mark.router]
@@ -54,7 +54,7 @@ class Deaf:
 
 
 def test_a_stop_cuts_off_a_client_that_does_not_read_the_closing_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.services.gateway.connection._CLOSE_TIMEOUT_S", HOUR_S)
+    monkeypatch.setattr("millstream.services.gateway.client_connection._CLOSE_TIMEOUT_S", HOUR_S)
 
     async def main() -> Any:
         pace = FlowControl(heartbeat_s=HOUR_S, stall_s=HOUR_S)

@@ -16,9 +16,9 @@ from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.router import ReadPolicy, Router
 from millstream.router.stream_events import Reason as GapReason
+from millstream.services.gateway.client_connection import FlowControl
 from millstream.services.gateway.close_reasons import EndReason
-from millstream.services.gateway.connection import FlowControl
-from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
+from millstream.services.gateway.connection_manager import ConnectionLimits, ConnectionManager
 from millstream.services.gateway.transports import Kind
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registry

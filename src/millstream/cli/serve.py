@@ -84,8 +84,8 @@ def serve(
     """Serve streams live to browsers: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
     require_modules("serve", "starlette", "uvicorn", "websockets")
     from millstream.services.gateway.auth import Authorizer
-    from millstream.services.gateway.connection import FlowControl
-    from millstream.services.gateway.connections import ConnectionLimits
+    from millstream.services.gateway.client_connection import FlowControl
+    from millstream.services.gateway.connection_manager import ConnectionLimits
     from millstream.services.gateway.gateway_process import GatewayOptions, run_gateway
     from millstream.services.web.origin_check import LOOPBACK
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from millstream.errors import Unavailable
 from millstream.redis_client.resp import Arg, Command, slot_of
-from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.policy import PoolPolicy
+from millstream.router.reconnecting_connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.subscriber_buffer import Cursor
 
 

@@ -7,11 +7,11 @@ from millstream.observability.metrics import Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Node, Push
 from millstream.router.blocking_pool import BlockingPool
-from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.cursors import CursorTable
 from millstream.router.policy import ReaderName, Settings
 from millstream.router.reactor import Reactor
 from millstream.router.read_request import ReaderCallbacks
+from millstream.router.reconnecting_connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.stream_reader import StreamReader
 from millstream.router.subscriber_buffer import Cursor
 

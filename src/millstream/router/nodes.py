@@ -11,12 +11,12 @@ from millstream.observability.metrics import Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Node, slot_of, slot_owners
 from millstream.router.budget import LEAST_BYTES
-from millstream.router.connection import ConnectionEvents
 from millstream.router.cursors import CursorTable
 from millstream.router.node_reader import NodeReader
 from millstream.router.policy import ReaderName, Settings
 from millstream.router.reactor import Reactor
 from millstream.router.read_request import ReaderCallbacks
+from millstream.router.reconnecting_connection import ConnectionEvents
 from millstream.router.subscriber_buffer import Cursor
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import Any
 from millstream.errors import AccessDenied, CommandFailed, Unavailable, WrongType
 from millstream.redis_client.key_names import from_wire
 from millstream.redis_client.resp import Command, Redirection, slot_of
-from millstream.router.connection import ReconnectingConnection
 from millstream.router.cursors import NEWEST, CursorTable
 from millstream.router.gap_detection import (
     MISSING,
@@ -31,6 +30,7 @@ from millstream.router.gap_detection import (
 from millstream.router.oversized_streams import MOST_BREAKS, OversizedStreams
 from millstream.router.read_request import ReaderCallbacks, Request
 from millstream.router.read_size import ReadSize
+from millstream.router.reconnecting_connection import ReconnectingConnection
 from millstream.router.subscriber_buffer import Cursor
 
 logger = logging.getLogger(__name__)

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from millstream.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from millstream.services.gateway.connection import FlowControl
-    from millstream.services.gateway.connections import ConnectionLimits
+    from millstream.services.gateway.client_connection import FlowControl
+    from millstream.services.gateway.connection_manager import ConnectionLimits
     from millstream.services.gateway.embedded_gateway import EmbeddedGateway
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "millstream.services.gateway.connection": ("FlowControl",),
-            "millstream.services.gateway.connections": ("ConnectionLimits",),
+            "millstream.services.gateway.client_connection": ("FlowControl",),
+            "millstream.services.gateway.connection_manager": ("ConnectionLimits",),
             "millstream.services.gateway.embedded_gateway": ("EmbeddedGateway",),
         },
     )

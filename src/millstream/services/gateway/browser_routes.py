@@ -21,7 +21,7 @@ from millstream.observability import metrics as m
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics
 from millstream.services.gateway.auth import Authorizer
-from millstream.services.gateway.connections import ConnectionManager
+from millstream.services.gateway.connection_manager import ConnectionManager
 from millstream.services.gateway.follow_request import parse_follow_request
 from millstream.services.gateway.transports import EventTransport, SocketTransport, reason_of
 from millstream.services.web.errors import Refused, install_error_handlers

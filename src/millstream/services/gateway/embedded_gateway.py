@@ -16,8 +16,8 @@ from millstream.errors import ConfigError
 from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.router import ReadPolicy, Router
 from millstream.services.gateway.auth import MOST_STREAMS
-from millstream.services.gateway.connection import FlowControl
-from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
+from millstream.services.gateway.client_connection import FlowControl
+from millstream.services.gateway.connection_manager import ConnectionLimits, ConnectionManager
 from millstream.services.gateway.follow_request import parse_starts
 from millstream.services.gateway.transports import EventTransport
 from millstream.services.web.errors import Refused

@@ -17,8 +17,8 @@ from millstream.redis_client.client import Client
 from millstream.router import ReadPolicy, Router
 from millstream.services.gateway.auth import Authorizer
 from millstream.services.gateway.browser_routes import GatewayContext, make_app
-from millstream.services.gateway.connection import FlowControl
-from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
+from millstream.services.gateway.client_connection import FlowControl
+from millstream.services.gateway.connection_manager import ConnectionLimits, ConnectionManager
 from millstream.services.gateway.gc_freeze import GcFreeze
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server, WebSockets

@@ -9,8 +9,8 @@ from typing import get_args
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics, init_series
 from millstream.router import Router
+from millstream.services.gateway.client_connection import Connection, FlowControl
 from millstream.services.gateway.close_reasons import REFUSALS, STOPPING, EndReason
-from millstream.services.gateway.connection import Connection, FlowControl
 from millstream.services.gateway.gc_freeze import ConnectionCounts
 from millstream.services.gateway.transports import Kind, Transport
 from millstream.services.web.errors import Refused
