@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millstream.admin.audit import AuditLog, AuditRecord
+from millstream.admin.audit_log import AuditLog, AuditRecord
 from millstream.admin.dead_letter_groups import find_letters
 from millstream.admin.key_queues import count_parked, read_queues, unpark
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue

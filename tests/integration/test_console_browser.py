@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.admin.key_queues import count_parked
 from millstream.groups import Group
 from millstream.redis_client.client import Client

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.admin.letter_export import LetterExport
 from millstream.delivery.dead_letter_queue import DeadLetterFilter
 from millstream.errors import AccessDenied

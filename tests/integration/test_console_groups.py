@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.admin.group_moves import move, plan_move
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.groups import Consumer, Group

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD

@@ -10,7 +10,7 @@ from millstream import App, Message, Retry
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.pause import Pause
 from millstream.errors import HandlerPaused, Unfinished
-from millstream.handlers.breaker import Trip
+from millstream.handlers.breaker_window import Trip
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.spark.engine.run_breaker import RunBreaker

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.delivery.last_error import LastError

@@ -10,7 +10,7 @@ from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import ConfigError
 from millstream.handlers.attempt import DeadLettered
-from millstream.handlers.breaker import BreakerWindow, Trip
+from millstream.handlers.breaker_window import BreakerWindow, Trip
 from millstream.redis_client.client import Client
 from millstream.worker.breaker import HandlerBreaker
 

@@ -171,7 +171,7 @@ def _progress(publisher: Publisher, descriptor: int) -> Iterator[_Bar]:
     if not sys.stderr.isatty():
         yield _NoBar()
         return
-    from millstream.cli.progress import PublishBar
+    from millstream.cli.publish_bar import PublishBar
 
     status = os.fstat(descriptor)
     total = status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from millstream.handlers.breaker import Trip
+from millstream.handlers.breaker_window import Trip
 from millstream.model import Breaker
 from millstream.redis_client.formats import format_time
 

@@ -8,7 +8,7 @@ from millstream.delivery.commit_store import ENTRY_PREFIX
 from millstream.delivery.pause import Pause, pause_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import DeadLettered
-from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, example_of, is_keyless
+from millstream.handlers.breaker_window import BreakerWindow, Trip, cause_of, example_of, is_keyless
 from millstream.handlers.handler import Handler
 from millstream.model import Breaker
 from millstream.redis_client.key_names import REDRIVE_FIELD

@@ -11,7 +11,7 @@ from millstream.admin.redis_metrics import streams_of
 from millstream.errors import DecodeError
 from millstream.groups import Group
 from millstream.handlers.attempt import BatchOutcome, DeadLettered, Done, Outcome
-from millstream.handlers.breaker import cause_of
+from millstream.handlers.breaker_window import cause_of
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message, Retry
 from millstream.redis_client.client import Client

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from millstream.admin.audit import may_have_run
+from millstream.admin.audit_log import may_have_run
 from millstream.admin.value_redaction import Redact, show_all
 from millstream.errors import ConfigError, MillstreamError, RedisError, WrongType
 from millstream.redis_client import DEFAULT_URL

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
 from millstream.services.console.client_pool import ClientPool

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from millstream.admin.audit import AuditLog, RunningAction
+from millstream.admin.audit_log import AuditLog, RunningAction
 from millstream.admin.handler_names import find_handler
 from millstream.admin.inspection import find_handlers
 from millstream.errors import ConfigError, MillstreamError

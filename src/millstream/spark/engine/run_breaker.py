@@ -17,7 +17,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.pause import Pause, pause_of
 from millstream.errors import HandlerPaused, Unfinished
-from millstream.handlers.breaker import BreakerWindow, Trip
+from millstream.handlers.breaker_window import BreakerWindow, Trip
 from millstream.model import Breaker
 from millstream.redis_client.client import Client
 from millstream.spark.engine.task import Job

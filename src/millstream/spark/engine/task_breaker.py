@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from millstream.handlers.attempt import DeadLettered
-from millstream.handlers.breaker import BreakerWindow, Trip, cause_of, example_of, is_keyless
+from millstream.handlers.breaker_window import BreakerWindow, Trip, cause_of, example_of, is_keyless
 from millstream.model import Breaker
 
 Causes = dict[str, tuple[int, str]]

@@ -5,7 +5,7 @@ from shlex import quote
 from starlette.responses import Response
 
 from millstream.admin.attention import sentence_of
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.admin.delayed_streams import find_delayed_streams
 from millstream.admin.lease_overview import read_service, read_services
 from millstream.delivery.delayed_messages import DelayedMessages

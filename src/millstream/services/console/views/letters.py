@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from starlette.responses import Response
 
-from millstream.admin.audit import AuditLog
+from millstream.admin.audit_log import AuditLog
 from millstream.admin.dead_letter_groups import MOST_LETTERS, LetterGroup, find_letters, group_letters
 from millstream.admin.letter_export import LetterExport
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
