@@ -13,6 +13,7 @@ from typing import Any, TypeVar, Unpack, cast
 
 from millstream.errors import ConfigError, did_you_mean
 from millstream.handlers.handler import Handler, HandlerOptions, compile_handler
+from millstream.handlers.schedule import Missed, Schedule, compile_schedule
 from millstream.handlers.stage import Rows, Stage, StageOptions, compile_stage
 from millstream.model import Breaker, Retry
 from millstream.redis_client.key_names import MASTER, check_identifier
@@ -24,7 +25,8 @@ _POLICIES = {one.__name__: one for one in (Retry, Breaker)}
 
 
 class App:
-    """A named set of handlers, which run unchanged on workers and on Spark, and of stages, which are PySpark queries.
+    """A named set of handlers, which run unchanged on workers and on Spark, of stages, which are PySpark queries, and of
+    schedules, which publish recurring messages.
 
         app = App("airline")
 
@@ -43,6 +45,7 @@ class App:
             raise ConfigError(f"the app name {MASTER!r} is reserved for `millstream master`: choose another")
         self.handlers: dict[str, Handler] = {}
         self.stages: dict[str, Stage] = {}
+        self.schedules: dict[str, Schedule] = {}
 
     def handler(self, *streams: str, **options: Unpack[HandlerOptions]) -> Callable[[F], F]:
         """Register a function as the handler of `streams`.
@@ -108,6 +111,46 @@ class App:
 
         return register
 
+    def every(
+        self,
+        when: str,
+        *,
+        stream: str,
+        timezone: str | None = None,
+        missed: Missed = "once",
+        name: str | None = None,
+    ) -> Callable[[F], F]:
+        """Register a function whose message is published to `stream` at each firing of a schedule, exactly once.
+
+            @app.every("0 6 * * mon-fri", stream="reports", timezone="Europe/Berlin")
+            def daily_report(time: datetime) -> dict: ...
+
+        Workers run schedules, all of them the same, also with `--only`. The function takes nothing, or the time of the
+        firing in the schedule's time zone. It returns a mapping or model, or None for no message. Several workers may
+        call it for one firing, so it should have no effects; one result is published.
+
+        * `when`: a cron expression, `minute hour day-of-month month day-of-week`; or an interval such as "30s", "5m",
+          "2h" or "1d", which fires whenever the Unix time is a multiple of it
+        * `timezone`: of the cron expression, by its IANA name; None: UTC
+        * `missed`: after a time without workers, "once" publishes the last firing that was missed (default), "all" each
+          of them in order, at most the last 1,000, and "skip" those that are due for at most 60 seconds
+        * `name`: its name in Redis, of the record of its last firing; default: the function's
+
+        The first start of a schedule, or of another `when` or `timezone`, fires nothing of the past. Raises ConfigError
+        with one line on what to change.
+        """
+
+        def register(function: F) -> F:
+            compiled = compile_schedule(
+                self.name, function, when, stream=stream, timezone=timezone, missed=missed, name=name
+            )
+            if compiled.name in self.schedules:
+                raise ConfigError(f'app {self.name!r} has two schedules named {compiled.name!r}; give one name="..."')
+            self.schedules[compiled.name] = compiled
+            return function
+
+        return register
+
     def only(self, names: Collection[str]) -> "App":
         """Return this app reduced to the handlers and stages in `names`; all of them if empty. Raises ConfigError."""
         known = [*self.handlers, *self.stages]
@@ -117,6 +160,7 @@ class App:
         part = App(self.name)
         part.handlers = {name: one for name, one in self.handlers.items() if not names or name in names}
         part.stages = {name: one for name, one in self.stages.items() if not names or name in names}
+        part.schedules = self.schedules
         return part
 
     def _check_new(self, name: str) -> None:

@@ -28,6 +28,9 @@ REDRIVE_FIELD = b"millstream.redrive"
 EDITED_FIELD = b"millstream.edited"
 """Reserved field, the last one, of an entry that was redriven with other fields: names the operator who edited it."""
 
+FIRING_FIELD = b"millstream.firing"
+"""Reserved field, the last one, of an entry that a schedule has published: when its firing was due, in Unix ms."""
+
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _SERVICE = re.compile(r"[A-Za-z0-9_.:-]{1,250}")
 
@@ -319,6 +322,7 @@ class StreamKeys:
         "partition", "hash", "of a partition: the generation that its producers must know, and its close id"
     )
     partitions = Key("partitions", "hash", "of a base: its partition map (`layout`)")
+    schedules = Key("schedules", "hash", "schedule -> its record: its last firing, in Unix milliseconds, and its rule")
 
     def producer(self, token: str) -> str:
         """String: sequence number of the last batch of the producer `token`, and the ids of its entries."""

@@ -1,5 +1,6 @@
 """Every operation of a worker in Redis; also the handler and the stream of the other scenarios."""
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from millstream.worker.delayed_mover import TrackedDelayedMessages
 from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.ordering.by_partition import ByPartition
+from millstream.worker.schedule_loop import ScheduleLoop
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import ManualClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
@@ -114,6 +116,7 @@ def work(url: str, admin: Client) -> None:
         taken_over.trim()
         read_figures(client)
         move_a_delayed_message(client, admin)
+        publish_a_firing(client)
         work_by_keys(client, admin)
         work_on_partitions(client, admin)
 
@@ -200,6 +203,19 @@ def move_a_delayed_message(client: Client, admin: Client) -> None:
         with Producer(admin) as producer:
             producer.publish("orders", {"n": 1}, delay_ms=1)
         eventually(partial(moves_one, delayed), "the message to be due")
+
+
+def publish_a_firing(client: Client) -> None:
+    app = App("shop")
+    app.every("1s", stream="orders", name="tick")(lambda: {"n": 1})
+    loop = ScheduleLoop(client, app.schedules["tick"], threading.Event())
+    length = client.execute("XLEN", "orders")
+
+    def has_fired() -> bool:
+        loop.publish_due()
+        return bool(client.execute("XLEN", "orders") > length)
+
+    eventually(has_fired, "a firing")
 
 
 def moves_one(delayed: DelayedMessages) -> bool:

@@ -10,9 +10,10 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from millstream import App, Message, Retry, State
+from millstream.handlers.schedule import Missed
 from millstream.testing.history import Event, Kind, Recorder
 
 GATE = "gate"
@@ -25,6 +26,7 @@ coroutine = App("coroutine")
 keyed = App("keyed")
 streamed = App("streamed")
 brittle = App("brittle")
+scheduled = App("scheduled")
 
 
 @functools.cache
@@ -112,3 +114,6 @@ coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(
     work_stream
 )
+scheduled.handler("in", name="work", into="out", retry=SHORT)(work)
+for policy in get_args(Missed):
+    scheduled.every("1s", stream=f"ticks:{policy}", name=policy, missed=policy)(lambda: {"pid": os.getpid()})

@@ -16,6 +16,7 @@ from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.worker.loop import ReadingLoop
 from millstream.worker.policy import LEAST_FROZEN_MS, TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.poison_isolation import ProcessIsolation
+from millstream.worker.schedule_loop import ScheduleThreads
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,12 @@ def tune_gc() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
+def _no_handlers(app: App) -> str:
+    if app.stages:
+        return f"app {app.name!r} has only stages, which need Spark: use millstream run"
+    return f'app {app.name!r} has no handlers; add one with @app.handler("stream")'
+
+
 def describe_leftover(delivery: Delivery) -> str:
     """Return the text for a delivery that was still running at a stop."""
     return (
@@ -87,7 +94,7 @@ class WorkerProcess:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if not app.handlers:
-            raise ConfigError(f"app {app.name!r} has only stages, which need Spark: use millstream run")
+            raise ConfigError(_no_handlers(app))
         unknown = set(settings.only) - app.handlers.keys()
         if unknown:
             raise ConfigError(
@@ -117,6 +124,8 @@ class WorkerProcess:
         self._longest_stop_ms: float = settings.policy.stop_ms
         self._clock = clock
         self._failures: list[BaseException] = []
+        schedules = tuple(app.schedules.values())
+        self._schedules = ScheduleThreads(settings.url, schedules, self._failures.append, clock)
         self._leftovers: list[Delivery] = []
 
     @property
@@ -136,6 +145,7 @@ class WorkerProcess:
         threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self._loops.values()]
         for thread in threads:
             thread.start()
+        self._schedules.start()
         reported_ms, has_worked = self._clock.monotonic_ms(), False
         while not stopping.wait(_TICK_S) and not self._failures:
             had_worked, has_worked = has_worked, any(loop.loop_metrics.committed for loop in self._loops.values())
@@ -145,10 +155,12 @@ class WorkerProcess:
         if self._health is not None:
             self._health.on_stopping()
         deadline_ms = self._clock.monotonic_ms() + self._longest_stop_ms
+        self._schedules.stop()
         for loop in self._loops.values():
             loop.stop(deadline_ms)
         for thread in threads:
             thread.join()
+        self._schedules.join(deadline_ms)
         self._report()
         for error in self._failures[1:]:
             logger.error("another handler has failed as well: %s", error)
