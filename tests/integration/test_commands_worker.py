@@ -331,3 +331,61 @@ def test_the_limits_of_a_worker_can_be_set(client: Client, tmp_path: Path) -> No
     with running("worker", f"{path}:app", "--look-ahead", "12", "--prefetch-mb", "0.5", url=client.url) as worker:
         eventually(lambda: client.execute("HGET", meta, "look_ahead") == b"12")
         assert end(worker).code == 0
+
+
+def test_a_drained_worker_finishes_its_message_releases_the_others_and_ends_with_0(
+    client: Client, app: str, tmp_path: Path
+) -> None:
+    fill(client, 2, "x", "meet")
+    with running("worker", app, "--name", "till", "--threads", "1", "--stop-timeout", ENDLESS_S, url=client.url) as one:
+        eventually(
+            lambda: [*tmp_path.glob("marker-met-*")] and _pending(client) == 2, "one message to run, one to wait for it"
+        )
+        assert call("drain", "till-0", "--dry-run", "--json", url=client.url).json()["at_ms"] is None
+        asked = call("drain", "till-0", "--yes", "--json", url=client.url).json()
+        again = call("drain", "till-0", "--yes", "--json", url=client.url).json()
+        assert (asked["app"], asked["worker"], asked["repeated"]) == ("shop", "till-0", False)
+        assert again == {**asked, "repeated": True}
+        assert "has not ended yet" in call("drain", "till-0", url=client.url).out
+        eventually(lambda: _released(client) == 1, "the waiting message to be released")
+        assert (one.poll(), done(client)) == (None, [])
+        (tmp_path / "marker-met-another").touch()
+        outcome = ended(one)
+    assert outcome.code == 0, outcome.err
+    assert "restarting" not in outcome.err
+    assert (len(done(client)), _pending(client)) == (1, 1)
+    assert client.execute("KEYS", "millstream:worker:shop:*") == []
+
+
+def test_the_other_processes_of_the_supervisor_of_a_drained_worker_continue(client: Client, app: str) -> None:
+    fill(client, 2, "x", "meet")
+    options = ("--processes", "2", "--threads", "1", "--prefetch", "1", "--name", "till")
+    with running("worker", app, *options, url=client.url) as worker:
+        eventually(lambda: len(done(client)) == 2, "both processes to work")
+        assert call("drain", "till-0", "--app", "shop", "--yes", url=client.url).code == 0
+        eventually(lambda: names_in_use(client) == {"till-1"}, "the name to be free")
+        fill(client, 20)
+        eventually(lambda: len(done(client)) == 22, "the other process to do the rest")
+        assert len({entry[b"pid"] for entry in done(client)[2:]}) == 1
+        assert call("drain", "till-1", "--yes", url=client.url).code == 0
+        outcome = ended(worker)
+    assert (outcome.code, "restarting" in outcome.err) == (0, False)
+
+
+def test_the_error_for_a_worker_that_does_not_run_names_those_that_do(client: Client) -> None:
+    for app in ("shop", "bank"):
+        client.execute("XGROUP", "CREATE", "orders", HandlerKeys(app, "handle", "orders").group, "0", "MKSTREAM")
+    client.execute("XGROUP", "CREATECONSUMER", "orders", HandlerKeys("shop", "handle", "orders").group, "gone-0")
+    refused = call("drain", "nope", "--yes", url=client.url)
+    assert (refused.code, "there is no worker 'nope'; no worker runs" in refused.err) == (1, True)
+    for app in ("shop", "bank"):
+        StaticMembership(client, app, "till", handlers=["handle"]).acquire(1)
+    refused = call("drain", "nope", "--yes", url=client.url)
+    assert (refused.code, "there is no worker 'nope'; these run: till-0" in refused.err) == (1, True)
+    refused = call("drain", "gone-0", "--yes", url=client.url)
+    assert (refused.code, "is not running under a supervisor: its last call was " in refused.err) == (1, True)
+    refused = call("drain", "till-0", "--yes", url=client.url)
+    assert (refused.code, "add --app and one of bank, shop" in refused.err) == (2, True)
+    refused = call("drain", "spark:handle", "--yes", url=client.url)
+    assert refused.code == 2
+    assert call("drain", "till-0", "--app", "bank", "--yes", url=client.url).code == 0

@@ -72,6 +72,7 @@ RIGHTS = {
     ("GET", "/group"): "figures",
     ("POST", "/group/set-id"): "admin",
     ("GET", "/workers"): "figures",
+    ("POST", "/workers/drain"): "admin",
     ("GET", "/delayed"): "figures",
     ("POST", "/delayed/cancel"): "admin",
     ("GET", "/redis"): "figures",

@@ -9,6 +9,7 @@ import pytest
 from millstream.admin.audit_log import AuditLog, AuditRecord
 from millstream.admin.dead_letter_groups import find_letters
 from millstream.admin.key_queues import count_parked, read_queues, unpark
+from millstream.admin.worker_drains import find_worker
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import MillstreamError, Unavailable
@@ -308,3 +309,18 @@ def test_the_audit_is_read_page_by_page_whatever_is_written_there(client: Client
     rest = log.read(count=1_000, before=first[-1].id)
     assert [one.action for one in [*first[1:], *rest]] == [f"a{n}" for n in reversed(range(250))]
     assert {one.result for one in rest} == {"done"}
+
+
+def test_a_worker_is_drained_once_its_name_is_typed(browser: Browser, client: Client) -> None:
+    question = browser.send(browser.get("/workers"), "/workers/drain")
+    assert "Type the name w-0 to confirm" in question.text
+    assert "This is not its name." in browser.send(question, "/workers/drain", confirm="w-1").text
+    assert find_worker(client, "w-0", "shop").drained_since_ms is None
+    page = browser.send(question, "/workers/drain", confirm="w-0")
+    assert "The drain is requested" in page.text
+    assert find_worker(client, "w-0", "shop").drained_since_ms is not None
+    record = last(client)
+    assert (record.action, record.result) == ("drain", "requested")
+    assert record.about == {"app": "shop", "worker": "w-0"}
+    assert "/workers/drain" not in page.actions
+    assert "The drain was requested before" in browser.send(question, "/workers/drain", confirm="w-0").text

@@ -16,6 +16,7 @@ from millstream.delivery.restarts import Restart, record_restart
 from millstream.producer.bulk import Publisher
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import worker_name_key
 from scripts.command_reference import all_commands
 from tests.support.commandline import call, start
 from tests.support.json_reference import faults, sections, seen
@@ -197,6 +198,9 @@ def _repair(found: _Outputs, client: Client) -> None:
     found.run("info")
     found.run("key list --count", "--count", "shop.total")
     found.run("resume", "shop.total")
+    client.execute("SET", worker_name_key("shop", "w-0"), "token")
+    found.run("drain", "w-0", "--dry-run")
+    found.run("drain", "w-0", "--yes")
     found.run("key park", "shop.total", "bob")
     found.run("key skip", "shop.total", "mad", "--yes")
     found.run("key unpark", "shop.total", "mad")

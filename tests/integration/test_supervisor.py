@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from millstream.admin.worker_drains import find_worker, request_drain
 from millstream.clock import SYSTEM_CLOCK
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import worker_drain_key, worker_name_key
 from millstream.testing.proxy import Proxy
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.process.process_reports import ProcessReports
@@ -89,7 +91,9 @@ def test_a_process_that_an_operator_killed_counts_as_no_crash(client: Client) ->
 
 
 @contextmanager
-def supervised(client: Client, codes: Sequence[str], reports: ProcessReports | None = None) -> Iterator[list[Launch]]:
+def supervised(
+    client: Client, codes: Sequence[str], reports: ProcessReports | None = None, *, stop_ms: float = 3_600_000
+) -> Iterator[list[Launch]]:
     """Run a supervisor of one process during the block: its starts run these programs, the last one again and again."""
     launched: list[Launch] = []
 
@@ -103,7 +107,7 @@ def supervised(client: Client, codes: Sequence[str], reports: ProcessReports | N
     names.acquire(1)
     stopping = threading.Event()
     supervisor = Supervisor(
-        names, program, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True, reports=reports
+        names, program, stop_ms=stop_ms, frozen_after_ms=1_000, on_line=lambda name, line: True, reports=reports
     )
     failures: list[BaseException] = []
 
@@ -186,3 +190,58 @@ def test_a_stop_ends_while_redis_hangs(client: Client, caplog: pytest.LogCapture
         eventually(lambda: not running.is_alive(), "the end of the supervisor")
         proxy.resume()
     assert "cannot release the worker names: Redis does not answer" in caplog.text
+
+
+def request(client: Client) -> None:
+    """An operator requests the drain of the worker."""
+    request_drain(client, find_worker(client, "till-0", "shop"))
+
+
+def test_a_drained_worker_is_not_started_again_and_its_name_becomes_free(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = ProcessReports(Recorder(), Recorder().snapshot())
+    with supervised(client, [STAYS], reports) as launched:
+        eventually(lambda: launched, "a process")
+        request(client)
+        eventually(lambda: not client.execute("EXISTS", worker_name_key("shop", "till-0")), "the name to be free")
+        assert reports.failures() == []
+    assert len(launched) == 1
+    assert "worker till-0 has ended: an operator drained it; its name is free" in caplog.text
+    assert client.execute("KEYS", "millstream:worker:shop:*") == []
+
+
+def test_a_drained_worker_that_waits_for_its_restart_is_not_restarted(client: Client) -> None:
+    with supervised(client, ["import os; os._exit(9)"]) as launched:
+        eventually(lambda: len(launched) >= 4, "a wait before a restart")
+        request(client)
+        eventually(lambda: not client.execute("EXISTS", worker_name_key("shop", "till-0")), "the name to be free")
+    end = Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="other-0").end_of(f"{launched[-1].incarnation} till-0")
+    assert end == ProcessEnd(died=True, cause="ended with code 9")
+
+
+def test_a_drained_process_that_does_not_stop_is_killed_and_counts_as_no_crash(client: Client) -> None:
+    with supervised(client, ["import time; time.sleep(3600)"], stop_ms=0) as launched:
+        eventually(lambda: launched, "a process")
+        request(client)
+        eventually(lambda: not client.execute("EXISTS", worker_name_key("shop", "till-0")), "the name to be free")
+    assert len(launched) == 1
+    end = Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="other-0").end_of(f"{launched[0].incarnation} till-0")
+    assert end == ProcessEnd(died=False, cause="was killed during a stop")
+
+
+def test_a_drain_ends_with_the_supervisor_that_it_was_requested_of(client: Client) -> None:
+    first, second = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till")
+    first.acquire(1)
+    assert first.renew() == frozenset()
+    request(client)
+    assert first.renew() == {"till-0"}
+    client.execute("DEL", worker_name_key("shop", "till-0"))  # as if it had expired
+    second.acquire(1)
+    assert second.renew() == frozenset()
+    assert find_worker(client, "till-0", "shop").drained_since_ms is None
+    client.execute("DEL", worker_drain_key("shop", "till-0"))
+    client.execute("LPUSH", worker_drain_key("shop", "till-0"), "of another program")
+    assert second.renew() == frozenset()
+    second.release()
+    assert client.execute("KEYS", "millstream:worker:shop:*") == []

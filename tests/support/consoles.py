@@ -21,7 +21,7 @@ from millstream.delivery.pause import Pause
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import HandlerKeys, live_workers_key, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
 from tests.support.keyed_fixtures import joined_by_field
@@ -186,7 +186,7 @@ def pages_reached(browser: Browser, *starts: str, most: int = 200) -> dict[str, 
 
 
 def fill_with(client: Client, secret: str) -> KeyedStream:
-    """A handler `shop.pay` on `orders` that has this text wherever messages and their errors leave one."""
+    """A handler `shop.pay` on `orders` that has this text wherever messages and their errors leave one; its worker `w-0`."""
     keyed = joined_by_field(client, "orders", app="shop", handler="pay")
     for n in range(3):
         client.execute("XADD", "orders", "*", "key", f"parked {secret}", "text", f"{n} {secret}")
@@ -229,6 +229,8 @@ def fill_with(client: Client, secret: str) -> KeyedStream:
     cause = f"ValueError: {secret}"
     why = Pause(by="breaker", at_ms=server_time_ms(client), cause="failed", count=9, of=9, error=cause)
     CommitStore(client, app="shop", handler="pay").set_paused(["orders"], paused=True, why=why)
+    client.execute("SET", worker_name_key("shop", "w-0"), "token")
+    client.execute("ZADD", live_workers_key("shop", "pay"), server_time_ms(client) + 3_600_000, "w-0")
     with Producer(client.url) as producer:
         producer.publish("orders", {"text": secret}, delay_ms=3_600_000)
     with AuditLog(client).action(by="ann", action="key park", about={"key": secret}):

@@ -17,7 +17,10 @@ from millstream.redis_client.key_names import (
     ServiceKeys,
     SinkKeys,
     StreamKeys,
+    hash_tag,
     live_workers_key,
+    worker_drain_key,
+    worker_name_key,
 )
 from tests.support.prose import words_of_code, words_of_script
 
@@ -66,6 +69,10 @@ def test_a_key_is_a_description_and_the_name_of_an_object() -> None:
     assert HandlerKeys("shop", "pay", "orders").parked == "millstream:{orders}:orders:shop.pay:parked"
     assert ServiceKeys("s").streams_of("c") == "millstream:{s-input}:s-input:of:c"
     assert live_workers_key("shop", "pay") == "millstream:worker:shop:alive:pay"
+
+
+def test_the_drain_of_a_worker_is_in_the_hash_slot_of_its_name() -> None:
+    assert hash_tag(worker_drain_key("shop", "w-0")) == worker_name_key("shop", "w-0")
 
 
 @pytest.mark.parametrize("owner", [HandlerKeys, StreamKeys, GroupBatchKeys, SinkKeys, ServiceKeys])

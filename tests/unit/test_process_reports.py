@@ -161,3 +161,13 @@ def test_the_pages_show_the_supervisor_and_its_processes_with_each_metric_family
     assert text.count(f"# TYPE {READ} ") == text.count("# TYPE process_cpu_seconds_total ") == 1
     assert page.status_code == 503
     assert page.json()["workers"]["w-0"]["handlers"]["shop.pay"]["running"] == 0
+
+
+def test_a_drained_worker_is_neither_missed_nor_awaited(reports: ProcessReports, recorder: Recorder) -> None:
+    process = Process(ManualClock())
+    for name in ("w-0", "w-1"):
+        reports.on_report(name, 1, process.report())
+    reports.on_drained("w-0")
+    assert reports.failures() == []
+    assert [one for one in reports.readiness_failures() if "w-0" in one] == []
+    assert [key for key, _ in recorder.snapshot()[m.WORKER_UP.name]] == [("w-1",)]

@@ -334,8 +334,8 @@ ROLES: Mapping[RoleName, Role] = {
             "leases/end_leases",
             *_GROW,
         ),
-        direct="client|setname exists hdel hget hgetall hkeys hlen hmget hpexpiretime hscan hset lindex llen lrange ping time unlink "
-        "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
+        direct="client|setname exists get hdel hget hgetall hkeys hlen hmget hpexpiretime hscan hset lindex llen lrange "
+        "ping set time unlink xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
         "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zcard zmscore zrange",
         optional="client|tracking",
         never_executed="sadd scard srandmember",
@@ -351,7 +351,7 @@ ROLES: Mapping[RoleName, Role] = {
             "producer/cancel_delayed",
             "keys/park_unpark_skip",
         ),
-        direct="exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time xadd xdel "
+        direct="exists get hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping set time xadd xdel "
         "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange "
         "zremrangebyrank zremrangebyscore",
         never_executed="hkeys unlink",

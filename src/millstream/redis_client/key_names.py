@@ -35,9 +35,14 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _SERVICE = re.compile(r"[A-Za-z0-9_.:-]{1,250}")
 
 
+def is_identifier(name: str) -> bool:
+    """Whether `name` can be part of a Redis key, a group name and a folder name."""
+    return bool(_IDENTIFIER.fullmatch(name))
+
+
 def check_identifier(kind: str, name: str) -> str:
     """Return `name` if it can be part of a Redis key, a group name and a folder name; raise ConfigError if not."""
-    if not _IDENTIFIER.fullmatch(name):
+    if not is_identifier(name):
         raise ConfigError(f"{kind} {name!r} must be 1 to 100 letters, digits, '_' or '-'")
     return name
 
@@ -145,6 +150,13 @@ def long_runs_key(app: str) -> str:
     worker can have this name.
     """
     return worker_name_key(app, ":long-runs")
+
+
+def worker_drain_key(app: str, worker: str) -> str:
+    """String, with a time to live: the holder of a worker's name that has to end the worker, and since when. No worker
+    can have this name. It is in the hash slot of the worker's name, so that one script reads both.
+    """
+    return worker_name_key(app, f":drain:{{{worker_name_key(app, worker)}}}")
 
 
 def audit_key() -> str:

@@ -1,20 +1,28 @@
 """Static membership: worker names that survive restarts, each held by one supervisor at a time (as Kafka's KIP-345)."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.held_members import HOLD_MEMBERS
 from millstream.delivery.restarts import Restart, record_restart
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import check_identifier, host_name, live_workers_key, worker_name_key
+from millstream.redis_client.key_names import (
+    check_identifier,
+    host_name,
+    live_workers_key,
+    worker_drain_key,
+    worker_name_key,
+)
 from millstream.redis_client.scripts import Script
 from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
 
 HOLD_NAME = Script("shared/hold_name")
 
 _MOST_NAMES = 10_000
+_DRAIN = 2
+"""The reply of HOLD_NAME for a worker that has to end."""
 
 
 class StaticMembership:
@@ -49,22 +57,30 @@ class StaticMembership:
         else:
             for number in range(count):
                 self._await_name(f"{self._base}-{number}")
-        self._announce(NAME_LEASE_MS)
+        self._announce(NAME_LEASE_MS, self.names)
         return self.names
 
-    def renew(self) -> None:
-        """Renew the names; call it every few seconds. Raises StaleOwner if another supervisor holds one."""
-        for name in self.names:
-            if not self._hold_for(name, NAME_LEASE_MS):
+    def renew(self) -> frozenset[str]:
+        """Renew the names; call it every few seconds. Return those of the workers that an operator drains.
+
+        Raises StaleOwner if another supervisor holds one.
+        """
+        replies = {name: self._hold_for(name, NAME_LEASE_MS) for name in self.names}
+        for name, reply in replies.items():
+            if not reply:
                 raise StaleOwner(f"another worker has the worker name {name!r} now; give each its own --name")
-        self._announce(NAME_LEASE_MS)
+        self._announce(NAME_LEASE_MS, self.names)
+        return frozenset(name for name, reply in replies.items() if reply == _DRAIN)
 
     def release(self) -> None:
         """Release the names."""
-        self._announce(0)
-        for name in self.names:
-            self._hold_for(name, 0)
+        self._release(self.names)
         self.names = []
+
+    def release_name(self, name: str) -> None:
+        """Release one of the names, as its worker has ended for good. May be repeated."""
+        self._release([name])
+        self.names = [one for one in self.names if one != name]
 
     def record_end(self, incarnation: str, end: ProcessEnd) -> None:
         """Record in Redis how a process with one of the names has ended."""
@@ -90,9 +106,15 @@ class StaticMembership:
             return True
         return False
 
-    def _announce(self, held_ms: int) -> None:
-        self._client.scripts([(HOLD_MEMBERS, (key,), (held_ms, *self.names)) for key in self._live_keys])
+    def _release(self, names: Sequence[str]) -> None:
+        self._announce(0, names)
+        for name in names:
+            self._hold_for(name, 0)
 
-    def _hold_for(self, name: str, held_ms: int) -> bool:
-        key = worker_name_key(self._app, name)
-        return bool(self._client.script(HOLD_NAME, (key,), (self.token, held_ms)))
+    def _announce(self, held_ms: int, names: Sequence[str]) -> None:
+        self._client.scripts([(HOLD_MEMBERS, (key,), (held_ms, *names)) for key in self._live_keys])
+
+    def _hold_for(self, name: str, held_ms: int) -> int:
+        """The reply of HOLD_NAME: 0 if another supervisor has the name."""
+        keys = (worker_name_key(self._app, name), worker_drain_key(self._app, name))
+        return int(self._client.script(HOLD_NAME, keys, (self.token, held_ms)))

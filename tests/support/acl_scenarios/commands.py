@@ -8,7 +8,7 @@ from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from tests.support.acl_scenarios.lease import oversee
 from tests.support.acl_scenarios.worker import KEYS, add, keyed, lease_one, letter, reliable
 from tests.support.commandline import call
@@ -67,6 +67,8 @@ def operate(url: str, admin: Client) -> None:
         command(url, "state", "export", "shop.bill")
     command(url, "pause", "shop.bill")
     command(url, "resume", "shop.bill")
+    admin.execute("SET", worker_name_key("shop", "w-0"), "token")
+    command(url, "drain", "w-0", "--yes")
     operate_queues(url, admin)
     oversee(command, url, admin)
     Worker(admin, app="shop", handler="bill")

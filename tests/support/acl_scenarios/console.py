@@ -70,6 +70,9 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     question = granted(browser.send(granted(browser.get(LETTERS)), "/letters/purge"))
     granted(browser.send(question, "/letters/purge", confirm="1"))
     send(browser, "/delayed?stream=orders", "/delayed/cancel")
+    token = granted(browser.get("/handler?name=shop.pay")).form("/handler/resume")["form_token"]
+    question = granted(browser.post("/workers/drain", app="shop", worker="w-0", form_token=token))
+    granted(browser.send(question, "/workers/drain", confirm="w-0"))
     send(browser, "/group?stream=orders&group=readers", "/group/set-id", after="2023-11-15T00:00")
 
 

@@ -53,6 +53,7 @@ class _Worker:
     """One worker by name. `ended`: how its last process ended, until the next one is started."""
 
     ended: str | None = None
+    is_drained: bool = False
     has_run: bool = False
     started_ms: float = 0.0
     reported_ms: float | None = None
@@ -103,6 +104,13 @@ class ProcessReports:
             self._recorder.set(m.WORKER_UP, 0, worker=name)
         self._metrics.end(name)
 
+    def on_drained(self, name: str) -> None:
+        """An operator has drained the worker of this name: its process has ended, and none follows."""
+        self._workers[name].is_drained = True
+        self.on_ended(name, "was drained")
+        with self._lock:
+            self._recorder.remove(m.WORKER_UP, worker=name)
+
     def on_stopping(self) -> None:
         """The supervisor stops: it is not ready, and is healthy without reports of its processes."""
         self._stopping = True
@@ -149,7 +157,7 @@ class ProcessReports:
 
     def _failures(self, worker: _Worker, kind: str = "failures") -> Iterator[str]:
         if worker.ended is not None:
-            if not self._stopping:
+            if not (self._stopping or worker.is_drained):
                 yield f"it {worker.ended}; it is being restarted"
             return
         yield from worker.health.get(kind, ())

@@ -96,6 +96,8 @@ class _Child:
     backoff: Backoff = field(default_factory=lambda: Backoff(*_WAITS_MS))
     has_worked: bool = False
     listener: threading.Thread | None = None
+    drained_by_ms: float | None = None
+    """When it is killed unless it has ended by then, as an operator drains it; None otherwise."""
 
     def close_freeze_detector(self) -> None:
         if self.freeze_detector is not None:
@@ -110,7 +112,7 @@ class Supervisor:
     returns whether the line shows that the process has committed anything; an error it raises ends all processes. A
     process that ends by a signal or with any code is restarted, at once if it has committed anything or ran for long,
     else with back-off; but FINAL_CODE ends all. A process frozen for `frozen_after_ms` is killed. The end of each
-    process is recorded under its incarnation.
+    process is recorded under its incarnation. A worker that an operator drains is stopped, and not started again.
 
     * `reports`: receives the starts and ends of processes, and what their lines have in the field `report`
     """
@@ -138,12 +140,14 @@ class Supervisor:
         # Recorded in order by the thread that holds the names; `_check` and `_stop` add to them.
         self._ends: list[tuple[str, ProcessEnd]] = []
         self._restarts: list[Restart] = []
+        self._drained: list[str] = []
+        self._to_drain: frozenset[str] = frozenset()
         self._has_ended = threading.Event()
         self._is_killed = self._is_over = False
         self._failure: Exception | None = None
 
     def run(self, stopping: threading.Event) -> None:
-        """Keep the processes alive until `stopping`.
+        """Keep the processes alive until `stopping`, or until all workers are drained.
 
         Raises PipelineFailed if one of them cannot continue, StaleOwner, and errors of `on_line`.
         """
@@ -153,10 +157,10 @@ class Supervisor:
         holding = threading.Thread(target=self._hold_names, name="millstream-worker-names", daemon=True)
         holding.start()
         try:
-            while not stopping.wait(_TICK_S):
+            while self._children and not stopping.wait(_TICK_S):
                 if self._failure is not None:
                     raise self._failure
-                for child in self._children:
+                for child in [*self._children]:
                     self._check(child)
         finally:
             self._stop()
@@ -181,7 +185,8 @@ class Supervisor:
         while not self._is_over:
             self._has_ended.clear()
             try:
-                self._names.renew()  # also during a stop: another process must not get the name of one that still runs
+                # Also during a stop: another process must not get the name of one that still runs.
+                self._to_drain = self._names.renew()
             except Unavailable as error:
                 logger.debug("cannot renew the worker names, Redis is unavailable: %s; retrying", error)
             except Exception as error:  # noqa: BLE001 - `run` raises it; this thread goes on to release the names
@@ -197,13 +202,20 @@ class Supervisor:
 
     def _check(self, child: _Child) -> None:
         now_ms = self._clock.monotonic_ms()
+        if child.name in self._to_drain and child.drained_by_ms is None:
+            self._begin_drain(child, now_ms)
         if child.process is None:
-            if now_ms >= child.due_ms:
+            if child.drained_by_ms is not None:
+                self._end_drain(child)
+            elif now_ms >= child.due_ms:
                 self._start(child)
             return
         code = child.process.poll()
         if code is None:
             self._kill_if_frozen(child, child.process, now_ms)
+            if child.drained_by_ms is not None and now_ms > child.drained_by_ms:
+                self._finish_stop(child, child.process)
+                self._end_drain(child)
             return
         if self._is_killed:
             return  # `_stop` records that end, which is no crash
@@ -211,6 +223,10 @@ class Supervisor:
             return
         if child.process.stdin is not None:
             child.process.stdin.close()
+        if child.drained_by_ms is not None:
+            self._finish_stop(child, child.process)
+            self._end_drain(child)
+            return
         child.process = None
         child.close_freeze_detector()
         end = self._end_of(child, code)
@@ -225,6 +241,24 @@ class Supervisor:
         wait_ms = child.backoff.next_ms()
         child.due_ms = now_ms + wait_ms
         logger.warning("worker %s %s; restarting in %.1f s", child.name, end.cause, wait_ms / 1000)
+
+    def _begin_drain(self, child: _Child, now_ms: float) -> None:
+        logger.warning(
+            "worker %s: an operator drains it; it finishes its running messages, and is not restarted", child.name
+        )
+        child.drained_by_ms = now_ms + self._stop_ms + _SLACK_MS
+        if child.process is not None:
+            _order_stop(child.process)
+
+    def _end_drain(self, child: _Child) -> None:
+        """Let go of a worker whose process has ended. Its name becomes free."""
+        logger.warning("worker %s has ended: an operator drained it; its name is free", child.name)
+        child.process = None
+        self._children.remove(child)
+        if self._reports is not None:
+            self._reports.on_drained(child.name)
+        self._drained.append(child.name)
+        self._has_ended.set()
 
     def _kill_if_frozen(self, child: _Child, process: subprocess.Popen[bytes], now_ms: float) -> None:
         if (
@@ -258,7 +292,10 @@ class Supervisor:
         self._has_ended.set()
 
     def _record_ends(self) -> None:
-        """Record ends and restarts in Redis that are not recorded yet. Until then, they count against no message."""
+        """Record ends and restarts in Redis that are not recorded yet, and release the names of drained workers.
+
+        Until an end is recorded, it counts against no message.
+        """
         try:
             while self._ends:
                 self._names.record_end(*self._ends[0])
@@ -266,6 +303,9 @@ class Supervisor:
             while self._restarts:
                 self._names.record_restart(self._restarts[0])
                 del self._restarts[0]
+            while self._drained and not self._ends:  # as long as the name is held, its worker may live
+                self._names.release_name(self._drained[0])
+                del self._drained[0]
         except RedisError as error:
             logger.debug("cannot record how a worker ended: %s; retrying", error)
 
@@ -352,25 +392,34 @@ class Supervisor:
             self._reports.on_stopping()
         running = [(child, child.process) for child in self._children if child.process is not None]
         for _, process in running:
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError), process.stdin:  # the process has ended by itself
-                    process.stdin.write(_STOP_MESSAGE)
+            _order_stop(process)
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
         while any(process.poll() is None for _, process in running) and self._clock.monotonic_ms() < deadline_ms:
             self._clock.sleep_ms(1000 * _TICK_S)
         for child, process in running:
-            hangs = process.poll() is None
-            if hangs:
-                logger.warning("worker process %d did not stop in time; killing it", process.pid)
-                process.kill()
-                process.wait()
-            if hangs or self._is_killed:
-                self._record_end(child, _KILLED_AT_STOP)
-            elif process.returncode:
-                self._record_end(child, self._end_of(child, process.returncode))
-            if child.listener is not None:
-                child.listener.join(_LAST_REPORT_S)  # not for longer: a child of the process may hold the pipe
-            child.close_freeze_detector()
+            self._finish_stop(child, process)
+
+    def _finish_stop(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
+        """Record how a process that had to stop has ended, and read its last reports; kill it if it has not ended."""
+        hangs = process.poll() is None
+        if hangs:
+            logger.warning("worker process %d did not stop in time; killing it", process.pid)
+            process.kill()
+            process.wait()
+        if hangs or self._is_killed:
+            self._record_end(child, _KILLED_AT_STOP)
+        elif process.returncode:
+            self._record_end(child, self._end_of(child, process.returncode))
+        if child.listener is not None:
+            child.listener.join(_LAST_REPORT_S)  # not for longer: a child of the process may hold the pipe
+        child.close_freeze_detector()
+
+
+def _order_stop(process: subprocess.Popen[bytes]) -> None:
+    """Let a process stop in order. It may have ended by itself, or have the order already."""
+    if process.stdin is not None and not process.stdin.closed:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(_STOP_MESSAGE)
 
 
 def describe_end(code: int) -> str:

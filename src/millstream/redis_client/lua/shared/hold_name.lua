@@ -2,8 +2,9 @@
 -- Acquire, renew or release a worker's name.
 --
 -- KEYS  1 the name (string: its holder, with a time to live)
--- ARGV  1 token of the holder   2 for how long, in milliseconds; 0 releases it
--- REPLY 1 if the holder has it (or had, and released it), 0 if another has
+--       2 optional: the drain of the worker (string: the holder that has to end it, a space, since when)
+-- ARGV  1 token of the holder   2 for how long, in milliseconds; 0 releases it, with its drain
+-- REPLY 1 if the holder has it (or had, and released it), 2 if it has it and has to end the worker, 0 if another has
 --
 -- INVARIANT  At most one holder at a time has a name, as long as Redis' clock does not jump.
 
@@ -17,8 +18,11 @@ if holder and holder ~= ARGV[1] then
   return 0
 end
 if ARGV[2] == '0' then
-  redis.call('DEL', KEYS[1])
-else
-  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+  redis.call('DEL', unpack(KEYS))
+  return 1
 end
-return 1
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+-- A drain that names an earlier holder has no effect, nor has what another program has written there.
+local drain = KEYS[2] and redis.pcall('GET', KEYS[2])
+local token = ARGV[1] .. ' '
+return type(drain) == 'string' and string.sub(drain, 1, #token) == token and 2 or 1

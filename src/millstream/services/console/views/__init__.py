@@ -38,6 +38,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/group", level=Level.FIGURES, view=groups.group),
     Page(path="/group/set-id", method="POST", level=Level.ADMIN, view=groups.set_id),
     Page(path="/workers", level=Level.FIGURES, view=deployment.workers),
+    Page(path="/workers/drain", method="POST", level=Level.ADMIN, view=deployment.drain),
     Page(path="/delayed", level=Level.FIGURES, view=deployment.delayed),
     Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=deployment.cancel),
     Page(path="/redis", level=Level.FIGURES, view=deployment.redis),

@@ -1,5 +1,7 @@
 """Pages about the deployment: workers and leases, delayed messages, Redis, and what operators did."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from shlex import quote
 
 from starlette.responses import Response
@@ -8,16 +10,19 @@ from millstream.admin.attention import sentence_of
 from millstream.admin.audit_log import AuditLog
 from millstream.admin.delayed_streams import find_delayed_streams
 from millstream.admin.lease_overview import read_service, read_services
+from millstream.admin.reports import HandlerReport
+from millstream.admin.worker_drains import SupervisedWorker, find_supervised, find_worker, request_drain
 from millstream.delivery.delayed_messages import DelayedMessages
-from millstream.errors import MillstreamError
+from millstream.errors import AccessDenied, MillstreamError
 from millstream.model import EntryId
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.key_names import is_service
+from millstream.redis_client.key_names import is_identifier, is_service
 from millstream.services.console.pages import PageRequest
 from millstream.services.console.views.overview import overview_of
 
 _MOST_SERVICES = 20
 _PAGE = 100
+_MOST_WORKERS = 500
 
 
 def workers(page: PageRequest) -> Response:
@@ -28,6 +33,7 @@ def workers(page: PageRequest) -> Response:
         one.label: (one.engine, sorted({name for each in handlers if each.label == one.label for name in each.workers}))
         for one in handlers
     }
+    supervised, is_partial = _supervised(page, handlers)
     asked = page.query.get("service")
     found = read_service(page.client, asked) if asked else None
     if asked and found is None:
@@ -40,10 +46,48 @@ def workers(page: PageRequest) -> Response:
         alive=alive,
         restarts=[page.display.text(one.describe(), "error") for one in inspection.restarts] if inspection else [],
         long_runs=[page.display.text(one.describe(page.now_ms)) for one in inspection.long_runs] if inspection else [],
+        supervised=supervised,
+        most_workers=_MOST_WORKERS if is_partial else None,
         services=services,
         asked=asked,
         most=_PAGE,
     )
+
+
+def drain(page: PageRequest) -> Response:
+    """Let a worker finish its running messages and end, once its name is typed."""
+    found = find_worker(page.client, page.wanted("worker"), page.wanted("app"))
+    fields = {"app": found.app, "worker": found.name}
+    if found.drained_since_ms is not None:
+        return page.redirect("/workers", done="repeated")
+    if page.field("confirm") != found.name:
+        return page.render(
+            "confirm.html",
+            question=f"Drain worker {found.name} of {found.app}",
+            sentences=[
+                *(["This is not its name."] if page.field("confirm") else []),
+                "The worker takes nothing new, finishes its running messages, and releases the others.",
+                "Then its process ends, and its supervisor does not restart it.",
+                "A supervisor without a worker ends, too; what has started it may start it again.",
+            ],
+            path="/workers/drain",
+            fields=fields,
+            typed=f"the name {found.name}",
+            command=f"millstream drain {found.name} --app {found.app}",
+            back=page.url("/workers"),
+        )
+    with page.audit("drain", **fields) as action:
+        request_drain(page.client, found)
+        action.result = "requested"
+    return page.redirect("/workers", done="drained")
+
+
+def _supervised(page: PageRequest, handlers: Sequence[HandlerReport]) -> tuple[list[SupervisedWorker], bool]:
+    """The workers under a supervisor, as far as the console may read their names; and whether there are more."""
+    names = sorted({(one.app, name) for one in handlers for name in one.workers if is_identifier(name)})
+    with suppress(AccessDenied):
+        return find_supervised(page.client, names[:_MOST_WORKERS]), len(names) > _MOST_WORKERS
+    return [], False
 
 
 def delayed(page: PageRequest) -> Response:

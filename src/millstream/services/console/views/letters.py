@@ -195,6 +195,7 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
         },
         repeated=[("letter", one) for one in page.form.get("letter", ())],
         typed=f"the number {len(found)}" if verb == "purge" else None,
+        inputmode="numeric",
         command=f"millstream dlq {verb} {name}{f' --reason {reason}' if reason else ''}",
         back=page.url("/letters", handler=name, reason=reason or None, error=error or None),
     )
