@@ -73,6 +73,7 @@ RIGHTS = {
     ("POST", "/group/set-id"): "admin",
     ("GET", "/workers"): "figures",
     ("POST", "/workers/drain"): "admin",
+    ("GET", "/queries"): "figures",
     ("GET", "/delayed"): "figures",
     ("POST", "/delayed/cancel"): "admin",
     ("GET", "/redis"): "figures",

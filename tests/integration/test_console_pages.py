@@ -11,13 +11,15 @@ import httpx
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, announce
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import HandlerKeys, run_name, stage_group, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
 from millstream.services.console.pages import Shared
+from millstream.spark.run.liveness import announce_run
 from tests.support.consoles import BASE, Browser, authorized, console, fill_with, pages_reached
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -86,7 +88,7 @@ def test_every_link_leads_to_a_page_and_each_page_has_one_heading(client: Client
             "/group",
             "/workers",
         ),
-        *("/delayed", "/redis", "/audit"),
+        *("/queries", "/delayed", "/redis", "/audit"),
     }
 
 
@@ -327,3 +329,26 @@ def test_a_redis_that_is_away_is_one_sentence_and_the_console_goes_on(tmp_path: 
         eventually(lambda: "problem" in browser.get("/").text, "the overview to name what it cannot reach")
         server.start()
         eventually(lambda: browser.get("/streams?prefix=y").status == 200, "the page")
+
+
+def test_the_queries_on_spark_are_shown_with_the_begin_of_their_run_and_their_lag(
+    client: Client, browser: Browser
+) -> None:
+    assert "Nothing has run on Spark yet" in browser.get("/queries").text
+    fill(client, 3)
+    ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
+    CommitStore(client, app="shop", handler="bill", token=1).begin_run(["in"])
+    client.execute("HSET", HandlerKeys("shop", "bill", "in").meta, "committed_id", "0-1")
+    for stage in ("minutes", "hours", "days"):
+        client.execute("XGROUP", "CREATE", "in", stage_group("shop", stage), "0", "ENTRIESREAD", 0)
+    announce_run(client, "shop", ["minutes"], epoch=1_700_000_000_000_000)
+    client.execute("SET", worker_name_key("shop", run_name("hours")), "of another program")
+    client.execute("LPUSH", worker_name_key("shop", run_name("days")), "of another program")
+    page = eventually(lambda: "shop.bill" in (one := browser.get("/queries")).text and one, "a new overview")
+    assert page
+    assert "shop.bill not running spark - - 1 3 " in page.text
+    assert "shop.minutes running spark, stage 2023-11-14T22:13:20.000" in page.text
+    for stage in ("hours", "days"):
+        assert f"shop.{stage} running spark, stage - - 1 3 " in page.text
+    assert "/handler?name=shop.bill" in page.links
+    assert "app.handle" not in page.text

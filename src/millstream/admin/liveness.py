@@ -3,6 +3,7 @@
 A consumer group alone does not show it: it keeps every consumer that ever read an entry.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from millstream.balancer.protocol import service_of
@@ -23,6 +24,7 @@ from millstream.redis_client.replies import pairs_of, time_ms_of
 from millstream.redis_client.resp import Command
 
 _LIVE_MS = 60_000.0
+_EPOCH = re.compile(rb"[0-9]{1,18}")
 
 StreamGroup = tuple[str, str]
 """A stream and a consumer group on it."""
@@ -64,6 +66,18 @@ def find_runs(client: Client, pipelines: Iterable[tuple[str, str]]) -> set[tuple
     """Those of `pipelines`, handlers or stages by app and name, whose run on Spark is alive, by its liveness key."""
     asked = {(app, run_name(name)): (app, name) for app, name in pipelines}
     return {asked[one] for one in _holders(client, asked)}
+
+
+def read_epochs(client: Client, pipelines: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """The epochs of those of `pipelines`, handlers or stages by app and name, whose run on Spark is alive.
+
+    An epoch is about the time at which its run began, in Unix microseconds. Leaves out those that this user may not
+    read, and what another program has written there. Raises RedisError.
+    """
+    asked = list(pipelines)
+    replies = send_all(client, [("GET", worker_name_key(app, run_name(name))) for app, name in asked])
+    known = [None if isinstance(one, AccessDenied | WrongType) else raise_if_error(one) for one in replies]
+    return {one: int(epoch) for one, epoch in zip(asked, known, strict=True) if epoch and _EPOCH.fullmatch(epoch)}
 
 
 def _holders(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:

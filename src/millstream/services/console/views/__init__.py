@@ -13,6 +13,7 @@ from millstream.services.console.views import (
     streams,
 )
 from millstream.services.console.views.overview import overview
+from millstream.services.console.views.queries import queries
 
 PAGES: tuple[Page, ...] = (
     Page(path="/", level=Level.FIGURES, view=overview),
@@ -39,6 +40,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/group/set-id", method="POST", level=Level.ADMIN, view=groups.set_id),
     Page(path="/workers", level=Level.FIGURES, view=deployment.workers),
     Page(path="/workers/drain", method="POST", level=Level.ADMIN, view=deployment.drain),
+    Page(path="/queries", level=Level.FIGURES, view=queries),
     Page(path="/delayed", level=Level.FIGURES, view=deployment.delayed),
     Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=deployment.cancel),
     Page(path="/redis", level=Level.FIGURES, view=deployment.redis),
