@@ -352,3 +352,11 @@ def test_the_queries_on_spark_are_shown_with_the_begin_of_their_run_and_their_la
         assert f"shop.{stage} running spark, stage - - 1 3 " in page.text
     assert "/handler?name=shop.bill" in page.links
     assert "app.handle" not in page.text
+
+
+def test_a_stage_that_makes_no_progress_is_in_the_attention_list(client: Client, browser: Browser) -> None:
+    client.execute("XADD", "in", f"{server_time_ms(client) - 3_600_000}-0", "n", 1)
+    client.execute("XGROUP", "CREATE", "in", stage_group("shop", "minutes"), "0", "ENTRIESREAD", 0)
+    page = browser.get("/")
+    assert "warning stage shop.minutes: 1 entry waits, the oldest for " in page.text
+    assert page.html.count('<a href="/queries">Show</a>') == 1

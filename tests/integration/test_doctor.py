@@ -23,7 +23,7 @@ from millstream.delivery.restarts import Restart, record_restart
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import StreamKeys, restarts_key, worker_name_key
+from millstream.redis_client.key_names import StreamKeys, restarts_key, run_name, stage_group, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.deployments import lent_cluster
@@ -323,6 +323,22 @@ def test_a_backlog_that_grows_old_under_a_live_worker_is_a_warning_with_its_begi
     assert late.since_ms is not None
     assert abs(late.since_ms - began_ms) < 1_800_000
     assert found(diagnose(client, old_ms=24 * 3_600_000), "late") == []
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_stage_that_makes_no_progress_is_a_warning_with_its_beginning(client: Client, is_alive: bool) -> None:
+    began_ms = server_time_ms(client) - 3_600_000
+    client.execute("XADD", "in", f"{began_ms}-0", "n", 1)
+    client.execute("XGROUP", "CREATE", "in", stage_group("shop", "minutes"), "0", "ENTRIESREAD", 0)
+    if is_alive:
+        client.execute("SET", worker_name_key("shop", run_name("minutes")), 1)
+    late = only(client, "stages")
+    assert (late.severity, late.handler) == ("warning", None)
+    assert late.what.startswith("stage shop.minutes: 1 entry waits, the oldest for ")
+    assert ("no run is alive" in (late.why or "")) == (not is_alive)
+    assert late.since_ms is not None
+    assert abs(late.since_ms - began_ms) < 1_800_000
+    assert found(diagnose(client, old_ms=24 * 3_600_000), "stages") == []
 
 
 def test_a_delayed_message_that_nothing_moves_is_a_problem(client: Client) -> None:

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from millstream.admin.delayed_streams import first_due_ms
 from millstream.admin.findings import Finding, quoted, start_command
 from millstream.admin.inspection import inspect
-from millstream.admin.reports import HandlerReport, Inspection, StreamReport
+from millstream.admin.reports import GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT
 from millstream.delivery.restarts import CRASH_LOOP
@@ -22,7 +22,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_age, pluralize
-from millstream.redis_client.key_names import WAITING, HandlerKeys, to_wire
+from millstream.redis_client.key_names import WAITING, HandlerKeys, stage_of, to_wire
 from millstream.redis_client.pipelining import call_all, send_all
 
 _FINISHED_ENTRIES = 10_000
@@ -60,6 +60,16 @@ class Data:
         found: dict[str, list[HandlerReport]] = {}
         for one in self.found.handlers:
             found.setdefault(one.label, []).append(one)
+        return found
+
+    @cached_property
+    def by_stage(self) -> Mapping[tuple[str, str], Sequence[tuple[str, GroupReport]]]:
+        """The progress of each stage, by app and name: its streams, and the group on each."""
+        found: dict[tuple[str, str], list[tuple[str, GroupReport]]] = {}
+        for stream in self.found.streams:
+            for group in stream.groups:
+                if stage := stage_of(group.name):
+                    found.setdefault(stage, []).append((stream.name, group))
         return found
 
 
@@ -261,6 +271,24 @@ def check_late(data: Data) -> Iterator[Finding]:
             )
 
 
+def check_stages(data: Data) -> Iterator[Finding]:
+    """Stages that make no progress: entries have waited for long, with a run alive or without."""
+    for (app, stage), some in data.by_stage.items():
+        old = [(stream, one) for stream, one in some if one.lag and (one.oldest_age_ms or 0) >= data.old_ms]
+        if old:
+            oldest_ms = max(one.oldest_age_ms or 0 for _, one in old)
+            is_alive = any(one.alive for _, one in old)
+            yield Finding(
+                check="stages",
+                severity="warning",
+                since_ms=_now_ms() - oldest_ms,
+                what=f"stage {escape(app)}.{escape(stage)}: {pluralize(sum(one.lag or 0 for _, one in old), 'entry waits', 'entries wait')}, "
+                f"the oldest for {format_age(oldest_ms)}, on {_streams(stream for stream, _ in old)}",
+                why="its run does not keep up, or its query fails again and again" if is_alive else "no run is alive",
+                mend=(start_command("spark", quoted(app)),),
+            )
+
+
 def check_overdue(data: Data) -> Iterator[Finding]:
     """Delayed messages that are due and not moved to their streams."""
     late = {stream: due_ms for stream, due_ms in data.due_ms.items() if _now_ms() - due_ms >= _RESTART_MS}
@@ -446,6 +474,7 @@ DATA_CHECKS: Mapping[str, Callable[[Data], Iterable[Finding]]] = {
     "idle-entries": check_idle_entries,
     "waiting": check_waiting,
     "late": check_late,
+    "stages": check_stages,
     "overdue": check_overdue,
     "restarts": check_restarts,
     "long-runs": check_long_runs,

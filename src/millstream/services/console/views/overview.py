@@ -7,7 +7,13 @@ from millstream.admin.findings import Finding
 from millstream.services.console.pages import PageRequest
 
 _KEEP_MS = 2_000.0
-_PAGES = {"overdue": "/delayed", "growth": "/streams", "restarts": "/workers", "long-runs": "/workers"}
+_PAGES = {
+    "overdue": "/delayed",
+    "growth": "/streams",
+    "restarts": "/workers",
+    "long-runs": "/workers",
+    "stages": "/queries",
+}
 
 
 def overview(page: PageRequest) -> Response:
