@@ -69,15 +69,6 @@ def test_a_worker_whose_session_ended_while_it_was_frozen_keeps_only_the_roles_t
     assert roles.acquire(roles.first, "a", "b") == {"b"}
 
 
-def test_a_stream_that_its_router_does_not_route_any_more_has_another(roles: Roles) -> None:
-    roles.acquire(roles.first, "a", "b")
-    roles.acquire(roles.second, "a", "b")
-    roles.clock.now_ms += ROLE_MS / 3
-    assert roles.acquire(roles.first, "a") == {"a"}
-    roles.second.make_due()
-    assert roles.acquire(roles.second, "a", "b") == {"b"}
-
-
 def test_a_session_that_a_clock_set_back_has_made_longer_is_cut_to_its_length(roles: Roles) -> None:
     roles.acquire(roles.first, "a")
     roles.acquire(roles.second, "a")

@@ -53,6 +53,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("claim", "s", "g", "c", "1-0"),
     ),
     "forget": (("a.h", "--yes"),),
+    "drain": (("w", "--yes"),),
     "pause": (("a.h",),),
     "resume": (("a.h",),),
     "key": (

@@ -35,17 +35,22 @@ class ChangedStreams:
 
     @property
     def refused(self) -> bool:
-        """True if the server refuses key tracking: then every stream has to be queried each time."""
+        """True if the server refuses key tracking, as far as known after the first `find`."""
         return self._tracker.refused
 
     def find(self, streams: Collection[str]) -> list[str]:
-        """Return those of `streams` that have to be queried: changed since `query`, new, or due. Raises RedisError."""
+        """Return those of `streams` that have to be queried: changed since `query`, new, or due. Raises RedisError.
+
+        If key tracking is `refused`, the new ones alone: then the caller has to poll.
+        """
         changed = self._tracker.changed()
         new = self._follow(set(streams))
         now_ms = self._clock.monotonic_ms()
         is_sweep_due = now_ms >= self._sweep_due_ms
         if is_sweep_due:
             self._sweep_due_ms = now_ms + _SWEEP_MS
+        if self._tracker.refused:
+            return new
         if changed is None:
             return list(self._keys)
         found = {*new, *(self._names[key] for key in changed if key in self._names)}

@@ -126,7 +126,8 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
             self._changes_due_ms = now_ms + self._policy.sweep_ms
             for name in self._changed.find(list(self._streams)):
                 self._idle.put(name, now_ms)
-        names = [name for name in self._idle.pop_due(now_ms, _AT_ONCE) if name not in self._active]
+        due = self._idle.pop_due(now_ms, _AT_ONCE)
+        names = [name for name in due if name in self._streams and name not in self._active]
         found = False
         for name, reply in self._changed.query({name: ("EXISTS", *self._queue_keys(name)) for name in names}):
             if reply:  # also an error: leasing will report it

@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
@@ -36,6 +36,7 @@ class RouterRole:
         self._client = client
         self._token = secrets.token_hex(8)
         self._due_ms = self._all_due_ms = 0.0
+        self._has_session = False
         self._holders: dict[str, str] = {}
         """The token of the holder of each stream whose role was requested."""
         self.held: set[str] = set()
@@ -44,11 +45,17 @@ class RouterRole:
     def acquire(self, names: Collection[str]) -> None:
         """Acquire the roles on new streams, and every second renew the session and take over the roles of workers that
         have ended. Raises RedisError.
+
+        `names`: the streams of this worker; none leaves before the worker ends
         """
         now_ms = self._context.clock.monotonic_ms()
         is_due = now_ms >= self._due_ms
         if is_due:
-            self._renew(names, now_ms)
+            is_renewed = self._renew_session()  # first: what concerns one stream may fail
+            self._take_over()
+            if not is_renewed or now_ms >= self._all_due_ms:
+                self._holders.clear()
+                self._all_due_ms = now_ms + HELD_MS / 3
             self._due_ms = now_ms + ROLE_MS / 3
         new = [name for name in names if name not in self._holders]
         if new:
@@ -64,22 +71,16 @@ class RouterRole:
         """Release the roles, so that other workers may acquire them at once; while Redis is unavailable they expire."""
         with contextlib.suppress(Unavailable):
             self._client.execute("DEL", self._session_of(self._token))
-            self._release(list(self.held))
-
-    def _renew(self, names: Collection[str], now_ms: float) -> None:
-        self._release([name for name in self.held if name not in names])
-        self._holders = {name: holder for name, holder in self._holders.items() if name in names}
-        self._take_over()
-        if not self._renew_session() or now_ms >= self._all_due_ms:
-            self._holders.clear()
-            self._all_due_ms = now_ms + HELD_MS / 3
+            self._end_roles(dict.fromkeys(self.held, self._token))
 
     def _renew_session(self) -> bool:
         """Renew the session; return False if it is a new one, so that other workers may have taken roles over."""
         session = self._session_of(self._token)
-        if self._client.execute("SET", session, 1, "XX", "PX", ROLE_MS) is not None:
+        if self._has_session and self._client.execute("SET", session, 1, "XX", "PX", ROLE_MS) is not None:
             return True
+        self._has_session = False  # also if the reply is lost
         self._client.execute("SET", session, 1, "PX", ROLE_MS)
+        self._has_session = True
         return False
 
     def _take_over(self) -> None:
@@ -92,9 +93,13 @@ class RouterRole:
             elif not 0 <= left_ms <= ROLE_MS:  # no worker sets that: the clock went back, with a failover for example
                 self._client.execute("PEXPIRE", self._session_of(token), ROLE_MS)
         ended = {name: holder for name, holder in self._holders.items() if holder in gone}
-        self._client.scripts([(HOLD_NAME, (self._key_of(name),), (holder, 0)) for name, holder in ended.items()])
+        self._end_roles(ended)
         for name in ended:
             del self._holders[name]
+
+    def _end_roles(self, holders: Mapping[str, str]) -> None:
+        """End the role on each of these streams, if its holder still has it."""
+        self._client.scripts([(HOLD_NAME, (self._key_of(name),), (holder, 0)) for name, holder in holders.items()])
 
     def _request(self, names: Sequence[str]) -> None:
         """Acquire the role on each stream that has no router; note who has it on the others."""
@@ -105,11 +110,6 @@ class RouterRole:
         for name, holder in zip(others, self._call([("GET", self._key_of(name)) for name in others]), strict=True):
             if holder is not None:  # released meanwhile: it is requested with the next `acquire`
                 self._holders[name] = holder.decode()
-
-    def _release(self, names: Sequence[str]) -> None:
-        self._client.scripts([(HOLD_NAME, (self._key_of(name),), (self._token, 0)) for name in names])
-        for name in names:
-            self._holders.pop(name, None)
 
     def _call(self, commands: Sequence[Command]) -> list[Reply]:
         return call_all(self._client, commands) if commands else []

@@ -70,6 +70,8 @@ class TrackedKeyRouter(KeyRouter):
                 self._route_batch()
                 self._failures = 0
             except Unavailable as error:
+                if self._role is not None:
+                    self._role.make_due()
                 self._log_unavailable(error)
                 stopping.wait(self._policy.sweep_ms / 1000)
         self._tracker.close()

@@ -195,6 +195,8 @@ class Maintenance(Generic[S]):
             found = self._changed.find(streams)
         except Unavailable:  # each refresh reports what is unavailable
             return list(streams)
+        if self._changed.refused:
+            return list(streams)
         paused = [name for name, one in streams.items() if one.pause is not None]  # a pause may end by itself
         self._unrefreshed = (self._unrefreshed & streams.keys()).union(found, paused)
         return list(self._unrefreshed)
