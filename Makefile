@@ -12,12 +12,12 @@ endif
 ON_SPARK = PATH=$(CURDIR)/.venv/spark-$(VERSION)/bin:$$PATH $(CURDIR)/.venv/spark-$(VERSION)/bin/python
 SERVER_TESTS = $(patsubst %,tests/integration/test_%.py,acl client commit_store dlq reliable delayed groups groups_reader \
 	group_batches keyed worker worker_keyed balancer partitions producer replica_reads sink_publish sink_upserts server \
-	topologies key_tracking forget)
+	topologies key_tracking forget schedules worker_idle)
 # What differs between servers, in little time: no test that starts several of them or kills one, and of the roles without
 # one of their rights those of two. `make servers` leaves nothing out.
 QUICK_SERVERS = redis8 valkey9
 QUICK_TESTS = $(patsubst %,tests/integration/test_%.py,acl client commit_store delayed dlq forget groups key_tracking keyed \
-	keyed_handover partitions reliable replica_reads sink_publish sink_upserts)
+	keyed_handover partitions reliable replica_reads schedules sink_publish sink_upserts worker_idle)
 QUICK = not (cluster or sentinel or kill) and (not required_rights or worker or spark)
 SPARK_TESTS = tests/spark tests/unit/test_spark_lookup.py tests/faults/test_sink_faults.py \
 	tests/faults/test_exactly_once.py
