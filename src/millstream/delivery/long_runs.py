@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from millstream.delivery.held_members import hold_members, read_members
+from millstream.delivery.expiring_members import hold_members, read_members
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
 from millstream.redis_client.key_names import long_runs_key

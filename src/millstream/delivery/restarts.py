@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millstream.delivery.held_members import hold_members, read_members
+from millstream.delivery.expiring_members import hold_members, read_members
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import restarts_key

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.held_members import HOLD_MEMBERS
+from millstream.delivery.expiring_members import HOLD_MEMBERS
 from millstream.delivery.restarts import Restart, record_restart
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client

@@ -14,11 +14,11 @@ from fastapi.responses import Response
 from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder, exposition
 from millstream.services.master.acknowledgements import AckRequest, AckResult
-from millstream.services.master.body_route import BodyRoute, Permission, first_error
 from millstream.services.master.call_batching import CallBatcher
 from millstream.services.master.delegation import Delegator, entry_id_of
 from millstream.services.master.health_checks import HealthChecker
 from millstream.services.master.health_url_allowlist import AllowList
+from millstream.services.master.json_body_route import BodyRoute, Permission, first_error
 from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
 from millstream.services.master.schemas import (

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
 from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
-from millstream.spark.source.other_case import warn_of_other_case
+from millstream.spark.source.field_name_case import warn_of_other_case
 
 Entry = Sequence[Any]
 """As hiredis parses it: [id, [name, value, name, value, ...]]."""
