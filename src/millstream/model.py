@@ -89,6 +89,15 @@ class Message:
         return default if value is None else value.decode("utf-8", "replace")
 
 
+def value_of(pairs: Sequence[bytes], name: bytes) -> bytes | None:
+    """Return the value of the field `name`, None if it is absent; of a repeated one the last, as in `Message.fields`."""
+    names = pairs[-2::-2]  # of the last field first; a value may equal the name
+    try:
+        return pairs[-1 - 2 * names.index(name)]
+    except ValueError:
+        return None
+
+
 class State(dict[str, Any]):
     """The durable state of one key of one handler: loaded before, and committed with, each message.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, TypeGuard
 
 from millstream.errors import ConfigError, DecodeError, MissingKey, did_you_mean, text_of
 from millstream.handlers.decoding import compile_decoder, wire_types
-from millstream.model import Breaker, Message, Retry, State
+from millstream.model import Breaker, Message, Retry, State, value_of
 from millstream.redis_client.key_names import (
     check_base,
     check_identifier,
@@ -109,6 +109,14 @@ class Handler:
         """The field that it is keyed by; None without a key or with a key function."""
         return self.key if isinstance(self.key, str) else None
 
+    @functools.cached_property
+    def _key_name(self) -> bytes:
+        return to_wire(self.key_field or "")
+
+    def key_in(self, pairs: Sequence[bytes]) -> bytes | None:
+        """Return the key of an entry with these names and values, for a handler with a `key_field`; None if it has none."""
+        return value_of(pairs, self._key_name) or None
+
     def key_of(self, message: Message) -> bytes | None:
         """Return the message's key, or None if the handler has no key or the message lacks it.
 
@@ -117,7 +125,7 @@ class Handler:
         if self.key is None:
             return None
         if isinstance(self.key, str):
-            return message.fields.get(self.key) or None
+            return self.key_in(message.pairs)
         try:
             found = self.key(message)
             if isinstance(found, str):

@@ -241,6 +241,19 @@ KEYED_CASES: tuple[Case, ...] = (
         letters=[Letter(entry=1, reason="missing-key"), Letter(entry=2, reason="missing-key")],
     ),
     Case(
+        name="repeated_key",
+        promise="if an entry repeats the key field, its last value is the key; a value that reads like its name is none",
+        function=key_function,
+        options={"key": "key"},
+        entries=[
+            [b"key", b"x", b"n", b"key", b"key", b"a"],
+            [b"n", b"key", b"key", b"a", b"m", b"key"],
+            [b"key", b"a", b"key", b"b"],
+        ],
+        outputs=[{"key": "a", "count": 1}, {"key": "a", "count": 2}, {"key": "b", "count": 1}],
+        order_by="key",
+    ),
+    Case(
         name="unordered",
         promise="or, with missing_key='unordered', it is processed without order and without a stored state",
         function=unordered,

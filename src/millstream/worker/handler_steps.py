@@ -47,6 +47,8 @@ class HandlerSteps:
         own_pairs = self._own_pairs(pairs)
         if own_pairs is None:
             return b""
+        if self.handler.key_field is not None:
+            return queue_of_key(self.handler.key_in(own_pairs), entry_id)
         try:
             key = self.handler.key_of(Message(stream, entry_id.decode(), own_pairs))
         except DecodeError:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
+from millstream.model import value_of
 from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
 from millstream.spark.source.field_name_case import warn_of_other_case
 
@@ -159,20 +160,12 @@ def _text(value: bytes) -> object:
 
 
 def packed_columns(fields: Fields, *, key_field: bytes | None) -> dict[str, pa.Array]:
-    """The fields as one msgpack list of binaries, and the value of `key_field` (the first, if repeated)."""
+    """The fields as one msgpack list of binaries, and the value of `key_field` (the last, if repeated, as on workers)."""
     encode = msgspec.msgpack.Encoder().encode
     packed = pa.array(list(map(encode, fields)), pa.binary())
     if key_field is None:
         return {"key": pa.nulls(len(fields), pa.binary()), "fields": packed}
-    return {"key": pa.array(_keys(fields, key_field), pa.binary()), "fields": packed}
-
-
-def _keys(fields: Fields, name: bytes) -> list[bytes | None]:
-    return [
-        # The first field is the usual place; a value may equal the name, so only even places count.
-        some[1] if some[0] == name else next((some[i + 1] for i in range(2, len(some), 2) if some[i] == name), None)
-        for some in fields
-    ]
+    return {"key": pa.array([value_of(some, key_field) for some in fields], pa.binary()), "fields": packed}
 
 
 def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], failfast: bool) -> dict[str, pa.Array]:

@@ -6,7 +6,7 @@ from functools import partial
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import REDRIVE_FIELD, to_wire
 from millstream.spark.source.options import Columns
 from millstream.spark.source.row_decoder import (
     BatchMaker,
@@ -41,7 +41,7 @@ def _maker(columns: Columns, schema: StructType) -> BatchMaker:
         names = [name for name in schema.names if name not in meta.values()]
         return BatchMaker(arrow, meta, partial(typed_columns, schema=arrow, names=names, failfast=columns.failfast))
     if columns.packed:
-        key = columns.key_field.encode() if columns.key_field is not None else None
+        key = to_wire(columns.key_field) if columns.key_field is not None else None
         return BatchMaker(arrow, meta, partial(packed_columns, key_field=key))
     if columns.fields_as == "json":
         return BatchMaker(arrow, meta, json_columns)
