@@ -171,3 +171,18 @@ def test_a_drained_worker_is_neither_missed_nor_awaited(reports: ProcessReports,
     assert reports.failures() == []
     assert [one for one in reports.readiness_failures() if "w-0" in one] == []
     assert [key for key, _ in recorder.snapshot()[m.WORKER_UP.name]] == [("w-1",)]
+
+
+def test_a_report_that_comes_after_the_drain_of_its_worker_has_no_effect(
+    reports: ProcessReports, clock: ManualClock, recorder: Recorder
+) -> None:
+    process = Process(clock)
+    process.work(5)
+    reports.on_report("w-0", 11, process.report())
+    reports.on_drained("w-0")
+    process.work(2)
+    reports.on_report("w-0", 11, process.report())
+    assert [key for key, _ in recorder.snapshot()[m.WORKER_UP.name]] == [("w-1",)]
+    assert values(reports, READ)["w-0"] == 5
+    assert values(reports, m.IN_FLIGHT.name) == {}
+    assert json.loads(reports.page([]))["workers"]["w-0"]["handlers"]["shop.pay"]["running"] == 0

@@ -100,15 +100,13 @@ class ProcessReports:
     def on_ended(self, name: str, how: str) -> None:
         """The process of this name has ended."""
         with self._lock:
-            self._workers[name].ended = how
-            self._recorder.set(m.WORKER_UP, 0, worker=name)
-        self._metrics.end(name)
+            self._end(name, how)
 
     def on_drained(self, name: str) -> None:
         """An operator has drained the worker of this name: its process has ended, and none follows."""
-        self._workers[name].is_drained = True
-        self.on_ended(name, "was drained")
         with self._lock:
+            self._workers[name].is_drained = True
+            self._end(name, "was drained")
             self._recorder.remove(m.WORKER_UP, worker=name)
 
     def on_stopping(self) -> None:
@@ -116,10 +114,12 @@ class ProcessReports:
         self._stopping = True
 
     def on_report(self, name: str, process_id: int, report: Mapping[str, Any]) -> None:
-        """A report of `make_report` has come, as decoded JSON."""
-        self._metrics.update(name, process_id, report["metrics"])
+        """A report of `make_report` has come, as decoded JSON. One of a drained worker came late: it has no effect."""
         with self._lock:
             worker = self._workers[name]
+            if worker.is_drained:
+                return
+            self._metrics.update(name, process_id, report["metrics"])
             worker.health, worker.reported_ms = report["health"], self._clock.monotonic_ms()
             self._recorder.set(m.WORKER_UP, 1, worker=name)
 
@@ -154,6 +154,11 @@ class ProcessReports:
                 if one.ended is None and self._silent_ms(one) > _SILENT_MS:  # stopped, say; a report sets it to 1 again
                     self._recorder.set(m.WORKER_UP, 0, worker=name)
         return self._metrics.collect()
+
+    def _end(self, name: str, how: str) -> None:
+        self._workers[name].ended = how
+        self._recorder.set(m.WORKER_UP, 0, worker=name)
+        self._metrics.end(name)
 
     def _failures(self, worker: _Worker, kind: str = "failures") -> Iterator[str]:
         if worker.ended is not None:
