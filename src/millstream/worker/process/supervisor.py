@@ -7,6 +7,7 @@ supervisor through a pipe of its own, as its standard output belongs to the hand
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -96,8 +97,13 @@ class _Child:
     backoff: Backoff = field(default_factory=lambda: Backoff(*_WAITS_MS))
     has_worked: bool = False
     listener: threading.Thread | None = None
-    drained_by_ms: float | None = None
-    """When it is killed unless it has ended by then, as an operator drains it; None otherwise."""
+    drained_by_ms: float = math.inf
+    """When it is killed unless it has ended by then, as an operator drains it."""
+
+    @property
+    def is_drained(self) -> bool:
+        """An operator drains it: it ends, and is not started again."""
+        return self.drained_by_ms < math.inf
 
     def close_freeze_detector(self) -> None:
         if self.freeze_detector is not None:
@@ -202,31 +208,23 @@ class Supervisor:
 
     def _check(self, child: _Child) -> None:
         now_ms = self._clock.monotonic_ms()
-        if child.name in self._to_drain and child.drained_by_ms is None:
+        if child.name in self._to_drain and not child.is_drained:
             self._begin_drain(child, now_ms)
-        if child.process is None:
-            if child.drained_by_ms is not None:
-                self._end_drain(child)
-            elif now_ms >= child.due_ms:
+        if child.is_drained:
+            self._continue_drain(child, now_ms)
+        elif child.process is None:
+            if now_ms >= child.due_ms:
                 self._start(child)
-            return
-        code = child.process.poll()
-        if code is None:
+        elif (code := child.process.poll()) is None:
             self._kill_if_frozen(child, child.process, now_ms)
-            if child.drained_by_ms is not None and now_ms > child.drained_by_ms:
-                self._finish_stop(child, child.process)
-                self._end_drain(child)
-            return
-        if self._is_killed:
-            return  # `_stop` records that end, which is no crash
-        if not self._is_pipe_drained(child, now_ms):
-            return
-        if child.process.stdin is not None:
-            child.process.stdin.close()
-        if child.drained_by_ms is not None:
-            self._finish_stop(child, child.process)
-            self._end_drain(child)
-            return
+        elif not self._is_killed and self._is_pipe_drained(child, now_ms):  # `_stop` records a kill, which is no crash
+            self._on_ended(child, child.process, code)
+
+    def _on_ended(self, child: _Child, process: subprocess.Popen[bytes], code: int) -> None:
+        """Record how a process has ended by itself, and when the next one starts. Raises PipelineFailed if none may."""
+        now_ms = self._clock.monotonic_ms()
+        if process.stdin is not None:
+            process.stdin.close()
         child.process = None
         child.close_freeze_detector()
         end = self._end_of(child, code)
@@ -250,10 +248,19 @@ class Supervisor:
         if child.process is not None:
             _order_stop(child.process)
 
-    def _end_drain(self, child: _Child) -> None:
-        """Let go of a worker whose process has ended. Its name becomes free."""
+    def _continue_drain(self, child: _Child, now_ms: float) -> None:
+        """Let go of a drained worker once its process has ended, or kill that at its deadline. Its name becomes free."""
+        if child.process is not None:
+            if child.process.poll() is not None:
+                is_over = self._is_pipe_drained(child, now_ms)
+            else:
+                self._kill_if_frozen(child, child.process, now_ms)
+                is_over = now_ms > child.drained_by_ms
+            if not is_over:
+                return
+            self._finish_stop(child, child.process)
+            child.process = None
         logger.warning("worker %s has ended: an operator drained it; its name is free", child.name)
-        child.process = None
         self._children.remove(child)
         if self._reports is not None:
             self._reports.on_drained(child.name)
