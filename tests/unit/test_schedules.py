@@ -1,8 +1,9 @@
 """Schedules: what expressions select, what changes of the clock do, and what is refused when an app is loaded."""
 
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given
@@ -11,11 +12,22 @@ from hypothesis import strategies as st
 from millstream import App
 from millstream.errors import ConfigError
 from millstream.handlers.cron_expression import CronExpression
-from millstream.handlers.firing_times import parse_firing_times
+from millstream.handlers.firing_times import CronTimes, parse_firing_times
+from millstream.worker.schedule_loop import MOST_MISSED
 
 pytestmark = [pytest.mark.worker]
 
 BERLIN = "Europe/Berlin"
+DAY_MS = 86_400_000
+ANY = 1_000_000
+CHANGES: Mapping[str, tuple[str, ...]] = {
+    BERLIN: ("2026-03-29", "2026-10-25"),
+    "America/Sao_Paulo": ("2018-11-04", "2018-02-18"),  # at midnight
+    "America/St_Johns": ("2006-04-02", "2006-10-29"),  # a minute after it
+    "Australia/Lord_Howe": ("2026-10-04", "2026-04-05"),  # by half an hour
+    "Pacific/Apia": ("2011-12-31", "2011-09-24"),  # by a day
+}
+"""Days on which the clock of a zone is set forward or back."""
 ELEMENTS = (
     ("*", "0", "59", "*/15", "10-30/7", "5,50"),
     ("*", "0", "23", "*/6", "8-17", "1,2"),
@@ -31,7 +43,7 @@ def unix_ms(text: str) -> int:
 
 def fired(when: str, after: str, until: str, timezone: str | None = None) -> list[str]:
     """The firings between two times of UTC, as times of UTC."""
-    found = parse_firing_times(when, timezone).between(unix_ms(after), unix_ms(until))
+    found = parse_firing_times(when, timezone).last_between(unix_ms(after), unix_ms(until), ANY)
     return [datetime.fromtimestamp(one / 1_000, UTC).strftime("%m-%d %H:%M") for one in found]
 
 
@@ -43,9 +55,85 @@ def test_an_expression_fires_at_exactly_the_minutes_that_it_selects(text: str, d
     selected = [m for m in minutes if expression.selects(m.date()) and (m.hour, m.minute) in expression.times]
     begin_ms = int(begin.timestamp() * 1_000)
     times = parse_firing_times(text, None)
-    found = times.between(begin_ms - 1, begin_ms + 2 * 86_400_000 - 1)
+    found = times.last_between(begin_ms - 1, begin_ms + 2 * DAY_MS - 1, ANY)
     assert list(found) == [int(m.timestamp() * 1_000) for m in selected]
-    assert times.next_after(begin_ms - 1) == next(iter(found), times.next_after(begin_ms + 2 * 86_400_000 - 1))
+    assert times.next_after(begin_ms - 1) == next(iter(found), times.next_after(begin_ms + 2 * DAY_MS - 1))
+
+
+def selected_by_clock(text: str, zone: str, begin: datetime, minutes: int) -> Iterator[int]:
+    """Watch the clock of a zone minute by minute: it fires when the clock first passes times that are selected."""
+    expression = CronExpression.parse(text)
+    shown = (begin - timedelta(minutes=1)).astimezone(ZoneInfo(zone)).replace(tzinfo=None)
+    for n in range(minutes):
+        moment = begin + timedelta(minutes=n)
+        local = moment.astimezone(ZoneInfo(zone)).replace(tzinfo=None)
+        passed = [shown + timedelta(minutes=m + 1) for m in range(int((local - shown).total_seconds()) // 60)]
+        if any(expression.selects(one.date()) and (one.hour, one.minute) in expression.times for one in passed):
+            yield int(moment.timestamp() * 1_000)
+        shown = max(shown, local)
+
+
+@given(
+    time=st.tuples(*map(st.sampled_from, ELEMENTS[:2])).map(" ".join),
+    days=st.sampled_from(["* * *", "*/2 * *", "* * sat,sun"]),
+    change=st.sampled_from([(zone, day) for zone, days in CHANGES.items() for day in days]),
+    begin_minutes=st.integers(-2 * 1_440, -1_440),
+    minutes=st.integers(1_440, 3 * 1_440),
+    most=st.sampled_from([1, 100, ANY]),
+)
+def test_around_a_change_of_the_clock_it_fires_when_the_clock_first_passes_a_selected_time(
+    time: str, days: str, change: tuple[str, str], begin_minutes: int, minutes: int, most: int
+) -> None:
+    text, (zone, day) = f"{time} {days}", change
+    begin = datetime.fromisoformat(day).replace(tzinfo=UTC) + timedelta(minutes=begin_minutes)
+    expected = list(selected_by_clock(text, zone, begin, minutes))
+    times, begin_ms = parse_firing_times(text, zone), int(begin.timestamp() * 1_000)
+    span = (begin_ms - 1, begin_ms + minutes * 60_000 - 1)
+    assert list(times.last_between(*span, most)) == expected[-most:]
+    assert times.count_between(*span) == len(expected)
+    assert not expected or times.next_after(begin_ms - 1) == expected[0]
+
+
+class CountedZone(tzinfo):
+    """Berlin, with the number of conversions."""
+
+    def __init__(self) -> None:
+        self.conversions = 0
+        self._zone = ZoneInfo(BERLIN)
+
+    def utcoffset(self, moment: datetime | None) -> timedelta | None:
+        self.conversions += 1
+        return None if moment is None else self._zone.utcoffset(moment.replace(tzinfo=self._zone))
+
+    def dst(self, moment: datetime | None) -> timedelta | None:
+        return None if moment is None else self._zone.dst(moment.replace(tzinfo=self._zone))
+
+    def tzname(self, moment: datetime | None) -> str:
+        return BERLIN
+
+    def fromutc(self, moment: datetime) -> datetime:
+        self.conversions += 1
+        return self._zone.fromutc(moment.replace(tzinfo=self._zone)).replace(tzinfo=self)
+
+
+@pytest.mark.parametrize("most", [1, MOST_MISSED])
+def test_the_last_firings_of_a_long_downtime_cost_no_more_than_those_of_a_short_one(most: int) -> None:
+    conversions = []
+    for days in (2, 365):
+        zone = CountedZone()
+        until_ms = unix_ms("2026-09-01T12:00")
+        times = CronTimes(CronExpression.parse("* * * * *"), zone)
+        assert len(times.last_between(until_ms - days * DAY_MS, until_ms, most)) == most
+        conversions.append(zone.conversions)
+    assert conversions[0] == conversions[1]
+
+
+def test_the_firings_of_a_year_are_counted_without_a_conversion_for_each() -> None:
+    zone = CountedZone()
+    times = CronTimes(CronExpression.parse("* * * * *"), zone)
+    count = times.count_between(unix_ms("2025-09-01T12:00"), unix_ms("2026-09-01T12:00"))
+    assert count == 365 * 1_440 - 60, "less the hour that was repeated: what it skipped fires once"
+    assert zone.conversions < count / 20
 
 
 @pytest.mark.parametrize(
@@ -103,6 +191,10 @@ def test_a_local_time_that_occurs_twice_fires_at_its_first_occurrence() -> None:
     ]
 
 
+def test_a_firing_of_the_next_date_is_found_after_the_clock_was_set_back_over_midnight() -> None:
+    assert fired("0 0 * * *", "2006-10-29T02:00", "2006-10-29T03:00", "America/St_Johns") == ["10-29 02:30"]
+
+
 def test_a_firing_in_the_repeated_hour_is_followed_by_the_next_day() -> None:
     times = parse_firing_times("30 2 * * *", BERLIN)
     for after in ("2026-10-25T00:30", "2026-10-25T01:00", "2026-10-25T01:30"):
@@ -111,10 +203,11 @@ def test_a_firing_in_the_repeated_hour_is_followed_by_the_next_day() -> None:
 
 def test_intervals_are_multiples_of_the_unix_time_whatever_the_clocks_of_a_zone_do() -> None:
     times = parse_firing_times("30s", None)
-    assert list(times.between(59_999, 120_000)) == [60_000, 90_000, 120_000]
+    assert list(times.last_between(59_999, 120_000, ANY)) == [60_000, 90_000, 120_000]
+    assert list(times.last_between(59_999, 120_000, 2)) == [90_000, 120_000]
     assert times.next_after(60_000) == 90_000
-    assert len(parse_firing_times("1h", None).between(unix_ms("2026-10-24"), unix_ms("2026-10-26"))) == 48
-    assert parse_firing_times("2d", None).next_after(0) == 2 * 86_400_000
+    assert parse_firing_times("1h", None).count_between(unix_ms("2026-10-24"), unix_ms("2026-10-26")) == 48
+    assert parse_firing_times("2d", None).next_after(0) == 2 * DAY_MS
 
 
 @pytest.mark.parametrize(

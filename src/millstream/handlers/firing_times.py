@@ -1,9 +1,9 @@
 """Firing times: the instants at which a schedule fires, from a cron expression in a time zone, or from an interval."""
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
-from itertools import takewhile
 from typing import Protocol
 from zoneinfo import ZoneInfo
 
@@ -14,6 +14,7 @@ _INTERVAL = re.compile(r"([0-9]{1,9})([smhd])")
 _UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LONGEST_MS = 366 * _UNIT_MS["d"]
 _DAY = timedelta(days=1)
+_DAY_S = 86_400
 _MOST_DAYS = 41 * 366
 """No expression that fires at all fires more rarely: 29 February on one weekday, past a year such as 2100."""
 
@@ -21,8 +22,11 @@ _MOST_DAYS = 41 * 366
 class FiringTimes(Protocol):
     """When a schedule fires, in Unix milliseconds."""
 
-    def between(self, after_ms: int, until_ms: int) -> Sequence[int]:
-        """Return the firings later than `after_ms`, up to and with `until_ms`, in order."""
+    def last_between(self, after_ms: int, until_ms: int, most: int) -> Sequence[int]:
+        """Return the firings later than `after_ms`, up to and with `until_ms`, in order: the last `most` of them."""
+
+    def count_between(self, after_ms: int, until_ms: int) -> int:
+        """Return how many firings are later than `after_ms`, up to and with `until_ms`."""
 
     def next_after(self, after_ms: int) -> int:
         """Return the first firing later than `after_ms`."""
@@ -37,9 +41,13 @@ class Interval:
     def __init__(self, period_ms: int) -> None:
         self._period_ms = period_ms
 
-    def between(self, after_ms: int, until_ms: int) -> Sequence[int]:
+    def last_between(self, after_ms: int, until_ms: int, most: int) -> Sequence[int]:
         """See FiringTimes."""
-        return range(self.next_after(after_ms), until_ms + 1, self._period_ms)
+        return range(self.next_after(after_ms), until_ms + 1, self._period_ms)[-most:]
+
+    def count_between(self, after_ms: int, until_ms: int) -> int:
+        """See FiringTimes."""
+        return len(range(self.next_after(after_ms), until_ms + 1, self._period_ms))
 
     def next_after(self, after_ms: int) -> int:
         """See FiringTimes."""
@@ -61,35 +69,62 @@ class CronTimes:
         self._expression = expression
         self._zone = zone
 
-    def between(self, after_ms: int, until_ms: int) -> Sequence[int]:
+    def last_between(self, after_ms: int, until_ms: int, most: int) -> Sequence[int]:
+        """See FiringTimes. Its cost follows `most`, not the length of the time."""
+        latest_first: list[int] = []
+        # Where the clock has been set back over midnight, a firing of the next local date may lie before `until_ms`.
+        day, first_day = self.local_time(until_ms).date() + _DAY, self.local_time(after_ms).date()
+        before_ms = until_ms + 1
+        while day >= first_day and len(latest_first) < most:
+            firings = self._of_day(day)
+            found = firings[bisect_right(firings, after_ms) : bisect_left(firings, before_ms)]
+            if found:
+                before_ms = found[0]
+                latest_first += reversed(found)
+            day -= _DAY
+        return latest_first[:most][::-1]
+
+    def count_between(self, after_ms: int, until_ms: int) -> int:
         """See FiringTimes."""
-        return list(takewhile(lambda firing_ms: firing_ms <= until_ms, self._all_after(after_ms)))
+        count = 0
+        for firings in self._days_after(after_ms):
+            count += bisect_right(firings, until_ms)
+            if firings[-1] > until_ms:
+                break
+        return count
 
     def next_after(self, after_ms: int) -> int:
         """See FiringTimes. Raises ConfigError if it never fires."""
-        found = next(self._all_after(after_ms), None)
+        found = next(self._days_after(after_ms), None)
         if found is None:
             raise ConfigError("it never fires: no month that it names has such a day")
-        return found
+        return found[0]
 
     def local_time(self, unix_ms: int) -> datetime:
         """See FiringTimes."""
         return datetime.fromtimestamp(unix_ms / 1000, self._zone)
 
-    def _all_after(self, after_ms: int) -> Iterator[int]:
+    def _days_after(self, after_ms: int) -> Iterator[Sequence[int]]:
+        """Yield the firings later than `after_ms`, of one day after the other that has any."""
         day, days_without = self.local_time(after_ms).date(), 0
         while days_without < _MOST_DAYS:
             days_without += 1
-            for firing_ms in self._of_day(day):
-                if firing_ms > after_ms:
-                    after_ms, days_without = firing_ms, 0
-                    yield firing_ms
+            firings = self._of_day(day)
+            firings = firings[bisect_right(firings, after_ms) :]
+            if firings:
+                after_ms, days_without = firings[-1], 0
+                yield firings
             day += _DAY
 
-    def _of_day(self, day: date) -> Iterator[int]:
-        if self._expression.selects(day):
-            for hour, minute in self._expression.times:
-                yield self._unix_s(datetime.combine(day, time(hour, minute))) * 1_000
+    def _of_day(self, day: date) -> Sequence[int]:
+        """Return the firings of a local date, in order."""
+        if not self._expression.selects(day):
+            return ()
+        begin_s, end_s = (self._unix_s(datetime.combine(one, time())) for one in (day, day + _DAY))
+        if end_s - begin_s == _DAY_S:  # the clock is not changed: no need of the zone's data for each firing
+            return [(begin_s + 3_600 * hour + 60 * minute) * 1_000 for hour, minute in self._expression.times]
+        times = (datetime.combine(day, time(hour, minute)) for hour, minute in self._expression.times)
+        return sorted({self._unix_s(one) * 1_000 for one in times})
 
     def _unix_s(self, local: datetime) -> int:
         """Return the first occurrence of a local time, or the first second after the gap that it falls in."""

@@ -74,7 +74,8 @@ class ScheduleLoop:
             return 0.0
         # From now on another rule in the record is that of an older or newer version of the app, which runs beside.
         self._has_begun = True
-        due = self._schedule.times.between(record.last_ms, record.now_ms)
+        most = MOST_MISSED if self._schedule.missed == "all" else 1
+        due = self._schedule.times.last_between(record.last_ms, record.now_ms, most)
         if due:
             self._publish(record, due)
             return 0.0
@@ -82,30 +83,24 @@ class ScheduleLoop:
         return min(next_ms - record.now_ms, _LONGEST_WAIT_MS)
 
     def _publish(self, record: FiringRecord, due: Sequence[int]) -> None:
-        chosen = self._choose(due, record.now_ms)
-        left_out = due[: len(due) - len(chosen)]
-        for firing_ms in chosen or due[-1:]:
-            items = self._items(firing_ms) if chosen else ()
+        """Publish the firings of `due`, the last ones that are due; those before them are left out."""
+        is_late = self._schedule.missed == "skip" and record.now_ms - due[-1] > LATE_MS
+        left_out = (record.last_ms, due[-1] if is_late else due[0] - 1)
+        for firing_ms in due:
+            items = () if is_late else self._items(firing_ms)
             try:
                 published = self._firings.publish(record, firing_ms, items)
             except Unavailable:
-                self._on_left_out(left_out)  # the reply may be lost: the next attempt may find nothing due
+                if firing_ms == due[0]:
+                    self._on_left_out(*left_out)  # the reply may be lost: the next attempt may find nothing due
                 raise
             if published is None:
                 return
-            self._on_left_out(left_out)
-            left_out = ()
+            if firing_ms == due[0]:
+                self._on_left_out(*left_out)
             record = published
             if self._stopping.is_set():
                 return
-
-    def _choose(self, due: Sequence[int], now_ms: int) -> Sequence[int]:
-        """Return the firings to publish, the last ones of those that are due."""
-        if self._schedule.missed == "all":
-            return due[-MOST_MISSED:]
-        if self._schedule.missed == "skip" and now_ms - due[-1] > LATE_MS:
-            return ()
-        return due[-1:]
 
     def _items(self, firing_ms: int) -> Sequence[bytes]:
         try:
@@ -117,16 +112,19 @@ class ScheduleLoop:
     def _shown(self, firing_ms: int) -> str:
         return self._schedule.times.local_time(firing_ms).isoformat()
 
-    def _on_left_out(self, left_out: Sequence[int]) -> None:
-        if not left_out:
+    def _on_left_out(self, after_ms: int, until_ms: int) -> None:
+        """Log the firings later than `after_ms`, up to and with `until_ms`. They are counted here, so only once."""
+        times = self._schedule.times
+        last = times.last_between(after_ms, until_ms, 1)
+        if not last:
             return
         logger.warning(
             "schedule %s: %s left out, from %s to %s: they were not published in time, and missed=%r; continuing with "
             "later ones",
             self._schedule.label,
-            pluralize(len(left_out), "firing"),
-            self._shown(left_out[0]),
-            self._shown(left_out[-1]),
+            pluralize(times.count_between(after_ms, until_ms), "firing"),
+            self._shown(times.next_after(after_ms)),
+            self._shown(last[-1]),
             self._schedule.missed,
         )
 
