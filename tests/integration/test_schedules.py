@@ -305,3 +305,56 @@ def test_the_log_has_the_firings_that_were_left_out_in_a_step_whose_reply_was_lo
             loop._publish(record, one.times.last_between(record.last_ms, record.now_ms, 1))
     assert len(firings(client)) == 1, "it was done"
     assert "schedule app.tick: 4 firings left out, from " in caplog.text
+
+
+MALFORMED = (
+    b"2026-11-27",
+    b"\xff\xfe 1s",
+    b" 1s",
+    b"-1 1s",
+    b"1795734964001",
+    "١٢٣ 1s".encode(),
+    b"999999999999999 1s",
+    b"9" * 5_000 + b" 1s",
+    b"text\r\nof another program",
+)
+
+
+@pytest.mark.parametrize("record", MALFORMED)
+def test_a_record_that_no_schedule_has_written_is_logged_once_with_the_command_that_deletes_it(
+    client: Client, caplog: pytest.LogCaptureFixture, record: bytes
+) -> None:
+    one = schedule("1s")
+    client.execute("HSET", KEY, one.label, record)
+    with pytest.raises(ConfigError, match=f"HDEL {KEY} app.tick$"):
+        loop_of(client, one).publish_due()
+    stopping = threading.Event()
+    thread = threading.Thread(target=ScheduleLoop(client, one, stopping).run)
+    thread.start()
+    eventually(lambda: "its firings cannot be published: the record of its last firing is '" in caplog.text, "the log")
+    client.execute("HDEL", KEY, one.label)
+    eventually(lambda: firings(client), "a firing")
+    stopping.set()
+    thread.join(FAIL_SAFE_S)
+    assert not thread.is_alive()
+    assert caplog.text.count("its firings cannot be published") == 1
+
+
+def test_handlers_go_on_beside_a_schedule_whose_record_is_malformed(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    handled = threading.Event()
+    app = App("app")
+    app.handler("in", name="work")(lambda message: handled.set())
+    app.every("1s", stream="ticks", name="tick")(lambda: {"n": 1})
+    client.execute("HSET", KEY, "app.tick", "2026-11-27")
+    stopping = threading.Event()
+    thread = threading.Thread(
+        target=WorkerProcess(app, WorkerSettings(url=client.url, consumer="w")).run, args=(stopping,)
+    )
+    thread.start()
+    eventually(lambda: "its firings cannot be published" in caplog.text, "the log")
+    client.execute("XADD", "in", "*", "n", "1")
+    eventually(handled.is_set, "the message", log=lambda: caplog.text)
+    stopping.set()
+    thread.join(FAIL_SAFE_S)

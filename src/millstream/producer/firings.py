@@ -4,19 +4,27 @@ The record is in the hash slot of the schedule's stream, and changes in one step
 any number of processes may publish the firings of a schedule, without a lock or a leader, and each may die at any point.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from millstream.errors import CommandFailed, ConfigError, OutputError
 from millstream.handlers.encoding import encode_output
 from millstream.handlers.schedule import Schedule
 from millstream.producer.session import MAX_FIELDS
 from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import FIRING_FIELD, StreamKeys, to_wire
 from millstream.redis_client.scripts import Script
 
 READ_SCHEDULE = Script("producer/read_schedule", allow_oom=True)
 FIRE = Script("producer/fire")
+
+_RECORD = re.compile(rb"([0-9]{1,15}) ([!-~][ -~]*)")
+_END_MS = int(datetime(9000, 1, 1, tzinfo=UTC).timestamp()) * 1_000
+"""No record is that late: the next firing may be decades later, and dates end with the year 9999."""
+_SHOWN_BYTES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,7 @@ class FiringRecord:
 
 
 class Firings:
-    """The firings of one schedule in Redis. Each method raises RedisError, and ConfigError for a partition."""
+    """The firings of one schedule in Redis. Each method raises RedisError; `publish` ConfigError for a partition."""
 
     def __init__(self, client: Client, schedule: Schedule) -> None:
         keys = StreamKeys(schedule.stream)
@@ -45,12 +53,21 @@ class Firings:
         self._label = schedule.label.encode()
         self._schedules = to_wire(keys.schedules)
         self._keys = (to_wire(keys.stream), self._schedules, to_wire(keys.partition))
+        self.reset_command = f"HDEL {escape(keys.schedules)} {schedule.label}"
+        """The command of Redis with which an operator lets the schedule begin anew."""
 
     def read(self) -> FiringRecord:
-        """Return the record, and the server's time."""
+        """Return the record, and the server's time. Raises ConfigError for a record that no schedule has written."""
         stored, now_ms = self._client.script(READ_SCHEDULE, (self._schedules,), (self._label,))
-        last, _, rule = stored.decode().partition(" ")
-        return FiringRecord(stored=stored, last_ms=int(last) if last else now_ms, rule=rule, now_ms=now_ms)
+        if not stored:
+            return FiringRecord(stored=stored, last_ms=now_ms, rule="", now_ms=now_ms)
+        found = _RECORD.fullmatch(stored)
+        if found is None or int(found[1]) >= _END_MS:
+            raise ConfigError(
+                f"the record of its last firing is '{escape(stored[:_SHOWN_BYTES])}', not a time in Unix milliseconds "
+                f"before the year 9000, and a rule; delete it, to let the schedule begin anew: {self.reset_command}"
+            )
+        return FiringRecord(stored=stored, last_ms=int(found[1]), rule=found[2].decode(), now_ms=now_ms)
 
     def publish(self, seen: FiringRecord, firing_ms: int, items: Sequence[bytes] = ()) -> FiringRecord | None:
         """Publish the entry of a firing, or none if it has no items, and return the new record.
