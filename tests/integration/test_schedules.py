@@ -358,3 +358,21 @@ def test_handlers_go_on_beside_a_schedule_whose_record_is_malformed(
     eventually(handled.is_set, "the message", log=lambda: caplog.text)
     stopping.set()
     thread.join(FAIL_SAFE_S)
+
+
+def test_a_last_firing_in_the_future_is_logged_once_with_the_command_that_lets_the_schedule_begin_anew(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = schedule("1s")
+    loop = loop_of(client, one)
+    last_published(client, one, now_ms(client) + 30_000)
+    assert loop.publish_due() > 0
+    assert caplog.text == "", "a clock may differ a little from that of the server before a failover"
+    last_published(client, one, now_ms(client) + DAY_MS)
+    for _ in range(2):
+        assert loop.publish_due() == 60_000
+    assert caplog.text.count("schedule app.tick: its last firing is that of ") == 1
+    command = f"HDEL {KEY} app.tick"
+    assert f"to let the schedule begin anew: {command}\n" in caplog.text
+    client.execute(*command.split())
+    eventually(lambda: loop.publish_due() == 0 and firings(client), "a firing")

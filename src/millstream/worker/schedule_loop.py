@@ -9,7 +9,7 @@ from millstream.errors import MillstreamError, Unavailable, text_of
 from millstream.handlers.schedule import Schedule
 from millstream.producer.firings import FiringRecord, Firings, encode_message
 from millstream.redis_client.client import Client
-from millstream.redis_client.formats import pluralize
+from millstream.redis_client.formats import format_age, pluralize
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,9 @@ MOST_MISSED = 1_000
 
 LATE_MS = 60_000
 """With missed="skip", a firing is missed that is not published so many milliseconds after it was due."""
+
+_AHEAD_MS = 60_000
+"""The log reports a last firing that lies further in the future: nothing is due until then."""
 
 _LONGEST_WAIT_MS = 60_000
 _RETRY_MS = 1_000.0
@@ -48,6 +51,7 @@ class ScheduleLoop:
         self._has_begun = False
         self._failures = 0
         self._logged = ""
+        self._logged_ahead_ms = 0
 
     def run(self) -> None:
         """Publish until the stop. Raises nothing that ends by itself or by an operator."""
@@ -79,6 +83,7 @@ class ScheduleLoop:
         if due:
             self._publish(record, due)
             return 0.0
+        self._check_clock(record)
         next_ms = self._schedule.times.next_after(record.last_ms)
         return min(next_ms - record.now_ms, _LONGEST_WAIT_MS)
 
@@ -126,6 +131,21 @@ class ScheduleLoop:
             self._shown(times.next_after(after_ms)),
             self._shown(last[-1]),
             self._schedule.missed,
+        )
+
+    def _check_clock(self, record: FiringRecord) -> None:
+        """Log once that the last firing lies in the future: the server's clock was ahead when it was published."""
+        ahead_ms = record.last_ms - record.now_ms
+        if ahead_ms <= _AHEAD_MS or record.last_ms == self._logged_ahead_ms:
+            return
+        self._logged_ahead_ms = record.last_ms
+        logger.warning(
+            "schedule %s: its last firing is that of %s, %s ahead of the server's clock, which was wrong then, or is now; "
+            "publishing nothing until that time, unless you delete the record, to let the schedule begin anew: %s",
+            self._schedule.label,
+            self._shown(record.last_ms),
+            format_age(ahead_ms),
+            self._firings.reset_command,
         )
 
     def _on_failed(self, error: _MessageFailed) -> float:
