@@ -9,7 +9,7 @@ import pytest
 
 from millstream import App
 from millstream.cli.run import _prepare
-from millstream.errors import AccessDenied, ConfigError, Unavailable, WrongType
+from millstream.errors import AccessDenied, ConfigError, OutOfMemory, Unavailable, WrongType
 from millstream.handlers.schedule import Schedule
 from millstream.producer.firings import FiringRecord, Firings
 from millstream.redis_client.client import Client
@@ -305,6 +305,24 @@ def test_the_log_has_the_firings_that_were_left_out_in_a_step_whose_reply_was_lo
             loop._publish(record, one.times.last_between(record.last_ms, record.now_ms, 1))
     assert len(firings(client)) == 1, "it was done"
     assert "schedule app.tick: 4 firings left out, from " in caplog.text
+
+
+def test_the_log_has_the_firings_that_were_left_out_once_after_a_time_without_memory(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = schedule(daily_two_hours_ago(client))
+    last_published(client, one, now_ms(client) - 5 * DAY_MS)
+    loop = loop_of(client, one)
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        for _ in range(2):
+            with pytest.raises(OutOfMemory):
+                loop.publish_due()
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    assert "left out" not in caplog.text
+    loop.publish_due()
+    assert caplog.text.count("schedule app.tick: 4 firings left out, from ") == 1
 
 
 MALFORMED = (

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from millstream.clock import Clock, wait_after
-from millstream.errors import MillstreamError, Unavailable, text_of
+from millstream.errors import MillstreamError, OutOfMemory, Unavailable, text_of
 from millstream.handlers.schedule import Schedule
 from millstream.producer.firings import FiringRecord, Firings, encode_message
 from millstream.redis_client.client import Client
@@ -95,6 +95,8 @@ class ScheduleLoop:
             items = () if is_late else self._items(firing_ms)
             try:
                 published = self._firings.publish(record, firing_ms, items)
+            except OutOfMemory:  # nothing was written, nor left out
+                raise
             except Unavailable:
                 if firing_ms == due[0]:
                     self._on_left_out(*left_out)  # the reply may be lost: the next attempt may find nothing due
