@@ -133,7 +133,7 @@ class App:
           "2h" or "1d", which fires whenever the Unix time is a multiple of it
         * `timezone`: of the cron expression, by its IANA name; None: UTC
         * `missed`: after a time without workers, "once" publishes the last firing that was missed (default), "all" each
-          of them in order, at most the last 1,000, and "skip" those that are due for at most 60 seconds
+          of them in order, at most the last 1,000, and "skip" the last one if it is at most 60 seconds late
         * `name`: its name in Redis, of the record of its last firing; default: the function's
 
         The first start of a schedule, or of another `when` or `timezone`, fires nothing of the past. Raises ConfigError

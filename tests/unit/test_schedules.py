@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta, tzinfo
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -13,7 +14,7 @@ from millstream import App
 from millstream.errors import ConfigError
 from millstream.handlers.cron_expression import CronExpression
 from millstream.handlers.firing_times import CronTimes, parse_firing_times
-from millstream.worker.schedule_loop import MOST_MISSED
+from millstream.worker.schedule_loop import LATE_MS, MOST_MISSED
 
 pytestmark = [pytest.mark.worker]
 
@@ -280,3 +281,10 @@ def test_two_schedules_of_one_name_are_an_error_and_a_part_of_an_app_keeps_its_s
     with pytest.raises(ConfigError, match="two schedules named 'report'"):
         app.every("1h", stream="reports", name="report")(lambda: None)
     assert list(app.only(["work"]).schedules) == ["report"]
+
+
+def test_the_bounds_of_missed_firings_that_are_documented_are_those_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    for text in (" ".join((App.every.__doc__ or "").split()), page):
+        assert f"at most the last {MOST_MISSED:,}" in text
+        assert f"at most {LATE_MS // 1_000} seconds" in text
