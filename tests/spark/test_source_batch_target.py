@@ -4,9 +4,9 @@ import time
 from typing import Any
 
 import pytest
+from pyspark.errors import AnalysisException
 
 from millstream import App, Message
-from millstream.errors import ConfigError
 from millstream.groups import Group
 from millstream.spark.source.options import parse
 from millstream.spark.source.provider import RedisStreamReader
@@ -59,7 +59,7 @@ def test_trigger_once_reads_all_that_is_there(streams: Streams) -> None:
 
 @pytest.mark.skipif(HAS_LIMITS, reason="Trigger.AvailableNow has several batches since 4.2")
 def test_where_available_now_ends_after_one_batch_the_query_must_say_whether_it_ends(bench: Bench) -> None:
-    with pytest.raises(ConfigError, match="set option availableNow"):
+    with pytest.raises(AnalysisException, match="set option availableNow"):
         bench.start(bench.stream("s", maxOffsetsPerTrigger=9, targetBatchDuration="2s"))
 
 
