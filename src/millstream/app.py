@@ -51,7 +51,7 @@ class App:
         """Register a function as the handler of `streams`.
 
         Annotations decide what each parameter receives: a typed model or Message (or lists of them, for batches), and
-        State if the handler has a key. The result, one mapping or an iterable of them, goes to the stream `into`.
+        State if the handler has a key. With a key, a list has consecutive messages of one key. The result, one mapping or an iterable of them, goes to the stream `into`.
 
         * `pattern`, `announced`: instead of `streams`, those that match the glob; or those announced to this service
         * `key`: the field, or a function of the Message, that orders its messages; None for no order (default)
@@ -70,7 +70,7 @@ class App:
           ten years; None (default): never. Needs Redis 7.4 or Valkey 9, or newer
         * `rate`: most messages a second of each stream, over all workers together; None for no limit (default)
         * `batch_size`, `batch_wait_ms`: for handlers of lists: most messages in a list, up to 1,000 (default 100), and
-          how long the first of them waits for more, in milliseconds up to 60,000 (default 0)
+          how long the first of them waits for more, in milliseconds up to 60,000 (default 0; not with a key)
         * `partitions`: `streams` are bases, each created with so many partitions unless it exists already; None
           (default) for plain streams
         * `name`: its name in Redis, of its state, progress and dead letters; default: the function's

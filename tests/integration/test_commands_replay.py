@@ -316,6 +316,22 @@ def test_the_key_of_a_handler_of_whole_streams_is_the_stream(replays: Replays) -
     assert (refused.code, "its key is the name of a stream" in refused.err) == (1, True)
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_handler_of_lists_is_replayed_message_by_message(replays: Replays, kind: str) -> None:
+    app = replays.app(f"""
+from millstream import App, Message, State
+app = App("app")
+
+@app.handler("in", key="k", into="out", batch_size=10)
+{kind} total(messages: list[Message], state: State) -> dict:
+    state["n"] = state.get("n", 0) + len(messages)
+    return {{"n": state["n"]}}
+""")
+    for n in range(1, 4):
+        add(replays.client, f"{n}-1")
+    assert [one["state"] for one in replays.lines(app, "total", "ann")] == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
 def test_an_async_handler_keeps_its_event_loop_and_its_time_limit(replays: Replays) -> None:
     app = replays.app("""
 import asyncio

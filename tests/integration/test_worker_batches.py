@@ -1,12 +1,9 @@
 """Handlers that take lists, on a worker: outputs are written once, and only the message at fault is dead-lettered."""
 
 import asyncio
-import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, dead, ending, fill, make, outputs, pending, working
+from tests.support.workers import KEYS, KINDS, dead, either, ending, fill, make, outputs, pending, working
 
 pytestmark = [pytest.mark.worker]
 
@@ -32,23 +29,6 @@ class Number:
 
 def doubled(numbers: list[Number]) -> list[dict[str, int]]:
     return [{"n": number.n} for number in numbers]
-
-
-def either(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Return the function, or a coroutine function that does the same."""
-    if kind == "plain":
-        return function
-
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        await asyncio.sleep(0)
-        return function(*args, **kwargs)
-
-    coroutine.__annotations__ = function.__annotations__
-    coroutine.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    return coroutine
-
-
-KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
 
 
 @KINDS

@@ -527,5 +527,5 @@ def test_a_handler_of_lists_with_an_order_is_refused() -> None:
     def handle(messages: list[Message]) -> None:
         pass
 
-    with pytest.raises(ConfigError, match="takes lists and has a key"):
+    with pytest.raises(ConfigError, match="runs one message at a time"):
         App("app").handler("in", order="stream")(handle)

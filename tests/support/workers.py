@@ -1,5 +1,7 @@
 """Reading loops in this process, on a real Redis, and helpers for their messages."""
 
+import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +105,24 @@ def make(function: Callable[..., Any], **options: Any) -> Handler:
         function
     )
     return app.handlers["handle"]
+
+
+def either(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Return the function, or a coroutine function that does the same."""
+    if kind == "plain":
+        return function
+
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*args, **kwargs)
+
+    coroutine.__annotations__ = function.__annotations__
+    coroutine.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return coroutine
+
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
+"""Both kinds of handlers, for `either`."""
 
 
 def make_context(

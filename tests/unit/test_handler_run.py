@@ -9,7 +9,14 @@ import pytest
 
 from millstream import App, Message, Reject, Retry, State
 from millstream.errors import ConfigError, DecodeError, OutputError
-from millstream.handlers.attempt import MAX_OUTPUTS, DeadLettered, RetryLater, attempt_batch_plain
+from millstream.handlers.attempt import (
+    MAX_OUTPUTS,
+    DeadLettered,
+    Done,
+    RetryLater,
+    attempt_batch_plain,
+    attempt_list_plain,
+)
 from millstream.testing import HandlerRun, run
 
 pytestmark = [pytest.mark.worker]
@@ -186,3 +193,23 @@ def test_a_run_with_a_wrong_handler_state_or_message_is_refused() -> None:
         run(app, without_into, Order("ann", 1), state={})
     with pytest.raises(OutputError):
         run(app, total, {"customer": object()})
+
+
+@app.handler("orders", key="customer", into="rows", batch_size=10)
+def many_of_key(orders: list[Order], state: State) -> dict[str, int]:
+    state["count"] = state.get("count", 0) + len(orders)
+    return {"count": state["count"]}
+
+
+def test_a_handler_of_lists_of_a_key_gets_a_list_of_one_and_the_state() -> None:
+    done = run(app, many_of_key, Order("ann", 1), state={"count": 4})
+    assert (done.outputs, done.state) == ([{"count": "5"}], {"count": 5})
+
+
+def test_a_list_of_a_key_ends_before_the_first_message_that_cannot_be_decoded() -> None:
+    good, bad = (Message("orders", "5-1", [b"customer", b"ann", b"amount", amount], b"ann") for amount in (b"1", b"x"))
+    handler = app.handlers["many_of_key"]
+    count, outcome = attempt_list_plain(handler, [good, good, bad, good], b"")
+    assert (count, isinstance(outcome, Done)) == (2, True)
+    count, outcome = attempt_list_plain(handler, [bad, good], b"")
+    assert (count, isinstance(outcome, DeadLettered)) == (1, True)

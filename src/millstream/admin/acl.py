@@ -101,7 +101,7 @@ SCRIPTS: Mapping[str, str] = {
     "commit/read_range": "xrange",
     "commit/reserve_rate": "hget hset time",
     "commit/read_entries": "xreadgroup",
-    "keys/recover_leases": f"{_QUEUES} hgetall hincrby hmget lindex xpending zadd",
+    "keys/recover_leases": f"{_QUEUES} hgetall hincrby hmget hsetnx lindex xpending zadd",
     "producer/redrive": "type xadd xdel xrange",
     "keys/release_leases": f"{_QUEUES} hlen hset hsetnx lindex linsert xpending zadd",
     "leases/leave_service": _SERVICE,
@@ -120,7 +120,7 @@ SCRIPTS: Mapping[str, str] = {
     "sink/upsert": "getrange hdel hget hset set type",
     "keys/park_unpark_skip": f"{_QUEUES} hincrby hmget hset hsetnx lindex lpop xack xadd xpending",
     "shared/compare_and_set": "hdel hget hset",
-    "keys/lease_keys": f"{_QUEUES} hincrby hmget hset hvals lindex ltrim xpending zadd zrangebyscore",
+    "keys/lease_keys": f"{_QUEUES} hincrby hmget hset hsetnx hvals lindex ltrim xpending zadd zrangebyscore",
     "master/renew_leases": f"{_COMPLETED} {_GROUP} hgetall hsetnx lindex xpending zadd",
     "commit/trim": "exists xinfo|groups xpending xtrim",
 }

@@ -26,6 +26,8 @@ from millstream.handlers.attempt import (
     Outcome,
     Parked,
     attempt,
+    attempt_list,
+    attempt_list_plain,
     attempt_plain,
     check_key,
     outcome_after_last_attempt,
@@ -179,6 +181,10 @@ def _outcome_of(handler: Handler, message: Message, call: AttemptCall, runner: a
     state = call.state if message.key is not None else b""
     if (refusal := check_key(handler, message)) is not None:
         return refusal
+    if handler.in_batches:
+        one = [message]
+        ended = attempt_list(handler, one, state) if handler.is_async else None
+        return (runner.run(ended) if ended else attempt_list_plain(handler, one, state))[1]
     if handler.is_async:
         return runner.run(attempt(handler, message, state))
     return attempt_plain(handler, message, state)

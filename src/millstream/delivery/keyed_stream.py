@@ -145,6 +145,8 @@ class KeyedStream(ReliableStream):
         """Returns how many of these entries may be enqueued into these queues; the rest stay in the stream for now."""
         self.loss_retry: Retry | None = None
         """The back-off of a key after its worker was lost with the lease; None: the next worker gets the key at once."""
+        self.list_size = 1
+        """How many entries of a key run together at most: any of them may have ended a worker that was lost with them."""
         self._enqueued_id: bytes | None = None
         self.entry_sizes = EntrySizes()
         self._reads_one = False
@@ -341,12 +343,13 @@ class KeyedStream(ReliableStream):
         consumer = (self.token, self.group, self.consumer, self._incarnation)
         max_bytes, one_at_least = room
         limits = (queues, entries, run, int(with_state), max_bytes, self.entry_sizes.average, int(one_at_least))
-        return (*consumer, lease_ms, *limits, *self._loss_delay)
+        return (*consumer, lease_ms, *limits, *self._loss_args)
 
     @property
-    def _loss_delay(self) -> Sequence[Arg]:
+    def _loss_args(self) -> Sequence[Arg]:
         retry = self.loss_retry
-        return (0, 1, 0) if retry is None else (retry.delay_ms, retry.factor, retry.max_delay_ms)
+        delay = (0, 1, 0) if retry is None else (retry.delay_ms, retry.factor, retry.max_delay_ms)
+        return (*delay, self.list_size)
 
     def lease_keys_call(
         self,
@@ -414,7 +417,7 @@ class KeyedStream(ReliableStream):
         Return how many belong to an earlier process of the worker, and how many were granted in replies that were lost.
         """
         tokens: list[Arg] = [one.token for one in known]
-        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *self._loss_delay, *tokens]
+        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *self._loss_args, *tokens]
         earlier, unknown = self._with_rejoin(lambda: self._run_script(RECOVER_LEASES, (self.token, *args)))
         return int(earlier), int(unknown)
 

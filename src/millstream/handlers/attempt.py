@@ -80,6 +80,11 @@ NO_EFFECTS = Done((), b"")
 BatchOutcome = tuple[list[DeadLettered | None], Outcome]
 """The dead letter of each message that could not be decoded, else None; and the common outcome of the others."""
 
+ListOutcome = tuple[int, Outcome]
+"""Of how many messages of a list the outcome is, from the first on, and this outcome. Of several messages it is that
+they are done together, or that each has to be run again by itself.
+"""
+
 RunResult = tuple[Outputs, BaseException | None]
 """The outputs of a handler, and the exception that it raised, if any."""
 
@@ -166,11 +171,54 @@ def _prepare_batch(
     return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
 
 
-def _batch_outcome(handler: Handler, messages: Sequence[Message], ended: RunResult) -> Outcome:
+def _batch_outcome(
+    handler: Handler, messages: Sequence[Message], ended: RunResult, state: State = _NO_STATE
+) -> Outcome:
     _, raised = ended
     if len(messages) > 1 and raised is not None:
         return _retry_singly(handler, raised)
-    return _outcome_of(handler, messages[0], _NO_STATE, ended)
+    return _outcome_of(handler, messages[0], state, ended)
+
+
+async def attempt_list(handler: Handler, messages: Sequence[Message], blob: bytes) -> ListOutcome:
+    """Run an async `handler` once on the first of `messages`, all of one key, and those after it.
+
+    The list ends before the first that cannot be decoded. `blob`: the state of the key. Never raises; call it as
+    `attempt`.
+    """
+    prepared = _prepare_list(handler, messages, blob)
+    if isinstance(prepared, DeadLettered):
+        return 1, prepared
+    run, state, arguments = prepared
+    return len(run), _batch_outcome(handler, run, await _run(handler, arguments), state)
+
+
+def attempt_list_plain(
+    handler: Handler, messages: Sequence[Message], blob: bytes, guard: TimeLimiter | None = None
+) -> ListOutcome:
+    """Run a plain `handler` as `attempt_list`, under `guard` if given."""
+    prepared = _prepare_list(handler, messages, blob)
+    if isinstance(prepared, DeadLettered):
+        return 1, prepared
+    run, state, arguments = prepared
+    return len(run), _batch_outcome(handler, run, _run_plain(handler, arguments, guard), state)
+
+
+def _prepare_list(
+    handler: Handler, messages: Sequence[Message], blob: bytes
+) -> tuple[Sequence[Message], State, dict[str, Any]] | DeadLettered:
+    prepared = _prepare(handler, messages[0], blob)
+    if isinstance(prepared, DeadLettered):
+        return prepared
+    state, first = prepared
+    bound = [first]
+    with contextlib.suppress(DecodeError):  # that message begins the next list, and becomes a dead letter
+        for message in messages[1:]:
+            bound.append(handler.bind(message, state))  # noqa: PERF401 - those before it are kept
+    arguments = {
+        name: state if source == "state" else [one[name] for one in bound] for name, source in handler.arguments
+    }
+    return messages[: len(bound)], state, arguments
 
 
 def _retry_singly(handler: Handler, error: BaseException) -> RetryLater:

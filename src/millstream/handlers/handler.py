@@ -62,7 +62,7 @@ class Handler:
     * `streams` / `pattern` / `announced`: the streams it reads; exactly one of the three
     * `arguments`: the source of each parameter of the function
     * `model`: the class that messages are decoded to; None if it takes the Message only
-    * `in_batches`: it takes lists of messages
+    * `in_batches`: it takes lists of messages; with a key, of one key each, in order
     """
 
     app: str
@@ -285,9 +285,14 @@ def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> 
     misplaced = [name for name in ("batch_size", "batch_wait_ms") if name in options]
     if misplaced and not in_batches:
         raise ConfigError(f"{where}: {misplaced[0]} is for handlers that take a list[Message] or a list of their model")
-    if in_batches and options.get("key") is not None:
+    if in_batches and options.get("order") == "stream":
         raise ConfigError(
-            f"{where} takes lists and has a key, but the messages of a batch are unordered; drop one of the two"
+            f'{where}: order="stream" runs one message at a time; take one message, or give it key="field"'
+        )
+    if options.get("batch_wait_ms") and options.get("key") is not None:
+        raise ConfigError(
+            f"{where}: batch_wait_ms is for handlers without a key; with one, a list has the messages of the key that "
+            "wait already"
         )
     size, wait_ms = options.get("batch_size", 1), options.get("batch_wait_ms", 0)
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_BATCH:
@@ -357,8 +362,8 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[st
             )
     if not any(source in ("message", "model") for _, source in found):
         raise ConfigError(f"{where} must take the message: def {function.__name__}(message: Message) or a typed model")
-    if 0 < lists < len(found):
-        raise ConfigError(f"{where} takes lists and single values: make all of its parameters lists, without a State")
+    if 0 < lists < sum(source != "state" for _, source in found):
+        raise ConfigError(f"{where} takes lists and single values: make all of its parameters lists, except a State")
     return tuple(found), model, lists > 0
 
 

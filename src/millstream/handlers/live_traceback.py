@@ -13,7 +13,14 @@ from millstream.model import Message
 
 _ATTEMPT_CODES = {
     function.__code__
-    for function in (attempt.attempt, attempt.attempt_plain, attempt.attempt_batch, attempt.attempt_batch_plain)
+    for function in (
+        attempt.attempt,
+        attempt.attempt_plain,
+        attempt.attempt_batch,
+        attempt.attempt_batch_plain,
+        attempt.attempt_list,
+        attempt.attempt_list_plain,
+    )
 }
 
 

@@ -59,6 +59,17 @@ _STREAM: dict[str, Any] = {
 _STREAM_OPTIONS = {"order": "stream", "retry": Retry(attempts=3, delay_ms=20)}
 
 
+def key_lists(messages: list[Message], state: State) -> list[Output | None]:
+    """As `keyed`, on a list of messages of one key."""
+    return [keyed(message, state) for message in messages]
+
+
+async def key_lists_async(messages: list[Message], state: State) -> list[Output | None]:
+    """As `key_lists`."""
+    await asyncio.sleep(0.001)
+    return key_lists(messages, state)
+
+
 def parks(message: Message, state: State) -> Output:
     """Count the messages of a key; fail in each attempt on messages that ask for it."""
     state["count"] = state.get("count", 0) + 1
@@ -71,6 +82,11 @@ async def parks_async(message: Message, state: State) -> Output:
     """As `parks`."""
     await asyncio.sleep(0)
     return parks(message, state)
+
+
+def parks_lists(messages: list[Message], state: State) -> list[Output]:
+    """As `parks`, on a list of messages of one key."""
+    return [parks(message, state) for message in messages]
 
 
 _PARKED = {"a": 2, "b": 0}
@@ -263,3 +279,29 @@ KEYED_CASES: tuple[Case, ...] = (
         order_by="key",
     ),
 )
+
+KEY_LIST_CASES: tuple[Case, ...] = (
+    Case(
+        name="key_lists",
+        promise="a list of messages of one key, in stream order, has the state that the previous list committed; a "
+        "message at which its list fails is split off, and keeps its place",
+        function=key_lists,
+        options=_KEYED_OPTIONS,
+        **_KEYED,
+    ),
+    Case(
+        name="key_lists_async",
+        promise="so do the lists of an async handler",
+        function=key_lists_async,
+        options={**_KEYED_OPTIONS, "batch_size": 4},
+        **_KEYED,
+    ),
+    Case(
+        name="key_lists_parks",
+        promise='with then="park" the message at which a list fails parks its key',
+        function=parks_lists,
+        options=_PARKS_OPTIONS,
+        **_PARKS,
+    ),
+)
+"""Cases of handlers of lists with a key, which only workers run."""

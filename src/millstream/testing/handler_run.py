@@ -10,14 +10,13 @@ from typing import Any, Literal, TypeVar
 from millstream.app import App
 from millstream.errors import ConfigError, DecodeError
 from millstream.handlers.attempt import (
-    BatchOutcome,
     DeadLettered,
     Done,
     Outcome,
     Outputs,
     Parked,
-    attempt_batch,
-    attempt_batch_plain,
+    attempt_list,
+    attempt_list_plain,
     attempt_plain,
     check_key,
     encode_state,
@@ -132,7 +131,7 @@ def _outcome(handler: Handler, message: Message, blob: bytes) -> Outcome:
     if handler.is_async:
         return _in_own_loop(handler, message, blob)
     if handler.in_batches:
-        return _of_one(attempt_batch_plain(handler, [message]))
+        return attempt_list_plain(handler, [message], blob)[1]
     return attempt_plain(handler, message, blob)
 
 
@@ -142,7 +141,7 @@ def _in_own_loop(handler: Handler, message: Message, blob: bytes) -> Outcome:
 
     async def run_once() -> None:
         if handler.in_batches:
-            found.append(_of_one(await attempt_batch(handler, [message])))
+            found.append((await attempt_list(handler, [message], blob))[1])
         else:
             found.append(await attempt_async(handler, message, blob))
 
@@ -150,11 +149,6 @@ def _in_own_loop(handler: Handler, message: Message, blob: bytes) -> Outcome:
     thread.start()
     thread.join()
     return found[0]
-
-
-def _of_one(ended: BatchOutcome) -> Outcome:
-    (dead,), outcome = ended
-    return dead or outcome
 
 
 def _texts(outputs: Outputs) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import Outcome
 
 FinishedRun = tuple[Sequence[Delivery], Outcome]
-"""Entries that were run, and their outcome; several entries only if they share outputs."""
+"""Entries that were run, and their outcome; several entries only if they share outputs, or are a list of one key."""
 
 LINGER_S = 0.005
 """How long an outcome that is not urgent may wait for others to be committed with it, in seconds."""

@@ -115,7 +115,8 @@ class _Rehearsal:
     def run(self, entries: Sequence[tuple[str, bytes, Sequence[bytes]]]) -> None:
         """Run all entries."""
         messages = [one for entry in entries if (one := self._message(*entry)) is not None]
-        asyncio.run(self._run_lists(messages) if self._handler.in_batches else self._run_each(messages))
+        in_lists = self._handler.in_batches and self._handler.key is None
+        asyncio.run(self._run_lists(messages) if in_lists else self._run_each(messages))
 
     def _message(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> Message | None:
         """The message of an entry; None if it was redriven for another handler."""
@@ -131,13 +132,18 @@ class _Rehearsal:
     async def _run_each(self, messages: Sequence[Message]) -> None:
         for message in messages:
             state = self._state_of(message)
-            run_async = self._steps.run_async
             # The handler may change its message.
-            one = replace(message, pairs=list(message.pairs))
-            outcome = await run_async(one, state) if self._handler.is_async else self._steps.run(one, state)
+            outcome = await self._attempt_alone(replace(message, pairs=list(message.pairs)), state)
             if isinstance(outcome, Done) and message.key is not None and self._handler.wants_state:
                 self._states[message.stream, message.key] = outcome.state
             self._add(message, outcome)
+
+    async def _attempt_alone(self, message: Message, state: bytes) -> Outcome:
+        steps, is_async = self._steps, self._handler.is_async
+        if self._handler.in_batches:
+            ended = await steps.run_list_async([message], state) if is_async else steps.run_list([message], state)
+            return ended[1]
+        return await steps.run_async(message, state) if is_async else steps.run(message, state)
 
     async def _run_lists(self, messages: Sequence[Message]) -> None:
         for stream in dict.fromkeys(one.stream for one in messages):

@@ -10,12 +10,15 @@ from millstream.handlers.attempt import (
     BatchOutcome,
     DeadLettered,
     Done,
+    ListOutcome,
     Outcome,
     Parked,
     RetryLater,
     attempt,
     attempt_batch,
     attempt_batch_plain,
+    attempt_list,
+    attempt_list_plain,
     attempt_plain,
     check_key,
     dead_letter_of,
@@ -104,6 +107,22 @@ class HandlerSteps:
             dead, outcome = await attempt_batch(self.handler, messages)
             return dead, _traced(span, outcome)
 
+    def run_list(self, messages: Sequence[Message], state: bytes = b"") -> ListOutcome:
+        """Run a plain handler once on a list of messages of one key, with the state of the key."""
+        if (refusal := check_key(self.handler, messages[0])) is not None:
+            return 1, refusal
+        with self._tracing.process_span(self.handler.label, *messages) as span:
+            count, outcome = attempt_list_plain(self.handler, messages, state)
+            return count, _traced(span, outcome)
+
+    async def run_list_async(self, messages: Sequence[Message], state: bytes = b"") -> ListOutcome:
+        """Run an async handler once on a list of messages of one key, with the state of the key."""
+        if (refusal := check_key(self.handler, messages[0])) is not None:
+            return 1, refusal
+        with self._tracing.process_span(self.handler.label, *messages) as span:
+            count, outcome = await attempt_list(self.handler, messages, state)
+            return count, _traced(span, outcome)
+
     def commit(self, delivery: Delivery, done: Done) -> Effects:
         """Return the effects of a message that the handler processed, to be committed with its acknowledgement."""
         effects = delivery.stream.effects_of(delivery)
@@ -118,7 +137,7 @@ class HandlerSteps:
         return effects
 
     def commit_key(self, lease: KeyLease, outcomes: Sequence[tuple[Delivery, Done | DeadLettered]]) -> Effects:
-        """Return the effects of messages of one key, run one after another, to be committed under the key's lease."""
+        """Return the effects of messages of one key, run one after another or in lists, to be committed under its lease."""
         effects = lease.stream.key_effects_of(lease, [delivery for delivery, _ in outcomes])
         state = lease.committed_state
         for delivery, outcome in outcomes:

@@ -29,11 +29,12 @@ class InFlight:
     The number of prefetched entries follows the handler: it doubles when the runners run out of entries, and halves
     when entries wait for longer than a second, so that a slow worker keeps no entries that others could process (as TCP
     adapts its window). For a handler with a key, `leases` are counted instead, as one thread or task at a time
-    runs each key. The bytes in flight never exceed `prefetch_bytes`, unless a single entry does; a suspect that waits,
-    for its back-off or to know how a process ended, does not count, so that others go on meanwhile.
+    runs each key; with a `list_size`, so many entries of a key may run as one list. The bytes in flight never exceed
+    `prefetch_bytes`, unless a single entry does; a suspect that waits, for its back-off or to know how a process ended,
+    does not count, so that others go on meanwhile.
     """
 
-    def __init__(self, policy: WorkerPolicy, concurrency: int) -> None:
+    def __init__(self, policy: WorkerPolicy, concurrency: int, *, list_size: int = 0) -> None:
         self.buffer: SimpleQueue[Delivery | None] = SimpleQueue()
         self.completions = CompletionQueue(policy.batch)
         self.room_freed = threading.Event()
@@ -56,6 +57,7 @@ class InFlight:
         self._bytes = 0
         self.oversized_bytes = 0
         """Size in bytes of the next entry, if it did not fit; 0 otherwise."""
+        self._list_size = list_size
         self._min_limit = min(2 * concurrency, policy.prefetch)
         self._limit = self._min_limit
         self._has_backlog = False
@@ -234,7 +236,12 @@ class InFlight:
 
     @property
     def slice_length(self) -> int:
-        """How many entries of a key to lease at once: about 50 ms of work, so that the keys share the worker fairly."""
+        """How many entries of a key to lease at once: about 50 ms of work, so that the keys share the worker fairly.
+
+        With lists, as many as fill one.
+        """
+        if self._list_size:
+            return self._list_size
         return _LONGEST_SLICE if self._run_ms <= 0 else max(1, min(_LONGEST_SLICE, int(_SLICE_MS / self._run_ms)))
 
     def on_run_time(self, run_ms: float) -> None:
@@ -260,6 +267,20 @@ class InFlight:
         following = None if delivery.lease is None else self._next_of_key(delivery.lease, delivery, outcome)
         self.completions.put(((delivery,), outcome), urgent=following is None and self.buffer.empty())
         return following
+
+    def complete_list(self, deliveries: Sequence[Delivery], outcome: Outcome) -> Delivery | None:
+        """Do as `complete` for entries of one key that were run as a list, and are committed together."""
+        following = self._next_of_key(lease_of(deliveries[0]), deliveries[-1], outcome)
+        self.completions.put((deliveries, outcome), urgent=following is None and self.buffer.empty())
+        return following
+
+    def put_back(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
+        """Return started entries of a key, the last ones that have begun, to those of their lease that have not."""
+        with self._lock:  # a thread that removes entries must not remove some of them, and leave later ones
+            for delivery in reversed(deliveries):
+                delivery.running = delivery.in_batch = False
+                delivery.state_since_ms = now_ms
+                lease_of(delivery).queued.appendleft(delivery)
 
     def _next_of_key(self, leased_key: LeasedKey, delivery: Delivery, outcome: Outcome) -> Delivery | None:
         if isinstance(outcome, Done):
@@ -339,6 +360,24 @@ class InFlight:
         if now_ms - since_ms > _LONG_WAIT_MS:
             self._fetch_fewer()
         return True
+
+    def start_list(self, first: Delivery, most: int, now_ms: float) -> list[Delivery] | None:
+        """Mark the entries of a key that run together as running: up to `most`, the first and those after it.
+
+        Return them: [] if the first must not run, None if it has to wait until the gate is open.
+        """
+        starts = self.start(first, now_ms)
+        if not starts:
+            return None if starts is None else []
+        started, queued = [first], lease_of(first).queued
+        while queued and len(started) < most:
+            queued[0].state_since_ms = now_ms  # it has waited as long as the first, which counts once
+            if not self.start(queued[0], now_ms, ignore_gate=True):
+                break
+            started.append(queued.popleft())
+        for one in started:
+            one.in_batch = len(started) > 1
+        return started
 
     def start_all(self, deliveries: Sequence[Delivery], now_ms: float) -> list[Delivery] | None:
         """Mark entries that run together as running; return those still in flight, or None if the gate is closed."""

@@ -44,6 +44,7 @@ from millstream.worker.ordering.unordered import Unordered
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.running.async_runner import AsyncRunner
 from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
+from millstream.worker.running.key_list_runners import AsyncKeyListRunner, ThreadKeyListRunner
 from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import ThreadRunner
@@ -104,7 +105,8 @@ class ReadingLoop:
         self._blocking_client = Client(url, timeout_ms=policy.block_ms + _TIMEOUT_SLACK_MS, clock=clock)
         # The SCAN of all keys for those that match a pattern has one, too.
         self._scan_client = Client(url, clock=clock)
-        self._in_flight = InFlight(policy, _concurrency_of(handler))
+        list_size = handler.batch_size if handler.in_batches and handler.key is not None else 0
+        self._in_flight = InFlight(policy, _concurrency_of(handler), list_size=list_size)
         self._stopping, self._runs_ended = threading.Event(), threading.Event()
         self._failures: list[BaseException] = []
         self._excluded: dict[str, float] = {}
@@ -149,10 +151,12 @@ class ReadingLoop:
 
     def _make_runner(self) -> Runner:
         args = self._steps, self._in_flight, self.loop_metrics, self._clock
-        if self.handler.is_async:
-            return AsyncBatchRunner(*args) if self.handler.in_batches else AsyncRunner(*args)
         threads = self._policy.threads
-        return ThreadBatchRunner(*args, threads) if self.handler.in_batches else ThreadRunner(*args, threads)
+        if not self.handler.in_batches:
+            return AsyncRunner(*args) if self.handler.is_async else ThreadRunner(*args, threads)
+        if self.handler.key is not None:
+            return AsyncKeyListRunner(*args) if self.handler.is_async else ThreadKeyListRunner(*args, threads)
+        return AsyncBatchRunner(*args) if self.handler.is_async else ThreadBatchRunner(*args, threads)
 
     # Run and stop
 
@@ -426,7 +430,7 @@ def _make_ordering(context: WorkerContext) -> Ordering:
 
 
 def _concurrency_of(handler: Handler) -> int:
-    if handler.in_batches:
+    if handler.in_batches and handler.key is None:
         return handler.batch_size
     return handler.concurrency if handler.is_async else 1
 

@@ -24,6 +24,7 @@ strict = App("strict")
 limited = App("limited")
 coroutine = App("coroutine")
 keyed = App("keyed")
+listed = App("listed")
 streamed = App("streamed")
 brittle = App("brittle")
 scheduled = App("scheduled")
@@ -99,6 +100,11 @@ def work_keyed(message: Message, state: State) -> dict[str, Any]:
     return {**work(message), "key": message.key or b"", "count": state["count"]}
 
 
+def work_list(messages: list[Message], state: State) -> list[dict[str, Any]]:
+    """The same for a list of messages of a key."""
+    return [work_keyed(message, state) for message in messages]
+
+
 def work_stream(message: Message, state: State) -> dict[str, Any]:
     """The same for a handler with order="stream"; also returns the stream and the token of its lease."""
     return {**work_keyed(message, state), "stream": message.stream, "fence": message.fence}
@@ -109,6 +115,7 @@ app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20)
 strict.handler("in", name="work", into="out", retry=SHORT)(work)
 limited.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=1_500)(work)
 keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
+listed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20), batch_size=20)(work_list)
 brittle.handler("in", name="work", into="out", key="key", retry=SHORT)(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(

@@ -98,6 +98,7 @@ class ByKey:
         stream.let_states_expire(handler.state_ttl_ms)
         stream.is_held = c.breaker.is_open
         stream.loss_retry = loss_retry(handler.retry)
+        stream.list_size = handler.batch_size if handler.in_batches else 1
         refusal_of = partial(c.steps.refusal_of, name)
         stream.may_enqueue = lambda entries, queues: c.breaker.may_enqueue(entries, queues, refusal_of)
         return stream

@@ -61,6 +61,12 @@ class _Start:
             self._loop_metrics.on_run_started()
         return started
 
+    def _start_list(self, first: Delivery, most: int) -> list[Delivery] | None:
+        started = self._in_flight.start_list(first, most, self._clock.monotonic_ms())
+        for _ in started or ():
+            self._loop_metrics.on_run_started()
+        return started
+
     def traceback_of_run(self, delivery: Delivery) -> TracebackType | None:
         """See Runner."""
         return live_traceback(delivery.stream.stream, delivery.id.decode(), self._live_tasks())

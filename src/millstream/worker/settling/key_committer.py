@@ -81,8 +81,10 @@ class KeyCommitter(Committer):
         if finished:
             self._in_flight.on_run_time(sum(deliveries[0].attempt_ms for deliveries, _ in finished) / len(finished))
         runs: dict[KeyLease, Runs] = defaultdict(list)
-        for (delivery,), outcome in finished:
-            runs[lease_of(delivery)].append((delivery, outcome))
+        for deliveries, outcome in finished:
+            runs[lease_of(deliveries[0])] += (
+                _runs_of(deliveries, outcome) if deliveries[1:] else [(deliveries[0], outcome)]
+            )
         # Runs kept for want of memory come before later runs of the same key.
         postponed, self._postponed_runs = self._postponed_runs, {}
         leases = dict.fromkeys([*postponed, *runs])
@@ -97,7 +99,7 @@ class KeyCommitter(Committer):
         for stream, outcomes in by_stream.items():
             self._settle_stream(stream, outcomes, sent.get(stream))
         self._release_held_back(leases)
-        self._loop_metrics.on_runs_settled(len(finished))
+        self._loop_metrics.on_runs_settled(sum([len(deliveries) for deliveries, _ in finished]))
 
     def _make_outcome(self, lease: KeyLease, postponed: Runs, new: Runs) -> _LeaseOutcome:
         runs = [*postponed, *self._admitted(lease, new)]  # the breaker has counted those that were postponed
@@ -271,6 +273,13 @@ class KeyCommitter(Committer):
 
     def _retry_postponed(self) -> None:
         self.settle(())
+
+
+def _runs_of(deliveries: Sequence[Delivery], outcome: Outcome) -> Runs:
+    """Return the run of each message of a list: the last one has the outputs."""
+    assert isinstance(outcome, Done)
+    *others, last = deliveries
+    return [*((one, Done((), outcome.state)) for one in others), (last, outcome)]
 
 
 def _with_effects(outcomes: Sequence[_LeaseOutcome]) -> list[_LeaseOutcome]:

@@ -81,8 +81,13 @@ class KeyLeaseRenewer:
         message = self._steps.decode(delivery)
         assert message is not None
         lease.releasing = True
-        outcome = timed_out(self._steps.handler, message, where=self._context.traceback_of_run(delivery))
-        if isinstance(outcome, DeadLettered):
+        where = self._context.traceback_of_run(delivery)
+        outcome = timed_out(self._steps.handler, message, where=where, alone=not delivery.in_batch)
+        if isinstance(outcome, RetryLater) and delivery.in_batch:
+            self._steps.log_failure(
+                delivery, outcome
+            )  # after the loss of the lease each message of the list runs alone
+        elif isinstance(outcome, DeadLettered):
             effects = self._steps.commit_key(lease, [(delivery, outcome)])
             if not lease.stream.commit([effects]):
                 self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)

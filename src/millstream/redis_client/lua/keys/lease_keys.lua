@@ -6,8 +6,8 @@
 --       6 most queues   7 most entries of all   8 most entries of one queue   9 '1' if states are wanted
 --       10 most bytes of all entries   11 average bytes of an entry   12 '1' if one is wanted however large it is
 --       13 milliseconds that a queue waits after the first loss of a lease on its first entry (0 = not at all)
---       14 factor of each further wait   15 longest wait in milliseconds
---       16 most queues that the consumer may hold in all: for a master, in the name of a consumer
+--       14 factor of each further wait   15 longest wait in milliseconds   16 most entries that run together
+--       17 most queues that the consumer may hold in all: for a master, in the name of a consumer
 -- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
 --       lease token, state, how often a lease on its first entry expired, failed attempts on it, entries
@@ -55,9 +55,12 @@ end
 -- ZRANGEBYSCORE returns them in the order in which they expired, so the first is requeued last. Leases that masters
 -- hold for consumers are left to master/renew_leases.lua, which checks acknowledgements and liveness: the lease expired
 -- because no master ran, or Redis was unavailable.
-local delay_ms, factor, max_delay_ms, most_held = tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
+local delay_ms, factor, max_delay_ms = tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])
+local together, most_held = tonumber(ARGV[16]), ARGV[17]
 local expired = most_held and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
-for i = #expired, 1, -1 do end_lost_lease(group, expired[i], longest, ms, delay_ms, factor, max_delay_ms) end
+for i = #expired, 1, -1 do
+  end_lost_lease(group, expired[i], longest, ms, delay_ms, factor, max_delay_ms, together)
+end
 
 local any_counts = redis.call('EXISTS', KEYS[4]) == 1
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', ms, 'LIMIT', 0, AT_ONCE)
@@ -151,6 +154,7 @@ local function lease_queue(name)
   used = used + 1
   if #entries == 0 then return end
   local count_of = crash_counts_of(entries[1][1])
+  if count_of[3] == '0' then redis.call('HDEL', KEYS[4], entries[1][1] .. 'l') end -- it is alone now
   leased[#leased + 1] = {
     name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
     tonumber(count_of[3] or 0), tonumber(count_of[2] or 0), entries,

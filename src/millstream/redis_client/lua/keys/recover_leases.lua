@@ -4,7 +4,8 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 most entries of one lease
 --       6 milliseconds that a queue waits after the first loss of a lease on its first entry (0 = not at all)
---       7 factor of each further wait   8 longest wait in milliseconds   9.. tokens of the leases that it has
+--       7 factor of each further wait   8 longest wait in milliseconds   9 most entries that run together
+--       10.. tokens of the leases that it has
 -- REPLY number of leases of earlier processes, number of those in lost replies
 -- ERROR STALE when a newer run has taken over
 --
@@ -23,9 +24,10 @@ local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
 if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 
 local known = {}
-for i = 9, #ARGV do known[ARGV[i]] = true end
+for i = 10, #ARGV do known[ARGV[i]] = true end
 local claimed, now = tonumber(ARGV[5]), now_ms()
 local delay_ms, factor, max_delay_ms = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local together = tonumber(ARGV[9])
 local owners = redis.call('HGETALL', OWNERS)
 local earlier, unknown = 0, 0
 for i = 1, #owners, 2 do
@@ -38,7 +40,7 @@ for i = 1, #owners, 2 do
       make_ready(name, true)
     else
       earlier = earlier + 1
-      end_lost_lease(group, name, claimed, now, delay_ms, factor, max_delay_ms)
+      end_lost_lease(group, name, claimed, now, delay_ms, factor, max_delay_ms, together)
     end
   end
 end

@@ -1,0 +1,130 @@
+"""Key list runners: run handlers that take lists of messages of one key.
+
+The entries of a key that are leased together run as one list, in order. If that fails, each of them is run again by
+itself, as for a handler that takes one message. The later ones wait for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from millstream.delivery.keyed_stream import lease_of
+from millstream.delivery.reliable_stream import Delivery
+from millstream.handlers.attempt import Done, ListOutcome, Outcome
+from millstream.model import Message
+from millstream.worker.running.async_runner import GATE_POLL_S, AsyncRunner
+from millstream.worker.running.runner import _Start
+from millstream.worker.running.thread_runner import ThreadRunner
+
+logger = logging.getLogger(__name__)
+
+
+class _KeyLists(_Start):
+    """How a runner splits the entries of a lease into lists."""
+
+    def _messages_of(self, deliveries: Sequence[Delivery]) -> list[Message]:
+        """Return the messages of the first entries, up to one that was redriven for another handler."""
+        messages: list[Message] = []
+        for delivery in deliveries:
+            if (message := self._steps.decode(delivery)) is None:
+                break
+            messages.append(message)
+        return messages
+
+    def _most(self, alone: int) -> int:
+        return 1 if alone else self._steps.handler.batch_size
+
+    def _settle(self, started: Sequence[Delivery], ended: ListOutcome, alone: int) -> tuple[Delivery | None, int]:
+        """Complete the entries that the outcome is of, and put the others back.
+
+        Return the key's next entry, for the same runner to run, and how many entries from it on have to run alone;
+        `alone`: how many had to so far.
+        """
+        count, outcome = ended
+        run, rest = started[:count], started[count:]
+        now_ms = self._clock.monotonic_ms()
+        has_failed = len(run) > 1 and not isinstance(outcome, Done)
+        if has_failed:
+            self._log_failed(run, outcome)
+            rest = started
+        if rest:
+            self._in_flight.put_back(rest, now_ms)
+            self._loop_metrics.on_runs_settled(len(rest))
+        if has_failed:
+            return lease_of(started[0]).queued.popleft(), len(run)
+        for delivery in run:
+            # An equal share of the time, so that the times of all messages add up to that of the handler.
+            delivery.attempt_ms = (now_ms - delivery.state_since_ms) / len(run)
+            delivery.finished = True
+        return self._in_flight.complete_list(run, outcome), max(0, alone - len(run))
+
+    def _log_failed(self, run: Sequence[Delivery], outcome: Outcome) -> None:
+        error = "" if isinstance(outcome, Done) else outcome.error
+        logger.info(
+            "%s: a list of %d messages of a key of %s failed: %s; running each of them alone (first: %s)",
+            self._steps.handler.label,
+            len(run),
+            run[0].stream.stream,
+            error,
+            run[0].id.decode(),
+        )
+
+
+class ThreadKeyListRunner(_KeyLists, ThreadRunner):
+    """Threads as of ThreadRunner, each of which runs the entries of a key in lists."""
+
+    def _run_next(self) -> bool:
+        following, alone = self._next_delivery(), 0
+        if following is None:
+            return False
+        while following is not None:
+            while (started := self._start_list(following, self._most(alone))) is None:
+                self._in_flight.gate.wait()
+            if not started:
+                break
+            began_ms = self._clock.monotonic_ms()
+            ended = self._run_list(started)
+            self._took_ms += self._clock.monotonic_ms() - began_ms
+            following, alone = self._settle(started, ended, alone)
+        self._finished += 1
+        return True
+
+    def _run_list(self, deliveries: Sequence[Delivery]) -> ListOutcome:
+        messages, state = self._messages_of(deliveries), lease_of(deliveries[0]).state
+        return self._steps.run_list(messages, state) if messages else (1, Done((), state))
+
+    def _run_message(self, delivery: Delivery) -> Outcome:
+        _, outcome = self._run_list((delivery,))
+        self._finish(delivery)
+        return outcome
+
+
+class AsyncKeyListRunner(_KeyLists, AsyncRunner):
+    """An event loop as of AsyncRunner, in which each task runs the entries of a key in lists."""
+
+    async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
+        following: Delivery | None = delivery
+        alone = 0
+        while following is not None and not self._is_cancelled:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks[id(following)] = task
+            while (started := self._start_list(following, self._most(alone))) is None:  # noqa: ASYNC110 - rare
+                await asyncio.sleep(GATE_POLL_S)
+            ended = await self._run_list(started) if started else None
+            del self._tasks[id(following)]
+            if ended is None or self._is_cancelled:
+                break
+            following, alone = self._settle(started, ended, alone)
+        if not self._is_cancelled:
+            self._free_slots += 1
+            self._start_tasks(group)
+
+    async def _run_list(self, deliveries: Sequence[Delivery]) -> ListOutcome:
+        messages, state = self._messages_of(deliveries), lease_of(deliveries[0]).state
+        return await self._steps.run_list_async(messages, state) if messages else (1, Done((), state))
+
+    async def _run_message(self, delivery: Delivery) -> Outcome:
+        _, outcome = await self._run_list((delivery,))
+        self._finish(delivery)
+        return outcome

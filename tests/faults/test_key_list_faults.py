@@ -1,0 +1,54 @@
+"""Workers of a handler of lists with a key are killed: each message has one effect, in order, on the right state."""
+
+import os
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millstream.redis_client.client import Client
+from tests.support.keyed_workers import KeyedExpectations
+from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, watched
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+KILLS = 200 if SOAK else 4
+pytestmark = [pytest.mark.keys, pytest.mark.faults]
+
+
+def test_workers_that_are_killed_in_the_middle_of_lists_keep_every_key_in_order_and_lose_and_double_nothing(
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance = random.Random(seed)
+    expectations = KeyedExpectations(fresh_client, tmp_path, app="listed")
+    with (
+        RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", app="listed", claim_s=CLAIM_S) as workers,
+        watched(expectations) as watch,
+    ):
+        for number in range(KILLS):
+            expectations.publish_keys(200, 8, ms=chance.choice((0, 1, 5)))
+            time.sleep(chance.random() / 2)  # a kill at any point
+            if number % 4 == 3:
+                workers.supervisor.kill()
+                workers.supervisor.wait()
+                workers.start()
+            with suppress(psutil.NoSuchProcess):
+                workers.victim(expectations).kill()
+        report = expectations.check_keys(overlap=False, log=workers.log)
+    print_figures(report, watch, kills=KILLS, seed=seed)
+
+
+def test_a_message_that_kills_its_worker_in_the_middle_of_a_list_dies_alone(
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
+) -> None:
+    expectations = KeyedExpectations(fresh_client, tmp_path, app="listed")
+    expectations.publish_key("k1", 9)
+    dead = expectations.publish_key("k1", 1, do="exit-1")
+    expectations.publish_key("k1", 9)
+    expectations.publish_keys(300, 20)
+    with RunningWorkers(fresh_client.url, tmp_path, app="listed") as workers, watched(expectations) as watch:
+        report = expectations.check_keys(dead=dict.fromkeys(dead, "crashed"), log=workers.log)
+    print_figures(report, watch, crashes=workers.log().count("restarting in"))
