@@ -20,6 +20,8 @@ from millstream.redis_client.key_names import (
     check_stream,
     ended_sessions_key,
     hash_tag,
+    history_key,
+    history_writer_key,
     is_pattern,
     to_wire,
 )
@@ -350,6 +352,7 @@ ROLES: Mapping[RoleName, Role] = {
             "producer/redrive",
             "producer/cancel_delayed",
             "keys/park_unpark_skip",
+            "shared/hold_name",
         ),
         direct="exists get hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping set time xadd xdel "
         "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange "
@@ -358,7 +361,13 @@ ROLES: Mapping[RoleName, Role] = {
         writes=False,
         scans="always",
         stream_keys=("*",),
-        app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key(), ended_sessions_key()),
+        app_keys=(
+            f"{PREFIX}:worker:{{app}}:*",
+            audit_key(),
+            ended_sessions_key(),
+            history_key(),
+            history_writer_key(),
+        ),
         uses_services=True,
     ),
 }

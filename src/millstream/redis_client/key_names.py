@@ -169,6 +169,16 @@ def ended_sessions_key() -> str:
     return f"{PREFIX}:console:ended-sessions"
 
 
+def history_key() -> str:
+    """Stream, capped: the figures of all handlers in the last 24 hours, which the console shows."""
+    return f"{PREFIX}:console:history"
+
+
+def history_writer_key() -> str:
+    """String, with a time to live: the one console that adds to the history."""
+    return f"{PREFIX}:console:history-writer"
+
+
 def run_name(pipeline: str) -> str:
     """Return the worker name under which a Spark run of a handler or stage announces that it is alive: no worker can
     have it.

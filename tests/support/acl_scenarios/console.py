@@ -8,7 +8,9 @@ from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import AccessDenied
 from millstream.groups import Group
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import history_writer_key
 from millstream.services.console import Level
+from millstream.services.console.history_writer import HistoryWriter
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
 from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_reached
 
@@ -26,6 +28,7 @@ def manage(url: str, admin: Client) -> None:
     Group(admin, "orders", "readers").create()
     with Client(url) as client:
         client.execute("PING")  # as at the start of the process
+    write_history(url, admin)
     with authorized(url, Level.ADMIN) as browser:
         for page in pages_reached(browser, "/workers?service=calls").values():
             granted(page)
@@ -35,6 +38,16 @@ def manage(url: str, admin: Client) -> None:
         act(browser, keyed)
     with TemporaryDirectory() as folder, console(url, Path(folder)) as browser:
         granted(browser.send(granted(browser.log_in("figures")), "/logout"))
+
+
+def write_history(url: str, admin: Client) -> None:
+    """Add to the history once another console, which held the name for too long, has released it."""
+    admin.execute("SET", history_writer_key(), "another", "PX", 3_600_000)
+    writer = HistoryWriter(url)
+    assert not writer.write()
+    admin.execute("DEL", history_writer_key())
+    assert writer.write()
+    writer.release()
 
 
 def granted(page: Page) -> Page:

@@ -11,6 +11,7 @@ from millstream.redis_client.client import Client
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
+from millstream.services.console.history_writer import HistoryWriter
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.web.connections import Limits
@@ -55,4 +56,5 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S, headers=SECURE_HEADERS)
         server.stop_at_signals()
         on_ready(url_of(listener))
-        asyncio.run(server.serve([listener]))
+        with HistoryWriter(serving.url):
+            asyncio.run(server.serve([listener]))

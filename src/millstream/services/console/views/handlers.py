@@ -9,6 +9,7 @@ from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.pages import PageRequest
+from millstream.services.console.views.history import history_of
 
 
 def handler(page: PageRequest) -> Response:
@@ -32,6 +33,7 @@ def handler(page: PageRequest) -> Response:
         name=name,
         found=found,
         stuck=stuck,
+        shown=history_of(page, name),
         pauses=[page.display.text(one.reason) if page.may("payloads") else f"paused by {one.by}" for one in pauses],
     )
 

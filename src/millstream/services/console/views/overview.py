@@ -5,6 +5,7 @@ from starlette.responses import Response
 from millstream.admin.attention import Overview, read_overview, sentence_of
 from millstream.admin.findings import Finding
 from millstream.services.console.pages import PageRequest
+from millstream.services.console.views.history import history_of
 
 _KEEP_MS = 2_000.0
 _PAGES = {
@@ -24,7 +25,7 @@ def overview(page: PageRequest) -> Response:
         (one, page.display.text(sentence_of(one, with_content=with_content)), _link_of(page, one))
         for one in found.attention
     ]
-    return page.render("overview.html", found=found, attention=attention)
+    return page.render("overview.html", found=found, attention=attention, shown=history_of(page))
 
 
 def overview_of(page: PageRequest) -> Overview:

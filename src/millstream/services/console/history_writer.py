@@ -1,0 +1,76 @@
+"""HistoryWriter: adds the figures of all handlers to the history, from the one console at a time that holds its name."""
+
+import logging
+import secrets
+import threading
+from typing import Self
+
+from millstream.admin.figure_history import FigureHistory, read_sample
+from millstream.errors import RedisError
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import history_writer_key
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.worker.static_membership import HOLD_NAME
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 10.0
+_HELD_MS = 45_000
+_TIMEOUT_MS = 10_000
+_STOP_S = 5.0
+
+
+class HistoryWriter:
+    """One of any number of processes that may write the history; the one that holds the name writes.
+
+    A context manager: a thread writes in the block, and the name is free after it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = Client(url, timeout_ms=_TIMEOUT_MS)
+        self._token = secrets.token_hex(8)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="millstream-history", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, within some seconds."""
+        self._stopping.set()
+        self._thread.join(_STOP_S)
+
+    def write(self) -> bool:
+        """Add a sample if this process holds the name, or can get it, and one is due; return whether it did.
+
+        Raises RedisError.
+        """
+        if not self._hold_for(_HELD_MS):
+            return False
+        history, now_ms = FigureHistory(self._client), server_time_ms(self._client)
+        return history.is_due(now_ms) and history.add(read_sample(self._client, now_ms))
+
+    def release(self) -> None:
+        """Release the name, so that another console may write at once. Raises RedisError."""
+        self._hold_for(0)
+
+    def _hold_for(self, held_ms: int) -> bool:
+        return bool(self._client.script(HOLD_NAME, (history_writer_key(),), (self._token, held_ms)))
+
+    def _run(self) -> None:
+        failed = False
+        while not self._stopping.is_set():
+            try:
+                self.write()
+                failed = False
+            except RedisError as error:
+                if not failed:
+                    logger.warning("history not written: %s; retrying every %.0f s", error, _POLL_S)
+                failed = True
+            self._stopping.wait(_POLL_S)
+        try:
+            self.release()
+        except RedisError as error:
+            logger.info("history not released: %s; another console writes within %.0f s", error, _HELD_MS / 1_000)
+        self._client.close()

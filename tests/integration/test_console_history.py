@@ -1,0 +1,174 @@
+"""The history of the console: one writer at a time, one sample a minute, and what its pages show of it."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample, read_sample
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import history_key, history_writer_key
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.console import Level
+from millstream.services.console.history_writer import HistoryWriter
+from tests.support.command_stats import commands_run
+from tests.support.commandline import call
+from tests.support.consoles import Browser, authorized, fill_with
+from tests.support.keyed_fixtures import joined_by_field
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
+
+FIGURES = HandlerSample(streams=1, added=0, done=0, dead=0, lag=0, oldest_ms=None, dead_letters=0, stuck=0)
+
+
+@pytest.fixture
+def browser(client: Client) -> Iterator[Browser]:
+    with authorized(client.url, Level.FIGURES) as opened:
+        yield opened
+
+
+def add(client: Client, *totals: tuple[int, int]) -> None:
+    """Samples of `shop.pay`: how many minutes ago, and the total of entries added."""
+    now_ms = server_time_ms(client)
+    for minutes, total in totals:
+        figures = HandlerSample(
+            streams=1, added=total, done=total, dead=0, lag=3, oldest_ms=60_000, dead_letters=2, stuck=1
+        )
+        at_ms = now_ms - minutes * STEP_MS
+        assert FigureHistory(client).add(Sample(at_ms=at_ms, handlers={"shop.pay": figures}))
+
+
+def expire_newest(client: Client) -> None:
+    """Let the newest sample be ten minutes old."""
+    client.execute("DEL", history_key())
+    add(client, (10, 0))
+
+
+def test_a_sample_has_the_figures_of_each_handler(client: Client) -> None:
+    fill_with(client, "x")
+    found = read_sample(client, 60_000)
+    assert found.step_ms == STEP_MS
+    (figures,) = found.handlers.values()
+    assert [*found.handlers] == ["shop.pay"]
+    assert (figures.streams, figures.added, figures.lag, figures.dead_letters, figures.stuck) == (1, 4, 4, 1, 2)
+    assert figures.oldest_ms is not None
+
+
+def test_of_several_consoles_one_writes_and_another_goes_on_after_it(client: Client) -> None:
+    fill_with(client, "x")
+    writers = [HistoryWriter(client.url) for _ in range(3)]
+    assert [one.write() for one in writers] == [True, False, False]
+    expire_newest(client)
+    assert [one.write() for one in reversed(writers)] == [False, False, True]
+    expire_newest(client)
+    writers[0].release()
+    assert [one.write() for one in reversed(writers)] == [True, False, False]
+
+
+def test_two_samples_of_one_minute_are_one_even_from_two_writers(client: Client) -> None:
+    sample = Sample(at_ms=90_000, handlers={"shop.pay": FIGURES})
+    assert FigureHistory(client).add(sample)
+    client.execute("DEL", history_writer_key())
+    assert not FigureHistory(client).add(Sample(at_ms=119_999, handlers={"shop.pay": FIGURES}))
+    assert FigureHistory(client).read(0) == [sample]
+
+
+def test_no_sample_is_added_before_the_step_of_the_newest_is_over(client: Client) -> None:
+    history = FigureHistory(client)
+    history.add(Sample(at_ms=10 * STEP_MS + 30_000, step_ms=5 * STEP_MS, handlers={"shop.pay": FIGURES}))
+    assert [history.is_due(n * STEP_MS) for n in (10, 14, 15)] == [False, False, True]
+
+
+def test_the_writer_awaits_the_step_that_the_newest_sample_announces(client: Client) -> None:
+    fill_with(client, "x")
+    for minutes, is_written in ((3, False), (10, True)):
+        client.execute("DEL", history_key())
+        at_ms = server_time_ms(client) - minutes * STEP_MS
+        FigureHistory(client).add(Sample(at_ms=at_ms, step_ms=10 * STEP_MS, handlers={"shop.pay": FIGURES}))
+        writer = HistoryWriter(client.url)
+        assert writer.write() == is_written
+        writer.release()
+
+
+def test_the_history_is_capped_at_a_day(client: Client) -> None:
+    for n in range(1, 1_700):
+        FigureHistory(client).add(Sample(at_ms=n * STEP_MS, handlers={"shop.pay": FIGURES}))
+    assert 1_440 <= client.execute("XLEN", history_key()) <= 1_600
+
+
+def test_reading_many_handlers_takes_ten_commands_a_second_at_most(client: Client) -> None:
+    for n in range(80):
+        joined_by_field(client, f"orders{n}", app="shop", handler="pay")
+        client.execute("XADD", f"orders{n}", "*", "key", "x")
+    before = commands_run(client.execute).total()
+    found = read_sample(client, 0)
+    assert found.step_ms > STEP_MS
+    assert commands_run(client.execute).total() - before <= 10 * found.step_ms / 1_000
+
+
+def test_a_console_that_runs_writes_a_sample_and_releases_the_name_at_its_end(client: Client) -> None:
+    fill_with(client, "x")
+    with ServiceProcess(("console",), (), client.url) as console:
+        eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
+        assert client.execute("GET", history_writer_key()) is not None
+        console.process.terminate()
+        console.process.wait()
+        assert client.execute("GET", history_writer_key()) is None
+    with authorized(client.url, Level.FIGURES) as browser:
+        assert "svg" in browser.get("/").tags
+
+
+def test_pages_show_charts_without_scripts_and_styles_and_all_figures_as_a_table(
+    client: Client, browser: Browser
+) -> None:
+    fill_with(client, "x")
+    add(client, (30, 0), (29, 120), (28, 60), (10, 600), (9, 1_200))
+    for path in ("/", "/handler?name=shop.pay"):
+        page = browser.get(path)
+        assert page.html.count("<svg") == 5
+        assert not {"script", "style"} & page.tags
+        assert " style=" not in page.html
+        for one in re.findall(r'aria-labelledby="([\w-]+) ([\w-]+)"', page.html):
+            assert all(page.html.count(f'id="{each}"') == 1 for each in one)
+        assert "solid: added, last 10.0, largest 10.0 dashed: committed, last 10.0, largest 10.0" in page.text
+        assert page.text.count("nothing recorded until") == 3, "before, between and after the samples"
+        assert page.html.count('<th scope="row"><time>') == 5 + 3
+        assert "-1" not in "".join(re.findall(r'points="([^"]*)"', page.html)), "no rate is negative"
+        rates = page.html.partition("<svg")[2].partition("</svg>")[0]
+        assert rates.count("<polyline") == 4, "two curves, each before and after the gap"
+
+
+def test_a_range_is_a_link_that_keeps_the_page(client: Client, browser: Browser) -> None:
+    fill_with(client, "x")
+    add(client, (300, 0), (299, 60))
+    page = browser.get("/handler?name=shop.pay")
+    assert "svg" not in page.tags
+    longer = [one for one in page.links if "hours=" in one]
+    assert longer == [f"/handler?name=shop.pay&hours={one}" for one in (1, 6, 24)]
+    assert "svg" in browser.get(longer[1]).tags
+    assert "svg" in browser.get("/?hours=24").tags
+
+
+def test_a_damaged_history_leaves_the_page_readable(client: Client, browser: Browser) -> None:
+    fill_with(client, "x")
+    client.execute("XADD", history_key(), "1-0", "sample", "x")
+    assert browser.get("/?hours=24").status == 200
+    client.execute("DEL", history_key())
+    client.execute("SET", history_key(), "x")
+    page = browser.get("/?hours=6")
+    assert page.status == 200
+    assert "Another program has written to the key of the history" in page.text
+
+
+def test_a_forgotten_handler_has_no_page_and_the_others_keep_their_history(client: Client, browser: Browser) -> None:
+    figures = {f"shop.{name}": FIGURES for name in ("pay", "bill")}
+    for name, stream in (("pay", "orders"), ("bill", "bills")):
+        joined_by_field(client, stream, app="shop", handler=name)
+        client.execute("XADD", stream, "*", "key", "x")
+    FigureHistory(client).add(Sample(at_ms=server_time_ms(client) - STEP_MS, handlers=figures))
+    assert call("forget", "shop.pay", "--yes", url=client.url).code == 0
+    assert browser.get("/handler?name=shop.pay").status == 404
+    assert "svg" in browser.get("/handler?name=shop.bill").tags
+    assert "svg" in browser.get("/").tags
