@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from millstream.admin.audit_log import AuditLog
+from millstream.admin.figure_history import STEP_MS, FigureHistory, read_sample
 from millstream.admin.key_queues import count_parked
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import server_time_ms
+from tests.support.accessibility import Axe, press_key, unreached
 from tests.support.browser import Browser
 from tests.support.consoles import TOKENS, fill_with, write_tokens
 from tests.support.service_process import ServiceProcess
@@ -23,11 +26,12 @@ pytestmark = [pytest.mark.cli]
 KEYS = HandlerKeys("shop", "pay", "orders")
 PAGES = (
     *("/", "/handler?name=shop.pay", "/key?handler=shop.pay&key=parked+x", "/letters?handler=shop.pay", "/streams"),
-    *("/stream?name=orders", "/workers", "/delayed?stream=orders", "/redis", "/audit"),
+    *("/stream?name=orders", "/workers", "/queries", "/delayed", "/delayed?stream=orders", "/redis", "/audit"),
     *(
         "/tail?name=orders",
         "/find?q=o",
         "/group?stream=orders&group=readers",
+        "/letter?handler=shop.pay&stream=orders&id=2-0",
         "/letter/edit?handler=shop.pay&stream=orders&id=2-0",
     ),
 )
@@ -73,13 +77,18 @@ def console(client: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
     ((_, letter),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
     client.execute("DEL", KEYS.dead_letters)
     client.execute("XADD", KEYS.dead_letters, "2-0", *letter)
+    for minutes in (40, 3, 2):
+        at_ms = server_time_ms(client) - minutes * STEP_MS
+        FigureHistory(client).add(read_sample(client, at_ms))
     with ServiceProcess(("console", "--token-file", str(write_tokens(tmp_path))), (), client.url) as started:
         yield started
 
 
-def visit(browser: Browser, url: str) -> None:
+def visit(browser: Browser, url: str, shows: str = "nav") -> None:
     browser.run(f"window.location.href = {url!r}; 0")
-    there = f"document.readyState === 'complete' && window.location.href === {url!r} && document.querySelector('nav')"
+    there = (
+        f"document.readyState === 'complete' && window.location.href === {url!r} && document.querySelector({shows!r})"
+    )
     eventually(lambda: browser.run(f"Boolean({there})"), f"the page {url}", log=lambda: shown(browser))
 
 
@@ -91,14 +100,23 @@ def shown(browser: Browser) -> object:
 def press(browser: Browser, selector: str, until: str) -> None:
     """Press a button, and wait for a page that contains a text."""
     browser.run(f"document.querySelector({selector!r}).click(); 0")
+    await_text(browser, until)
+
+
+def await_text(browser: Browser, until: str) -> None:
+    """Wait for a page that contains a text."""
     eventually(
         lambda: browser.run(f"document.readyState === 'complete' && document.body.innerText.includes({until!r})"),
         f"a page with {until!r}",
     )
 
 
-def log_in(browser: Browser, level: str) -> None:
+def await_login(browser: Browser) -> None:
     eventually(lambda: browser.run("document.readyState === 'complete' && document.forms.length"), "the login form")
+
+
+def log_in(browser: Browser, level: str) -> None:
+    await_login(browser)
     browser.run(f"document.getElementById('token').value = {TOKENS[level]!r}; 0")
     press(browser, "button", "Attention")
 
@@ -184,3 +202,77 @@ def test_the_keyboard_reaches_the_content_first_and_its_place_is_visible(
         assert first == "skip"
         browser.run("document.querySelector('nav a').focus({focusVisible: true}); 0")
         assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_axe_finds_nothing_on_any_page_light_and_dark(console: ServiceProcess, tmp_path: Path) -> None:
+    axe = Axe()
+    found: dict[str, object] = {}
+
+    def check(page: str) -> None:
+        for dark in (False, True):
+            browser.show(width=1_440 if dark else 390, dark=dark)
+            if violations := axe.violations(browser):
+                found[f"{page}, {'dark' if dark else 'light'}"] = violations
+
+    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        await_login(browser)
+        check("login")
+        log_in(browser, "admin")
+        for path in (*PAGES, "/handler?name=none.none"):
+            visit(browser, f"{console.url}{path}", shows="main")
+            browser.run("document.querySelectorAll('details').forEach(one => { one.open = true }); 0")
+            check(path)
+        visit(browser, f"{console.url}{PAGES[2]}")
+        press(browser, "form[action='/key/reset'] button", "Yes, do it")
+        check("confirmation")
+    assert found == {}
+
+
+def test_axe_finds_a_field_without_a_name_and_text_that_is_faint(console: ServiceProcess, tmp_path: Path) -> None:
+    axe = Axe()
+    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        log_in(browser, "figures")
+        spoil = "document.querySelector('.find input').removeAttribute({!r}); 0"
+        for name in ("aria-label", "placeholder"):
+            browser.run(spoil.format(name))
+        browser.run("document.querySelector('h1').style.color = '#ccc'; 0")
+        rules = {one.partition(":")[0] for one in axe.violations(browser)}
+        assert rules == {"label", "color-contrast"}
+
+
+def test_tab_reaches_every_link_field_and_button_of_each_page(console: ServiceProcess, tmp_path: Path) -> None:
+    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        log_in(browser, "admin")
+        for path in PAGES:
+            visit(browser, f"{console.url}{path}")
+            without_button = (
+                "Array.from(document.forms).filter(one => !one.querySelector('button')).map(one => one.action)"
+            )
+            assert browser.run(without_button) == [], path
+            assert unreached(browser) == [], path
+
+
+def test_an_operator_logs_in_and_unparks_a_key_by_keyboard(
+    console: ServiceProcess, client: Client, tmp_path: Path
+) -> None:
+    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        await_login(browser)
+        reach(browser, "#token")
+        browser.command("Input.insertText", text=TOKENS["operate"])
+        press_key(browser, "Enter")
+        await_text(browser, "Attention")
+        visit(browser, f"{console.url}/key?handler=shop.pay&stream=orders&key=parked+x")
+        reach(browser, "form[action='/key/unpark'] button")
+        press_key(browser, "Enter")
+        await_text(browser, "The key goes on.")
+        assert count_parked(client, [KEYS])[0] == 0
+
+
+def reach(browser: Browser, selector: str) -> None:
+    """Press Tab until this element has the focus."""
+    browser.command("Emulation.setFocusEmulationEnabled", enabled=True)
+    for _ in range(100):
+        if browser.run(f"document.activeElement.matches({selector!r})"):
+            return
+        press_key(browser, "Tab")
+    raise AssertionError(f"Tab does not reach {selector}")

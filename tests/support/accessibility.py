@@ -1,0 +1,56 @@
+"""axe-core in the browser of the tests: what it finds on a page against WCAG 2, and what the keyboard reaches there."""
+
+from importlib import resources
+from importlib.util import find_spec
+from typing import Any
+
+from tests.support.browser import Browser
+from tests.support.requirements import skip_without
+
+_PACKAGE = "axe_core_python"
+
+_RULES = """
+axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']}).then(found =>
+    found.violations.flatMap(one => one.nodes.map(node => `${one.id}: ${node.html.slice(0, 200)} ${node.failureSummary}`)))
+"""
+
+_FOCUSABLE = """
+(() => {
+    const all = 'a[href], button, summary, textarea, select, input:not([type=hidden]), [tabindex="0"]'
+    const shown = Array.from(document.querySelectorAll(all)).filter(one => one.checkVisibility())
+    shown.forEach((one, at) => one.dataset.place = at)
+    return shown.map(one => one.outerHTML.slice(0, 200))
+})()
+"""
+"""The elements that a page has for its users, each with its number."""
+
+
+class Axe:
+    """The rules of axe-core for WCAG 2.1, levels A and AA, and its best practices. Requires axe-core-python."""
+
+    def __init__(self) -> None:
+        skip_without(find_spec(_PACKAGE), "axe-core-python is not installed: make setup")
+        self._script = resources.files(_PACKAGE).joinpath("axe.min.js").read_text("utf-8")
+
+    def violations(self, browser: Browser) -> Any:
+        """What the rules find on the page that the browser shows."""
+        browser.run(f"{self._script}; 0")
+        return browser.run(_RULES)
+
+
+def press_key(browser: Browser, key: str) -> None:
+    """Press a key, Tab or Enter."""
+    code, text = {"Tab": (9, ""), "Enter": (13, "\r")}[key]
+    for kind in ("keyDown", "keyUp"):
+        browser.command("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text, windowsVirtualKeyCode=code)
+
+
+def unreached(browser: Browser) -> list[str]:
+    """The elements of the page for its users that Tab does not reach, however often it is pressed."""
+    browser.command("Emulation.setFocusEmulationEnabled", enabled=True)
+    elements = browser.run(_FOCUSABLE)
+    reached: set[str] = set()
+    for _ in range(2 * len(elements) + 10):
+        press_key(browser, "Tab")
+        reached.add(browser.run("document.activeElement.dataset.place"))
+    return [one for at, one in enumerate(elements) if str(at) not in reached]
