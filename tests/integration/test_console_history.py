@@ -9,11 +9,13 @@ from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSampl
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import history_key, history_writer_key
 from millstream.redis_client.pipelining import server_time_ms
-from millstream.services.console import Level
+from millstream.redis_client.replies import mapping_of
+from millstream.services.console import Level, history_writer
 from millstream.services.console.history_writer import HistoryWriter
 from tests.support.command_stats import commands_run
 from tests.support.commandline import call
 from tests.support.consoles import Browser, authorized, fill_with
+from tests.support.deployments import lent_cluster
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import eventually
@@ -92,6 +94,14 @@ def test_the_writer_awaits_the_step_that_the_newest_sample_announces(client: Cli
         writer.release()
 
 
+def test_on_a_cluster_the_history_is_written_and_shown(request: pytest.FixtureRequest) -> None:
+    deployed = lent_cluster(request)
+    with Client(deployed.url) as client, authorized(deployed.url, Level.FIGURES) as browser:
+        fill_with(client, "x")
+        assert HistoryWriter(deployed.url).write()
+        assert "svg" in browser.get("/").tags
+
+
 def test_the_history_is_capped_at_a_day(client: Client) -> None:
     for n in range(1, 1_700):
         FigureHistory(client).add(Sample(at_ms=n * STEP_MS, handlers={"shop.pay": FIGURES}))
@@ -160,6 +170,44 @@ def test_a_damaged_history_leaves_the_page_readable(client: Client, browser: Bro
     page = browser.get("/?hours=6")
     assert page.status == 200
     assert "Another program has written to the key of the history" in page.text
+
+
+@pytest.fixture
+def without_rights(client: Client) -> Iterator[str]:
+    """The URL of a user of Redis that may use the keys of handlers, and not those of the history."""
+    keys = ("~orders", "~millstream:{*", "~millstream:worker:*")
+    client.execute("ACL", "LOG", "RESET")
+    client.execute("ACL", "SETUSER", "no-history", "on", ">secret", *keys, "+@all")
+    yield client.url.replace("redis://", "redis://no-history:secret@", 1)
+    client.execute("ACL", "DELUSER", "no-history")
+
+
+def test_a_page_without_the_right_to_the_history_says_so_and_shows_the_rest(
+    client: Client, without_rights: str
+) -> None:
+    fill_with(client, "x")
+    with authorized(without_rights, Level.FIGURES) as browser:
+        page = browser.get("/handler?name=shop.pay")
+    assert page.status == 200
+    assert "Redis refuses to show the history" in page.text
+
+
+def refusals(client: Client) -> int:
+    """How often Redis has refused the user without rights."""
+    found = [mapping_of(one) for one in client.execute("ACL", "LOG")]
+    return sum(int(one[b"count"]) for one in found if one[b"username"] == b"no-history")
+
+
+def test_a_writer_that_redis_refuses_warns_once_and_writes_once_it_may(
+    client: Client, without_rights: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_POLL_S", 0.01)
+    fill_with(client, "x")
+    with HistoryWriter(without_rights):
+        eventually(lambda: refusals(client) >= 3, "three refused attempts")
+        client.execute("ACL", "SETUSER", "no-history", "~*")
+        eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
+    assert caplog.text.count("history not written") == 1
 
 
 def test_a_forgotten_handler_has_no_page_and_the_others_keep_their_history(client: Client, browser: Browser) -> None:
