@@ -117,7 +117,9 @@ class Retry:
     * `max_delay_ms`: upper limit of a single back-off, before jitter, in milliseconds
     * `jitter`: each back-off is lengthened by a random share of up to this much (0.1 = 10 %)
     * `then`: what follows the last failed attempt: "dead-letter" the message, and its key goes on; "park" its key until
-      an operator acts; or "block" the key, and retry without end
+      an operator acts; "block" the key, and retry without end; or "cancel": the message is dead-lettered, and with it,
+      without a run, all messages of its key that were published until then. "cancel" holds for each dead letter of a
+      key, also for one without a retry
 
     Other keys go on while one backs off. Raises ConfigError for values out of range.
     """
@@ -127,11 +129,11 @@ class Retry:
     factor: float = 2.0
     max_delay_ms: float = 10_000.0
     jitter: float = 0.1
-    then: Literal["dead-letter", "park", "block"] = "dead-letter"
+    then: Literal["dead-letter", "park", "block", "cancel"] = "dead-letter"
 
     def __post_init__(self) -> None:
         if self.then not in get_args(Retry.__annotations__["then"]):
-            raise ConfigError(f'Retry(then={self.then!r}): use "dead-letter", "park" or "block"')
+            raise ConfigError(f'Retry(then={self.then!r}): use "dead-letter", "park", "block" or "cancel"')
         if self.attempts < 1:
             raise ConfigError(f"Retry(attempts={self.attempts}): use 1 or more")
         if self.delay_ms < 0 or self.max_delay_ms < 0 or self.jitter < 0:

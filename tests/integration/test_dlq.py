@@ -270,7 +270,7 @@ def test_an_unknown_reason_is_refused_with_the_list_of_reasons(client: Client, w
     refused = call("dlq", *words, "--reason", "nonsense", url=client.url)
     assert (refused.code, refused.out) == (2, "")
     assert "unknown dead-letter reason 'nonsense': use one of missing-key, " in refused.err
-    assert ", skipped, unreadable" in refused.err
+    assert ", canceled, unreadable" in refused.err
     assert call("dlq", *words, "--reason", "unreadable", url=client.url).code == 0
 
 

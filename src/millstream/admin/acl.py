@@ -76,7 +76,8 @@ SCRIPTS: Mapping[str, str] = {
     "producer/cancel_delayed": "hdel zrem",
     "commit/checkpoint": f"{_GROUP} del hset time unlink xack xpending",
     "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",
-    "commit/commit": f"{_QUEUES} get hincrby hmget hpexpire hset ltrim set type xack xadd xpending",
+    "commit/commit": f"{_QUEUES} get hincrby hmget hpexpire hrandfield hset lindex ltrim set type xack xadd "
+    "xinfo|stream xpending",
     "groups/count_entries": "xrange",
     "commit/count_dead_letters": "xrevrange",
     "groups/delete_consumer": "xclaim xgroup|delconsumer xinfo|consumers xpending",
@@ -306,7 +307,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="hget hgetall hlen hmget hscan hvals lindex llen lrange time xack xinfo|consumers xpending xrange xread "
         "zmscore zrange",
         optional="info",
-        never_executed="get set hpexpire hpexpireat hpexpiretime",
+        never_executed="get set hpexpire hpexpireat hpexpiretime hrandfield xinfo|stream",
         writes=False,
         scans="never",
         stream_keys=(f"{MASTER}.*",),

@@ -14,6 +14,9 @@ FAILED_SUFFIX = "f"
 FROM_QUEUE = b"queue"
 """Stands for the expected key offset of entries that Spark runs from a key queue, where they were deferred."""
 
+CANCELED = "-"
+"""In `Effects.cancels`: messages of the unit were canceled, and the cancellation may end with it."""
+
 ERROR_SUFFIX = "e"
 """Suffix of the field beside the crash counts that says why the last attempt failed (`last_error.py`)."""
 
@@ -57,6 +60,8 @@ class Effects:
     * `state_field`, `state`: None leaves the state alone; b"" removes it
     * `other_ids`: for a worker's batch, or entries of a key queue, the ids of all but the last
     * `unfinished`: "" keeps the lease; a number ends it, and is how many of its claimed entries are not committed
+    * `cancels`: the id of the message whose dead letter cancels the rest of the key; CANCELED if messages of the unit
+      were canceled before; else ""
     * `cleared_counts`: fields of the crash counts that this commit clears
     * `outputs`: the entries to add to the output stream, each packed by `handlers.encoding.pack_output`
     * `dead_letters`: items of the entries to add
@@ -71,6 +76,7 @@ class Effects:
     message_count: int = 0
     other_ids: Sequence[str] = ()
     unfinished: int | Literal[""] = ""
+    cancels: str = ""
     cleared_counts: Sequence[str] = ()
     outputs: Sequence[bytes] = ()
     dead_letters: Sequence[Sequence[Arg]] = ()
@@ -121,7 +127,7 @@ class Effects:
         never), and the state expires after `state_ttl_ms` (None = never).
         """
         args: list[Arg] = [self.offset_field, self.expected_offset, self.first_id, self.last_id, self.message_count]
-        args += (len(self.other_ids), *self.other_ids, self.unfinished)
+        args += (len(self.other_ids), *self.other_ids, self.unfinished, self.cancels)
         if self.state is None:
             args.append("")
         elif self.state and state_ttl_ms:

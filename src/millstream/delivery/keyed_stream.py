@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
 from millstream.delivery.effects import ERROR_SUFFIX, Effects, crash_counts_of
 from millstream.delivery.reliable_stream import (
@@ -382,7 +383,15 @@ class KeyedStream(ReliableStream):
         return LeaseResult(leases, None if wait_ms < 0 else float(wait_ms), int(expired), int(unfit))
 
     def _to_lease(
-        self, until_ms: float, queue: bytes, token: bytes, state: bytes, expired: int, failed: int, entries: list[Any]
+        self,
+        until_ms: float,
+        queue: bytes,
+        token: bytes,
+        state: bytes,
+        expired: int,
+        failed: int,
+        entries: list[Any],
+        canceled: bytes,
     ) -> KeyLease:
         lease = KeyLease(
             stream=self,
@@ -392,6 +401,7 @@ class KeyedStream(ReliableStream):
             expires_ms=until_ms,
             in_flight_count=len(entries),
             committed_state=state,
+            cancellation=Cancellation.parse(canceled),
         )
         lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
         lease.queued.extend(lease.entries)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import ClassVar, Literal, TypeVar
 
+from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
 from millstream.delivery.effects import ISOLATED_SUFFIX, Effects, U, crash_counts_of
 from millstream.delivery.pause import Pause
@@ -108,6 +109,7 @@ class LeasedKey:
     * `committed_state`: the key's state in Redis
     * `last_run`: the last entry that was run under it, once that is known
     * `releasing`: its release is under way
+    * `cancellation`: which of its entries an earlier dead letter of the key has canceled
     * `expired`: another worker may have leased the queue: nothing more may begin
     """
 
@@ -122,6 +124,7 @@ class LeasedKey:
     last_run: Delivery | None = None
     releasing: bool = False
     expired: bool = False
+    cancellation: Cancellation | None = None
 
     @property
     def key(self) -> bytes | None:

@@ -342,12 +342,22 @@ def dead_letter_of(handler: Handler, message: Message, dead: DeadLettered) -> De
         key=message.key,
         app=handler.app,
         handler=handler.name,
-        attempts=message.attempt,
+        attempts=message.attempt - (dead.reason == "canceled"),  # it was not run
         reason=dead.reason,
         error=dead.error,
         traceback=dead.traceback,
         time_ms=time.time_ns() // 1_000_000,
     )
+
+
+def cancels_rest(handler: Handler, outcome: Outcome) -> bool:
+    """Whether the outcome of a message cancels the later messages of its key that are published by now."""
+    return handler.retry.then == "cancel" and isinstance(outcome, DeadLettered) and outcome.reason != "canceled"
+
+
+def canceled_outcome(canceled_by: str) -> DeadLettered:
+    """Return the outcome of a message which the dead letter of the message `canceled_by` has canceled."""
+    return DeadLettered("canceled", f"message {canceled_by} of its key became a dead letter before it")
 
 
 def check_key(handler: Handler, message: Message) -> DeadLettered | None:
@@ -404,7 +414,7 @@ def outcome_after_last_attempt(handler: Handler, dead: DeadLettered) -> DeadLett
     A message that crashed its process (a poison pill) parks its key even under `then="block"`: retried without end, it
     would kill process after process.
     """
-    return dead if handler.retry.then == "dead-letter" else Parked(dead.reason, dead.error, dead.traceback)
+    return dead if handler.retry.then in ("dead-letter", "cancel") else Parked(dead.reason, dead.error, dead.traceback)
 
 
 def _error_text(handler: Handler, error: BaseException) -> str:

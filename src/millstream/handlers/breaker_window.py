@@ -24,10 +24,10 @@ class Trip:
 def cause_of(dead: DeadLettered) -> str | None:
     """Return the cause of a dead letter that a broken deployment may explain; else None.
 
-    None if the handler raised Reject, if an operator skipped the message, or if the message crashed its process: then
-    the message alone is the cause.
+    None if the handler raised Reject, if an operator skipped the message, if an earlier one of its key canceled it, or if
+    the message crashed its process: then the message alone is the cause.
     """
-    if dead.reason in ("rejected", "crashed", "skipped"):
+    if dead.reason in ("rejected", "crashed", "skipped", "canceled"):
         return None
     return _plain(f"{dead.reason} ({dead.place})" if dead.place else dead.reason)
 

@@ -11,7 +11,7 @@ from millstream.model import EntryId
 from millstream.redis_client.redaction import redact_text
 from millstream.redis_client.resp import Arg
 
-Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed", "skipped"]
+Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed", "skipped", "canceled"]
 """Why a message was dead-lettered.
 
 * `missing-key`: it lacks the field that its handler is keyed by
@@ -21,6 +21,7 @@ Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output
 * `bad-output`: the handler's output or state cannot be written
 * `crashed`: the process ended in each attempt
 * `skipped`: an operator skipped it, so that its key goes on
+* `canceled`: an earlier message of its key became a dead letter, under `Retry(then="cancel")`
 """
 
 _MAX_TEXT = 4_000

@@ -52,6 +52,7 @@ _MAX_BATCH = 1_000
 _MAX_TIME_LIMIT_MS = 7 * 86_400_000
 _MAX_STATE_TTL_MS = 3_650 * 86_400_000
 _MAX_WAIT_MS = 60_000
+_OF_KEYS = {"park": "parks keys", "cancel": "cancels the rest of keys"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +258,11 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
         raise ConfigError(f"{where}: retry must be a Retry, like retry=Retry(attempts=4)")
     if not isinstance(options.get("breaker"), Breaker | None):
         raise ConfigError(f"{where}: breaker must be a Breaker, like breaker=Breaker(first=50), or None for none")
-    if key is None and options.get("order") != "stream" and options.get("retry", Retry()).then == "park":
-        raise ConfigError(f'{where}: Retry(then="park") parks keys, and the handler has none; give it key="field"')
+    then = options.get("retry", Retry()).then
+    if key is None and options.get("order") != "stream" and then in _OF_KEYS:
+        raise ConfigError(
+            f'{where}: Retry(then="{then}") {_OF_KEYS[then]}, and the handler has none; give it key="field"'
+        )
     into = options.get("into")
     if into is not None and not (isinstance(into, str) and into):
         raise ConfigError(f"{where}: into must be the name of a stream")

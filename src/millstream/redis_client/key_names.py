@@ -262,6 +262,7 @@ class HandlerKeys:
     leases = Key("leases", "sorted set", "key queue -> when its lease ends, in Unix milliseconds")
     backoff = Key("backoff", "sorted set", "key queue -> when its next attempt is due, in Unix milliseconds")
     parked = Key("parked", "hash", "key queue -> since when it is parked (Unix milliseconds), and why")
+    canceled = Key("canceled", "hash", "key queue -> message that has canceled entries of the key, last id canceled")
     notify = Key("notify", "list", "has an element when an idle worker should fetch; idle workers block on it")
     router = Key("router", "string", "the worker that enqueues new entries into their key queues")
 

@@ -126,6 +126,40 @@ _BLOCKED = [(key, n, _BLOCK_FAILS.get((key, n), 0)) for n in range(4) for key in
 _BLOCK = Retry(attempts=2, delay_ms=300, factor=1.5, jitter=0, then="block")
 
 
+def cancels(message: Message, state: State) -> Output:
+    """Count the messages of a key; fail in each attempt, or reject, if the message asks for it."""
+    state["count"] = state.get("count", 0) + 1
+    if message.text("ask") == "reject":
+        raise Reject("and all after it")
+    if message.text("ask") == "fail":
+        raise RuntimeError("fails in each attempt")
+    return {"key": message.key or b"", "n": message.text("n"), "count": state["count"]}
+
+
+async def cancels_async(message: Message, state: State) -> Output:
+    """As `cancels`."""
+    await asyncio.sleep(0)
+    return cancels(message, state)
+
+
+_CANCEL = Retry(attempts=2, delay_ms=10, then="cancel")
+_CANCELING = {("a", 2): "fail", ("b", 0): "reject", ("b", 3): "fail"}
+_CANCELED_FROM = {"a": 2, "b": 0}
+_PLACES_OF_CANCEL = [(n, key) for n in range(6) for key in "abc"]
+_CANCELS: dict[str, Any] = {
+    "entries": [entry(key=key, n=n, ask=_CANCELING.get((key, n), "")) for n, key in _PLACES_OF_CANCEL],
+    "outputs": [{"key": key, "n": n, "count": n + 1} for n, key in _PLACES_OF_CANCEL if n < _CANCELED_FROM.get(key, 6)],
+    "order_by": "key",
+    "letters": [
+        Letter(entry=at, reason="canceled", attempts=0, says="of its key became a dead letter")
+        for at, (n, key) in enumerate(_PLACES_OF_CANCEL)
+        if n > _CANCELED_FROM.get(key, 6)
+    ]
+    + [Letter(entry=1, reason="rejected"), Letter(entry=6, reason="failed", attempts=2)],
+}
+_CANCELS_OPTIONS = {"key": "key", "retry": _CANCEL}
+
+
 def key_length(message: Message) -> str | None:
     """Return the key of a message: the first `letters` letters of its word."""
     return (message.text("word") or "")[: int(message.fields["letters"])] or None
@@ -209,6 +243,34 @@ KEYED_CASES: tuple[Case, ...] = (
         order_by="key",
         letters=[Letter(entry=2, reason="skipped", attempts=2)],
         parks={b"{whole_stream_parks}.in": 4},
+    ),
+    Case(
+        name="cancels",
+        promise='with then="cancel" the messages that were published after a dead letter of their key, and before its '
+        "commit, become dead letters too, in order and without a run; other keys go on",
+        function=cancels,
+        options=_CANCELS_OPTIONS,
+        **_CANCELS,
+    ),
+    Case(
+        name="cancels_async",
+        promise="so do those of an async handler",
+        function=cancels_async,
+        options=_CANCELS_OPTIONS,
+        **_CANCELS,
+    ),
+    Case(
+        name="whole_stream_cancels",
+        promise='so does a stream with order="stream"',
+        function=cancels,
+        options={"order": "stream", "retry": _CANCEL},
+        entries=[entry(n=n, ask="fail" if n == 2 else "") for n in range(6)],
+        outputs=[{"key": "{whole_stream_cancels}.in", "n": n, "count": n + 1} for n in range(2)],
+        order_by="key",
+        letters=[
+            Letter(entry=2, reason="failed", attempts=2),
+            *(Letter(entry=n, reason="canceled", attempts=0) for n in range(3, 6)),
+        ],
     ),
     Case(
         name="blocks",

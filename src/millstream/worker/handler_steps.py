@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from millstream.delivery.effects import Effects
+from millstream.delivery.cancellation import Cancellation
+from millstream.delivery.effects import CANCELED, Effects
 from millstream.delivery.keyed_stream import KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import DecodeError
@@ -20,12 +21,14 @@ from millstream.handlers.attempt import (
     attempt_list,
     attempt_list_plain,
     attempt_plain,
+    canceled_outcome,
+    cancels_rest,
     check_key,
     dead_letter_of,
 )
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
-from millstream.model import Message
+from millstream.model import EntryId, Message
 from millstream.observability.failure_log import FailureLog
 from millstream.observability.tracing import NO_TRACING, RETRY, TracedRun, tracing
 from millstream.redis_client.key_names import REDRIVE_FIELD
@@ -73,6 +76,18 @@ class HandlerSteps:
         if pairs[0] != REDRIVE_FIELD:
             return pairs
         return pairs[2:] if pairs[1] == self._label else None
+
+    def canceled(self, delivery: Delivery) -> DeadLettered | None:
+        """Return the outcome of an entry that an earlier dead letter of its key has canceled; None if it may run."""
+        cancellation = None if delivery.lease is None else delivery.lease.cancellation
+        if cancellation is None or not cancellation.covers(EntryId.parse(delivery.id)):
+            return None
+        return canceled_outcome(cancellation.canceled_by)
+
+    def cancel_rest(self, delivery: Delivery, outcome: Outcome) -> None:
+        """Cancel the entries that are leased behind one that becomes a dead letter, if the handler asks for it."""
+        if delivery.lease is not None and delivery.lease.key is not None and cancels_rest(self.handler, outcome):
+            delivery.lease.cancellation = Cancellation(delivery.id.decode())
 
     def run(self, message: Message, state: bytes = b"") -> Outcome:
         """Run a plain handler once. Its thread cannot be stopped: beyond the time limit, maintenance ends the process.
@@ -143,6 +158,10 @@ class HandlerSteps:
         for delivery, outcome in outcomes:
             if isinstance(outcome, DeadLettered):
                 effects.add_dead_letter(self.dead_letter_of(delivery, outcome).items())
+                if lease.key is not None and cancels_rest(self.handler, outcome):
+                    effects.cancels = delivery.id.decode()
+                elif outcome.reason == "canceled":
+                    effects.cancels = effects.cancels or CANCELED
             else:
                 state = outcome.state
                 if outcome.outputs:

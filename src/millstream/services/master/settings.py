@@ -29,7 +29,7 @@ class MasterSettings:
     * `delegation_ms`: how long even a healthy consumer may hold one message
     * `max_tickets`: messages assigned to a consumer at once, if it gives no number itself
     * `max_queued`: maximum number of entries in key queues; more stay in the stream
-    * `retry`: what happens to failed messages
+    * `retry`: what happens to failed messages; `then="cancel"` is for handlers of an app only
 
     Times are in milliseconds. Raises ConfigError.
     """
@@ -56,6 +56,8 @@ class MasterSettings:
             raise ConfigError(f"max_tickets={self.max_tickets}: use 1 to {MAX_TICKETS:,}")
         if self.lease_ms < _LEAST_LEASE_MS:
             raise ConfigError(f"a lease of {self.lease_ms} ms is too short: use {_LEAST_LEASE_MS:,} ms or more")
+        if self.retry.then == "cancel":
+            raise ConfigError('Retry(then="cancel") is for handlers of an app: use "dead-letter", "park" or "block"')
         for name in ("ping_ms", "ping_failures", "claim_idle_ms", "delegation_ms", "max_queued"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.deferral import DeferMode, Deferral, DeferredKey
 from millstream.delivery.effects import FROM_QUEUE, Effects
 from millstream.delivery.last_error import LastError
@@ -58,6 +59,7 @@ class KeyRun:
     * `from_queue`: the messages were deferred before, and run from the key queue
     * `waited_ms`: back-off that its batch has waited out for it so far
     * `defer_reason`: why its remaining entries are to be deferred
+    * `cancellation`: which of its entries an earlier dead letter of the key has canceled
     """
 
     stream: str
@@ -73,6 +75,7 @@ class KeyRun:
     from_queue: bool = False
     waited_ms: float = 0.0
     defer_reason: DeferReason = field(default_factory=DeferReason)
+    cancellation: Cancellation | None = None
 
     def resume(self, key_offset: bytes, state: bytes, committed_id: EntryId | None) -> None:
         """Start, or restart, after the last committed entry."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from millstream.delivery.cancellation import read_cancellations
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore, CommittedPosition
 from millstream.delivery.deferral import deferred_keys, read_queue
 from millstream.handlers.handler import Handler
@@ -123,7 +124,10 @@ class RunLoader:
         queued = [run for run in runs if run.from_queue]
         for run in queued:
             self._load_queue(run, max(MIN_QUEUE_MESSAGES, QUEUE_MESSAGES // len(queued)))
-        return self._load_keys([run for run in runs if not run.from_queue])
+        deferred = self._load_keys([run for run in runs if not run.from_queue])
+        if self._handler.retry.then == "cancel":
+            self._load_cancellations([run for run in runs if run.key is not None])
+        return deferred
 
     def may_have_queues(self, stream: str) -> bool:
         """Return True if the stream may have key queues."""
@@ -161,6 +165,20 @@ class RunLoader:
             state = values.get(b"s" + run.key, b"") if run.key is not None else b""
             run.resume(values.get(run.offset_field, b""), state, self._positions[run.stream].committed_id)
         return [run for run in runs if run.entries and (run.stream, run.offset_field) in deferred]
+
+    def _load_cancellations(self, runs: Iterable[KeyRun]) -> None:
+        """Load which keys have canceled messages, after their offsets and queues: if another execution cancels messages
+        in between, it has committed the one before them, and the commit of this one is refused.
+        """
+        by_stream: dict[str, list[KeyRun]] = defaultdict(list)
+        for run in runs:
+            by_stream[run.stream].append(run)
+        for stream, some in by_stream.items():
+            names = [run.offset_field for run in some]
+            read = partial(read_cancellations, self._client, self._commit_store.keys(stream), names)
+            found = self._call(read)
+            for run in some:
+                run.cancellation = found.get(run.offset_field)
 
     def _deferred_queues(self, runs: Iterable[KeyRun]) -> set[tuple[str, bytes]]:
         """Stream and key queue of the runs whose key already has deferred messages."""

@@ -13,9 +13,20 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.effects import crash_counts_of
-from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater, check_key, dead_letter_of
+from millstream.delivery.effects import CANCELED, crash_counts_of
+from millstream.handlers.attempt import (
+    DeadLettered,
+    Done,
+    Outcome,
+    Parked,
+    RetryLater,
+    canceled_outcome,
+    cancels_rest,
+    check_key,
+    dead_letter_of,
+)
 from millstream.handlers.handler import Handler
 from millstream.model import Message
 from millstream.observability.failure_log import FailureRecorder
@@ -153,6 +164,8 @@ class PartitionTask:
         self._flush_if_full()
 
     async def _run_message(self, run: KeyRun, message: Message) -> Outcome:
+        if run.cancellation is not None and run.cancellation.covers(run.entries[0].id):
+            return canceled_outcome(run.cancellation.canceled_by)
         if run.attempt == 1:
             await self._rate_limit.acquire(run.stream)
         refusal = check_key(self._handler, message)
@@ -202,6 +215,10 @@ class PartitionTask:
             effects.clear_crash_counts(*crash_counts_of(message.id))
         if isinstance(outcome, DeadLettered):
             effects.add_dead_letter(dead_letter_of(self._handler, message, outcome).items())
+            if run.key is not None and cancels_rest(self._handler, outcome):
+                effects.cancels, run.cancellation = message.id, Cancellation(message.id)
+            elif outcome.reason == "canceled":
+                effects.cancels = effects.cancels or CANCELED
             self._buffer.count_bytes(sum(map(len, message.pairs)))
         else:
             effects.add_outputs(outcome.outputs)

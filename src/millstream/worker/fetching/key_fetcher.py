@@ -53,7 +53,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
             # Entries that were leased before, and have failed since, were counted then.
             if first.attempt == first.deliveries == 1:
                 new += len(lease.entries)
-            if first.deliveries <= self._isolated_after:
+            if first.deliveries <= self._isolated_after or self._context.steps.canceled(first):
                 trusted.append(lease)
             else:
                 suspects.append(lease.queued.popleft())

@@ -191,6 +191,7 @@ class AsyncRunner(_Start):
         elif delivery.lease is None:
             outcome = await self._steps.run_async(message)
         else:
-            outcome = await self._steps.run_async(message, delivery.lease.state)
+            outcome = self._steps.canceled(delivery) or await self._steps.run_async(message, delivery.lease.state)
+            self._steps.cancel_rest(delivery, outcome)
         self._finish(delivery)
         return outcome

@@ -167,6 +167,7 @@ class ThreadRunner(_Start):
         elif delivery.lease is None:
             outcome = self._steps.run(message)
         else:
-            outcome = self._steps.run(message, delivery.lease.state)
+            outcome = self._steps.canceled(delivery) or self._steps.run(message, delivery.lease.state)
+            self._steps.cancel_rest(delivery, outcome)
         self._finish(delivery)
         return outcome

@@ -14,6 +14,7 @@
 --         number of other ids, the ids: the rest of a worker's batch, all of which must be uncommitted and held by the
 --           worker as well; or the entries before the last id in a key queue
 --         '' or, if the lease ends with it, how many of its entries are claimed and not committed
+--         '' or the id of the entry whose dead letter cancels the rest of the key; '-' if its entries were canceled
 --         state: '' (untouched), 'S' field value (set), 'D' field (delete) or 'E' field value duration (set, and let it
 --           expire so many milliseconds later, unless it is set again)
 --         number of crash-count fields to clear, the fields
@@ -40,6 +41,7 @@
 -- include ids
 -- include refusal
 -- include key_queues
+-- include cancellation
 
 local function check_type(key, wanted)
   local found = redis.call('TYPE', key)['ok']
@@ -234,7 +236,7 @@ while at < #ARGV and not failure do
   local others = next_count()
   local others_at = at
   at = at + others
-  local unfinished = next_arg()
+  local unfinished, cancels = next_arg(), next_arg()
   local from_queue = keyed or (is_worker and expected ~= '') or expected == 'queue'
   local accepted, has_more
   if from_queue then
@@ -249,6 +251,8 @@ while at < #ARGV and not failure do
     accepted = accepted and may_write(offset_field, expected, first, last, others_at, others)
   end
   if not accepted then refused[#refused + 1] = unit end
+  local up_to
+  if accepted and cancels ~= '' and cancels ~= '-' then up_to, failure = last_id_of_stream(last) end
 
   local change = next_arg()
   local field = change ~= '' and next_arg()
@@ -287,6 +291,11 @@ while at < #ARGV and not failure do
       complete_entry(last, offset_field, is_beyond(last))
     end
     if not failure then
+      if up_to then
+        cancel_rest(offset_field, cancels, last, up_to, committed_id)
+      elseif cancels == '-' then
+        end_cancellation(offset_field, last, committed_id)
+      end
       committed, written, dead = committed + messages, written + outputs, dead + letters
     end
   end

@@ -8,6 +8,7 @@
 local BASE = string.sub(KEYS[1], 1, -5) -- without 'meta'
 local OWNERS, LEASES, READY = BASE .. 'owners', BASE .. 'leases', BASE .. 'ready'
 local BACKOFF, PARKED, NOTIFY = BASE .. 'backoff', BASE .. 'parked', BASE .. 'notify'
+local CANCELED = BASE .. 'canceled' -- hash: queues whose entries become dead letters without a run; see cancellation
 local WAITING = 'waiting' -- the consumer of the entries that no worker has leased
 local MAX_NOTIFIED, MAX_UNPACK = 16, 1000
 
@@ -130,5 +131,5 @@ local function drop_queues(keep_parked)
     if not (keep_parked and redis.call('HEXISTS', PARKED, name) == 1) then redis.call('UNLINK', queue_of(name)) end
   end
   redis.call('UNLINK', OWNERS, LEASES, READY, BACKOFF, NOTIFY)
-  if not keep_parked then redis.call('UNLINK', PARKED) end
+  if not keep_parked then redis.call('UNLINK', PARKED, CANCELED) end
 end

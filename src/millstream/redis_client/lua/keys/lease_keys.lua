@@ -10,7 +10,8 @@
 --       17 most queues that the consumer may hold in all: for a master, in the name of a consumer
 -- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
---       lease token, state, how often a lease on its first entry expired, failed attempts on it, entries
+--       lease token, state, how often a lease on its first entry expired, failed attempts on it, entries, '' or the
+--       message that has canceled entries of the key and the last id that it has canceled
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANTS  A queue is leased to one worker at a time, by the server's clock, and no two leases have the same token:
@@ -157,7 +158,7 @@ local function lease_queue(name)
   if count_of[3] == '0' then redis.call('HDEL', KEYS[4], entries[1][1] .. 'l') end -- it is alone now
   leased[#leased + 1] = {
     name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
-    tonumber(count_of[3] or 0), tonumber(count_of[2] or 0), entries,
+    tonumber(count_of[3] or 0), tonumber(count_of[2] or 0), entries, '',
   }
   fence = fence + 1
   count = count + #entries
@@ -181,6 +182,20 @@ local function store_leases(from, to)
   end
 end
 
+-- Add which of the queues have canceled entries.
+local function add_cancellations(from, to)
+  local names = {}
+  for i = from, to do names[#names + 1] = leased[i][1] end
+  for i, stored in ipairs(redis.call('HMGET', CANCELED, unpack(names))) do
+    local one = leased[from + i - 1]
+    if stored and less(string.match(stored, ' (.*)$'), one[6][1][1]) then
+      redis.call('HDEL', CANCELED, one[1]) -- it is over
+    elseif stored then
+      one[7] = stored
+    end
+  end
+end
+
 -- Queues are removed from the ready list at the end, together: if anything fails before, they are still ready.
 while #leased < max_queues and count < max_entries and #gone < MOST_GONE and unfit == 0 do
   local least = math.min(max_queues - #leased, math.ceil((max_entries - count) / longest))
@@ -190,7 +205,12 @@ while #leased < max_queues and count < max_entries and #gone < MOST_GONE and unf
     if #gone < MOST_GONE and unfit == 0 then lease_queue(name) end
   end
 end
-for i = 1, #leased, MAX_UNPACK do store_leases(i, math.min(i + MAX_UNPACK - 1, #leased)) end
+local any_canceled = #leased > 0 and redis.call('EXISTS', CANCELED) == 1
+for i = 1, #leased, MAX_UNPACK do
+  local last = math.min(i + MAX_UNPACK - 1, #leased)
+  store_leases(i, last)
+  if any_canceled then add_cancellations(i, last) end
+end
 if used > 0 then redis.call('LTRIM', READY, used, -1) end
 if #leased > 0 then
   redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence), 'clock', string.format('%.0f', ms))
