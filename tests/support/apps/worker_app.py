@@ -27,6 +27,7 @@ keyed = App("keyed")
 listed = App("listed")
 streamed = App("streamed")
 brittle = App("brittle")
+canceling = App("canceling")
 scheduled = App("scheduled")
 
 
@@ -68,6 +69,8 @@ def misbehave(message: Message) -> None:
         time.sleep(3600)
     while deed == "wait" and not (Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / GATE).exists():
         time.sleep(0.01)
+    if deed == "fail":
+        raise RuntimeError("as it was told")
     if deed == "stumble" and message.attempt == 1:
         raise RuntimeError("as it was told")
 
@@ -117,6 +120,9 @@ limited.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=1_500)
 keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
 listed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20), batch_size=20)(work_list)
 brittle.handler("in", name="work", into="out", key="key", retry=SHORT)(work_keyed)
+canceling.handler(
+    "in", name="work", into="out", key="key", retry=Retry(attempts=2, delay_ms=20, then="cancel"), breaker=None
+)(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(
     work_stream
