@@ -293,6 +293,8 @@ def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> 
         raise ConfigError(
             f'{where}: order="stream" runs one message at a time; take one message, or give it key="field"'
         )
+    if in_batches and options.get("retry", Retry()).then == "cancel":
+        raise ConfigError(f'{where}: Retry(then="cancel") is for handlers of one message at a time; take one message')
     if options.get("batch_wait_ms") and options.get("key") is not None:
         raise ConfigError(
             f"{where}: batch_wait_ms is for handlers without a key; with one, a list has the messages of the key that "
