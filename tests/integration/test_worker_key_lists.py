@@ -39,7 +39,7 @@ class Event:
     key: str
 
 
-def add(client: Client, *numbers: object, key: str = "a") -> None:
+def add(client: Client, *numbers: int | str, key: str = "a") -> None:
     client.pipeline([("XADD", "in", "*", "n", n, "key", key) for n in numbers])
 
 
@@ -317,6 +317,7 @@ def test_the_example_of_the_page_answers_a_burst_of_a_session_at_once(client: Cl
 def test_a_run_on_spark_refuses_lists_of_a_key_before_it_begins(client: Client) -> None:
     app = App("app")
     app.handler("in", name="one", key="key", into="out")(gather)
-    for begin in (lambda: check_early(app, client.url), lambda: Supervisor(app, None, None, on_event=print)):
+    none: Any = None  # it refuses before it needs a session or settings
+    for begin in (lambda: check_early(app, client.url), lambda: Supervisor(app, none, none, on_event=print)):
         with pytest.raises(ConfigError, match="takes lists and has a key, which only workers run"):
             begin()
