@@ -221,6 +221,62 @@ def test_a_list_that_hangs_ends_the_process_and_then_each_message_runs_alone(cli
     check(client, {"a": list(range(6))})
 
 
+def test_a_list_that_is_cancelled_as_its_lease_is_about_to_expire_ends_no_worker(client: Client) -> None:
+    cancelled = threading.Semaphore(0)
+
+    async def handle(events: list[Event], state: State) -> dict[str, Any]:
+        if len(events) > 1:
+            try:
+                await asyncio.sleep(FAIL_SAFE_S)
+            finally:
+                cancelled.release()
+        return gather(events, state)
+
+    add(client, *range(6))
+    clock = LeapClock()
+    handler = make(handle, key="key", time_limit_ms=FAIL_SAFE_S * 1_000)
+    with working(client, handler, clock=clock, policy=replace(QUICK, claim_ms=1_000)) as loop:
+        while not cancelled.acquire(timeout=0.2):  # a renewal may come between a leap and the watchdog
+            clock.leap(1_000)
+        eventually(lambda: loop.loop_metrics.committed >= 6)
+    check(client, {"a": list(range(6))})
+
+
+@KINDS
+def test_entries_that_were_canceled_before_the_handler_took_lists_do_not_run(client: Client, kind: str) -> None:
+    handler = make(either(gather, kind), key="key", batch_size=5)
+    add(client, *range(8))
+    last = client.execute("XREVRANGE", "in", "+", "-", "COUNT", 3)[-1][0]
+    client.execute("HSET", KEYS.canceled, b"ka", b"1-0 " + last)
+    with working(client, handler) as loop:
+        eventually(lambda: loop.loop_metrics.committed >= 8)
+    assert [(one.reason, text_fields(one.pairs)["n"]) for one in dead(client)] == [
+        ("canceled", str(n)) for n in range(6)
+    ]
+    check(client, {"a": [6, 7]})
+
+
+def test_a_lease_lost_with_one_entry_leaves_the_entries_behind_it_to_run_as_a_list(client: Client) -> None:
+    handler = make(gather, key="key", batch_size=5)
+    stream = KeyedStream(
+        client,
+        "in",
+        queue_of=partial(HandlerSteps(handler).queue_of, "in"),
+        app="app",
+        handler="handle",
+        consumer="dead",
+        into="out",
+    )
+    stream.join()
+    add(client, *range(6))
+    stream.enqueue_new(count=10, max_pending=100)
+    (lease,) = stream.lease_keys(queues=1, entries=10, run=1, lease_ms=1, now_ms=0).leases
+    assert len(lease.entries) == 1
+    with working(client, handler) as loop:
+        eventually(lambda: loop.loop_metrics.committed >= 6)
+    assert lists(client) == [[0], [1, 2, 3, 4, 5]]
+
+
 def test_a_lost_lease_has_each_message_of_the_list_run_alone_and_blames_only_the_first(client: Client) -> None:
     handler = make(gather, key="key", batch_size=5)
     queue_of = HandlerSteps(handler).queue_of

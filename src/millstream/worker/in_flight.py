@@ -278,7 +278,8 @@ class InFlight:
         """Return started entries of a key, the last ones that have begun, to those of their lease that have not."""
         with self._lock:  # a thread that removes entries must not remove some of them, and leave later ones
             for delivery in reversed(deliveries):
-                delivery.running = delivery.in_batch = False
+                # As of a run that is over: the lease watchdog may wait for its end.
+                delivery.finished, delivery.running, delivery.in_batch = True, False, False
                 delivery.state_since_ms = now_ms
                 lease_of(delivery).queued.appendleft(delivery)
 
@@ -342,17 +343,15 @@ class InFlight:
 
         None if it has to wait until the gate is open; `ignore_gate` starts it all the same.
         """
-        since_ms, delivery.state_since_ms, delivery.finished, delivery.running = (
-            delivery.state_since_ms,
-            now_ms,
-            False,
-            True,
-        )
+        since_ms, was_finished = delivery.state_since_ms, delivery.finished
+        # The time first: another thread must not take the wait for a part of the run.
+        delivery.state_since_ms, delivery.finished, delivery.running = now_ms, False, True
         lease = delivery.lease
         if lease is not None and lease.expires_ms <= now_ms:
             lease.expired = True  # this worker runs no more of it: the lease must not be renewed
         if self._by_ref.get(delivery.entry_ref) is not delivery or (lease is not None and lease.expired):
-            delivery.running = False
+            # A run before this one has ended, and the lease watchdog may wait for that.
+            delivery.finished, delivery.running = was_finished, False
             return False
         if self._is_gate_closed and not ignore_gate:
             delivery.running, delivery.state_since_ms = False, since_ms

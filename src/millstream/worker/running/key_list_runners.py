@@ -31,6 +31,14 @@ class _KeyLists(_Start):
             messages.append(message)
         return messages
 
+    def _canceled(self, deliveries: Sequence[Delivery]) -> ListOutcome | None:
+        """Return the outcome of the first entry if it was canceled before the handler took lists; None if it may run.
+
+        Canceled entries come first in their queue: if this one was not, none of the list was.
+        """
+        dead = self._steps.canceled(deliveries[0])
+        return None if dead is None else (1, dead)
+
     def _most(self, alone: int) -> int:
         return 1 if alone else self._steps.handler.batch_size
 
@@ -90,6 +98,8 @@ class ThreadKeyListRunner(_KeyLists, ThreadRunner):
         return True
 
     def _run_list(self, deliveries: Sequence[Delivery]) -> ListOutcome:
+        if (canceled := self._canceled(deliveries)) is not None:
+            return canceled
         messages, state = self._messages_of(deliveries), lease_of(deliveries[0]).state
         return self._steps.run_list(messages, state) if messages else (1, Done((), state))
 
@@ -121,6 +131,8 @@ class AsyncKeyListRunner(_KeyLists, AsyncRunner):
             self._start_tasks(group)
 
     async def _run_list(self, deliveries: Sequence[Delivery]) -> ListOutcome:
+        if (canceled := self._canceled(deliveries)) is not None:
+            return canceled
         messages, state = self._messages_of(deliveries), lease_of(deliveries[0]).state
         return await self._steps.run_list_async(messages, state) if messages else (1, Done((), state))
 

@@ -3,12 +3,17 @@
 -- Count the loss against the first entry of the queue, which may have ended its worker, and end the lease. The queue
 -- waits as after a failed attempt, or is ready before the others without `delay_ms`. A worker that gets an entry which
 -- a process ran in isolation looks up how that process ended, and waits by itself. `together`: most entries of a queue
--- that a worker runs together. Any of them may have ended it, so each is leased alone from now on: a count of 0 says so.
+-- that a worker runs together. Any that it had claimed may have ended it, so each of them is leased alone from now on: a
+-- count of 0 says so.
 local function end_lost_lease(group, name, claimed, now, delay_ms, factor, max_ms, together)
   local head = redis.call('LINDEX', queue_of(name), 0)
   local lost = head and redis.call('HINCRBY', KEYS[4], head .. 'l', 1)
-  local others = together > 1 and redis.call('LRANGE', queue_of(name), 1, together - 1) or {}
-  for _, id in ipairs(others) do redis.call('HSETNX', KEYS[4], id .. 'l', 0) end
+  for at = 1, together - 1 do
+    local id = redis.call('LINDEX', queue_of(name), at)
+    local found = id and redis.call('XPENDING', KEYS[7], group, id, id, 1)[1]
+    if not found or found[2] == WAITING then break end
+    redis.call('HSETNX', KEYS[4], id .. 'l', 0)
+  end
   end_lease(group, name, claimed)
   local mark = delay_ms > 0 and head and redis.call('HGET', KEYS[4], head .. 'a')
   if not head or delay_ms == 0 or (mark and mark ~= '') then
