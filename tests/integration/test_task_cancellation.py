@@ -23,15 +23,6 @@ MANY = 1_000_000
 class Cancellation(TaskFixture):
     """A bench whose entries are in the stream as well; each batch begins a run."""
 
-    def add(self, *numbers: int, keys: str, fail: int = 0) -> list[Row]:
-        """Add entries with these numbers, one for each letter of `keys`; those of A fail `fail` times."""
-        rows: list[Row] = []
-        for n, key in zip(numbers, keys, strict=True):
-            fields: dict[Any, Any] = {"n": n, "k": key, "fail": fail if key == "A" else 0}
-            self.client.execute("XADD", "in", f"{n}-0", *[part for item in fields.items() for part in item])
-            rows.append((n, key.encode(), fields))
-        return rows
-
     def store(self, handler: Handler) -> CommitStore:
         store = CommitStore(self.client, app="app", handler="handle", token=self.token, keyed=True)
         self.token = store.new_token(["in"])

@@ -39,15 +39,6 @@ class Deferral(TaskFixture):
         self.token = self._commit_store(handler).new_token(["in"])
         self._commit_store(handler).begin_run(["in"])
 
-    def add(self, *numbers: int, keys: str, fail: int = 0) -> list[Row]:
-        """Add entries with these numbers, one for each letter of `keys`; those of A fail `fail` times."""
-        rows: list[Row] = []
-        for n, key in zip(numbers, keys, strict=True):
-            fields: dict[Any, Any] = {"n": n, "k": key, "fail": fail if key == "A" else 0}
-            self.client.execute("XADD", "in", f"{n}-0", *[part for item in fields.items() for part in item])
-            rows.append((n, key.encode(), fields))
-        return rows
-
     def run(self, handler: Handler, rows: list[Row]) -> dict[str, Any]:
         """A whole batch."""
         report = self.process(handler, self.rows(*rows))

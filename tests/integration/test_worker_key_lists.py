@@ -256,28 +256,14 @@ def test_entries_that_were_canceled_before_the_handler_took_lists_do_not_run(cli
     check(client, {"a": [6, 7]})
 
 
-def test_a_lease_lost_with_one_entry_leaves_the_entries_behind_it_to_run_as_a_list(client: Client) -> None:
-    handler = make(gather, key="key", batch_size=5)
-    stream = KeyedStream(
-        client,
-        "in",
-        queue_of=partial(HandlerSteps(handler).queue_of, "in"),
-        app="app",
-        handler="handle",
-        consumer="dead",
-        into="out",
-    )
-    stream.join()
-    add(client, *range(6))
-    stream.enqueue_new(count=10, max_pending=100)
-    (lease,) = stream.lease_keys(queues=1, entries=10, run=1, lease_ms=1, now_ms=0).leases
-    assert len(lease.entries) == 1
-    with working(client, handler) as loop:
-        eventually(lambda: loop.loop_metrics.committed >= 6)
-    assert lists(client) == [[0], [1, 2, 3, 4, 5]]
-
-
-def test_a_lost_lease_has_each_message_of_the_list_run_alone_and_blames_only_the_first(client: Client) -> None:
+@pytest.mark.parametrize(
+    ("leased", "expected"),
+    [(5, [[0], [1], [2], [3], [4], [5, 6, 7]]), (1, [[0], [1, 2, 3, 4, 5], [6, 7]])],
+    ids=["each message of the list runs alone", "those behind one that was alone run as a list"],
+)
+def test_a_lost_lease_blames_the_first_message_and_has_those_of_its_list_run_alone(
+    client: Client, leased: int, expected: list[list[int]]
+) -> None:
     handler = make(gather, key="key", batch_size=5)
     queue_of = HandlerSteps(handler).queue_of
     stream = KeyedStream(
@@ -286,11 +272,11 @@ def test_a_lost_lease_has_each_message_of_the_list_run_alone_and_blames_only_the
     stream.join()
     add(client, *range(8))
     stream.enqueue_new(count=10, max_pending=100)
-    (lease,) = stream.lease_keys(queues=1, entries=10, run=5, lease_ms=1, now_ms=0).leases
-    assert len(lease.entries) == 5
+    (lease,) = stream.lease_keys(queues=1, entries=10, run=leased, lease_ms=1, now_ms=0).leases
+    assert len(lease.entries) == leased
     with working(client, handler) as loop:
         eventually(lambda: loop.loop_metrics.committed >= 8)
-    assert lists(client) == [[0], [1], [2], [3], [4], [5, 6, 7]]
+    assert lists(client) == expected
     check(client, {"a": list(range(8))})
 
 

@@ -62,6 +62,15 @@ class TaskFixture:
             [pa.array(c, f.type) for c, f in zip([*columns, packed], SCHEMA, strict=True)], schema=SCHEMA
         )
 
+    def add(self, *numbers: int, keys: str, fail: int = 0) -> list[Row]:
+        """Add entries with these numbers to the stream, and return their rows: one for each letter of `keys`; those of A fail `fail` times."""
+        rows: list[Row] = []
+        for n, key in zip(numbers, keys, strict=True):
+            fields: dict[Any, Any] = {"n": n, "k": key, "fail": fail if key == "A" else 0}
+            self.client.execute("XADD", "in", f"{n}-0", *[part for item in fields.items() for part in item])
+            rows.append((n, key.encode(), fields))
+        return rows
+
     def task(self, handler: Handler, *, retried: bool = False) -> PartitionTask:
         job = Job(handler=handler, url=self.client.url, token=self.token)
         return task_of(job, self.client, retried=retried)

@@ -8,6 +8,9 @@ from millstream.redis_client.key_tracking import KeyTracker
 from millstream.redis_client.resp import Command, Reply
 from millstream.worker.timers import RoundRobin
 
+FEW_STREAMS = 8
+"""So many streams are polled instead: key tracking takes a connection of its own."""
+
 _SWEEP_MS = 1_000.0
 
 
@@ -69,11 +72,18 @@ class ChangedStreams:
             self._names.update(dict.fromkeys(keys, name))
         return new
 
+    def exists(self, streams: Collection[str]) -> Iterator[tuple[str, Reply]]:
+        """Yield each of these streams and how many of its keys exist: see `query`."""
+        return self.query({name: ("EXISTS", *self._keys_of_known(name)) for name in streams})
+
     def query(self, commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:
         """Send a read command about keys of each of these streams; yield stream and reply, errors too, in any order.
 
         Raises Unavailable: then `find` returns all streams again.
         """
-        names = {(self._keys.get(name) or self._keys_of(name))[0]: name for name in commands}
+        names = {self._keys_of_known(name)[0]: name for name in commands}
         for key, reply in self._tracker.read({key: commands[name] for key, name in names.items()}):
             yield names[key], reply
+
+    def _keys_of_known(self, name: str) -> Sequence[str]:
+        return self._keys.get(name) or self._keys_of(name)

@@ -36,7 +36,7 @@ class TrackedDelayedMessages(DelayedMessages):
         if self._changed.refused:
             return super().move_due(streams)
         now_ms = self._clock.monotonic_ms()
-        for name, waits in self._changed.query({name: ("EXISTS", StreamKeys(name).due) for name in found}):
+        for name, waits in self._changed.exists(found):
             if waits:
                 self._delay_queue.put(name, now_ms)
         due = [name for name in self._delay_queue.pop_due(now_ms, len(names)) if name in names]

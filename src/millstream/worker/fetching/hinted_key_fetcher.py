@@ -129,7 +129,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         due = self._idle.pop_due(now_ms, _AT_ONCE)
         names = [name for name in due if name in self._streams and name not in self._active]
         found = False
-        for name, reply in self._changed.query({name: ("EXISTS", *self._queue_keys(name)) for name in names}):
+        for name, reply in self._changed.exists(names):
             if reply:  # also an error: leasing will report it
                 found = True
                 self._delay_queue.put(name, now_ms)

@@ -8,7 +8,6 @@ from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import router_session_key
 from millstream.redis_client.pipelining import call_all
-from millstream.redis_client.resp import Command, Reply
 from millstream.worker.context import WorkerContext
 from millstream.worker.static_membership import HOLD_NAME
 
@@ -86,8 +85,9 @@ class RouterRole:
     def _take_over(self) -> None:
         """End the roles of workers whose session has ended: they are requested next, as those on new streams are."""
         others = sorted({holder for holder in self._holders.values() if holder != self._token})
+        left = call_all(self._client, [("PTTL", self._session_of(one)) for one in others])
         gone: set[str] = set()
-        for token, left_ms in zip(others, self._call([("PTTL", self._session_of(one)) for one in others]), strict=True):
+        for token, left_ms in zip(others, left, strict=True):
             if left_ms == _GONE:
                 gone.add(token)
             elif not 0 <= left_ms <= ROLE_MS:  # no worker sets that: the clock went back, with a failover for example
@@ -107,12 +107,10 @@ class RouterRole:
         mine = [name for name, is_held in zip(names, replies, strict=True) if is_held]
         others = [name for name, is_held in zip(names, replies, strict=True) if not is_held]
         self._holders |= dict.fromkeys(mine, self._token)
-        for name, holder in zip(others, self._call([("GET", self._key_of(name)) for name in others]), strict=True):
+        holders = call_all(self._client, [("GET", self._key_of(name)) for name in others])
+        for name, holder in zip(others, holders, strict=True):
             if holder is not None:  # released meanwhile: it is requested with the next `acquire`
                 self._holders[name] = holder.decode()
-
-    def _call(self, commands: Sequence[Command]) -> list[Reply]:
-        return call_all(self._client, commands) if commands else []
 
     def _key_of(self, name: str) -> str:
         return self._context.keys_of(name).router

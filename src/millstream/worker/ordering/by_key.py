@@ -10,6 +10,7 @@ from millstream.delivery.keyed_stream import KeyedStream, KeyLease, lease_of
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
+from millstream.worker.changed_streams import FEW_STREAMS
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.hinted_key_fetcher import HintedKeyFetcher
 from millstream.worker.fetching.hinting_key_router import HintingKeyRouter
@@ -26,8 +27,6 @@ from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewer
 from millstream.worker.settling.lease_release import release_leases
 from millstream.worker.settling.lease_watchdog import LeaseWatchdog
 from millstream.worker.settling.maintenance import Maintenance
-
-_FEW_STREAMS = 8
 
 
 class ByKey:
@@ -65,7 +64,7 @@ class ByKey:
     @property
     def _shares_many(self) -> bool:
         handler = self._context.handler
-        return handler.pattern is not None or len(handler.streams) > _FEW_STREAMS
+        return handler.pattern is not None or len(handler.streams) > FEW_STREAMS
 
     def _make_joined(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
         stream = self._make_stream(kind, self._context.client, name, start)

@@ -180,7 +180,7 @@ class Committer:
                 self._steps.handler.label,
                 len(refused),
                 stream.stream,
-                last_ids_of(refused)[0].decode(),
+                last_ids_of(refused[:1])[0].decode(),
             )
         self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():

@@ -11,7 +11,7 @@ from millstream.delivery.long_runs import report_long_runs
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
 from millstream.redis_client.resp import Command, Reply
-from millstream.worker.changed_streams import ChangedStreams
+from millstream.worker.changed_streams import FEW_STREAMS, ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
 from millstream.worker.settling.hang_detector import HangDetector
@@ -25,7 +25,6 @@ S_contra = TypeVar("S_contra", bound=ReliableStream, contravariant=True)
 
 _REFRESH_MS_EACH = 2.0
 _REFRESHED_AT_ONCE = 100
-_FEW_STREAMS = 8
 _RENEWALS_PER_CLAIM = 3
 _SOON_S = 0.02
 
@@ -170,7 +169,7 @@ class Maintenance(Generic[S]):
         None in place of the function: nothing that a refresh reads has changed.
         """
         streams = {one.stream: one for one in list(self._streams.values())}
-        query = self._query if len(streams) <= _FEW_STREAMS else self._changed.query
+        query = self._query if len(streams) <= FEW_STREAMS else self._changed.query
         due = self._due_for_refresh(streams)
         for at in range(0, len(due), _REFRESHED_AT_ONCE):
             calls = {name: streams[name].refresh_call() for name in due[at : at + _REFRESHED_AT_ONCE]}
@@ -189,7 +188,7 @@ class Maintenance(Generic[S]):
 
     def _due_for_refresh(self, streams: Mapping[str, S]) -> list[str]:
         """Return the names of these streams that have to be refreshed; all where the breaker may pause or resume."""
-        if len(streams) <= _FEW_STREAMS or self._context.breaker.is_open():
+        if len(streams) <= FEW_STREAMS or self._context.breaker.is_open():
             return list(streams)
         try:
             found = self._changed.find(streams)
