@@ -74,7 +74,8 @@ def test_a_run_continues_in_a_new_session_when_its_session_ends_and_ctrl_c_withi
     millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "ending.py").write_text(APP)
-    options = ("--spark-master", "local[1,4]", "--conf", "spark.sql.shuffle.partitions=1")
+    # Two cores: the long task of the handler holds one, and the stage needs one to come to its long batch.
+    options = ("--spark-master", "local[2,4]", "--conf", "spark.sql.shuffle.partitions=1")
 
     def publish(client: Client) -> None:
         client.pipeline([("XADD", "in", "*", "k", n % 5) for n in range(50)])
