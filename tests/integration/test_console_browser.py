@@ -17,6 +17,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.accessibility import Axe, press_key, unreached
 from tests.support.browser import Browser
+from tests.support.console_browsing import await_login, await_text, log_in, press, reach, visit
 from tests.support.consoles import TOKENS, fill_with, write_tokens
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -82,43 +83,6 @@ def console(client: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
         FigureHistory(client).add(read_sample(client, at_ms))
     with ServiceProcess(("console", "--token-file", str(write_tokens(tmp_path))), (), client.url) as started:
         yield started
-
-
-def visit(browser: Browser, url: str, shows: str = "nav") -> None:
-    browser.run(f"window.location.href = {url!r}; 0")
-    there = (
-        f"document.readyState === 'complete' && window.location.href === {url!r} && document.querySelector({shows!r})"
-    )
-    eventually(lambda: browser.run(f"Boolean({there})"), f"the page {url}", log=lambda: shown(browser))
-
-
-def shown(browser: Browser) -> object:
-    """The text that the browser shows."""
-    return browser.run("document.body.innerText")
-
-
-def press(browser: Browser, selector: str, until: str) -> None:
-    """Press a button, and wait for a page that contains a text."""
-    browser.run(f"document.querySelector({selector!r}).click(); 0")
-    await_text(browser, until)
-
-
-def await_text(browser: Browser, until: str) -> None:
-    """Wait for a page that contains a text."""
-    eventually(
-        lambda: browser.run(f"document.readyState === 'complete' && document.body.innerText.includes({until!r})"),
-        f"a page with {until!r}",
-    )
-
-
-def await_login(browser: Browser) -> None:
-    eventually(lambda: browser.run("document.readyState === 'complete' && document.forms.length"), "the login form")
-
-
-def log_in(browser: Browser, level: str) -> None:
-    await_login(browser)
-    browser.run(f"document.getElementById('token').value = {TOKENS[level]!r}; 0")
-    press(browser, "button", "Attention")
 
 
 def test_an_operator_logs_in_and_unparks_a_key_by_forms(
@@ -266,13 +230,3 @@ def test_an_operator_logs_in_and_unparks_a_key_by_keyboard(
         press_key(browser, "Enter")
         await_text(browser, "The key goes on.")
         assert count_parked(client, [KEYS])[0] == 0
-
-
-def reach(browser: Browser, selector: str) -> None:
-    """Press Tab until this element has the focus."""
-    browser.command("Emulation.setFocusEmulationEnabled", enabled=True)
-    for _ in range(100):
-        if browser.run(f"document.activeElement.matches({selector!r})"):
-            return
-        press_key(browser, "Tab")
-    raise AssertionError(f"Tab does not reach {selector}")
