@@ -32,6 +32,7 @@ from tests.support.commandline import call
 from tests.support.consoles import (
     BASE,
     LEVELS,
+    SCRIPT,
     TOKENS,
     Browser,
     authorized,
@@ -81,7 +82,10 @@ RIGHTS = {
 }
 """The level that each page takes, stated here a second time."""
 
-OPEN = {("GET", "/login"), ("POST", "/login"), ("POST", "/logout"), ("GET", "/console.css"), ("GET", "/healthz")}
+OPEN = {
+    *(("GET", "/login"), ("POST", "/login"), ("POST", "/logout")),
+    *(("GET", "/console.css"), ("GET", "/console.js"), ("GET", "/healthz")),
+}
 """The routes that need no viewer."""
 
 FULL = "/key?handler=shop.pay&key=parked+canary"
@@ -315,6 +319,8 @@ def test_the_application_around_the_console_decides_the_level_and_the_name(fille
         assert "The handler goes on." in browser.send(page, "/ops/console/handler/resume").text
         assert "ann@example.org" in browser.get("/ops/console/audit").text
         assert browser.get("/ops/console/console.css").status == 200
+        assert '<script src="/ops/console/console.js" defer></script>' in browser.get("/ops/console/").html
+        assert browser.get("/ops/console/console.js").status == 200
 
 
 # --- Forms of other sites ---
@@ -400,17 +406,19 @@ def test_a_host_name_that_the_console_does_not_have_is_refused(client: Client, t
 # --- What a page holds ---
 
 
-def test_every_response_forbids_scripts_frames_and_caches(operator: Browser) -> None:
-    paths = ["/", "/login", "/console.css", "/no-such-page", "/handler", "/healthz", FULL]
+def test_every_response_forbids_scripts_of_pages_frames_and_caches(operator: Browser) -> None:
+    paths = ["/", "/login", "/console.css", "/console.js", "/no-such-page", "/handler", "/healthz", FULL]
     answers = [operator.get(path) for path in paths] + [operator.post("/key/park", form_token="")]
     assert {one.status for one in answers} >= {200, 400, 403, 404}
     for one in answers:
         policy = one.headers["content-security-policy"]
-        assert policy.startswith("default-src 'none'; style-src 'self';"), one.url
+        assert policy.startswith("default-src 'none'; style-src 'self'; script-src 'self';"), one.url
+        assert "unsafe" not in policy
         assert all(part in policy for part in ("frame-ancestors 'none'", "base-uri 'none'", "form-action 'self'"))
         assert one.headers["x-content-type-options"] == "nosniff"
         assert one.headers["cache-control"] == "no-store"
-    assert not {"script", "style", "iframe", "img"} & {tag for one in answers for tag in one.tags}
+    assert not {"style", "iframe", "img"} & {tag for one in answers for tag in one.tags}
+    assert all(one.html.replace(SCRIPT, "").count("<script") == 0 for one in answers)
     assert not any(" style=" in one.html for one in answers)
 
 
@@ -448,7 +456,8 @@ def test_what_messages_contain_is_text_in_every_page(client: Client, tmp_path: P
         seen = pages_reached(browser)
     assert len(seen) >= 12
     assert [path for path, page in seen.items() if page.status != 200] == []
-    assert not {"script", "img"} & {tag for page in seen.values() for tag in page.tags}
+    assert "img" not in {tag for page in seen.values() for tag in page.tags}
+    assert all(page.html.replace(SCRIPT, "").count("<script") == 0 for page in seen.values())
     assert not any(char in page.html for page in seen.values() for char in "\x00\x1b")
     assert sum("<script>alert(1)</script>" in page.text for page in seen.values()) >= 8, "it is shown, as text"
 

@@ -29,6 +29,8 @@ from tests.support.keyed_fixtures import joined_by_field
 LEVELS = ("figures", "payloads", "operate", "admin")
 TOKENS = {level: f"0123456789abcdef-{level}" for level in LEVELS}
 BASE = "http://127.0.0.1"
+SCRIPT = '<script src="/console.js" defer></script>'
+"""The only script of a page."""
 
 
 def write_tokens(folder: Path) -> Path:

@@ -1,11 +1,13 @@
 """The console as an ASGI application: its routes, and the checks before a view answers."""
 
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import resources
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
@@ -24,6 +26,7 @@ from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
 from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
+from millstream.services.console.live_reads import LiveReads
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
 from millstream.services.console.pages import Page, PageRequest, Shared
 from millstream.services.console.rendering import render
@@ -38,16 +41,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RENEWAL_HEADER = "Millstream-Renewal"
+"""The header of a request in which an open page renews its figures. No form and no link of another site sends it."""
+
+RENEW_AFTER_HEADER = "Millstream-Renew-After-Ms"
+"""In how many milliseconds there are newer figures."""
+
+_ANY_TOKEN = secrets.token_hex(32)
+"""Stands for the form token in what several viewers get."""
+
+_OF_ONE_VIEWER = ("done", "signature")
+"""Parameters that the figures of a page do not depend on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConsoleParts:
-    """The components of a console. `host_names`: accepted names in the header Host; None: any."""
+    """The components of a console. `host_names`: accepted names in the header Host; None: any.
+
+    `live`: what open pages renew their figures with.
+    """
 
     clients: ClientPool
     guard: Guard
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
+    live: LiveReads[bytes] = field(default_factory=LiveReads)
 
 
 def console_app(
@@ -89,7 +108,8 @@ def make_console(parts: ConsoleParts) -> Starlette:
         parts.clients.close()
 
     routes = [
-        Route("/console.css", _stylesheet, methods=["GET"]),
+        Route("/console.css", _StaticFile("console.css", "text/css").answer, methods=["GET"]),
+        Route("/console.js", _StaticFile("console.js", "text/javascript").answer, methods=["GET"]),
         Route("/healthz", _healthz, methods=["GET"]),
         *(login_routes(parts.guard) if parts.guard.has_login else ()),
         *(Route(one.path, _Endpoint(parts, one).answer, methods=[one.method]) for one in PAGES),
@@ -113,7 +133,8 @@ class _Endpoint:
     async def answer(self, request: Request) -> Response:
         """Let the view answer, in a thread, if the viewer may have the page. Raises Refused."""
         parts, page = self._parts, self._page
-        viewer = await parts.guard.viewer_of(request)
+        is_renewal = page.is_live and RENEWAL_HEADER in request.headers
+        viewer = await parts.guard.viewer_of(request, is_live=is_renewal)
         if viewer is None:
             if parts.guard.has_login and page.method == "GET":
                 return RedirectResponse(f"{root_of(request)}/login", 303)
@@ -124,11 +145,34 @@ class _Endpoint:
         if page.method == "POST":
             parts.guard.check_form(request, token_of(form))
         secret = FormSecret(request)
+        if is_renewal:
+            return await self._renew(request, viewer, secret.form_token)
         response = await parts.clients.in_thread(lambda: self._view(request, viewer, form, secret.form_token))
         secret.keep(request, response)
         return response
 
-    def _view(self, request: Request, viewer: Viewer, form: Mapping[str, Sequence[str]], form_token: str) -> Response:
+    async def _renew(self, request: Request, viewer: Viewer, form_token: str) -> Response:
+        """The figures of an open page, the same for all viewers of its address and level but for their form tokens."""
+        parts = self._parts
+
+        async def read() -> bytes:
+            view = await parts.clients.in_thread(lambda: self._view(request, viewer, {}, _ANY_TOKEN, is_renewal=True))
+            return bytes(view.body)
+
+        query = tuple(sorted((name, one) for name, one in _query_of(request).items() if name not in _OF_ONE_VIEWER))
+        body, kept_ms = await parts.live.get((root_of(request), self._page.path, query, viewer.level), read)
+        headers = {RENEW_AFTER_HEADER: str(ceil(kept_ms))}
+        return HTMLResponse(body.replace(_ANY_TOKEN.encode(), form_token.encode()), headers=headers)
+
+    def _view(
+        self,
+        request: Request,
+        viewer: Viewer,
+        form: Mapping[str, Sequence[str]],
+        form_token: str,
+        *,
+        is_renewal: bool = False,
+    ) -> Response:
         parts, display = self._parts, Display(self._parts.redact)
         try:
             with parts.clients.client() as client:
@@ -146,6 +190,8 @@ class _Endpoint:
                         form_token=form_token,
                         has_login=parts.guard.has_login,
                         now_ms=time.time() * 1000,
+                        is_live=self._page.is_live,
+                        is_renewal=is_renewal,
                     )
                 )
         except (Refused, RedisError):
@@ -186,9 +232,17 @@ def _query_of(request: Request) -> Mapping[str, str]:
     return {name: values[0] for name, values in found.items()}
 
 
-def _stylesheet(_: Request) -> Response:
-    css = resources.files("millstream.services.console").joinpath("static/console.css").read_text("utf-8")
-    return Response(css, media_type="text/css")
+class _StaticFile:
+    """A file of the package, the same for all."""
+
+    def __init__(self, name: str, media_type: str) -> None:
+        self._name = name
+        self._media_type = media_type
+
+    def answer(self, _: Request) -> Response:
+        """The file."""
+        text = resources.files("millstream.services.console").joinpath(f"static/{self._name}").read_text("utf-8")
+        return Response(text, media_type=self._media_type)
 
 
 async def _healthz(_: Request) -> Response:

@@ -49,8 +49,8 @@ class Guard:
         """Whether viewers log in with a token."""
         return self.authorize is None and bool(self.tokens)
 
-    async def viewer_of(self, request: Request) -> Viewer | None:
-        """The viewer of a request; None if they have to log in.
+    async def viewer_of(self, request: Request, *, is_live: bool = False) -> Viewer | None:
+        """The viewer of a request; None if they have to log in. `is_live`: a page that is open renews its figures.
 
         While Redis does not answer, a session has the level `figures`: it may have ended, and may see that.
         Raises Refused for an unknown bearer token, and after too many of them, and RedisError.
@@ -71,7 +71,8 @@ class Guard:
         if session is None:
             return None
         try:
-            return None if await self.ended.has(session) else session.viewer
+            has_ended = self.ended.had if is_live else self.ended.has
+            return None if await has_ended(session) else session.viewer
         except Unavailable:
             return replace(session.viewer, level=Level.FIGURES)
 

@@ -19,6 +19,7 @@ from millstream.redis_client.escaping import unescape
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
+from millstream.services.console.live_reads import LIVE_MS
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
@@ -64,6 +65,7 @@ class PageRequest:
     * `form_token`: the token that each form of the page has to carry
     * `has_login`: whether the viewer can log out
     * `now_ms`: Unix milliseconds
+    * `is_live`: the page renews its figures while it is open; `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
     """
 
@@ -79,6 +81,8 @@ class PageRequest:
     form_token: str
     has_login: bool
     now_ms: float
+    is_live: bool = False
+    is_renewal: bool = False
 
     def wanted(self, name: str) -> str:
         """A parameter, or a field of the form, that the page needs. Raises ConfigError if it is missing."""
@@ -141,6 +145,11 @@ class PageRequest:
         asked = self.query.get("refresh", "")
         return int(asked) if asked in map(str, REFRESH_S) else None
 
+    @property
+    def renew_ms(self) -> float | None:
+        """How often the open page renews its figures, in milliseconds; None for never."""
+        return LIVE_MS if self.is_live and self.refresh_s is None else None
+
     def audit(self, action: str, **about: str) -> AbstractContextManager[RunningAction]:
         """Record an action while it runs (AuditLog.action)."""
         self.shared.clear()
@@ -170,9 +179,13 @@ class PageRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A route of the console: the level that it takes, and the view that answers it, in a thread."""
+    """A route of the console: the level that it takes, and the view that answers it, in a thread.
+
+    `is_live`: the page renews its figures while it is open.
+    """
 
     path: str
     method: Literal["GET", "POST"] = "GET"
     level: Level
     view: Callable[[PageRequest], Response]
+    is_live: bool = False

@@ -47,7 +47,7 @@ def stream(page: PageRequest) -> Response:
         raise MillstreamError("there is no such stream")
     start = page.query.get("from", "earliest")
     entries = None
-    if page.may("payloads"):
+    if page.may("payloads") and not page.is_renewal:
         first_id = parse_start(start)
         read = read_entries(page.client, name, str(first_id) if first_id else found.last_generated_id)
         entries = [(entry_id, page.display.fields(pairs)) for entry_id, pairs in read.entries]

@@ -1,0 +1,287 @@
+"""Open pages of the console renew their figures: at no cost for more viewers, and without disturbing the user."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from millstream.admin.figure_history import STEP_MS, FigureHistory, read_sample
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.console.app import RENEW_AFTER_HEADER, RENEWAL_HEADER, ConsoleParts, make_console
+from millstream.services.console.client_pool import ClientPool
+from millstream.services.console.ended_sessions import EndedSessions
+from millstream.services.console.guard import make_guard
+from millstream.services.console.live_reads import LiveReads
+from millstream.services.console.rights import ConsoleTokens
+from millstream.services.console.sessions import SESSION_COOKIE
+from millstream.services.console.views import PAGES
+from tests.support.accessibility import Axe
+from tests.support.browser import Browser
+from tests.support.command_stats import commands_run
+from tests.support.console_browsing import await_text, log_in, visit
+from tests.support.consoles import BASE, TOKENS, console, fill_with, write_tokens
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
+
+SECRET = "canary"
+KEYS = HandlerKeys("shop", "pay", "orders")
+RENEWAL = {RENEWAL_HEADER: "1"}
+LIVE = (
+    *("/", "/handler?name=shop.pay", "/letters?handler=shop.pay", "/streams", "/stream?name=orders"),
+    *("/group?stream=orders&group=readers", "/workers", "/queries", "/delayed", "/delayed?stream=orders"),
+)
+HOUR_MS = 3_600_000.0
+
+
+@pytest.fixture
+def filled(client: Client) -> Client:
+    fill_with(client, SECRET)
+    client.execute("XGROUP", "CREATE", "orders", "readers", "0")
+    for minutes in (3, 2):
+        FigureHistory(client).add(read_sample(client, server_time_ms(client) - minutes * STEP_MS))
+    return client
+
+
+# --- Cost and rights ---
+
+
+def renewal_commands(url: str, folder: Path, path: str, viewers: int) -> Counter[str]:
+    """The commands of one renewal of a page for so many viewers, each in a session of their own, at the same time."""
+    tokens, clients = ConsoleTokens(), ClientPool(url)
+    tokens.read(write_tokens(folder))
+    guard = make_guard(clients, tokens, None)
+    seen = LiveReads[Mapping[bytes, bool]](keep_ms=HOUR_MS)
+    guard = dataclasses.replace(guard, ended=EndedSessions(clients, reads=seen))
+    app = make_console(ConsoleParts(clients=clients, guard=guard, live=LiveReads(keep_ms=HOUR_MS)))
+    known = tokens.viewer_of(TOKENS["admin"])
+    assert known is not None
+    sessions = [guard.sessions.issue(known[0]) for _ in range(viewers)]
+    assert len(set(sessions)) == viewers
+
+    async def renew() -> set[str]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as http:
+            for one in sessions:  # each has the page open
+                session = guard.sessions.find(one)
+                assert session is not None
+                assert not await guard.ended.had(session)
+            seen.clear()
+            before.update(commands_run(counting.execute))
+            asked = (http.get(path, headers={**RENEWAL, "Cookie": f"{SESSION_COOKIE}={one}"}) for one in sessions)
+            answers = await asyncio.gather(*asked)
+        assert {one.status_code for one in answers} == {200}, path
+        return {one.text for one in answers}
+
+    before: Counter[str] = Counter()
+    with Client(url) as counting:
+        shown = asyncio.run(renew())
+        sent = commands_run(counting.execute)
+    sent.subtract(before)
+    clients.close()
+    assert len({one.partition("form_token")[0] for one in shown}) == 1, "one collection"
+    return +sent
+
+
+@pytest.mark.parametrize("path", LIVE)
+def test_fifty_viewers_of_an_open_page_add_no_command_of_redis(filled: Client, tmp_path: Path, path: str) -> None:
+    renewal_commands(filled.url, tmp_path, path, 1)  # Redis now knows the scripts
+    of_one = renewal_commands(filled.url, tmp_path, path, 1)
+    assert of_one["zmscore"] >= 1, "whether the session has ended"
+    assert of_one.total() > 2
+    assert renewal_commands(filled.url, tmp_path, path, 50) == of_one
+
+
+def test_a_renewal_takes_the_level_of_its_page_and_shows_no_more(filled: Client, tmp_path: Path) -> None:
+    assert {urlsplit(path).path for path in LIVE} == {one.path for one in PAGES if one.is_live}
+    with console(filled.url, tmp_path, "admin") as browser:
+        renewed = {path: browser.get(path, **RENEWAL) for path in LIVE}
+        assert {one.status for one in renewed.values()} == {200}
+        assert all(0 < int(one.headers[RENEW_AFTER_HEADER]) <= 5_000 for one in renewed.values())
+        assert sum(SECRET in one.html for one in renewed.values()) >= 2
+        assert not any("<nav" in one.html for one in renewed.values())
+        for level in ("figures", "payloads"):
+            assert browser.send(browser.get("/"), "/logout").url.endswith("/login")
+            assert browser.get("/streams", **RENEWAL).url.endswith("/login"), "the session has ended"
+            assert browser.log_in(level).status == 200
+            found = {path: browser.get(path, **RENEWAL) for path in LIVE}
+            refused = [path for path, one in found.items() if one.status != 200]
+            assert refused == (["/letters?handler=shop.pay"] if level == "figures" else [])
+            assert (sum(SECRET in one.html for one in found.values()) > 0) == (level == "payloads")
+            assert not {action for one in found.values() for action in one.actions} - {"/letters/export"}
+
+
+def test_a_form_that_came_with_a_renewal_can_be_sent(filled: Client, tmp_path: Path) -> None:
+    with console(filled.url, tmp_path, "operate") as browser:
+        page = browser.get("/handler?name=shop.pay", **RENEWAL)
+        assert "The handler goes on." in browser.send(page, "/handler/resume").text
+
+
+def test_a_renewal_says_that_redis_is_away_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    with EmbeddedServer() as server, console(server.url, tmp_path, "admin") as browser:
+        assert browser.get("/streams", **RENEWAL).status == 200
+        server.stop()
+        page = eventually(lambda: (one := browser.get("/streams", **RENEWAL)).status == 503 and one, "an error")
+        assert page
+        assert "Redis: " in page.text
+        server.start()
+        eventually(lambda: browser.get("/streams", **RENEWAL).status == 200, "the figures")
+
+
+# --- In a browser ---
+
+
+REPORTS = """
+window.reports = []
+addEventListener('securitypolicyviolation', one => window.reports.push(one.violatedDirective + ' ' + one.blockedURI))
+"""
+
+TALL = "document.body.style.minHeight = '5000px'; 0"
+
+
+@pytest.fixture
+def started(filled: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
+    with ServiceProcess(("console", "--token-file", str(write_tokens(tmp_path))), (), filled.url) as process:
+        yield process
+
+
+@pytest.fixture
+def browser(started: ServiceProcess, tmp_path: Path) -> Iterator[Browser]:
+    """A browser in which an operator has logged in, and which reports what the policy of a page forbids."""
+    with Browser(f"{started.url}/", tmp_path / "profile") as opened:
+        opened.command("Page.enable")
+        opened.command("Page.addScriptToEvaluateOnNewDocument", source=REPORTS)
+        opened.command("Emulation.setFocusEmulationEnabled", enabled=True)
+        log_in(opened, "operate")
+        yield opened
+
+
+def await_true(browser: Browser, condition: str) -> None:
+    eventually(
+        lambda: browser.run(f"Boolean({condition})"), condition, log=lambda: browser.run("document.body.innerText")
+    )
+
+
+def entries_of(stream: str) -> str:
+    """The number of entries that the page of the streams shows of one."""
+    return f"Array.from(document.querySelectorAll('tbody tr')).find(one => one.innerText.startsWith({stream!r}))?.cells[1].innerText"
+
+
+def test_an_open_page_shows_a_message_that_was_published_since_and_its_policy_is_kept(
+    started: ServiceProcess, browser: Browser, filled: Client
+) -> None:
+    visit(browser, f"{started.url}/streams")
+    browser.run(
+        "window.loaded = 'once'; document.querySelector('tbody a').focus(); window.focused = document.activeElement; 0"
+    )
+    assert browser.run("document.activeElement.innerText") == "orders"
+    assert browser.run(entries_of("orders")) == "4"
+    filled.execute("XADD", "a-new-stream", "*", "n", 1)
+    filled.execute("XADD", "orders", "*", "n", 1)
+    await_true(browser, f"{entries_of('orders')} === '5'")
+    await_true(browser, f"{entries_of('a-new-stream')} === '1'")
+    assert browser.run("window.loaded") == "once", "it was not loaded again"
+    assert browser.run("document.activeElement === window.focused && document.activeElement.innerText") == "orders"
+    filled.execute("DEL", "a-new-stream")
+    await_true(browser, f"!({entries_of('a-new-stream')})")
+    assert browser.run("document.activeElement === window.focused")
+    assert browser.run("window.reports") == []
+    assert browser.run("document.querySelectorAll('[aria-live], [role=status], [role=alert]').length") == 1
+    browser.run("document.body.append(Object.assign(document.createElement('script'), {text: '1'})); 0")
+    await_true(browser, "window.reports.length === 1")
+
+
+def test_a_renewal_leaves_a_form_in_use_the_focus_open_details_the_selection_and_the_scroll_position(
+    started: ServiceProcess, browser: Browser, filled: Client
+) -> None:
+    visit(browser, f"{started.url}/handler?name=shop.pay")
+    browser.run("window.opened = document.querySelector('details'); window.opened.open = true; 0")
+    browser.run(TALL)
+    browser.run("document.getElementById('key').focus(); window.focused = document.activeElement; 0")
+    browser.command("Input.insertText", text="half a k")
+    browser.run("document.activeElement.setSelectionRange(2, 5); scrollTo(0, 300); 0")
+    at = browser.run("scrollY")
+    assert at > 0
+    unread = "document.querySelector('main dd').innerText"
+    before = browser.run(unread)
+    filled.execute("XADD", "orders", "*", "key", "another", "n", 1)
+    await_true(browser, f"{unread} !== {before!r}")
+    assert browser.run("document.activeElement === window.focused && window.focused.isConnected")
+    assert browser.run("[window.focused.value, window.focused.selectionStart, window.focused.selectionEnd]") == [
+        *("half a k", 2, 5)
+    ]
+    assert browser.run("scrollY") == at
+    assert browser.run("[window.opened.isConnected, window.opened.open]") == [True, True]
+    assert browser.run("window.reports") == []
+
+
+def test_dead_letters_that_are_ticked_stay_as_they_are_and_the_figures_around_them_do_not(
+    started: ServiceProcess, browser: Browser, filled: Client
+) -> None:
+    visit(browser, f"{started.url}/letters?handler=shop.pay")
+    visit(browser, browser.run("document.querySelector('tbody th a').href"))
+    rows = "document.querySelectorAll('tbody tr').length"
+    ((_, letter),) = filled.execute("XRANGE", KEYS.dead_letters, "-", "+")
+    filled.execute("XADD", KEYS.dead_letters, "*", *letter)
+    await_true(browser, f"{rows} === 2")
+    browser.run("window.ticked = document.querySelector('input[type=checkbox]'); window.ticked.checked = true; 0")
+    filled.execute("XADD", KEYS.dead_letters, "*", *letter)
+    await_text(browser, "3 failed")
+    assert browser.run(f"[{rows}, window.ticked.isConnected, window.ticked.checked]") == [2, True, True]
+    browser.run("window.ticked.checked = false; 0")
+    await_true(browser, f"{rows} === 3")
+
+
+def test_a_page_says_since_when_there_is_no_connection_and_goes_on_after_a_restart(
+    started: ServiceProcess, browser: Browser, filled: Client, tmp_path: Path
+) -> None:
+    visit(browser, f"{started.url}/streams")
+    browser.run("window.loaded = 'once'; 0")
+    assert started.stop() == 0
+    await_text(browser, "No connection to the console since 2")
+    assert browser.run("getComputedStyle(document.getElementById('connection')).position") == "sticky"
+    filled.execute("XADD", "orders", "*", "n", 1)
+    port = str(urlsplit(started.url).port)
+    command = ("console", "--token-file", str(tmp_path / "tokens"))
+    with ServiceProcess(command, ("--port", port), filled.url):
+        await_true(browser, f"{entries_of('orders')} === '5'")
+        assert browser.run("document.getElementById('connection').textContent") == ""
+        assert browser.run("window.loaded") == "once"
+        (tmp_path / "tokens").write_text(f"{TOKENS['figures']} figures\n")
+        await_text(browser, "reload the page to log in again")
+
+
+def test_axe_finds_nothing_on_a_page_without_a_connection(started: ServiceProcess, browser: Browser) -> None:
+    axe = Axe()
+    visit(browser, f"{started.url}/streams")
+    started.stop()
+    await_text(browser, "No connection to the console since 2")
+    for dark in (False, True):
+        browser.show(width=1_440 if dark else 390, dark=dark)
+        assert axe.violations(browser) == []
+
+
+def test_a_page_asks_nothing_while_it_is_hidden_or_its_figures_are_held(
+    started: ServiceProcess, browser: Browser
+) -> None:
+    visit(browser, f"{started.url}/")
+    browser.run(
+        "window.asked = 0; window.fetch = () => { window.asked += 1; return Promise.reject(new Error('none')) }; 0"
+    )
+    is_hidden = "Object.defineProperty(document, 'hidden', {configurable: true, value: %s}); "
+    woken = "document.dispatchEvent(new Event('visibilitychange')); "
+    hold = "document.querySelector('#renewal button').click(); "
+    for begin, end in ((is_hidden % "true" + woken, is_hidden % "false" + woken), (hold, hold)):
+        await_text(browser, "Hold the figures")
+        asked = browser.run(f"{begin}window.asked")
+        browser.run(f"{woken}{woken}0")
+        assert browser.run("window.asked") == asked
+        assert browser.run(f"{end}window.asked") > asked
