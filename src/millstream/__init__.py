@@ -7,6 +7,7 @@ from millstream.lazy import lazy_names
 if TYPE_CHECKING:
     from millstream.app import App, load_app
     from millstream.errors import MillstreamError, Reject
+    from millstream.handlers.key_timers import After, Cancel
     from millstream.handlers.stage import Rows
     from millstream.model import Breaker, EntryId, Message, Retry, State
 else:
@@ -17,8 +18,22 @@ else:
             "millstream.errors": ("MillstreamError", "Reject"),
             "millstream.model": ("Breaker", "EntryId", "Message", "Retry", "State"),
             "millstream.handlers.stage": ("Rows",),
+            "millstream.handlers.key_timers": ("After", "Cancel"),
         },
     )
 
-__all__ = ["App", "Breaker", "EntryId", "Message", "MillstreamError", "Reject", "Retry", "Rows", "State", "load_app"]
+__all__ = [
+    "After",
+    "App",
+    "Breaker",
+    "Cancel",
+    "EntryId",
+    "Message",
+    "MillstreamError",
+    "Reject",
+    "Retry",
+    "Rows",
+    "State",
+    "load_app",
+]
 __version__ = "0.1.0"

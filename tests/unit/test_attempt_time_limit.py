@@ -12,7 +12,7 @@ from millstream.spark.engine.time_limit import AttemptTimeLimit
 
 pytestmark = [pytest.mark.spark]
 
-DONE: RunResult = ((), None)
+DONE: RunResult = ((), (), None)
 ENDLESS_S = 3_600.0
 
 

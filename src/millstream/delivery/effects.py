@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from millstream.handlers.key_timers import TimerChanges
 from millstream.redis_client.resp import Arg
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ MAX_COMMIT_OUTPUTS = 10_000
 
 _CHUNK_BYTES = 8 << 20
 _OUTPUT_KEY = 8
+_TIMERS = "T"
 _SEQUENCE_DIGITS = 20
 
 
@@ -65,6 +67,7 @@ class Effects:
     * `cleared_counts`: fields of the crash counts that this commit clears
     * `outputs`: the entries to add to the output stream, each packed by `handlers.encoding.pack_output`
     * `dead_letters`: items of the entries to add
+    * `timers`: changes of timers of the key, in order
     """
 
     offset_field: bytes
@@ -80,6 +83,7 @@ class Effects:
     cleared_counts: Sequence[str] = ()
     outputs: Sequence[bytes] = ()
     dead_letters: Sequence[Sequence[Arg]] = ()
+    timers: TimerChanges = ()
 
     def add_message(self, entry_id: str) -> None:
         """Extend the unit by one message."""
@@ -92,6 +96,10 @@ class Effects:
     def add_outputs(self, outputs: Sequence[bytes]) -> None:
         """Add entries for the output stream."""
         self.outputs = _appended(self.outputs, outputs)
+
+    def add_timers(self, timers: TimerChanges) -> None:
+        """Add changes of timers of the key."""
+        self.timers = _appended(self.timers, timers)
 
     def add_dead_letter(self, items: Sequence[Arg]) -> None:
         """Add a dead letter."""
@@ -107,12 +115,13 @@ class Effects:
         return (
             not (self.outputs or self.dead_letters or self.cleared_counts or self.other_ids or self.expected_offset)
             and self.state is None
+            and not self.timers
         )
 
     @property
     def is_ack_only(self) -> bool:
         """True if it adds nothing to the data in Redis."""
-        return not (self.outputs or self.dead_letters or self.state)
+        return not (self.outputs or self.dead_letters or self.state or self.timers)
 
     @property
     def size(self) -> int:
@@ -120,6 +129,8 @@ class Effects:
         size = (len(self.state) if self.state else 0) + sum(map(len, self.outputs))
         for items in self.dead_letters:
             size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
+        for timer, _, packed in self.timers:
+            size += len(timer) + len(packed)
         return size
 
     def args(self, maxlen: int, state_ttl_ms: int | None = None) -> list[Arg]:
@@ -140,6 +151,10 @@ class Effects:
         if self.outputs:
             args += (_OUTPUT_KEY, maxlen)
             args += self.outputs
+        if self.timers:
+            args += (_TIMERS, len(self.timers))
+            for change in self.timers:
+                args += change
         args.append(len(self.dead_letters))
         for items in self.dead_letters:
             args.append(len(items))
@@ -174,7 +189,9 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[S
     for at, unit in enumerate(map(unit_of, some)):
         if isinstance(unit, bytes):
             continue
-        if unit.outputs or unit.dead_letters or unit.state:  # most units have no effects, and there are many
+        if (
+            unit.outputs or unit.dead_letters or unit.state or unit.timers
+        ):  # most units have no effects, and there are many
             size, count = unit.size, len(unit.outputs)
             if (total + size > _CHUNK_BYTES or outputs + count > MAX_COMMIT_OUTPUTS) and at > begin:
                 yield some[begin:at]

@@ -19,6 +19,7 @@ from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
+from millstream.handlers.key_timers import After, Cancel, TimerChange, TimerChanges, encode_timer
 from millstream.model import Message, State
 
 KEY_FUNCTION = "key function"
@@ -36,10 +37,11 @@ _decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 @dataclass(slots=True)
 class Done:
-    """The handler succeeded: commit its outputs and its state (b"" = an empty one)."""
+    """The handler succeeded: commit its outputs, its state (b"" = an empty one), and changes of timers of the key."""
 
     outputs: "Outputs"
     state: bytes
+    timers: TimerChanges = ()
 
 
 @dataclass(slots=True)
@@ -85,8 +87,8 @@ ListOutcome = tuple[int, Outcome]
 they are done together, or that each has to be run again by itself.
 """
 
-RunResult = tuple[Outputs, BaseException | None]
-"""The outputs of a handler, and the exception that it raised, if any."""
+RunResult = tuple[Outputs, TimerChanges, BaseException | None]
+"""The outputs of a handler, its changes of timers, and the exception that it raised, if any."""
 
 TimeLimiter = Callable[[Callable[[], RunResult], float], RunResult]
 """How an engine calls a plain function under a time limit in milliseconds: after that time it raises TimeLimit in the
@@ -126,7 +128,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     if isinstance(prepared, DeadLettered):
         return prepared
     state, arguments = prepared
-    return _outcome_of(handler, message, state, await _run(handler, arguments))
+    return _outcome_of(handler, message, state, await _run(handler, message, arguments))
 
 
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
@@ -135,7 +137,7 @@ def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLi
     if isinstance(prepared, DeadLettered):
         return prepared
     state, arguments = prepared
-    return _outcome_of(handler, message, state, _run_plain(handler, arguments, guard))
+    return _outcome_of(handler, message, state, _run_plain(handler, message, arguments, guard))
 
 
 def timed_out(handler: Handler, message: Message, *, where: TracebackType | None = None, alone: bool = True) -> Outcome:
@@ -150,7 +152,7 @@ def timed_out(handler: Handler, message: Message, *, where: TracebackType | None
 async def attempt_batch(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
     """Run an async `handler` once on all of `messages` that can be decoded. Never raises; call it as `attempt`."""
     run, dead, arguments = _prepare_batch(handler, messages)
-    return dead, _batch_outcome(handler, run, await _run(handler, arguments)) if run else NO_EFFECTS
+    return dead, _batch_outcome(handler, run, await _run(handler, run[0], arguments)) if run else NO_EFFECTS
 
 
 def attempt_batch_plain(
@@ -158,7 +160,7 @@ def attempt_batch_plain(
 ) -> BatchOutcome:
     """Run a plain `handler` once, under `guard` if given, on all of `messages` that can be decoded. Never raises."""
     run, dead, arguments = _prepare_batch(handler, messages)
-    return dead, _batch_outcome(handler, run, _run_plain(handler, arguments, guard)) if run else NO_EFFECTS
+    return dead, _batch_outcome(handler, run, _run_plain(handler, run[0], arguments, guard)) if run else NO_EFFECTS
 
 
 def _prepare_batch(
@@ -174,7 +176,7 @@ def _prepare_batch(
 def _batch_outcome(
     handler: Handler, messages: Sequence[Message], ended: RunResult, state: State = _NO_STATE
 ) -> Outcome:
-    _, raised = ended
+    raised = ended[2]
     if len(messages) > 1 and raised is not None:
         return _retry_singly(handler, raised)
     return _outcome_of(handler, messages[0], state, ended)
@@ -190,7 +192,7 @@ async def attempt_list(handler: Handler, messages: Sequence[Message], blob: byte
     if isinstance(prepared, DeadLettered):
         return 1, prepared
     run, state, arguments = prepared
-    return len(run), _batch_outcome(handler, run, await _run(handler, arguments), state)
+    return len(run), _batch_outcome(handler, run, await _run(handler, run[0], arguments), state)
 
 
 def attempt_list_plain(
@@ -201,7 +203,7 @@ def attempt_list_plain(
     if isinstance(prepared, DeadLettered):
         return 1, prepared
     run, state, arguments = prepared
-    return len(run), _batch_outcome(handler, run, _run_plain(handler, arguments, guard), state)
+    return len(run), _batch_outcome(handler, run, _run_plain(handler, run[0], arguments, guard), state)
 
 
 def _prepare_list(
@@ -237,13 +239,13 @@ def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, di
 
 
 def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResult) -> Outcome:
-    outputs, raised = ended
+    outputs, timers, raised = ended
     if raised is not None:
         return _error_outcome(handler, message, raised)
     if not handler.wants_state:
-        return Done(outputs, b"") if outputs else NO_EFFECTS
+        return Done(outputs, b"", timers) if outputs or timers else NO_EFFECTS
     try:
-        return Done(outputs, encode_state(state))
+        return Done(outputs, encode_state(state), timers)
     except (TypeError, OverflowError, RecursionError, ValueError) as error:
         return DeadLettered(
             "bad-output", f"the state cannot be stored: {error}; use text, bytes, numbers, lists and mappings"
@@ -258,8 +260,8 @@ def _error_outcome(handler: Handler, message: Message, raised: BaseException) ->
     return _failure_outcome(handler, message, raised)
 
 
-async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
-    """Await the handler's coroutine in the current task, for at most its time limit."""
+async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
+    """Await the handler's coroutine in the current task, for at most its time limit. `message`: the first that it takes."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task(loop)
     assert task is not None
@@ -273,13 +275,13 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     # asyncio.timeout does the same at three times the cost.
     timer = loop.call_later(handler.time_limit_ms / 1000, expire)
     try:
-        ended: RunResult = encode_results(handler, await handler.function(**arguments)), None
+        ended: RunResult = encode_results(handler, message, await handler.function(**arguments))
     # A handler may raise anything, SystemExit too: one message must not end the worker. It becomes an outcome.
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
             raise  # the handler did not raise it: the loop is closed
         # Of an attempt that took too long, the traceback shows what it waited for.
-        ended = (), TimeLimit().with_traceback(error.__traceback__) if expired else error
+        ended = (), (), TimeLimit().with_traceback(error.__traceback__) if expired else error
     timer.cancel()
     if task.cancelling():
         with contextlib.suppress(asyncio.CancelledError):
@@ -289,48 +291,57 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     return ended
 
 
-def _run_plain(handler: Handler, arguments: dict[str, Any], guard: TimeLimiter | None) -> RunResult:
+def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], guard: TimeLimiter | None) -> RunResult:
     if guard is None:
-        return _call(handler, arguments)
+        return _call(handler, message, arguments)
     try:
-        return guard(lambda: _call(handler, arguments), handler.time_limit_ms)
+        return guard(lambda: _call(handler, message, arguments), handler.time_limit_ms)
     except TimeLimit as error:  # the alarm fired just after the function returned
-        return (), error
+        return (), (), error
 
 
-def _call(handler: Handler, arguments: dict[str, Any]) -> RunResult:
+def _call(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
-        return encode_results(handler, handler.function(**arguments)), None
+        return encode_results(handler, message, handler.function(**arguments))
     except BaseException as error:  # noqa: BLE001 - a handler may raise anything, SystemExit too; it becomes an outcome
-        return (), error
+        return (), (), error
 
 
-def encode_results(handler: Handler, result: object) -> Outputs:
-    """Encode a handler's result as entries for its `into` stream, at most `MAX_OUTPUTS` and `MAX_OUTPUT_BYTES`.
+def encode_results(handler: Handler, message: Message, result: object) -> RunResult:
+    """Encode a handler's result: entries for its `into` stream, and changes of timers of the key of `message`.
 
-    Raises OutputError.
+    They are at most `MAX_OUTPUTS` and `MAX_OUTPUT_BYTES` together. Raises OutputError.
     """
     if result is None:
-        return ()
-    if handler.into is None:
-        raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to write it to')
+        return (), (), None
     # Most results are a dict, and a check for an abstract class costs as much as packing a small one.
     is_one = type(result) is dict or not isinstance(result, (list, tuple, Iterator))
     results: Any = (result,) if is_one else result
+    into = handler.into
     entries: list[bytes] = []
+    timers: list[TimerChange] = []
     size = 0
     for one in results:  # an iterator may be endless: each output is checked as it comes
-        entry = pack_output(one)
-        entries.append(entry)
-        size += len(entry)
-        if len(entries) > MAX_OUTPUTS or size > MAX_OUTPUT_BYTES:
+        if type(one) is not dict and isinstance(one, (After, Cancel)):
+            change = encode_timer(handler, message, one)
+            timers.append(change)
+            size += len(change[2])
+        elif into is None:
+            raise OutputError(
+                f'{handler.label} returned a {type(result).__name__} but has no into="stream" to write it to'
+            )
+        else:
+            entry = pack_output(one)
+            entries.append(entry)
+            size += len(entry)
+        if len(entries) + len(timers) > MAX_OUTPUTS or size > MAX_OUTPUT_BYTES:
             raise OutputError(
                 f"{handler.label} returned more than {MAX_OUTPUTS:,} outputs or {MAX_OUTPUT_BYTES // 2**20} MB at once, "
                 "which one step writes while Redis serves nothing else; return fewer, or publish them with "
                 "millstream.producer.Producer"
             )
-    return entries
+    return entries, timers, None
 
 
 def dead_letter_of(handler: Handler, message: Message, dead: DeadLettered) -> DeadLetter:

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from decimal import Decimal
 from functools import cache
@@ -89,10 +89,14 @@ def pack_output(output: object) -> bytes:
 
 
 def _pack_checked(output: object) -> bytes:
-    items = encode_output(output)
-    if len(items) > MAX_ITEMS:
-        raise OutputError(f"an output has {len(items) // 2} fields; at most {MAX_ITEMS // 2} fit in one entry")
-    return _pack([raw(item) for item in items])
+    return pack_pairs(encode_output(output))
+
+
+def pack_pairs(pairs: Sequence[bytes]) -> bytes:
+    """Pack names and values as `pack_output` does. Raises OutputError for more than 3,500 fields."""
+    if len(pairs) > MAX_ITEMS:
+        raise OutputError(f"an output has {len(pairs) // 2} fields; at most {MAX_ITEMS // 2} fit in one entry")
+    return _pack([raw(item) for item in pairs])
 
 
 def unpack_output(packed: bytes) -> list[bytes]:

@@ -151,17 +151,22 @@ def parse_firing_times(when: str, timezone: str | None) -> FiringTimes:
 
     Raises ConfigError with one line on what to change.
     """
-    interval = _INTERVAL.fullmatch(when.strip())
-    if interval is None:
+    period_ms = parse_interval_ms(when)
+    if period_ms is None:
         times = CronTimes(CronExpression.parse(when), _zone("UTC" if timezone is None else timezone))
         times.next_after(0)
         return times
     if timezone is not None:
         raise ConfigError("an interval has no time zone: leave timezone out")
-    period_ms = int(interval[1]) * _UNIT_MS[interval[2]]
     if not 0 < period_ms <= _LONGEST_MS:
         raise ConfigError("an interval is 1s to 366d")
     return Interval(period_ms)
+
+
+def parse_interval_ms(text: str) -> int | None:
+    """Return an interval such as "30s", "5m", "2h" or "7d" in milliseconds; None if it is none."""
+    found = _INTERVAL.fullmatch(text.strip())
+    return None if found is None else int(found[1]) * _UNIT_MS[found[2]]
 
 
 def _zone(name: str) -> tzinfo:

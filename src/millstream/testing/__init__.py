@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from millstream.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from millstream.testing.handler_run import HandlerRun, run
+    from millstream.testing.handler_run import HandlerRun, SetTimer, run
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {"millstream.testing.handler_run": ("HandlerRun", "run")})
+    __getattr__, __dir__ = lazy_names(__name__, {"millstream.testing.handler_run": ("HandlerRun", "SetTimer", "run")})
 
-__all__ = ["HandlerRun", "run"]
+__all__ = ["HandlerRun", "SetTimer", "run"]

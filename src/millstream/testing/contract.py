@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from millstream.admin.key_queues import list_queues, skip, unpark
 from millstream.app import App
 from millstream.balancer import announce
+from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, raise_if_error
@@ -75,6 +76,7 @@ class Case:
     * `parks`: the keys that are parked, with the number of messages in each key queue. Once a queue has that many, its
       first message is skipped and the key is unparked
     * `kills`: the handler kills its process: run the case in a process of its own
+    * `timers`: how many messages its timers add to its stream; no timer may be left
     """
 
     name: str
@@ -89,6 +91,12 @@ class Case:
     stop_after: int | None = None
     kills: bool = False
     parks: Mapping[bytes, int] = field(default_factory=dict)
+    timers: int = 0
+
+    @property
+    def messages(self) -> int:
+        """How many messages its handler commits in the end."""
+        return len(self.entries) + self.timers
 
     @property
     def stream(self) -> str:
@@ -146,7 +154,7 @@ def run_cases(engine: Engine, url: str, cases: Sequence[Case], *, within_s: floa
                 lambda: all(_outputs(client, case) >= (case.stop_after or 0) for case in stopped), within_s
             )
             engine(app_of(cases), url, halfway)
-            complete = [case.name for case in stopped if _committed(client, case) >= len(case.entries)]
+            complete = [case.name for case in stopped if _committed(client, case) >= case.messages]
             if complete:
                 raise ContractBroken(f"the engine stopped too late to test a restart: {', '.join(complete)}")
         operators = [_Operator(client, case) for case in cases if case.parks]
@@ -154,13 +162,13 @@ def run_cases(engine: Engine, url: str, cases: Sequence[Case], *, within_s: floa
         def is_complete() -> bool:
             for operator in operators:
                 operator.skip_parked()
-            return all(_committed(client, case) >= len(case.entries) for case in cases)
+            return all(_committed(client, case) >= case.messages for case in cases)
 
         done = _Deadline(is_complete, within_s)
         try:
             engine(app_of(cases), url, done)
         except TimeoutError:
-            left = [f"{case.name} {_committed(client, case)}/{len(case.entries)}" for case in cases]
+            left = [f"{case.name} {_committed(client, case)}/{case.messages}" for case in cases]
             raise ContractBroken(f"incomplete after {within_s:.0f} s: {', '.join(left)}") from None
 
 
@@ -287,8 +295,11 @@ def _wrong_letter(case: Case, wanted: Letter, found: DeadLetter) -> Iterator[str
 
 def _leftovers(client: Client, case: Case) -> Iterator[str]:
     committed = _committed(client, case)
-    if committed != len(case.entries):
-        yield f"{committed} of {len(case.entries)} entries are committed"
+    if committed != case.messages:
+        yield f"{committed} of {case.messages} entries are committed"
+    waiting = DelayedMessages(client).count(case.stream)
+    if waiting:
+        yield f"{waiting} timers are left"
     for items in client.execute("XINFO", "GROUPS", case.stream):
         group = mapping_of(items)
         if group[b"name"] == case.keys.group.encode() and group[b"pending"]:

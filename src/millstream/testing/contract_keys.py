@@ -1,9 +1,11 @@
 """The cases of the handler contract for keys: order, state, back-off, parking and missing keys."""
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 from millstream.errors import Reject
+from millstream.handlers.key_timers import After, Cancel
 from millstream.model import Message, Retry, State
 from millstream.testing.contract import Case, Letter, entry
 
@@ -30,6 +32,43 @@ async def keyed_async(message: Message, state: State) -> Output | None:
     await asyncio.sleep(0.02 / (1 + int(message.fields["n"])))
     return keyed(message, state)
 
+
+def timers(message: Message, state: State) -> list[object]:
+    """Set, replace or cancel timers as the message asks for; the message of the first timer sets a second one."""
+    state["count"] = state.get("count", 0) + 1
+    n = int(message.fields["n"])
+    output = {"key": message.text("key"), "n": n, "count": state["count"]}
+    following = {"key": message.text("key"), "n": n}
+    match message.text("ask"):
+        case "set":
+            delay = "1h" if n == 0 else timedelta(milliseconds=50)
+            return [output, After(delay, {**following, "ask": "again"}, name="first")]
+        case "again":
+            return [After(timedelta(milliseconds=1), {**following, "n": n + 1}, name="second"), output]
+        case "cancel":
+            return [After("0s", following, name="none"), Cancel(name="none"), output, Cancel(name="unknown")]
+        case "another key":
+            return [output, After("0s", {"key": "b", "n": n}, name="first")]
+    return [output]
+
+
+async def timers_async(message: Message, state: State) -> list[object]:
+    """As `timers`."""
+    await asyncio.sleep(0)
+    return timers(message, state)
+
+
+_TIMED = ("set", "", "set", "cancel")
+_TIMERS: dict[str, Any] = {
+    "entries": [entry(key=f"k{key}", n=n, ask=ask) for n, ask in enumerate(_TIMED) for key in range(3)],
+    "outputs": [
+        {"key": f"k{key}", "n": n, "count": count}
+        for key in range(3)
+        for n, count in ((0, 1), (1, 2), (2, 3), (3, 4), (2, 5), (3, 6))
+    ],
+    "order_by": "key",
+    "timers": 6,
+}
 
 _ASKS = ("", "fail", "reject", "", "fail", "forget", "", "spoil", "")
 _COUNTS = (1, 2, None, 3, 4, 0, 1, None, 2)
@@ -339,6 +378,47 @@ KEYED_CASES: tuple[Case, ...] = (
         entries=[entry(key="a"), entry(other="a"), entry(other="b"), entry(key="a")],
         outputs=[{"key": "a", "count": 1}, *2 * [{"key": "-", "count": 1}], {"key": "a", "count": 2}],
         order_by="key",
+    ),
+    Case(
+        name="timers",
+        promise="the message of a timer comes to its handler alone, with its key, after what the stream has of the key; a "
+        "timer of the same name is replaced, and one that is canceled does not come",
+        function=timers,
+        options={"key": "key"},
+        **_TIMERS,
+    ),
+    Case(
+        name="timers_async",
+        promise="so do those of an async handler",
+        function=timers_async,
+        options={"key": "key"},
+        **_TIMERS,
+    ),
+    Case(
+        name="timers_of_streams",
+        promise="a handler of whole streams has timers of its stream",
+        function=timers,
+        options={"order": "stream"},
+        entries=[entry(n=0, key="all", ask="set"), entry(n=1, key="all", ask="set")],
+        outputs=[
+            {"key": "all", "n": 0, "count": 1},
+            {"key": "all", "n": 1, "count": 2},
+            {"key": "all", "n": 1, "count": 3},
+            {"key": "all", "n": 2, "count": 4},
+        ],
+        order_by="key",
+        timers=2,
+    ),
+    Case(
+        name="timers_need_a_key",
+        promise="a message whose handler asks for a timer that cannot be set is a dead letter, and has no effect",
+        function=timers,
+        options={"key": "key", "missing_key": "unordered"},
+        entries=[entry(n=0, ask="set"), entry(n=1, key="a", ask="another key")],
+        letters=[
+            Letter(entry=0, reason="bad-output", says="a timer belongs to a key"),
+            Letter(entry=1, reason="bad-output", says="use the same key"),
+        ],
     ),
 )
 

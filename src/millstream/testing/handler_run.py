@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from millstream.app import App
@@ -27,7 +27,9 @@ from millstream.handlers.dead_letter import Reason
 from millstream.handlers.decoding import compile_decoder
 from millstream.handlers.encoding import encode_output, unpack_output
 from millstream.handlers.handler import Handler
+from millstream.handlers.key_timers import TimerChange, name_of_timer
 from millstream.model import Message, State
+from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.redis_client.replies import mapping_of
 
 T = TypeVar("T")
@@ -37,18 +39,28 @@ Result = Literal["done", "dead-letter", "parked", "retry"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetTimer:
+    """A timer that a handler has set: its delay in milliseconds, and the fields of its message, as text."""
+
+    delay_ms: int
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class HandlerRun:
     """The outcome of one attempt of a handler on one message.
 
     * `result`: "done"; "dead-letter"; "parked", its key waits for an operator; or "retry", after a back-off
     * `outputs`: the entries for the stream `into`, as text; bytes that are not UTF-8 are escaped as "surrogateescape"
     * `state`: the state of the message's key afterwards; unless the result is "done", the state before
+    * `timers`: those that it sets, and by None those that it cancels, by name
     * `reason`, `error`, `traceback`: of a dead letter or a parked key; of a retry only `error`
     """
 
     result: Result
     outputs: Sequence[Mapping[str, str]] = ()
     state: State
+    timers: Mapping[str, SetTimer | None] = field(default_factory=dict)
     reason: Reason | None = None
     error: str = ""
     traceback: str = ""
@@ -99,7 +111,12 @@ def run(
     before = parse_state(blob)
     if isinstance(outcome, Done):
         after = outcome.state if checked.key is not None else b""
-        return HandlerRun(result="done", outputs=_texts(outcome.outputs), state=parse_state(after))
+        return HandlerRun(
+            result="done",
+            outputs=_texts(outcome.outputs),
+            state=parse_state(after),
+            timers=dict(map(_timer_of, outcome.timers)),
+        )
     if isinstance(outcome, DeadLettered):
         return HandlerRun(
             result="dead-letter", state=before, reason=outcome.reason, error=outcome.error, traceback=outcome.traceback
@@ -149,6 +166,16 @@ def _in_own_loop(handler: Handler, message: Message, blob: bytes) -> Outcome:
     thread.start()
     thread.join()
     return found[0]
+
+
+def _timer_of(change: TimerChange) -> tuple[str, SetTimer | None]:
+    own_id, delay_ms, packed = change
+    name = name_of_timer(own_id)
+    if delay_ms == "":
+        return name, None
+    (fields,) = _texts([packed])
+    del fields[REDRIVE_FIELD.decode()]
+    return name, SetTimer(delay_ms=delay_ms, fields=fields)
 
 
 def _texts(outputs: Outputs) -> list[dict[str, str]]:

@@ -166,6 +166,8 @@ class HandlerSteps:
                 state = outcome.state
                 if outcome.outputs:
                     effects.add_outputs(outcome.outputs)
+                if outcome.timers:
+                    effects.add_timers(outcome.timers)
         if self.handler.wants_state and lease.key is not None and state != lease.committed_state:
             effects.state = state
         return effects

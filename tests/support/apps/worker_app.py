@@ -9,10 +9,11 @@ import functools
 import os
 import re
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
-from millstream import App, Message, Retry, State
+from millstream import After, App, Cancel, Message, Retry, State
 from millstream.handlers.schedule import Missed
 from millstream.testing.history import Event, Kind, Recorder
 
@@ -28,6 +29,7 @@ listed = App("listed")
 streamed = App("streamed")
 brittle = App("brittle")
 canceling = App("canceling")
+timed = App("timed")
 scheduled = App("scheduled")
 
 
@@ -108,6 +110,30 @@ def work_list(messages: list[Message], state: State) -> list[dict[str, Any]]:
     return [work_keyed(message, state) for message in messages]
 
 
+def work_timed(message: Message, state: State) -> list[Any]:
+    """The same for a message of a key, whose timers come in turns: set, replaced, replacing, and canceled by the next.
+
+    The message of a timer has the field `of`: the id of the message that has set it, or why it must not come. The output
+    of a message whose timer must come has `delay_ms`.
+    """
+    output = work_keyed(message, state)
+    if "of" in message.fields:
+        return [{**output, "of": message.fields["of"]}]
+    state["set"] = number = state.get("set", 0) + 1
+    delay_ms = 50 * (1 + number % 7)
+    rings = {"of": message.id}
+    match number % 4:
+        case 1:
+            own = After(timedelta(milliseconds=delay_ms), rings, name=f"own-{number}")
+            return [Cancel(name="canceled"), {**output, "delay_ms": delay_ms}, own]
+        case 2:
+            return [output, After("1h", {"of": "replaced"}, name=f"replaced-{number}")]
+        case 3:
+            replacing = After(timedelta(milliseconds=delay_ms), rings, name=f"replaced-{number - 1}")
+            return [{**output, "delay_ms": delay_ms}, replacing]
+    return [output, After("1h", {"of": "canceled"}, name="canceled")]
+
+
 def work_stream(message: Message, state: State) -> dict[str, Any]:
     """The same for a handler with order="stream"; also returns the stream and the token of its lease."""
     return {**work_keyed(message, state), "stream": message.stream, "fence": message.fence}
@@ -123,6 +149,7 @@ brittle.handler("in", name="work", into="out", key="key", retry=SHORT)(work_keye
 canceling.handler(
     "in", name="work", into="out", key="key", retry=Retry(attempts=2, delay_ms=20, then="cancel"), breaker=None
 )(work_keyed)
+timed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_timed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(
     work_stream

@@ -223,6 +223,9 @@ class PartitionTask:
         else:
             effects.add_outputs(outcome.outputs)
             self._buffer.count_bytes(len(outcome.state) + sum(map(len, outcome.outputs)))
+            if outcome.timers:
+                effects.add_timers(outcome.timers)
+                self._buffer.count_bytes(sum(len(packed) for _, _, packed in outcome.timers))
             run.state = outcome.state
         run.covered.append(run.entries.popleft())
         run.attempt = 1

@@ -20,6 +20,8 @@
 --         number of crash-count fields to clear, the fields
 --         number of outputs; if there are any: index into KEYS, length to trim the stream to (0 = no trimming), and each
 --           as a msgpack array of its items (name, value, ...)
+--         none, or, if timers of the key change: 'T', number of changes, each: id of the timer, ms until it is due ('' =
+--           cancel it), its entry as a msgpack array of its items
 --         number of dead letters, each: number of items, the items
 -- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their offset or
 --       the committed id has moved on, so some of their messages are committed already; or, for a worker, the entry is
@@ -136,6 +138,19 @@ end
 local function set_expiring(field, value, ttl_ms)
   try('HSET', KEYS[3], field, value)
   try('HPEXPIRE', KEYS[3], ttl_ms, 'FIELDS', 1, field)
+end
+
+-- A timer waits with the delayed messages of the stream, and is moved like them (producer/move_due.lua): never early,
+-- so the time is rounded up.
+local function change_timer(id, delay_ms, packed)
+  local base = string.match(KEYS[1], '^(.*:)[^:]*:meta$')
+  if delay_ms == '' then
+    try('ZREM', base .. 'due', id)
+    try('HDEL', base .. 'delayed', id)
+  else
+    try('ZADD', base .. 'due', string.format('%.0f', now_ms() + 1 + tonumber(delay_ms)), id)
+    try('HSET', base .. 'delayed', id, packed)
+  end
 end
 
 local released, is_released, requeued = {}, {}, {}
@@ -268,7 +283,15 @@ while at < #ARGV and not failure do
     for i = at + 1, accepted and at + outputs or at do add_output(key, maxlen, ARGV[i]) end
     at = at + outputs
   end
-  local letters = next_count()
+  local letters = next_arg()
+  if letters == 'T' then
+    for _ = 1, next_count() do
+      local id, delay_ms, packed = next_arg(), next_arg(), next_arg()
+      if accepted then change_timer(id, delay_ms, packed) end
+    end
+    letters = next_arg()
+  end
+  letters = tonumber(letters)
   for _ = 1, letters do
     local items = next_count()
     if accepted then try('XADD', KEYS[5], '*', unpack(ARGV, at + 1, at + items)) end

@@ -1,0 +1,130 @@
+"""Timers of a key: what a keyed handler returns to have a message sent to itself later, and its form for the commit."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
+from typing import Literal
+
+from millstream.errors import ConfigError, DecodeError, OutputError
+from millstream.handlers.encoding import pack_output, pack_pairs, unpack_output
+from millstream.handlers.firing_times import parse_interval_ms
+from millstream.handlers.handler import Handler
+from millstream.model import Message, State, value_of
+from millstream.redis_client.key_names import REDRIVE_FIELD, check_identifier, to_wire
+
+_LONGEST_MS = 366 * 86_400_000
+
+
+@dataclass(frozen=True)
+class After:
+    """Returned by a handler with a key, alone or among its outputs: sets the timer `name` of the message's key.
+
+    When `delay` is over, `message` is added to the stream of the message that was processed, for this handler alone and
+    with the same key. The timer is set in the step that commits the message that asks for it. A timer of the same key
+    and name is replaced.
+
+    * `delay`: text like "30s", "5m", "2h" or "7d", or a timedelta; at most 366 days
+    * `message`: a mapping, dataclass, msgspec.Struct or pydantic model that the handler can take; if it lacks the field
+      of the key, the field is added
+    * `name`: 1 to 100 letters, digits, '_' or '-'
+
+    Raises OutputError for values out of range, which makes a dead letter of the message.
+    """
+
+    delay: str | timedelta
+    message: object
+    _: KW_ONLY
+    name: str
+
+    def __post_init__(self) -> None:
+        _check_name("After", self.name)
+        found = self.delay_ms
+        if found is None or not 0 <= found <= _LONGEST_MS:
+            raise OutputError(
+                f"After({self.delay!r}, name={self.name!r}): the delay must be text like '30s', '5m', '2h' or '7d', or a "
+                "timedelta, from 0 to 366 days"
+            )
+
+    @property
+    def delay_ms(self) -> int | None:
+        """The delay in milliseconds, rounded up; None if it is no duration."""
+        if isinstance(self.delay, timedelta):
+            return -(self.delay // timedelta(milliseconds=-1))
+        return parse_interval_ms(self.delay) if isinstance(self.delay, str) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancel:
+    """Returned by a handler with a key, alone or among its outputs: cancels the timer `name` of the message's key.
+
+    A timer whose message is in the stream already is not canceled. Without a timer of that name nothing happens.
+    Raises OutputError for an impossible name.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        _check_name("Cancel", self.name)
+
+
+TimerChange = tuple[bytes, int | Literal[""], bytes]
+"""A change for the commit script: the timer's id, its delay in milliseconds ("" cancels it), its packed entry."""
+
+TimerChanges = Sequence[TimerChange]
+
+
+def timer_id(label: str, name: str, key: bytes) -> bytes:
+    """Return the id of a timer among the delayed messages of its stream. Ids of publishers have no colon."""
+    return to_wire(f"timer:{label}:{name}:") + key
+
+
+def name_of_timer(own_id: bytes) -> str:
+    """Return the name of a timer with this id."""
+    return own_id.split(b":", 3)[2].decode()
+
+
+def encode_timer(handler: Handler, message: Message, timer: After | Cancel) -> TimerChange:
+    """Return the change that `handler` asks for with `timer`, after `message`. Raises OutputError."""
+    where = f"{handler.label}: {type(timer).__name__}(name={timer.name!r})"
+    if message.key is None:
+        advice = "the message has no key" if handler.key is not None else 'give the handler key="field"'
+        raise OutputError(f"{where}: a timer belongs to a key; {advice}")
+    if handler.partitions is not None:
+        raise OutputError(
+            f"{where}: a handler of partitions cannot have timers, as its keys move between streams; remove partitions="
+        )
+    own_id = timer_id(handler.label, timer.name, message.key)
+    if isinstance(timer, Cancel):
+        return own_id, "", b""
+    try:
+        pairs = _pairs_of(handler, message, timer.message)
+        packed = pack_pairs([REDRIVE_FIELD, handler.label.encode(), *pairs])
+    except OutputError as error:
+        raise OutputError(f"{where}: {error}") from error
+    return own_id, timer.delay_ms or 0, packed
+
+
+def _pairs_of(handler: Handler, message: Message, content: object) -> list[bytes]:
+    """Return the fields of a timer's message, with its key. Raises OutputError if the handler could not take it."""
+    assert message.key is not None
+    pairs = unpack_output(pack_output(content))
+    if handler.key_field is not None and value_of(pairs, to_wire(handler.key_field)) is None:
+        pairs = [to_wire(handler.key_field), message.key, *pairs]
+    made = Message(message.stream, message.id, pairs)
+    try:
+        made.key = handler.key_of(made)
+        if made.key != message.key:
+            raise OutputError(
+                f"its message has the key {made.key!r}, and the message that sets it {message.key!r}; use the same key"
+            )
+        handler.bind(made, State())
+    except DecodeError as error:
+        raise OutputError(f"the handler cannot take its message: {error}") from error
+    return pairs
+
+
+def _check_name(what: str, name: object) -> None:
+    try:
+        check_identifier("timer name", str(name) if isinstance(name, str) else "")
+    except ConfigError as error:
+        raise OutputError(f"{what}(name={name!r}): {error}") from error

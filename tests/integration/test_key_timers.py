@@ -1,0 +1,194 @@
+"""Timers of a key on a worker: set with the commit, one per name, for their handler alone, and shown with delayed messages."""
+
+import json
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from millstream import After, App, Cancel, Message, State
+from millstream.delivery import DelayedMessages
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.effects import Effects
+from millstream.errors import OutOfMemory, WrongType
+from millstream.handlers.encoding import pack_output
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import REDRIVE_FIELD, StreamKeys
+from millstream.testing.topologies import cluster
+from tests.support.commandline import call
+from tests.support.fields import text_fields
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, KINDS, dead, either, make, now_ms, pending, working
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
+
+DUE = StreamKeys("in")
+HOUR_MS = 3_600_000
+
+
+def add(client: Client, key: str | bytes, *kinds: str) -> None:
+    client.pipeline([("XADD", "in", "*", "key", key, "kind", kind) for kind in kinds])
+
+
+def rows(client: Client) -> list[dict[str, str]]:
+    return [text_fields(pairs) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
+
+
+def kinds(client: Client) -> list[str]:
+    return [pairs[-1].decode() for _, pairs in client.execute("XRANGE", "out", "-", "+")]
+
+
+def remind(message: Message, state: State) -> list[Any]:
+    """Set, replace or cancel the timer `remind`, or set one that is due at once."""
+    kind = message.text("kind")
+    found = [{"key": message.key, "kind": kind}]
+    match kind:
+        case "later":
+            return [*found, After("1h", {"kind": "late"}, name="remind")]
+        case "soon":
+            return [*found, After(timedelta(milliseconds=1), {"kind": "rings"}, name="remind")]
+        case "cancel":
+            return [*found, Cancel(name="remind")]
+    return found
+
+
+def remind_of_list(messages: list[Message], state: State) -> list[Any]:
+    """The same for a list of messages of one key."""
+    return [one for message in messages for one in remind(message, state)]
+
+
+@KINDS
+def test_a_timer_is_set_in_the_step_that_commits_its_message(client: Client, kind: str) -> None:
+    running, release = threading.Event(), threading.Event()
+
+    def handle(message: Message, state: State) -> list[Any]:
+        running.set()
+        release.wait(FAIL_SAFE_S)
+        return remind(message, state)
+
+    look = [("XLEN", "out"), ("ZCARD", DUE.due), ("HLEN", DUE.delayed)]
+    add(client, "a", "later")
+    before_ms = now_ms(client)
+    with working(client, make(either(handle, kind), key="key")):
+        eventually(running.is_set)
+        assert client.pipeline(look) == [0, 0, 0]
+        release.set()
+        eventually(lambda: client.execute("XLEN", "out") > 0)
+        assert client.pipeline(look) == [1, 1, 1]
+    (waiting,) = DelayedMessages(client).find("in")
+    assert before_ms + HOUR_MS <= waiting.due_ms <= now_ms(client) + 1 + HOUR_MS
+    assert waiting.id == "timer:app.handle:remind:a"
+    assert waiting.pairs == [REDRIVE_FIELD, b"app.handle", b"key", b"a", b"kind", b"late"]
+
+
+@pytest.mark.parametrize("function", [remind, remind_of_list])
+def test_a_timer_of_a_name_is_replaced_and_canceled_and_other_keys_have_their_own(
+    client: Client, function: Any
+) -> None:
+    add(client, "a", "later", "later", "soon")
+    add(client, "b", "soon", "later", "cancel")
+    add(client, "c", "cancel", "later")
+    with working(client, make(function, key="key")) as loop:
+        eventually(lambda: loop.loop_metrics.committed >= 9)
+    assert [row["kind"] for row in rows(client) if row["key"] == "a"] == ["later", "later", "soon", "rings"]
+    assert kinds(client).count("rings") == 1
+    assert [one.id for one in DelayedMessages(client).find("in")] == ["timer:app.handle:remind:c"]
+    assert dead(client) == []
+    assert pending(client) == 0
+
+
+def test_the_message_of_a_timer_is_for_its_handler_alone(client: Client) -> None:
+    seen: list[str] = []
+    app = App("app")
+
+    def other(message: Message) -> None:
+        seen.append(message.fields["kind"].decode())
+
+    app.handler("in", name="other", key="key")(other)
+    app.handler("in", name="unkeyed")(other)
+    add(client, "a", "soon")
+    with working(client, make(remind, key="key")):
+        eventually(lambda: kinds(client) == ["soon", "rings"])
+    add(client, "a", "last")
+    for handler in app.handlers.values():
+        with working(client, handler):
+            eventually(lambda: seen[-1:] == ["last"])
+        assert seen == ["soon", "last"]
+        seen.clear()
+
+
+@pytest.mark.parametrize("key", [b"a b:c", b"\xff\x00\n", "é".encode(), b"k" * 5_000])
+def test_any_bytes_can_be_the_key_of_a_timer(client: Client, key: bytes) -> None:
+    add(client, key, "later", "soon")
+    with working(client, make(remind, key="key")):
+        eventually(lambda: kinds(client) == ["later", "soon", "rings"])
+    assert client.pipeline([("EXISTS", DUE.due), ("EXISTS", DUE.delayed)]) == [0, 0]
+
+
+def test_delayed_list_shows_timers_and_delayed_cancel_cancels_one(client: Client, millstream_url: str) -> None:
+    add(client, "a", "later")
+    add(client, "b", "later")
+    with working(client, make(remind, key="key")) as loop:
+        eventually(lambda: loop.loop_metrics.committed >= 2)
+    shown = [json.loads(line) for line in call("delayed", "list", "in", "--json", url=millstream_url).out.splitlines()]
+    assert {one["id"] for one in shown} == {"timer:app.handle:remind:a", "timer:app.handle:remind:b"}
+    assert shown[0]["fields"]["kind"] == "late"
+    done = call("delayed", "cancel", "in", "timer:app.handle:remind:a", "--yes", url=millstream_url)
+    assert done.code == 0, done.err
+    assert [one.id for one in DelayedMessages(client).find("in")] == ["timer:app.handle:remind:b"]
+
+
+def unit(expected: str, last: str, timers: Sequence[Any], **rest: Any) -> Effects:
+    return Effects(b"kk", expected.encode(), first_id=last, last_id=last, message_count=1, timers=timers, **rest)
+
+
+def test_a_refused_commit_changes_no_timer_and_a_repeated_one_does_not_set_it_again(client: Client) -> None:
+    store = CommitStore(client, app="app", handler="handle", token=1, into="out")
+    packed = pack_output({"a": "1"})
+    first = unit("", "5-0", [(b"t", HOUR_MS, packed), (b"u", HOUR_MS, packed)])
+    assert store.commit({"in": [first]}) == []
+    set_before = DelayedMessages(client).find("in")
+    DelayedMessages(client).cancel("in", ["u"])
+    stale = unit("", "5-0", [(b"t", "", b""), (b"v", 0, packed)], outputs=[packed])
+    assert store.commit({"in": [first, stale]}) == [first, stale]
+    assert DelayedMessages(client).find("in") == [one for one in set_before if one.id == "t"]
+    assert store.commit({"in": [unit("5-0", "6-0", [(b"t", "", b"")], dead_letters=[("id", "6-0")])]}) == []
+    assert DelayedMessages(client).find("in") == []
+    assert client.execute("XLEN", KEYS.dead_letters) == 1
+
+
+def test_a_timer_that_cannot_be_set_commits_nothing_of_its_message(client: Client) -> None:
+    client.execute("SET", DUE.due, "no sorted set")
+    store = CommitStore(client, app="app", handler="handle", token=1)
+    with pytest.raises(WrongType):
+        store.commit({"in": [unit("", "5-0", [(b"t", HOUR_MS, pack_output({"a": "1"}))], state=b"\x81")]})
+    assert client.pipeline([("EXISTS", KEYS.offsets), ("EXISTS", KEYS.state), ("EXISTS", DUE.delayed)]) == [0, 0, 0]
+
+
+def test_at_maxmemory_the_message_that_asks_for_a_timer_is_committed_once_there_is_room(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    one = unit("", "5-0", [(b"t", HOUR_MS, pack_output({"a": "1"}))])
+    assert not one.is_ack_only, "else a worker would commit it beyond the limit"
+    with Client(millstream_fresh_server.url) as client:
+        store = CommitStore(client, app="app", handler="handle", token=1)
+        client.execute("CONFIG", "SET", "maxmemory", 1)
+        with pytest.raises(OutOfMemory):
+            store.commit({"in": [one]})
+        client.execute("CONFIG", "SET", "maxmemory", 0)
+        assert store.commit({"in": [one]}) == []
+        assert DelayedMessages(client).count("in") == 1
+
+
+def test_timers_work_on_redis_cluster() -> None:
+    with cluster() as deployment, Client(deployment.url) as client:
+        handler = make(remind, key="key", into="{in}:out")
+        add(client, "a", "later", "soon")
+        add(client, "b", "soon", "cancel")
+        with working(client, handler) as loop:
+            eventually(lambda: loop.loop_metrics.committed >= 5)
+        found = [text_fields(pairs) for _, pairs in client.execute("XRANGE", "{in}:out", "-", "+")]
+        assert [row["kind"] for row in found if row["key"] == "a"] == ["later", "soon", "rings"]
