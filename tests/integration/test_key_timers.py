@@ -156,7 +156,7 @@ def test_a_refused_commit_changes_no_timer_and_a_repeated_one_does_not_set_it_ag
     assert store.commit({"in": [first, stale]}) == [first, stale]
     assert DelayedMessages(client).find("in") == [one for one in set_before if one.id == "t"]
     assert store.commit({"in": [unit("5-0", "6-0", [(b"t", "", b"")], dead_letters=[("id", "6-0")])]}) == []
-    assert DelayedMessages(client).find("in") == []
+    assert client.pipeline([("EXISTS", DUE.due), ("EXISTS", DUE.delayed)]) == [0, 0]
     assert client.execute("XLEN", KEYS.dead_letters) == 1
 
 

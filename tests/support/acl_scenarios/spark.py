@@ -36,6 +36,7 @@ def effects_on(entry_id: str) -> Effects:
         b"kA", b"", b"A", b"\x80", cleared_counts=[entry_id], outputs=[pack_output({"n": 1})], dead_letters=letters
     )
     unit.add_message(entry_id)
+    unit.add_timers([(b"timer", 1_000, pack_output({"n": 1})), (b"timer", "", b"")])
     unit.cancels = entry_id
     return unit
 

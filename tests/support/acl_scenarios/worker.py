@@ -154,6 +154,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     unit = stream.key_effects_of(leases[0], [leases[0].queued[0]])
     unit.state, unit.outputs, unit.dead_letters = b"\x80", [pack_output({"n": 1})], [letter().items()]
     unit.clear_crash_counts("0-1")
+    unit.add_timers([(b"timer", 1_000, pack_output({"n": 1})), (b"timer", "", b"")])
     unit.cancels = leases[0].queued[0].id.decode()
     unit.unfinished = len(leases[0].queued) - 1
     assert stream.commit([unit], call_number=stream.new_call_number()) == []
