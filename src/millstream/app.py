@@ -68,6 +68,12 @@ class App:
         * `time_limit_ms`: an attempt that takes longer fails; milliseconds, at most a week. Default 300,000
         * `state_ttl_ms`: the state of a key expires so long after the last commit that changed it; milliseconds, at most
           ten years; None (default): never. Needs Redis 7.4 or Valkey 9, or newer
+        * `state_upcasts`: functions that bring a state from one version of the app to the next: the first from version 1 to
+          2, and so on. A state that is stored in an earlier version passes those that it needs; the state of a later
+          version is left alone, and its message waits. Default: none, which is version 1
+        * `message_upcasts`: the same for messages, whose version is their field `schema_version` (1 without one); each
+          takes the fields as `Message.fields` has them. A message that one fails on, or of a later version, becomes a
+          dead letter. Streams and dead letters keep messages as they were published
         * `rate`: most messages a second of each stream, over all workers together; None for no limit (default)
         * `batch_size`, `batch_wait_ms`: for handlers of lists: most messages in a list, up to 1,000 (default 100), and
           how long the first of them waits for more, in milliseconds up to 60,000 (default 0; not with a key)

@@ -228,6 +228,18 @@ def test_a_replay_may_begin_with_a_state_at_an_id_and_end_at_one(replays: Replay
         assert error in refused.err
 
 
+def test_a_state_of_the_old_version_is_upcast_for_the_new_one(replays: Replays, tmp_path: Path) -> None:
+    add(replays.client, "1-1", n=1)
+    file = tmp_path / "state.json"
+    file.write_text('{"n": 100}')
+    newer = APP.replace('into="out",', 'into="out", state_upcasts=[lambda state: {"count": state["n"]}],')
+    newer = newer.replace('state["n"] = state.get("n", 0)', 'state["count"] = state["count"]')
+    newer = newer.replace('{"n": state["n"]}', '{"n": state["count"]}')
+    shown = replays(replays.app(), "total", "ann", "--new", replays.app(newer), "--state", str(file), "--json")
+    (message,) = (one for one in shown.json_lines() if one["event"] == "message")
+    assert (message["state"], message["new"]["state"]) == ({"n": 101}, {"count": 101})
+
+
 def test_a_replay_says_what_was_trimmed_or_deleted_before(replays: Replays) -> None:
     for n in range(1, 6):
         add(replays.client, f"{n}-1")

@@ -60,8 +60,8 @@ ALWAYS_JSON = {"state export"}
 
 NOT_SHOWN = {
     "info": {"problems[]"},  # a Redis that refuses writes; test_commands_info has one
-    "state list": {"damaged", "expires_ms"},  # test_commands has one, test_state_ttl the other
-    "state export": {"damaged", "expires_ms"},  # test_state_export has both
+    "state list": {"damaged", "expires_ms", "version"},  # test_commands, test_state_ttl, test_state_export
+    "state export": {"damaged", "expires_ms", "version"},  # test_state_export has all
     "delayed list": {"problem"},  # forged data: test_hostile_clients
     "dlq list": {"pairs[][]", "fields.*"},  # forged data: test_forged_dead_letters
     "dlq show": {"pairs[][]"},

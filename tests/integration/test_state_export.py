@@ -10,7 +10,7 @@ from millstream.admin import state_scan
 from millstream.admin.state_scan import scan_states, state_hashes
 from millstream.delivery.commit_store import FORMAT
 from millstream.errors import MillstreamError, Unavailable
-from millstream.handlers.attempt import encode_state
+from millstream.handlers.upcasting import encode_state
 from millstream.model import State
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -62,6 +62,21 @@ def test_export_shows_bytes_damaged_states_and_when_a_state_expires(client: Clie
         client.execute("HPEXPIREAT", keys.state, 4_000_000_000_000, "FIELDS", 1, "bad")
         lines = call("state", "export", "shop.total", url=client.url).json_lines()
         assert [one.get("expires_ms") for one in lines if one["key"] == "bad"] == [4_000_000_000_000]
+
+
+def test_commands_show_the_version_that_a_state_is_stored_in(client: Client) -> None:
+    client.execute("HSET", keys_on("a").state, "new", encode_state(State(n=1), 3), "old", encode_state(State(n=2)))
+    client.execute("XADD", "a", "1-1", "n", 1)
+    client.execute("XGROUP", "CREATE", "a", keys_on("a").group, "0")
+    listed = sorted(call("state", "export", "shop.total", url=client.url).json_lines(), key=lambda one: str(one["key"]))
+    assert listed == [
+        {"stream": "a", "key": "new", "state": {"n": 1}, "version": 3},
+        {"stream": "a", "key": "old", "state": {"n": 2}},
+    ]
+    shown = call("state", "show", "shop.total", "new", url=client.url)
+    assert (shown.json(), "stored in version 3" in shown.err) == ({"n": 1}, True)
+    head, *rows = call("state", "list", "shop.total", url=client.url).out.splitlines()
+    assert (head.split(), [row.split()[3] for row in rows]) == (["key", "size", "version", "state"], ["3", "1"])
 
 
 def test_a_handler_that_has_not_run_and_one_of_a_newer_format_are_refused(client: Client) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame
 
-from millstream.handlers.attempt import encode_state
+from millstream.handlers.upcasting import encode_state
 from millstream.model import State
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.pages import run_python
@@ -30,7 +30,7 @@ def read(bench: Bench, **options: str) -> DataFrame:
 def test_the_states_of_all_streams_are_rows_and_several_tasks_read_them(bench: Bench) -> None:
     expected = {one for stream in ("a", "b", "c", "{d}.0") for one in store(bench, stream, 1_500)}
     frame = read(bench, minPartitions="3")
-    assert frame.schema.simpleString() == "struct<stream:string,key:binary,state:string>"
+    assert frame.schema.simpleString() == "struct<stream:string,key:binary,state:string,version:int>"
     assert frame.rdd.getNumPartitions() >= 3
     rows = frame.collect()
     assert len(rows) == 6_000

@@ -2,11 +2,11 @@
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import LongType, StringType, StructField, StructType
+from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
 from millstream.admin.state_scan import StateHash, StoredState
 from millstream.errors import ConfigError, DecodeError
-from millstream.handlers.attempt import encode_state
+from millstream.handlers.upcasting import encode_state
 from millstream.model import State
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.source.state_options import StateOptions, parse_state_options
@@ -24,8 +24,10 @@ def options(**given: str) -> StateOptions:
 def test_the_defaults_are_those_of_the_documentation() -> None:
     assert options() == StateOptions(url=URL, app="shop", handler="total")
     assert options(STREAMS="a, b,a", minpartitions="3").streams == ("a", "b")
-    assert options().schema.simpleString() == "struct<stream:string,key:binary,state:string>"
-    assert options(stateAs="binary").schema.simpleString() == "struct<stream:string,key:binary,state:binary>"
+    assert options().schema.simpleString() == "struct<stream:string,key:binary,state:string,version:int>"
+    assert (
+        options(stateAs="binary").schema.simpleString() == "struct<stream:string,key:binary,state:binary,version:int>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,11 +81,23 @@ def test_rows_have_the_state_as_json_or_as_it_is_stored() -> None:
     blob = encode_state(State(n=1, name="Zoë", raw=b"\xff"))
     page = [StoredState("a", b"\xfe", blob)]
     shown = record_batch(page, options(), options().schema)
-    assert shown.to_pylist() == [{"stream": "a", "key": b"\xfe", "state": '{"n":1,"name":"Zoë","raw":{"hex":"ff"}}'}]
+    text = '{"n":1,"name":"Zoë","raw":{"hex":"ff"}}'
+    assert shown.to_pylist() == [{"stream": "a", "key": b"\xfe", "state": text, "version": 1}]
     binary = options(stateAs="binary")
     assert record_batch(page, binary, binary.schema).column("state") == pa.array([blob])
     chosen = StructType([StructField("state", StringType()), StructField("stream", StringType())])
     assert record_batch(page, options(), chosen).schema.names == ["state", "stream"]
+
+
+def test_rows_have_the_version_that_a_state_is_stored_in() -> None:
+    page = [StoredState("a", b"k", encode_state(State(n=1), 3)), StoredState("a", b"j", b"\x92\x00")]
+    assert record_batch(page, options(), options().schema).select(["state", "version"]).to_pylist() == [
+        {"state": '{"n":1}', "version": 3},
+        {"state": None, "version": None},
+    ]
+    only_version = StructType([StructField("version", IntegerType())])
+    with pytest.raises(DecodeError, match="the state of b'j' is damaged"):
+        record_batch(page, options(mode="failfast"), only_version)
 
 
 def test_a_damaged_state_is_null_or_an_error() -> None:

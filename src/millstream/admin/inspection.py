@@ -18,7 +18,7 @@ from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.restarts import read_restarts
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
-from millstream.handlers.attempt import parse_state
+from millstream.handlers.upcasting import parse_state, state_version
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
@@ -161,8 +161,14 @@ def engine_of(client: Client, keys: HandlerKeys | None) -> Engine | None:
 
 def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] | None:
     """The state of `key`, or None if it has none. Raises DecodeError if it is damaged, and RedisError."""
+    found = read_version_and_state(client, keys, key)
+    return None if found is None else found[1]
+
+
+def read_version_and_state(client: Client, keys: HandlerKeys, key: bytes) -> tuple[int, dict[str, Any]] | None:
+    """The version and the state of `key`; None if it has none. Raises DecodeError if it is damaged, and RedisError."""
     blob = client.execute("HGET", to_wire(keys.state), key)
-    return None if blob is None else decode_state(key, blob)
+    return None if blob is None else decode_version_and_state(key, blob)
 
 
 def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator[tuple[bytes, bytes]]:
@@ -193,8 +199,13 @@ def state_expiries(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -
 
 def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
     """Decode a state as stored in Redis. Raises DecodeError if it is damaged."""
+    return decode_version_and_state(key, blob)[1]
+
+
+def decode_version_and_state(key: bytes, blob: bytes) -> tuple[int, dict[str, Any]]:
+    """Decode a state as stored in Redis, with its version. Raises DecodeError if it is damaged."""
     try:
-        return parse_state(blob)
+        return state_version(blob), parse_state(blob)
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
         raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to start without a state") from error
 

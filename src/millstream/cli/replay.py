@@ -20,8 +20,8 @@ from millstream.cli.replay_process import ReplayProcess
 from millstream.cli.terminal import confirm
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import ConfigError, MillstreamError
-from millstream.handlers.attempt import encode_state
 from millstream.handlers.handler import Handler
+from millstream.handlers.upcasting import encode_state
 from millstream.model import LAST_ID, EntryId, State
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
@@ -149,7 +149,7 @@ def _state_of(file: Path | None, handler: Handler) -> bytes:
         found = json.loads(file.read_text())
         if not isinstance(found, dict):
             raise ConfigError(f"{str(file)!r}: a state is a JSON object")
-        return encode_state(State(_with_bytes(found)))
+        return encode_state(State(_with_bytes(found)), handler.state_version)
     except OSError as error:
         raise ConfigError(f"cannot read {str(file)!r}: {error.strerror}") from error
     except ValueError as error:

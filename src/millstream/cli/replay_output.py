@@ -11,7 +11,7 @@ from typing import Any
 from millstream.admin.key_history import KeptEntries
 from millstream.cli.replay_process import Replayed, Result
 from millstream.cli.terminal import print_json, print_line, print_message, print_text, truncate_on_screen
-from millstream.handlers.attempt import parse_state
+from millstream.handlers.upcasting import parse_state
 from millstream.model import EntryId
 from millstream.redis_client.escaping import escape, json_fields, json_value
 from millstream.redis_client.formats import pluralize

@@ -14,8 +14,8 @@ import msgspec
 from millstream.cli.log_output import settings as log_settings
 from millstream.cli.replay_child import AttemptCall, AttemptReply, HandlerFacts, ReplayJob, read_frame, write_frame
 from millstream.errors import ConfigError
-from millstream.handlers.attempt import parse_state
 from millstream.handlers.dead_letter import Reason
+from millstream.handlers.upcasting import parse_state
 from millstream.worker.process.supervisor import describe_end
 
 _STDERR = 2

@@ -11,9 +11,9 @@ import typer
 from millstream.admin.handler_names import handler_on, split_name
 from millstream.admin.inspection import (
     count_states,
-    decode_state,
+    decode_version_and_state,
     list_states,
-    read_state,
+    read_version_and_state,
     reset_states,
     state_expiries,
 )
@@ -48,16 +48,19 @@ def show(
     """Show the state of one key."""
     with Client(url) as client:
         keys = handler_on(client, handler, stream)
-        found = read_state(client, keys, unescape(key))
+        found = read_version_and_state(client, keys, unescape(key))
         (expires_ms,) = state_expiries(client, keys, [unescape(key)])
     if found is None:
         raise MillstreamError(
             f"{handler} has no state for {key} on {keys.stream}; see: millstream state list {handler}"
         )
+    version, values = found
     if as_json:
-        print_json(json_value(found))
+        print_json(json_value(values))
     else:
-        print_text(json.dumps(json_value(found), indent=2))
+        print_text(json.dumps(json_value(values), indent=2))
+    if version > 1:
+        print_message(f"the state is stored in version {version}")
     if expires_ms is not None:
         print_message(f"the state expires at {format_time(expires_ms)} unless a message changes it")
 
@@ -149,14 +152,18 @@ def reset(
 
 
 def _print_states(shown: Sequence[tuple[bytes, bytes]], expiries: Sequence[int | None]) -> None:
-    """Print a row for each state; when it expires only where one of them does."""
+    """Print a row for each state; its version, and when it expires, only where one of them has that."""
     expires = any(one is not None for one in expiries)
+    found = [_state_json(key, blob) for key, blob in shown]
+    versioned = any("version" in one for one in found)
     rows = []
-    for (key, blob), expires_ms in zip(shown, expiries, strict=True):
-        text = truncate(json.dumps(_state_json(key, blob)["state"]), _SHOWN_CHARS)
+    for (key, blob), one, expires_ms in zip(shown, found, expiries, strict=True):
+        text = truncate(json.dumps(one["state"]), _SHOWN_CHARS)
+        version = (str(one.get("version", "-" if "damaged" in one else 1)),) if versioned else ()
         expiry = ("never" if expires_ms is None else format_time(expires_ms) or "-",) if expires else ()
-        rows.append((escape(key), format_size(len(blob)), *expiry, text))
-    print_table(("key", ">size", *(("expires",) if expires else ()), "+state"), rows)
+        rows.append((escape(key), format_size(len(blob)), *version, *expiry, text))
+    columns = (*((">version",) if versioned else ()), *(("expires",) if expires else ()))
+    print_table(("key", ">size", *columns, "+state"), rows)
 
 
 def _json_line(key: bytes, blob: bytes, expires_ms: int | None) -> dict[str, Any]:
@@ -166,6 +173,7 @@ def _json_line(key: bytes, blob: bytes, expires_ms: int | None) -> dict[str, Any
 
 def _state_json(key: bytes, blob: bytes) -> dict[str, Any]:
     try:
-        return {"state": json_value(decode_state(key, blob))}
+        version, values = decode_version_and_state(key, blob)
+        return {"state": json_value(values), **({"version": version} if version > 1 else {})}
     except DecodeError:
         return {"state": None, "damaged": blob.hex()}

@@ -7,8 +7,8 @@ from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 from millstream.demo.reference import Departure, Expected
-from millstream.handlers.attempt import parse_state
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.upcasting import parse_state
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.replies import mapping_of, pairs_of

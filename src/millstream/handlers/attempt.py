@@ -13,13 +13,12 @@ from pathlib import PurePath
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
 from millstream.handlers.key_timers import After, Cancel, TimerChange, TimerChanges, encode_timer
+from millstream.handlers.upcasting import NewerState, current_state, encode_state
 from millstream.model import Message, State
 
 KEY_FUNCTION = "key function"
@@ -30,9 +29,6 @@ MAX_OUTPUTS = 10_000
 
 MAX_OUTPUT_BYTES = 32 * 2**20
 """Most bytes of these outputs, packed."""
-
-_encode_state = msgspec.msgpack.Encoder().encode
-_decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 @dataclass(slots=True)
@@ -102,21 +98,6 @@ class TimeLimit(BaseException):
 _NO_STATE = State()
 
 
-def parse_state(blob: bytes) -> State:
-    """Decode a key's state as stored in Redis; b"" is an empty one."""
-    return State(_decode_state(blob)) if blob else State()
-
-
-def encode_state(state: State) -> bytes:
-    """Encode a key's state as it is stored in Redis; an empty one is b"".
-
-    Raises TypeError, OverflowError, RecursionError or ValueError if it cannot be stored.
-    """
-    if not all(type(name) is str for name in state):
-        raise TypeError("a name is not text")
-    return _encode_state(state) if state else b""
-
-
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     """Run an async `handler` once on `message` with the state in `blob` and return the outcome. Never raises.
 
@@ -125,7 +106,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     it must ignore the outcome.
     """
     prepared = _prepare(handler, message, blob)
-    if isinstance(prepared, DeadLettered):
+    if not isinstance(prepared, tuple):
         return prepared
     state, arguments = prepared
     return _outcome_of(handler, message, state, await _run(handler, message, arguments))
@@ -134,7 +115,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
     """Run a plain `handler` once, under `guard` if given, and return the outcome. Never raises."""
     prepared = _prepare(handler, message, blob)
-    if isinstance(prepared, DeadLettered):
+    if not isinstance(prepared, tuple):
         return prepared
     state, arguments = prepared
     return _outcome_of(handler, message, state, _run_plain(handler, message, arguments, guard))
@@ -169,7 +150,7 @@ def _prepare_batch(
     prepared = [_prepare(handler, message, b"") for message in messages]
     dead = [one if isinstance(one, DeadLettered) else None for one in prepared]
     run = [message for message, one in zip(messages, dead, strict=True) if one is None]
-    bound = [one[1] for one in prepared if not isinstance(one, DeadLettered)]
+    bound = [one[1] for one in prepared if isinstance(one, tuple)]
     return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
 
 
@@ -189,7 +170,7 @@ async def attempt_list(handler: Handler, messages: Sequence[Message], blob: byte
     `attempt`.
     """
     prepared = _prepare_list(handler, messages, blob)
-    if isinstance(prepared, DeadLettered):
+    if not isinstance(prepared, tuple):
         return 1, prepared
     run, state, arguments = prepared
     return len(run), _batch_outcome(handler, run, await _run(handler, run[0], arguments), state)
@@ -200,7 +181,7 @@ def attempt_list_plain(
 ) -> ListOutcome:
     """Run a plain `handler` as `attempt_list`, under `guard` if given."""
     prepared = _prepare_list(handler, messages, blob)
-    if isinstance(prepared, DeadLettered):
+    if not isinstance(prepared, tuple):
         return 1, prepared
     run, state, arguments = prepared
     return len(run), _batch_outcome(handler, run, _run_plain(handler, run[0], arguments, guard), state)
@@ -208,9 +189,9 @@ def attempt_list_plain(
 
 def _prepare_list(
     handler: Handler, messages: Sequence[Message], blob: bytes
-) -> tuple[Sequence[Message], State, dict[str, Any]] | DeadLettered:
+) -> tuple[Sequence[Message], State, dict[str, Any]] | DeadLettered | RetryLater:
     prepared = _prepare(handler, messages[0], blob)
-    if isinstance(prepared, DeadLettered):
+    if not isinstance(prepared, tuple):
         return prepared
     state, first = prepared
     bound = [first]
@@ -228,10 +209,14 @@ def _retry_singly(handler: Handler, error: BaseException) -> RetryLater:
     return RetryLater(handler.retry.delay_after(1), _error_text(handler, error), error)
 
 
-def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | DeadLettered:
+def _prepare(
+    handler: Handler, message: Message, blob: bytes
+) -> tuple[State, dict[str, Any]] | DeadLettered | RetryLater:
     try:
-        state = parse_state(blob) if handler.wants_state else _NO_STATE
+        state = current_state(blob, handler.state_upcasts) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)
+    except NewerState as error:  # the newer app that wrote it can process the message, so none is lost by waiting
+        return RetryLater(handler.retry.delay_after(message.attempt), str(error))
     except DecodeError as error:
         return DeadLettered("undecodable", str(error))
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
@@ -245,7 +230,7 @@ def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResu
     if not handler.wants_state:
         return Done(outputs, b"", timers) if outputs or timers else NO_EFFECTS
     try:
-        return Done(outputs, encode_state(state), timers)
+        return Done(outputs, encode_state(state, handler.state_version), timers)
     except (TypeError, OverflowError, RecursionError, ValueError) as error:
         return DeadLettered(
             "bad-output", f"the state cannot be stored: {error}; use text, bytes, numbers, lists and mappings"

@@ -64,6 +64,17 @@ def wire_types(model: type) -> dict[str, object]:
     return {field.wire: _unwrap(field.annotation)[0] for field in _fields_of(model)}
 
 
+def default_of(model: Any, name: str) -> object:
+    """Return the default of `model`'s field that is called `name` in an entry; None without such a field or default."""
+    field = next((one for one in _fields_of(model) if one.wire == name), None)
+    if field is None or field.absent is None:
+        return None
+    value = field.absent()
+    if value is not _MISSING:
+        return value
+    return model.model_fields[field.name].get_default(call_default_factory=True) if _is_pydantic(model) else None
+
+
 class _Field(NamedTuple):
     """A field as its model declares it. `absent` returns its default; None if it has none."""
 

@@ -11,6 +11,13 @@ from typing import Any, Literal, TypedDict, TypeGuard
 
 from millstream.errors import ConfigError, DecodeError, MissingKey, did_you_mean, text_of
 from millstream.handlers.decoding import compile_decoder, wire_types
+from millstream.handlers.upcasting import (
+    MessageUpcast,
+    StateUpcast,
+    check_upcasts,
+    check_version_field,
+    upcast_message,
+)
 from millstream.model import Breaker, Message, Retry, State, value_of
 from millstream.redis_client.key_names import (
     check_base,
@@ -36,6 +43,8 @@ class HandlerOptions(TypedDict, total=False):
     concurrency: int
     time_limit_ms: float
     state_ttl_ms: int | None
+    state_upcasts: Sequence[StateUpcast]
+    message_upcasts: Sequence[MessageUpcast]
     rate: float | None
     batch_size: int
     batch_wait_ms: float
@@ -79,6 +88,8 @@ class Handler:
     concurrency: int = 100
     time_limit_ms: float = 300_000.0
     state_ttl_ms: int | None = None
+    state_upcasts: Sequence[StateUpcast] = ()
+    message_upcasts: Sequence[MessageUpcast] = ()
     rate: float | None = None
     in_batches: bool = False
     batch_size: int = 100
@@ -100,6 +111,11 @@ class Handler:
     def wants_state(self) -> bool:
         """True if the handler takes the state of its key."""
         return any(source == "state" for _, source in self.arguments)
+
+    @property
+    def state_version(self) -> int:
+        """The version of the states that it writes; 1 without state upcasts."""
+        return len(self.state_upcasts) + 1
 
     @functools.cached_property
     def _message_only(self) -> str | None:
@@ -139,7 +155,12 @@ class Handler:
         return str(found).encode() if isinstance(found, int) else found or None
 
     def bind(self, message: Message, state: State) -> dict[str, Any]:
-        """Return the handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
+        """Return the handler's arguments for `message`, which is upcast first.
+
+        Raises DecodeError if an upcast fails or the fields do not fit the model.
+        """
+        if self.message_upcasts:
+            message = upcast_message(message, self.message_upcasts)
         if self._message_only is not None:
             return {self._message_only: message}
         bound: dict[str, Any] = {}
@@ -188,6 +209,7 @@ def compile_handler(
     if key is None and takes_state:
         raise ConfigError(f'{where} takes a State but has no key; give it key="field", since state is kept by key')
     _check_state_ttl(where, options.get("state_ttl_ms"), takes_state=takes_state)
+    upcasts = _upcasts(where, model, options, takes_state=takes_state)
     return Handler(
         app=app,
         function=function,
@@ -196,7 +218,7 @@ def compile_handler(
         model=model,
         in_batches=in_batches,
         is_async=inspect.iscoroutinefunction(function),
-        **{**options, "name": name},
+        **{**options, **upcasts, "name": name},
     )
 
 
@@ -316,6 +338,20 @@ def _check_state_ttl(where: str, ttl_ms: object, *, takes_state: bool) -> None:
         raise ConfigError(
             f"{where}: state_ttl_ms must be a whole number of milliseconds from 1 to {_MAX_STATE_TTL_MS:,}"
         )
+
+
+def _upcasts(
+    where: str, model: type | None, options: Mapping[str, Any], *, takes_state: bool
+) -> dict[str, tuple[Callable[..., Any], ...]]:
+    """Return the checked functions of the two options, where they are given."""
+    found = {name: options[name] for name in ("state_upcasts", "message_upcasts") if name in options}
+    for name, upcasts in found.items():
+        check_upcasts(where, name, upcasts)
+    if "state_upcasts" in found and not takes_state:
+        raise ConfigError(f"{where}: state_upcasts is for handlers that take a State; add one, or remove the option")
+    if "message_upcasts" in found and model is not None:
+        check_version_field(where, model, len(found["message_upcasts"]) + 1)
+    return {name: tuple(upcasts) for name, upcasts in found.items()}
 
 
 def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:

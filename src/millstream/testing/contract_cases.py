@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from millstream.errors import Reject
-from millstream.model import Message, Retry
+from millstream.model import Message, Retry, State
 from millstream.testing.contract import Case, Letter, Pairs, entry, entry_id, redriven
 from millstream.testing.contract_keys import KEYED_CASES
 
@@ -303,6 +303,90 @@ def restart(message: Message) -> Output:
     return {"n": message.text("n")}
 
 
+# --- Versions ---
+
+
+class Priced(TypedDict):
+    """A message in version 3: amount and currency."""
+
+    key: str
+    amount: str
+    currency: str
+    schema_version: int
+
+
+def with_currency(fields: dict[str, bytes]) -> dict[str, object]:
+    """Upcast version 1, which had no currency."""
+    return {**fields, "currency": "EUR"}
+
+
+def amount_of_cents(fields: dict[str, bytes]) -> dict[str, object]:
+    """Upcast version 2, which had cents."""
+    cents = int(fields.pop("cents"))
+    return {**fields, "amount": f"{cents / 100:.2f}"}
+
+
+def state_with_count(state: dict[str, Any]) -> dict[str, Any]:
+    """Upcast a state of version 1, of which the contract has none: it writes version 2."""
+    raise AssertionError(state)
+
+
+def upcast(model: Priced, message: Message, state: State) -> Output:
+    """Return the message in the current version, and the number of its key."""
+    state["count"] = state.get("count", 0) + 1
+    amount = message.text("amount")
+    return {**model, "n": message.text("n"), "count": state["count"], "same": str(model["amount"] == amount)}
+
+
+async def upcast_async(model: Priced, message: Message, state: State) -> Output:
+    """As `upcast`."""
+    await asyncio.sleep(0)
+    return upcast(model, message, state)
+
+
+_UPCAST: dict[str, Any] = {
+    "options": {
+        "key": "key",
+        "message_upcasts": (with_currency, amount_of_cents),
+        "state_upcasts": (state_with_count,),
+    },
+    "entries": [
+        entry(key="a", n=0, cents=150),
+        entry(key="a", n=1, cents=250, currency="USD", schema_version=2),
+        entry(key="a", n=2, amount="3.50", currency="GBP", schema_version=3),
+        entry(key="a", n=3, cents="many"),
+        entry(key="a", n=4, amount="4.50", currency="GBP", schema_version=4),
+        entry(key="a", n=5, cents=550, schema_version="two"),
+        entry(key="a", n=6, cents=650, schema_version=1),
+    ],
+    "outputs": [
+        {
+            "key": "a",
+            "amount": amount,
+            "currency": currency,
+            "schema_version": 3,
+            "n": n,
+            "count": count,
+            "same": "True",
+        }
+        for n, amount, currency, count in (
+            (0, "1.50", "EUR", 1),
+            (1, "2.50", "USD", 2),
+            (2, "3.50", "GBP", 3),
+            (6, "6.50", "EUR", 4),
+        )
+    ],
+    "order_by": "key",
+    "letters": [
+        Letter(
+            entry=3, reason="undecodable", says="message_upcasts[1], from version 2 of the message, raised ValueError"
+        ),
+        Letter(entry=4, reason="undecodable", says="schema_version 4, and this handler knows versions up to 3"),
+        Letter(entry=5, reason="undecodable", says="must be a whole number from 1"),
+    ],
+}
+
+
 # --- All cases ---
 
 CASES: tuple[Case, ...] = (
@@ -417,5 +501,13 @@ CASES: tuple[Case, ...] = (
         outputs=[{"n": n} for n in range(600)],
         stop_after=50,
     ),
+    Case(
+        name="upcast",
+        promise="a message of an earlier version passes the upcasts before its handler sees it; one that an upcast fails "
+        "on, and one of a later version, is a dead letter as it was published",
+        function=upcast,
+        **_UPCAST,
+    ),
+    Case(name="upcast_async", promise="so does a message of an async handler", function=upcast_async, **_UPCAST),
     *KEYED_CASES,
 )

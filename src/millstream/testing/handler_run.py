@@ -19,8 +19,6 @@ from millstream.handlers.attempt import (
     attempt_list_plain,
     attempt_plain,
     check_key,
-    encode_state,
-    parse_state,
 )
 from millstream.handlers.attempt import attempt as attempt_async
 from millstream.handlers.dead_letter import Reason
@@ -28,6 +26,7 @@ from millstream.handlers.decoding import compile_decoder
 from millstream.handlers.encoding import encode_output, unpack_output
 from millstream.handlers.handler import Handler
 from millstream.handlers.key_timers import TimerChange, name_of_timer
+from millstream.handlers.upcasting import encode_state, parse_state
 from millstream.model import Message, State
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.redis_client.replies import mapping_of
@@ -93,7 +92,7 @@ def run(
 
     * `handler`: its name or its function
     * `message`: a Message, or what a producer publishes: a mapping, dataclass, msgspec.Struct or pydantic model
-    * `state`: the state of the message's key before; empty by default, and always for a message without a key
+    * `state`: the state of the message's key before, in the current version; empty by default, and always for a message without a key
     * `stream`: the message's stream; by default the handler's first
     * `attempt`: number of the attempt, from 1. By default the last, so that a handler that raises shows the final
       outcome of the message at once; with 1 it shows whether the message is retried
@@ -106,7 +105,7 @@ def run(
     checked = _message_of(compiled, message, stream, number)
     if state is not None and not compiled.wants_state:
         raise ConfigError(f"handler {compiled.name!r} takes no State: leave out state=")
-    blob = encode_state(State(state or {})) if checked.key is not None else b""
+    blob = encode_state(State(state or {}), compiled.state_version) if checked.key is not None else b""
     outcome = check_key(compiled, checked) or _outcome(compiled, checked, blob)
     before = parse_state(blob)
     if isinstance(outcome, Done):

@@ -10,7 +10,7 @@ from typing import Literal
 from millstream.admin.redis_metrics import streams_of
 from millstream.errors import DecodeError
 from millstream.groups import Group
-from millstream.handlers.attempt import BatchOutcome, DeadLettered, Done, Outcome
+from millstream.handlers.attempt import BatchOutcome, DeadLettered, Done, Outcome, RetryLater
 from millstream.handlers.breaker_window import cause_of
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message, Retry
@@ -187,6 +187,8 @@ class _Rehearsal:
             result.ok += 1
             result.outputs += len(outcome.outputs)
             return
+        if isinstance(outcome, RetryLater):  # its state is newer: no other outcome of a last attempt is retried
+            outcome = DeadLettered("failed", outcome.error)
         assert isinstance(outcome, DeadLettered)  # its one attempt is the last, and nothing is parked
         if outcome.reason == "rejected":
             result.rejected += 1

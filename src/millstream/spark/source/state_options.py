@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, DataType, IntegerType, StringType, StructField, StructType
 
 from millstream.errors import ConfigError
 from millstream.redis_client.key_names import check_identifier, check_stream
@@ -43,6 +43,7 @@ class StateOptions:
                 StructField("stream", StringType(), False),
                 StructField("key", BinaryType(), False),
                 StructField("state", _STATE_TYPES[self.state_as], True),
+                StructField("version", IntegerType(), True),
             ]
         )
 

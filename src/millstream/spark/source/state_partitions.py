@@ -11,6 +11,7 @@ from pyspark.sql.types import StructType
 from millstream.admin.inspection import decode_state
 from millstream.admin.state_scan import StateHash, StoredState
 from millstream.errors import DecodeError
+from millstream.handlers.upcasting import state_version
 from millstream.model import ZERO_ID
 from millstream.redis_client.escaping import json_value
 from millstream.spark.source.offset_ranges import OffsetRange, TaskSizing, assign
@@ -45,9 +46,19 @@ def record_batch(page: Sequence[StoredState], options: StateOptions, schema: Str
         "stream": lambda: [one.stream for one in page],
         "key": lambda: [one.key for one in page],
         "state": lambda: [_shown(one, options) for one in page],
+        "version": lambda: [_version(one, options) for one in page],
     }
     arrays = [pa.array(columns[one.name](), type=one.type) for one in arrow]
     return pa.RecordBatch.from_arrays(arrays, schema=arrow)
+
+
+def _version(one: StoredState, options: StateOptions) -> int | None:
+    try:
+        return state_version(one.blob)
+    except ValueError as error:
+        if options.failfast:
+            raise DecodeError(f"the state of {one.key!r} is damaged ({error})") from error
+        return None
 
 
 def _shown(one: StoredState, options: StateOptions) -> bytes | str | None:

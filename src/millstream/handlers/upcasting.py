@@ -1,0 +1,154 @@
+"""Upcasting: brings messages and states that an earlier version of an app wrote to the current shape.
+
+The version of a message is its field `schema_version`, 1 without one. The version of a state is stored with it: version
+1 is the plain mapping, any later one is an array of the version and the mapping. Both are msgpack.
+(The term: upcasters of Axon Framework.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+
+from millstream.errors import ConfigError, DecodeError, OutputError, text_of
+from millstream.handlers.decoding import default_of
+from millstream.handlers.encoding import encode_output
+from millstream.model import Message, State, value_of
+
+MessageUpcast = Callable[[dict[str, bytes]], Mapping[str, object]]
+"""Returns the fields of a message in the next version, with values that a handler may return."""
+
+StateUpcast = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""Returns a state in the next version."""
+
+VERSION_FIELD = "schema_version"
+
+_WIRE_FIELD = VERSION_FIELD.encode()
+_MAX_DIGITS = 9
+_VERSIONED = b"\x92"
+"""First byte of a state with a version: an array of two; a state without one is a map."""
+
+_Version = Annotated[int, msgspec.Meta(ge=1)]
+_encode = msgspec.msgpack.Encoder().encode
+_decode_plain = msgspec.msgpack.Decoder(dict[str, Any]).decode
+_decode_versioned = msgspec.msgpack.Decoder(tuple[_Version, dict[str, Any]]).decode
+_decode_version = msgspec.msgpack.Decoder(tuple[_Version, msgspec.Raw]).decode
+
+
+class NewerState(DecodeError):
+    """A state was written by a later version of the app than this one."""
+
+
+def check_upcasts(where: str, name: str, upcasts: object) -> None:
+    """Raise ConfigError unless this value of the option `name` is a sequence of functions."""
+    if not isinstance(upcasts, (list, tuple)) or not all(map(callable, upcasts)):
+        raise ConfigError(f"{where}: {name} must be a list of functions, the first for version 1, like {name}=[to_2]")
+
+
+def check_version_field(where: str, model: type, version: int) -> None:
+    """Raise ConfigError if `model` declares another current version than the message upcasts lead to."""
+    declared = default_of(model, VERSION_FIELD)
+    if declared is not None and declared != version:
+        raise ConfigError(
+            f"{where}: message_upcasts lead to version {version}, and {model.__name__}.{VERSION_FIELD} is {declared!r} by "
+            "default: add the missing function, or correct the default"
+        )
+
+
+def upcast_message(message: Message, upcasts: Sequence[MessageUpcast]) -> Message:
+    """Return `message` in the current version; unchanged if it is in it already.
+
+    Raises DecodeError for a later version, one that is no number, and an upcast that fails.
+    """
+    current, version = len(upcasts) + 1, _version_of(message)
+    if version == current:
+        return message
+    if version > current:
+        raise DecodeError(
+            f"the message has {VERSION_FIELD} {version}, and this handler knows versions up to {current}: deploy the newer app, "
+            "then redrive"
+        )
+    pairs = list(message.pairs)
+    for number, upcast in enumerate(upcasts[version - 1 :], version):
+        fields = dict(replace(message, pairs=pairs).fields)
+        fields.pop(VERSION_FIELD, None)
+        found = _call(upcast, fields, f"message_upcasts[{number - 1}], from version {number} of the message,")
+        try:
+            pairs = encode_output({_to_wire(name): value for name, value in found.items()} | {_WIRE_FIELD: number + 1})
+        except OutputError as error:
+            raise DecodeError(f"message_upcasts[{number - 1}] returned what cannot be a message: {error}") from error
+    return replace(message, pairs=pairs)
+
+
+def _version_of(message: Message) -> int:
+    found = value_of(message.pairs, _WIRE_FIELD)
+    if not found:
+        return 1
+    if not found.isdigit() or len(found) > _MAX_DIGITS or not int(found):
+        raise DecodeError(f"field {VERSION_FIELD!r} must be a whole number from 1, not {found[:_MAX_DIGITS]!r}")
+    return int(found)
+
+
+def _to_wire(name: object) -> Any:
+    return name.encode("utf-8", "surrogateescape") if isinstance(name, str) else name
+
+
+def _call(upcast: Callable[[dict[str, Any]], Any], value: dict[str, Any], where: str) -> Mapping[str, Any]:
+    try:
+        found = upcast(value)
+    # An upcast may raise anything, SystemExit too: one message must not end the worker.
+    except BaseException as error:
+        raise DecodeError(f"{where} raised {type(error).__name__}: {text_of(error)}") from error
+    if not isinstance(found, Mapping):
+        raise DecodeError(f"{where} returned a {type(found).__name__}; return a mapping")
+    return found
+
+
+def current_state(blob: bytes, upcasts: Sequence[StateUpcast]) -> State:
+    """Decode a key's state as stored in Redis, in the current version; b"" is an empty one.
+
+    Raises NewerState for one of a later version, DecodeError if an upcast fails, and ValueError if it is damaged.
+    """
+    if not upcasts and blob[:1] != _VERSIONED:
+        return parse_state(blob)
+    version = state_version(blob)
+    if version > len(upcasts) + 1:
+        raise NewerState(
+            f"the state of the key has version {version}, and this handler knows versions up to {len(upcasts) + 1}: "
+            "deploy the newer app; the message waits for it"
+        )
+    found: Mapping[str, Any] = parse_state(blob)
+    if not found:
+        return State()
+    for number, upcast in enumerate(upcasts[version - 1 :], version):
+        where = f"state_upcasts[{number - 1}], from version {number} of the state of the key,"
+        found = _call(upcast, dict(found), where)
+    return State(found)
+
+
+def parse_state(blob: bytes) -> State:
+    """Decode a key's state as stored in Redis, in the version that it is stored in; b"" is an empty one.
+
+    Raises ValueError if it is damaged.
+    """
+    if not blob:
+        return State()
+    return State(_decode_versioned(blob)[1] if blob[:1] == _VERSIONED else _decode_plain(blob))
+
+
+def state_version(blob: bytes) -> int:
+    """Return the version of a state as stored in Redis. Raises ValueError if it is damaged."""
+    return _decode_version(blob)[0] if blob[:1] == _VERSIONED else 1
+
+
+def encode_state(state: State, version: int = 1) -> bytes:
+    """Encode a key's state as it is stored in Redis; an empty one is b"".
+
+    Raises TypeError, OverflowError, RecursionError or ValueError if it cannot be stored.
+    """
+    if not all(type(name) is str for name in state):
+        raise TypeError("a name is not text")
+    if not state:
+        return b""
+    return _encode(state) if version == 1 else _encode((version, state))

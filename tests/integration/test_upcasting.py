@@ -1,0 +1,261 @@
+"""Versions of states and messages: upcasts bring earlier ones to the current shape, and later states are left alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from millstream import Message, Retry, State
+from millstream.errors import ConfigError
+from millstream.handlers.attempt import DeadLettered, Done, RetryLater, attempt_list_plain, attempt_plain
+from millstream.handlers.handler import Handler
+from millstream.handlers.upcasting import encode_state, parse_state, state_version
+from millstream.producer import Producer
+from millstream.redis_client.client import Client
+from millstream.spark.engine.task import MAX_BACKOFF_MS
+from millstream.worker.dry_run import dry_run
+from tests.support.pages import run_tests
+from tests.support.task_fixtures import TaskFixture
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, make, working
+
+pytestmark = [pytest.mark.keys, pytest.mark.worker, pytest.mark.spark]
+
+Engine = Callable[[Client, Handler, str], None]
+
+
+def total(message: Message, state: State) -> dict[str, Any]:
+    """The current version: cents of a currency."""
+    state["cents"] += int(message.fields["n"])
+    return {"n": state["cents"]}
+
+
+def in_cents(state: dict[str, Any]) -> dict[str, Any]:
+    return {"cents": int(state["sum"] * 100)}
+
+
+def with_currency(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "currency": "EUR"}
+
+
+def failing(state: dict[str, Any]) -> dict[str, Any]:
+    return {"cents": state["total"]}
+
+
+def current(**options: Any) -> Handler:
+    return make(total, key="k", **{"state_upcasts": [in_cents, with_currency], **options})
+
+
+def on_worker(client: Client, handler: Handler, until: str) -> None:
+    with working(client, handler):
+        eventually(lambda: client.execute("XLEN", until) > 0, f"an entry of {until}")
+
+
+def on_spark(client: Client, handler: Handler, until: str) -> None:
+    bench = TaskFixture(client)
+    ((entry_id, fields),) = client.execute("XRANGE", "in", "-", "+")
+    names = dict(zip(fields[::2], fields[1::2], strict=True))
+    bench.process(handler, bench.rows((int(entry_id.partition(b"-")[0]), names[b"k"], names)))
+    assert client.execute("XLEN", until) > 0
+
+
+ENGINES = pytest.mark.parametrize("run", [on_worker, on_spark], ids=["workers", "spark"])
+
+
+def stored(client: Client) -> bytes:
+    found: bytes = client.execute("HGET", KEYS.state, "a")
+    return found
+
+
+def give_state(client: Client, blob: bytes) -> None:
+    client.execute("HSET", KEYS.state, "a", blob)
+    client.execute("XADD", "in", "1-0", "k", "a", "n", 50)
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    "blob",
+    [
+        encode_state(State(sum=1.5)),
+        encode_state(State(cents=150), 2),
+        encode_state(State(cents=150, currency="EUR"), 3),
+    ],
+    ids=["version 1", "version 2", "version 3"],
+)
+def test_a_state_of_any_version_is_current_for_the_handler_and_stored_as_current(
+    client: Client, run: Engine, blob: bytes
+) -> None:
+    give_state(client, blob)
+    run(client, current(), "out")
+    assert (state_version(stored(client)), parse_state(stored(client))) == (3, {"cents": 200, "currency": "EUR"})
+
+
+@ENGINES
+def test_a_failing_upcast_is_a_dead_letter_and_leaves_the_state_as_it_was(client: Client, run: Engine) -> None:
+    before = encode_state(State(sum=1.5))
+    give_state(client, before)
+    run(client, current(state_upcasts=[failing, with_currency]), KEYS.dead_letters)
+    ((_, letter),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
+    found = dict(zip(letter[::2], letter[1::2], strict=True))
+    assert found[b"reason"] == b"undecodable"
+    assert b"state_upcasts[0], from version 1 of the state of the key, raised KeyError: 'total'" in found[b"error"]
+    assert stored(client) == before
+
+
+@pytest.mark.parametrize("is_older_stopped", [True, False], ids=["old stopped", "old and new at once"])
+def test_workers_of_an_older_app_leave_a_newer_state_alone_until_a_newer_worker_takes_its_message(
+    client: Client, is_older_stopped: bool
+) -> None:
+    before = encode_state(State(cents=150, currency="EUR"), 3)
+    give_state(client, before)
+    client.execute("XADD", "in", "2-0", "k", "other", "n", 7)
+    older = make(
+        older_total,
+        key="k",
+        state_upcasts=[in_cents],
+        retry=Retry(attempts=2, delay_ms=1, max_delay_ms=20, then="park"),
+    )
+    with working(client, older, "older") as loop:
+        eventually(lambda: int(client.execute("HGET", KEYS.crashes, "1-0f") or 0) > 3, "attempts beyond the policy")
+        eventually(lambda: client.execute("XLEN", "out") == 1, "the message of another key")
+        assert (stored(client), client.execute("XLEN", KEYS.dead_letters)) == (before, 0)
+        if is_older_stopped:
+            loop.stop()
+            assert loop.ended.wait(FAIL_SAFE_S)
+        with working(client, current(), "newer"):
+            eventually(lambda: client.execute("XLEN", "out") == 2, "the message of the key")
+    assert (state_version(stored(client)), parse_state(stored(client))["cents"]) == (3, 200)
+
+
+def older_total(message: Message, state: State) -> dict[str, Any]:
+    """Version 2."""
+    state["cents"] = state.get("cents", 0) + int(message.fields["n"])
+    return {"n": state["cents"]}
+
+
+def test_a_run_of_an_older_app_on_spark_defers_the_message_of_a_newer_state_and_a_newer_run_continues(
+    client: Client,
+) -> None:
+    before = encode_state(State(cents=150, currency="EUR"), 3)
+    give_state(client, before)
+    bench = TaskFixture(client)
+    delay_ms = 1.5 * MAX_BACKOFF_MS
+    older = current(state_upcasts=[in_cents], retry=Retry(attempts=2, delay_ms=delay_ms, jitter=0))
+    bench.process(older, bench.rows((1, b"a", {"k": "a", "n": 50})))
+    assert (stored(client), bench.dead(), bench.outputs()) == (before, [], [])
+    eventually(lambda: bench.runnable(current()).queues == [b"ka"], "the end of the back-off")
+    bench.process_deferred(current())
+    assert (bench.outputs(), parse_state(stored(client))["cents"]) == ([200], 200)
+
+
+def test_a_check_of_an_older_app_reports_a_newer_state(client: Client) -> None:
+    give_state(client, encode_state(State(cents=150, currency="EUR"), 3))
+    (failure,) = dry_run(client, current(state_upcasts=[in_cents]), sample=10).failures
+    assert "the state of the key has version 3, and this handler knows versions up to 2" in failure.error
+
+
+def test_a_handler_without_versions_refuses_to_read_a_state_with_one() -> None:
+    unversioned = make(total, key="k")
+    message = Message("in", "1-0", [b"k", b"a", b"n", b"1"], b"a", attempt=9)
+    blob = encode_state(State(cents=1), 2)
+    outcome = attempt_plain(unversioned, message, blob)
+    assert isinstance(outcome, RetryLater)
+    assert "has version 2, and this handler knows versions up to 1" in outcome.error
+    lists = make(total_of_list, key="k")
+    assert isinstance(attempt_list_plain(lists, [message, message], blob)[1], RetryLater)
+
+
+def total_of_list(messages: list[Message], state: State) -> None: ...
+
+
+def test_states_of_handlers_without_versions_are_stored_as_before() -> None:
+    assert encode_state(State(n=1)) == msgspec.msgpack.encode({"n": 1})
+    outcome = attempt_plain(
+        make(total, key="k"), Message("in", "1-0", [b"n", b"1"], b"a"), encode_state(State(cents=1))
+    )
+    assert isinstance(outcome, Done)
+    assert outcome.state == msgspec.msgpack.encode({"cents": 2})
+
+
+@pytest.mark.parametrize("blob", [b"\x92\x00\x80", b"\x92\xa1x\x80", b"\x92\x02", b"\x92\x02\x01", b"\x93\x02\x80\x80"])
+def test_a_damaged_state_with_a_version_is_a_dead_letter(blob: bytes) -> None:
+    outcome = attempt_plain(current(), Message("in", "1-0", [b"n", b"1"], b"a"), blob)
+    assert isinstance(outcome, DeadLettered)
+    assert "damaged" in outcome.error
+
+
+@pytest.mark.parametrize("returned", [None, 5, [1]])
+def test_an_upcast_that_returns_no_mapping_says_so(returned: Any) -> None:
+    handler = current(state_upcasts=[lambda _: returned, with_currency])
+    outcome = attempt_plain(handler, Message("in", "1-0", [b"n", b"1"], b"a"), encode_state(State(sum=1)))
+    assert isinstance(outcome, DeadLettered)
+    assert f"returned a {type(returned).__name__}; return a mapping" in outcome.error
+
+
+@dataclass
+class Order:
+    k: str
+    amount: int
+    schema_version: int = 2
+
+
+def test_the_program_of_the_page_and_its_tests_pass(tmp_path: Path) -> None:
+    assert "2 passed" in run_tests("docs/upcasting.md", tmp_path)
+
+
+def rename_n(fields: dict[str, bytes]) -> dict[str, object]:
+    return {**fields, "amount": fields["n"]}
+
+
+def on_order(order: Order) -> Order:
+    return order
+
+
+def test_a_model_that_declares_its_version_is_published_and_returned_with_it(client: Client) -> None:
+    handler = make(on_order, key="k", message_upcasts=[rename_n])
+    client.execute("XADD", "in", "1-0", "k", "a", "n", 50)
+    with Producer(client.url) as producer:
+        producer.publish("in", Order(k="a", amount=70))
+    with working(client, handler):
+        eventually(lambda: client.execute("XLEN", "out") == 2, "both outputs")
+    fields = [entry[1] for entry in client.execute("XRANGE", "out", "-", "+")]
+    assert fields == [[b"k", b"a", b"amount", amount, b"schema_version", b"2"] for amount in (b"50", b"70")]
+
+
+def test_an_upcast_keeps_names_and_values_that_are_not_text() -> None:
+    seen: list[Message] = []
+
+    def see(message: Message) -> None:
+        seen.append(message)
+
+    handler = make(see, into=None, message_upcasts=[lambda fields: {**fields, "more": 1}])
+    raw = Message("in", "1-0", [b"\xff", b"\xfe", b"n", b""])
+    attempt_plain(handler, raw, b"")
+    assert seen[0].pairs == [b"\xff", b"\xfe", b"n", b"", b"more", b"1", b"schema_version", b"2"]
+    assert raw.pairs == [b"\xff", b"\xfe", b"n", b""]
+
+
+def test_an_upcast_whose_result_cannot_be_a_message_makes_a_dead_letter() -> None:
+    handler = make(on_order, message_upcasts=[lambda fields: {**fields, "amount": object()}])
+    outcome = attempt_plain(handler, Message("in", "1-0", [b"k", b"a"]), b"")
+    assert isinstance(outcome, DeadLettered)
+    assert "message_upcasts[0] returned what cannot be a message: field b'amount'" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "reason"),
+    [
+        (on_order, {"state_upcasts": [in_cents]}, "state_upcasts is for handlers that take a State"),
+        (total, {"state_upcasts": in_cents}, "state_upcasts must be a list of functions"),
+        (on_order, {"message_upcasts": ["to_2"]}, "message_upcasts must be a list of functions"),
+        (on_order, {"message_upcasts": [rename_n] * 2}, "lead to version 3, and Order.schema_version is 2 by default"),
+    ],
+)
+def test_a_wrong_declaration_of_versions_is_refused_when_the_app_is_loaded(
+    function: Callable[..., Any], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make(function, key="k", **options)
