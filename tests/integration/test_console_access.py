@@ -55,6 +55,7 @@ RIGHTS = {
     ("GET", "/handler"): "figures",
     ("POST", "/handler/pause"): "operate",
     ("POST", "/handler/resume"): "operate",
+    ("POST", "/handler/rate"): "operate",
     ("GET", "/key"): "payloads",
     ("POST", "/key/park"): "operate",
     ("POST", "/key/unpark"): "operate",

@@ -80,6 +80,32 @@ def test_a_handler_is_paused_and_resumed(browser: Browser, client: Client) -> No
     assert (last(client).action, last(client).result) == ("pause", "paused on 1 stream")
 
 
+def test_the_rate_of_a_handler_is_set_and_cleared_as_the_commands_do(browser: Browser, client: Client) -> None:
+    page = browser.get("/handler?name=shop.pay")
+    assert "as in code" in page.text
+    page = browser.send(page, "/handler/rate", "Set the rate", rate="60/m")
+    assert ("The rate is set" in page.text, "1/s, set by an operator, since" in page.text) == (True, True)
+    (row,) = call("rate", "show", "shop.pay", "--json", url=client.url).json_lines()
+    assert row["rate"] == 1
+    record = last(client)
+    assert (record.action, record.about, record.result) == (
+        "rate set",
+        {"handler": "shop.pay", "rate": "1/s"},
+        "set on 1 stream",
+    )
+    refused = browser.send(page, "/handler/rate", "Set the rate", rate="0")
+    assert (refused.status, "rate must be a number of messages a second above 0" in refused.text) == (400, True)
+    page = browser.send(page, "/handler/rate", "Clear the rate")
+    assert "The rate in code holds again." in page.text
+    (row,) = call("rate", "show", "shop.pay", "--json", url=client.url).json_lines()
+    assert row["rate"] is None
+    assert (last(client).action, last(client).about, last(client).result) == (
+        "rate clear",
+        {"handler": "shop.pay"},
+        "cleared on 1 stream",
+    )
+
+
 def test_a_key_shows_why_it_waits_and_is_unparked_and_parked_with_a_reason(browser: Browser, client: Client) -> None:
     page = browser.get(PARKED)
     for shown in (

@@ -190,3 +190,30 @@ def test_a_repeated_attempt_takes_nothing_from_the_rate(bench: TaskFixture) -> N
     handler = only(App("app"), handle, name="handle", rate=1 / ENDLESS_S, retry=Retry(attempts=5, delay_ms=1))
     bench.process(handler, bench.rows((1, None, {"n": 1})))
     assert tried == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("in_code", [None, 1 / ENDLESS_S])
+def test_a_task_keeps_a_rate_that_an_operator_has_set_and_follows_another_while_it_waits(
+    bench: TaskFixture, monkeypatch: pytest.MonkeyPatch, in_code: float | None
+) -> None:
+    ran: list[int] = []
+    counts: list[int] = []
+
+    def handle(item: Item) -> None:
+        ran.append(item.n)
+
+    store = CommitStore(bench.client, app="app", handler="handle")
+    store.set_rate(["in"], 2 / ENDLESS_S)
+    sleep = asyncio.sleep
+
+    async def raised_meanwhile(delay_s: float) -> None:
+        if delay_s > 0.5 and not counts:
+            counts.append(len(ran))
+            store.set_rate(["in"], 1_000)
+        await sleep(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", raised_meanwhile)
+    handler = only(App("app"), handle, name="handle", rate=in_code)
+    bench.process(handler, bench.rows(*numbered(12)))
+    assert counts == [1], "it waited for the second one"
+    assert ran == list(range(1, 13))

@@ -10,6 +10,7 @@ import pytest
 
 from millstream import Message
 from millstream.delivery.commit_store import CommitStore, reservation_size
+from millstream.delivery.rate_override import RateOverride
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.observability.health import Health
 from millstream.redis_client.client import Client
@@ -43,9 +44,9 @@ def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     reserved: Counter[str] = Counter()
     reserve = ReliableStream.reserve_rate
 
-    def counted(stream: ReliableStream, rate: float, count: int) -> float:
+    def counted(stream: ReliableStream, rate: float, count: int, override: RateOverride | None) -> float | None:
         reserved[stream.stream] += count
-        return reserve(stream, rate, count)
+        return reserve(stream, rate, count, override)
 
     monkeypatch.setattr(ReliableStream, ReliableStream.reserve_rate.__name__, counted)
     return reserved
@@ -105,7 +106,9 @@ def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None
 
 
 def reserve(client: Client, rate: float, count: int) -> float:
-    return CommitStore(client, app="app", handler="handle").reserve_rate("in", rate, count)
+    wait_ms = CommitStore(client, app="app", handler="handle").reserve_rate("in", rate, count)
+    assert wait_ms is not None
+    return wait_ms
 
 
 def test_reservations_of_all_workers_follow_each_other(client: Client) -> None:

@@ -102,7 +102,7 @@ SCRIPTS: Mapping[str, str] = {
     "producer/read_schedule": "hget time",
     "producer/publish": "expire get hget hset hsetnx set time type xadd xlen zadd zcard",
     "commit/read_range": "xrange",
-    "commit/reserve_rate": "hget hset time",
+    "commit/reserve_rate": "hmget hset time",
     "commit/read_entries": "xreadgroup",
     "keys/recover_leases": f"{_QUEUES} hgetall hincrby hmget hsetnx lindex xpending zadd",
     "producer/redrive": "type xadd xdel xrange",
@@ -219,6 +219,7 @@ ROLES: Mapping[RoleName, Role] = {
         scripts=(
             "commit/begin_run",
             "commit/commit",
+            "commit/reserve_rate",
             "commit/advance_committed",
             "commit/forget_progress",
             "keys/defer",

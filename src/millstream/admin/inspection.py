@@ -16,6 +16,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT, describe_newer_format
 from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause, parse_pause
+from millstream.delivery.rate_override import RateOverride, parse_rate_override
 from millstream.delivery.restarts import read_restarts
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.handlers.upcasting import parse_state, state_version
@@ -332,6 +333,7 @@ class _Meta:
     keyed: bool = False
     committed_id: str | None = None
     pause: Pause | None = None
+    rate_override: RateOverride | None = None
     counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
     dead_letters: int = 0
     parked: int = 0
@@ -351,7 +353,7 @@ class _Meta:
             if isinstance(reply, WrongType) or (isinstance(reply, AccessDenied) and reply.concerns_key):
                 return cls(problem=str(reply))
             raise_if_error(reply)
-        engine, keyed, committed_id, paused, stored_format, *counters = values
+        engine, keyed, committed_id, paused, rate, stored_format, *counters = values
         try:
             number = None if stored_format is None else int(stored_format)
             if number is not None and number > FORMAT:
@@ -362,6 +364,7 @@ class _Meta:
                 keyed=engine == b"keyed" or (engine is None and keyed is not None),
                 committed_id=None if committed_id is None else str(EntryId.parse(committed_id)),
                 pause=parse_pause(paused, time.time() * 1000),
+                rate_override=parse_rate_override(rate),
                 counters={name: int(count or 0) for name, count in zip(_COUNTERS, counters, strict=True)},
                 dead_letters=dead_letters,
                 parked=max(0, parked - awaiting),
@@ -373,7 +376,7 @@ class _Meta:
 
 
 def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDenied]) -> dict[HandlerKeys, _Meta]:
-    fields = ("owner", "keyed", "committed_id", "paused", "format", *_COUNTERS)
+    fields = ("owner", "keyed", "committed_id", "paused", "rate", "format", *_COUNTERS)
     values = send_all(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
     visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
     counts = iter(send_all(client, [one for keys in visible for one in _counts_of(keys)]))
@@ -460,6 +463,7 @@ def _handler_reports(
             blocked=blocked.get(keys, 0),
             paused=meta.pause is not None,
             pause=meta.pause,
+            rate_override=meta.rate_override,
             problem=meta.problem,
             stored_format=meta.stored_format,
             processed=max(0, meta.counters["committed"] - meta.counters["dead"]),

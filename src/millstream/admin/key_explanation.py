@@ -125,6 +125,8 @@ def _of_handler(report: KeyReport) -> Iterator[str]:
     handler = report.handler
     if handler.pause is not None:
         yield f"{handler.label} is {handler.pause.reason}"
+    if _reads_at_rate(report) and handler.rate_override is not None:
+        yield f"{handler.label} reads at the rate {handler.rate_override.source}"
     if not handler.consumers and (report.queue is not None or report.unread):
         yield f"No worker and no run of {handler.label} is alive"
     if report.queue is None and report.delayed is not None:
@@ -165,6 +167,8 @@ def _mend(report: KeyReport) -> Iterator[str]:
         yield f"millstream key park {of_key} && millstream key unpark {of_key}  # to try it now, with all its attempts"
     if handler.pause is not None:
         yield f"millstream resume {handler.label}{'  # once the cause is mended' if handler.pause.by == 'breaker' else ''}"
+    if handler.rate_override is not None and (_reads_at_rate(report) or (queue is not None and queue.state == "ready")):
+        yield f"millstream rate clear {handler.label}{on_stream}  # back to the rate in code; or set another"
     if not handler.consumers and (report.queue is not None or report.unread):
         yield start_command(handler.engine, handler.app)
     if _full_queues(report) is not None:
@@ -174,6 +178,11 @@ def _mend(report: KeyReport) -> Iterator[str]:
     if report.dead_letters:
         yield f"millstream dlq list {handler.label} --key {quoted(report.key)}{on_stream}"
         yield f"millstream dlq redrive {handler.label} --key {quoted(report.key)}{on_stream}"
+
+
+def _reads_at_rate(report: KeyReport) -> bool:
+    """Whether the rate of the handler decides when unread messages of the key are read."""
+    return report.queue is None and report.unread > 0
 
 
 def _full_queues(report: KeyReport) -> tuple[int, int] | None:

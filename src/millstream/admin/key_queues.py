@@ -7,6 +7,7 @@ from typing import Literal
 from millstream.delivery.effects import ERROR_SUFFIX, EXPIRED_SUFFIX, FAILED_SUFFIX, SINCE_SUFFIX
 from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import parse_pause
+from millstream.delivery.rate_override import parse_rate_override
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
@@ -21,7 +22,7 @@ from millstream.redis_client.scripts import Script
 PARK_UNPARK_SKIP = Script("keys/park_unpark_skip")
 QUEUED_KEYS = Script("keys/queued_keys")
 
-_META_FIELDS = ("owner", "paused", "rate_at")
+_META_FIELDS = ("owner", "paused", "rate_at", "rate")
 _COUNTS = tuple(one.encode() for one in (FAILED_SUFFIX, EXPIRED_SUFFIX, SINCE_SUFFIX))
 
 QueueState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
@@ -395,13 +396,16 @@ def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]
 
 
 def _waits_for(meta: Sequence[bytes | None], now_ms: float) -> str:
-    engine, paused, rate_at_us = meta
+    engine, paused, rate_at_us, stored_rate = meta
     if parse_pause(paused, now_ms):
         return "the end of the handler's pause"
     engine_name = "the Spark run" if engine is None else "a free worker"
     reserved_ms = _reserved_ms(rate_at_us, now_ms)
-    rate = f", and for the handler's rate, whose next {format_age(reserved_ms)} are reserved" if reserved_ms > 0 else ""
-    return f"{engine_name}{rate}"
+    if reserved_ms <= 0:
+        return engine_name
+    override = parse_rate_override(stored_rate)
+    source = "" if override is None else f" ({override.source})"
+    return f"{engine_name}, and for the handler's rate{source}, whose next {format_age(reserved_ms)} are reserved"
 
 
 def _reserved_ms(rate_at_us: bytes | None, now_ms: float) -> float:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from millstream.delivery.long_runs import LongRun
 from millstream.delivery.pause import Pause
+from millstream.delivery.rate_override import RateOverride
 from millstream.delivery.restarts import RecentRestarts
 
 Engine = Literal["workers", "spark"]
@@ -70,6 +71,7 @@ class HandlerReport:
       the next attempt; `blocked`: keys whose first message has failed all its attempts, and is retried without end, of
       some hundred; one that is attempted again just now does not back off
     * `paused`: its workers read no new entries; `pause`: why, and since when
+    * `rate_override`: the rate that an operator has set; None: that in code holds
     * `problem`: unreadable data in its keys, which no handler of this version has written, so that the rest is unknown;
       None if readable
     * `stored_format`: number of the format of its keys; None if it has not started since there are such numbers
@@ -99,6 +101,7 @@ class HandlerReport:
     blocked: int
     paused: bool
     pause: Pause | None = None
+    rate_override: RateOverride | None = None
     problem: str | None = None
     stored_format: int | None = None
 

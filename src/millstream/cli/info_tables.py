@@ -69,6 +69,7 @@ def print_tables(
         _print_more(len(readers) - len(worst), "reader")
         print_line("")
     _print_pauses(found.handlers)
+    _print_rates(found.handlers)
     _print_restarts(found.restarts)
     _print_long_runs(found.long_runs, limit)
     if wide:
@@ -172,6 +173,15 @@ def _print_pauses(handlers: Sequence[HandlerReport]) -> None:
     by_handler = {one.label: one.pause for one in handlers if one.pause}
     for label, pause in by_handler.items():
         print_line(f"{label} is {pause.describe(label)}")
+    if by_handler:
+        print_line("")
+
+
+def _print_rates(handlers: Sequence[HandlerReport]) -> None:
+    """Print the rates that operators have set, once for each handler."""
+    by_handler = {one.label: one.rate_override for one in handlers if one.rate_override}
+    for label, override in by_handler.items():
+        print_line(f"{label} has the rate {override.source}; to go back to its code: millstream rate clear {label}")
     if by_handler:
         print_line("")
 

@@ -65,6 +65,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         "Stop a handler from reading new messages.",
     ),
     "resume": ("millstream.cli.pause:resume", REPAIR, "Resume a paused handler."),
+    "rate": ("millstream.cli.rate:rate", REPAIR, "Show, set and clear the rate of a handler while it runs."),
     "drain": ("millstream.cli.drain:drain", REPAIR, "Let a worker finish its messages and end."),
     "forget": ("millstream.cli.forget:forget", REPAIR, "Remove what a handler or an app has left in Redis."),
     "publish": (

@@ -16,6 +16,7 @@ from typing import Literal
 
 from millstream.delivery.effects import FAILED_SUFFIX, U, last_ids_of, split_bare
 from millstream.delivery.pause import Pause, parse_pause
+from millstream.delivery.rate_override import RateOverride, parse_rate_override
 from millstream.errors import CommandFailed, ConfigError, Incompatible, StaleOwner
 from millstream.model import EntryId
 from millstream.redis_client.call import Call
@@ -77,13 +78,15 @@ class CommittedPosition:
     """How far a stream is committed when a run begins, and how many of its entries are poison-pill suspects.
 
     Workers have committed all entries up to `takeover_offset` (the takeover offset), if there is one, except those that
-    `CommitStore.incomplete` returns. `has_queues`: entries wait in key queues.
+    `CommitStore.incomplete` returns. `has_queues`: entries wait in key queues. `rate_override`: the rate that an operator
+    has set.
     """
 
     committed_id: EntryId | None
     suspects: int
     takeover_offset: EntryId | None = None
     has_queues: bool = False
+    rate_override: RateOverride | None = None
 
 
 class CommitStore:
@@ -150,9 +153,15 @@ class CommitStore:
         replies = self._run(BEGIN_RUN, [(self._script_keys(stream), args) for stream in streams])
         return {
             stream: CommittedPosition(
-                _id_or_none(committed_id), int(suspects), _id_or_none(takeover_offset), bool(has_queues)
+                _id_or_none(committed_id),
+                int(suspects),
+                _id_or_none(takeover_offset),
+                bool(has_queues),
+                parse_rate_override(rate),
             )
-            for stream, (committed_id, suspects, takeover_offset, has_queues) in zip(streams, replies, strict=True)
+            for stream, (committed_id, suspects, takeover_offset, has_queues, rate) in zip(
+                streams, replies, strict=True
+            )
         }
 
     def committed_ids(self, streams: Sequence[str]) -> dict[str, EntryId]:
@@ -285,21 +294,27 @@ class CommitStore:
 
     def check_paused(self, stream: str) -> Pause | None:
         """Return the handler's pause on `stream`, if it is paused. Raises StaleOwner if a newer run has begun."""
-        return self._client.run(self.check_paused_call(stream))
+        return self.check(stream)[0]
 
-    def check_paused_call(self, stream: str) -> Call[Pause | None]:
-        """Return the call that `check_paused` makes, for callers that pipeline many streams."""
-        return Call(("HMGET", self.keys(stream).meta, "epoch", "paused"), self._parse_check_paused)
+    def check(self, stream: str) -> tuple[Pause | None, RateOverride | None]:
+        """Return the handler's pause and the rate that an operator has set on `stream`. Raises StaleOwner if a newer
+        run has begun.
+        """
+        return self._client.run(self.check_call(stream))
 
-    def _parse_check_paused(self, reply: Reply) -> Pause | None:
-        epoch, paused = reply
+    def check_call(self, stream: str) -> Call[tuple[Pause | None, RateOverride | None]]:
+        """Return the call that `check` makes, for callers that pipeline many streams."""
+        return Call(("HMGET", self.keys(stream).meta, "epoch", "paused", "rate"), self._parse_check)
+
+    def _parse_check(self, reply: Reply) -> tuple[Pause | None, RateOverride | None]:
+        epoch, paused, rate = reply
         if epoch is not None and int(epoch) > self.token:
             raise self._stale_owner()
-        return None if paused is None else parse_pause(paused, time.time() * 1000)
+        return parse_pause(paused, time.time() * 1000), parse_rate_override(rate)
 
     def check_owner(self, streams: Sequence[str]) -> None:
         """Raise StaleOwner if a newer run has begun on one of `streams`. Writes nothing."""
-        for result in self._client.run_all([self.check_paused_call(stream) for stream in streams]):
+        for result in self._client.run_all([self.check_call(stream) for stream in streams]):
             raise_if_error(result)
 
     def is_owned_by_workers(self, stream: str, kind: WorkerKind = "workers") -> bool:
@@ -323,11 +338,33 @@ class CommitStore:
         pauses = {stream: parse_pause(stored, now_ms) for stream, stored in zip(streams, replies, strict=True)}
         return {stream: pause for stream, pause in pauses.items() if pause is not None}
 
-    def reserve_rate(self, stream: str, rate: float, count: int) -> float:
+    def reserve_rate(self, stream: str, rate: float, count: int, override: RateOverride | None = None) -> float | None:
         """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in
         milliseconds.
+
+        `override`: the rate that an operator has set, as far as the caller knows. None, and nothing is reserved, if
+        that has changed: read `rate_override`.
         """
-        return float(self._client.script(RESERVE_RATE, (self.keys(stream).meta,), (rate, count))) / 1000
+        args = (rate, count, "" if override is None else override.rate)
+        wait_us = self._client.script(RESERVE_RATE, (self.keys(stream).meta,), args)
+        return None if wait_us < 0 else float(wait_us) / 1000
+
+    def set_rate(self, streams: Sequence[str], rate: float | None) -> None:
+        """Set the handler's rate on `streams` in place of the one in code; None: that in code holds again.
+
+        What was reserved ahead at the earlier rate is void.
+        """
+        override = None if rate is None else RateOverride(rate=rate, at_ms=time.time_ns() // 1_000_000)
+        for stream in streams:
+            meta = self.keys(stream).meta
+            if override is None:
+                self._client.execute("HDEL", meta, "rate", "rate_at")
+            else:
+                self._client.execute("HSET", meta, "rate", override.encode(), "rate_at", 0)
+
+    def rate_override(self, stream: str) -> RateOverride | None:
+        """Return the handler's rate on `stream` that an operator has set; None if the rate in code holds."""
+        return parse_rate_override(self._client.execute("HGET", self.keys(stream).meta, "rate"))
 
     def committed_entries(self, stream: str) -> Iterator[bytes]:
         """Yield the ids of single entries with an offset: committed, and above the committed id if Spark owned the

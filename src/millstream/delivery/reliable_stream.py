@@ -19,6 +19,7 @@ from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
 from millstream.delivery.effects import ISOLATED_SUFFIX, Effects, U, crash_counts_of
 from millstream.delivery.pause import Pause
+from millstream.delivery.rate_override import RateOverride
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.handlers.dead_letter import DeadLetter, Reason
@@ -195,6 +196,8 @@ class ReliableStream:
         """Called with an error that concerns only this stream, where it is one of many; None raises the error."""
         self.pause: Pause | None = None
         """The handler's pause that is stored in Redis, as of the last `refresh`."""
+        self.rate_override: RateOverride | None = None
+        """The handler's rate that an operator has set, as of the last `refresh` or refused reservation."""
         self.is_held: Callable[[], bool] = lambda: False  # whether this process must read nothing, whatever Redis says
 
     @property
@@ -271,16 +274,16 @@ class ReliableStream:
         return self._group.delete_idle_consumers(self.consumer_idle_ms, only=gone) if gone else []
 
     def refresh(self) -> None:
-        """Refresh whether the stream is paused, and check that workers still own it."""
-        self.pause = self._with_rejoin(lambda: self._store.check_paused(self.stream))
+        """Refresh whether the stream is paused and its rate, and check that workers still own it."""
+        self.pause, self.rate_override = self._with_rejoin(lambda: self._store.check(self.stream))
 
     def refresh_call(self) -> Call[None]:
         """Return the call that `refresh` makes, for callers that pipeline many streams. An error reply repeats it."""
-        check = self._store.check_paused_call(self.stream)
+        check = self._store.check_call(self.stream)
 
         def apply(reply: Reply) -> None:
             try:
-                self.pause = check.parse(reply)
+                self.pause, self.rate_override = check.parse(reply)
             except StaleOwner:
                 self.refresh()  # which joins again, if that is enough
 
@@ -432,9 +435,15 @@ class ReliableStream:
     def _set_idle_time(self, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
         return self._with_rejoin(lambda: self._store.set_idle_time(self.stream, ids, idle_ms))
 
-    def reserve_rate(self, rate: float, count: int) -> float:
-        """Reserve `count` messages of `rate` a second, which all workers share; return the wait until then, in ms."""
-        return self._store.reserve_rate(self.stream, rate, count)
+    def reserve_rate(self, rate: float, count: int, override: RateOverride | None) -> float | None:
+        """Reserve `count` messages of `rate` a second, which all workers share; return the wait until then, in ms.
+
+        None if `override` is not the rate that an operator has set: `rate_override` is, now.
+        """
+        wait_ms = self._store.reserve_rate(self.stream, rate, count, override)
+        if wait_ms is None:
+            self.rate_override = self._store.rate_override(self.stream)
+        return wait_ms
 
     # Committing
 

@@ -57,6 +57,9 @@ class HandlerOptions(TypedDict, total=False):
 
 OPTIONS = tuple(HandlerOptions.__annotations__)
 
+BAD_RATE = "rate must be a number of messages a second above 0"
+"""The error text of a rate that is none."""
+
 _MAX_BATCH = 1_000
 _MAX_TIME_LIMIT_MS = 7 * 86_400_000
 _MAX_STATE_TTL_MS = 3_650 * 86_400_000
@@ -303,8 +306,8 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
     if not _is_number(limit) or not 0 < limit <= _MAX_TIME_LIMIT_MS:
         raise ConfigError(f"{where}: time_limit_ms must be a number of milliseconds above 0 and at most a week")
     rate = options.get("rate")
-    if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
-        raise ConfigError(f"{where}: rate must be a number of messages a second above 0")
+    if rate is not None and not (_is_number(rate) and is_rate(rate)):
+        raise ConfigError(f"{where}: {BAD_RATE}")
 
 
 def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> None:
@@ -367,6 +370,11 @@ def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str
             check_base(stream)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def is_rate(number: float) -> bool:
+    """Return whether `number` may be a rate."""
+    return 0 < number < math.inf
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -87,7 +87,7 @@ def work(url: str, admin: Client) -> None:
         assert stream.remove_idle_consumers() == ["gone"]
         remove_consumers(client, [stream])
         stream.refresh()
-        stream.reserve_rate(1_000.0, 7)
+        stream.reserve_rate(1_000.0, 7, None)
         found = stream.fetch(count=7)
         effects = stream.effects_of(found[0])
         effects.outputs = [pack_output({"n": 1})]

@@ -11,6 +11,7 @@ import pyarrow as pa
 from millstream.delivery.cancellation import read_cancellations
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore, CommittedPosition
 from millstream.delivery.deferral import deferred_keys, read_queue
+from millstream.delivery.rate_override import RateOverride
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client.client import Client
@@ -51,6 +52,8 @@ class RunLoader:
         self._metrics = metrics
         self._call = call
         self._positions: dict[str, CommittedPosition] = {}
+        self.loaded_rates: dict[str, RateOverride | None] = {}
+        """What operators had set on the streams whose positions were loaded last."""
         self._migration: PartitionMigration | None = None
         if handler.partitions is not None:
             self._migration = call(lambda: _partition_migration(client, handler))
@@ -112,10 +115,12 @@ class RunLoader:
         Return True if a process may have died of one of their entries.
         """
         missing = sorted(streams if again else set(streams) - self._positions.keys())
+        self.loaded_rates = {}
         if not missing:
             return False
         positions = self._call(lambda: self._commit_store.begin_run(missing))
         self._positions |= positions
+        self.loaded_rates = {stream: position.rate_override for stream, position in positions.items()}
         return any(position.suspects for position in positions.values())
 
     def load(self, runs: Iterable[KeyRun]) -> list[KeyRun]:

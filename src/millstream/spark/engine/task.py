@@ -7,7 +7,6 @@ reloads that key and continues from there. A key that backs off for long, or is 
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -87,7 +86,6 @@ class PartitionTask:
         for batch in batches:
             if self._breaker.is_open:
                 continue  # the driver runs the batch again once the handler is resumed
-            self._rate_limit.add_expected(Counter(batch.column("stream").to_pylist()) if self._handler.rate else {})
             runs = self._loader.split_into_runs(batch)
             self._count_keyless(runs)
             if not self._breaker.is_open:
@@ -117,6 +115,10 @@ class PartitionTask:
         """Load where the runs continue, and defer those of keys with deferred messages."""
         if self._loader.load_positions({run.stream for run in runs}, again=again):
             self._cautious.begin()
+        self._rate_limit.follow(self._loader.loaded_rates)
+        if self._rate_limit.is_active and not again:
+            for run in runs:
+                self._rate_limit.add_expected({run.stream: len(run.entries)})
         for run in self._loader.load(runs):
             self._buffer.stage_deferral(run)
         self._flush()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from millstream.clock import Clock
 from millstream.delivery.commit_store import reservation_size
+from millstream.delivery.rate_override import RateOverride
 from millstream.delivery.reliable_stream import ReliableStream
 
 _NO_LIMIT = 1_000_000
@@ -21,8 +22,9 @@ class Permit:
 
 
 class RateLimiter:
-    """Limits what one worker reads of each stream; `rate` is in entries a second, None for no limit.
+    """Limits what one worker reads of each stream; `rate` is that in code, in entries a second, None for no limit.
 
+    The rate that an operator has set on a stream holds in its place. A reservation at an earlier rate is dropped.
     It reserves entries before it reads them, at most about a fifth of a second's worth (at least one), and keeps an
     unused reservation. So after an idle time each worker may start with that many. Used by one thread.
     """
@@ -33,18 +35,16 @@ class RateLimiter:
         self._reserved: dict[str, int] = defaultdict(int)
         self._due_ms: dict[str, float] = {}
         self._last_due_ms = float("-inf")
+        self._overrides: dict[str, RateOverride] = {}
 
     def acquire(self, streams: Sequence[ReliableStream]) -> Permit:
         """Return a permit for those of `streams` that may be read now. Raises RedisError."""
-        if self._rate is None:
+        if self._rate is None and not self._overrides and all(one.rate_override is None for one in streams):
             return Permit([one.stream for one in streams], _NO_LIMIT, float("inf"))
         for stream in streams:
-            if not self._reserved[stream.stream]:
-                count = reservation_size(self._rate)
-                wait_ms = stream.reserve_rate(self._rate, count)
-                self._due_ms[stream.stream] = self._clock.monotonic_ms() + wait_ms
-                self._last_due_ms = max(self._last_due_ms, self._due_ms[stream.stream])
-                self._reserved[stream.stream] = count
+            self._follow(stream)
+            while not self._reserved[stream.stream]:
+                self._reserve(stream)
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}
         ready = [name for name, wait_ms in waits_ms.items() if wait_ms <= 0]
         return Permit(
@@ -60,5 +60,35 @@ class RateLimiter:
 
     def consume(self, stream: str, count: int) -> None:
         """Note that `count` entries of a stream were read."""
-        if self._rate is not None:
+        if self._rate is not None or self._overrides:
             self._reserved[stream] -= count
+
+    def _follow(self, stream: ReliableStream) -> None:
+        """Drop what was reserved at another rate than the one that is known to hold now."""
+        name, override = stream.stream, stream.rate_override
+        if override == self._overrides.get(name):
+            return
+        if override is None:
+            del self._overrides[name]
+        else:
+            self._overrides[name] = override
+        self._reserved.pop(name, None)
+        self._due_ms.pop(name, None)
+        self._last_due_ms = max(self._due_ms.values(), default=float("-inf"))
+
+    def _reserve(self, stream: ReliableStream) -> None:
+        """Reserve the next entries of a stream; nothing if the rate has changed."""
+        name = stream.stream
+        override = self._overrides.get(name)
+        rate = self._rate if override is None else override.rate
+        if rate is None:
+            self._reserved[name], self._due_ms[name] = _NO_LIMIT, float("-inf")
+            return
+        count = reservation_size(rate)
+        wait_ms = stream.reserve_rate(rate, count, override)
+        if wait_ms is None:
+            self._follow(stream)
+            return
+        self._due_ms[name] = self._clock.monotonic_ms() + wait_ms
+        self._last_due_ms = max(self._last_due_ms, self._due_ms[name])
+        self._reserved[name] = count

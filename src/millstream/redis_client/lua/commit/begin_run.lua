@@ -5,7 +5,8 @@
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 '1' if the handler has a key
 --       4 '1' if its states expire   5 number of the format that the caller knows
 -- REPLY committed id ('' = none yet), number of entries that a task may have died of, takeover offset ('' = none):
---       entries up to it are committed unless they are incomplete; 1 if there are key queues, else 0
+--       entries up to it are committed unless they are incomplete; 1 if there are key queues, else 0; the rate that an
+--       operator has set ('' = none)
 -- ERROR STALE when a newer run has raised the epoch further; NOPERM when a commit would be refused one of its writes;
 --       PARKED when there are parked keys, and the handler has no key; NOEXPIRY when states are to expire, and the server
 --       cannot let them; FORMAT when a newer version has stored the keys
@@ -23,7 +24,7 @@
 -- include group_state
 -- include engine_takeover
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner', 'takeover_offset', 'format')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner', 'takeover_offset', 'format', 'rate')
 local epoch, committed_id, owner, takeover_offset = found[1], found[2], found[3], found[4]
 local function may_use_queues()
   return may('XACK', KEYS[7], ARGV[2], '0-0') or may('LTRIM', READY, '0', '-1') or may('LREM', READY, 1, '')
@@ -47,4 +48,4 @@ local suspects = 0
 for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
   if string.find(field, '%d$') and redis.call('HGET', KEYS[4], field) ~= '0' then suspects = suspects + 1 end
 end
-return {committed_id or '', suspects, takeover_offset or '', has_queues() and 1 or 0}
+return {committed_id or '', suspects, takeover_offset or '', has_queues() and 1 or 0, found[6] or ''}

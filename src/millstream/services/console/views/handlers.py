@@ -1,10 +1,11 @@
-"""The page of a handler: figures, streams, stuck keys; pause and resume."""
+"""The page of a handler: figures, streams, stuck keys; pause, resume and the rate."""
 
 from starlette.responses import Response
 
 from millstream.admin.handler_details import read_handler
 from millstream.admin.key_queues import explain
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.rate_override import format_rate, parse_rate
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import HandlerKeys
@@ -34,6 +35,7 @@ def handler(page: PageRequest) -> Response:
         found=found,
         stuck=stuck,
         shown=history_of(page, name),
+        rates=sorted({one.rate_override.source for one in found.reports if one.rate_override}),
         pauses=[page.display.text(one.reason) if page.may("payloads") else f"paused by {one.by}" for one in pauses],
     )
 
@@ -56,6 +58,19 @@ def _set_paused(page: PageRequest, *, paused: bool) -> Response:
         store.set_paused([one.stream for one in places], paused=paused)
         action.result = f"{'paused' if paused else 'resumed'} on {pluralize(len(places), 'stream')}"
     return page.redirect("/handler", name=name, done="paused" if paused else "resumed")
+
+
+def rate(page: PageRequest) -> Response:
+    """Set the rate of the handler; without one, that in code holds again."""
+    name = page.wanted("name")
+    places = page.places_of(name)
+    wanted = parse_rate(page.field("rate")) if page.field("rate") else None
+    about = {} if wanted is None else {"rate": format_rate(wanted)}
+    with page.audit("rate clear" if wanted is None else "rate set", handler=name, **about) as action:
+        store = CommitStore(page.client, app=places[0].app, handler=places[0].handler)
+        store.set_rate([one.stream for one in places], wanted)
+        action.result = f"{'cleared' if wanted is None else 'set'} on {pluralize(len(places), 'stream')}"
+    return page.redirect("/handler", name=name, done="rate cleared" if wanted is None else "rate set")
 
 
 def _link_of(page: PageRequest, keys: HandlerKeys, key: bytes | None) -> str | None:
