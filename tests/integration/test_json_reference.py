@@ -49,6 +49,7 @@ def consume(message: Message) -> None: ...
 """
 
 ELSEWHERE = {
+    "auto": "tests/support/automatic.py compares the events of each command",
     "run": "tests/support/drivers.py compares the events of every run",
     "tail": "tests/integration/test_commands_tail.py compares a gap",
     "demo": "tests/spark/test_demo.py compares what it prints",

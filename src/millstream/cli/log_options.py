@@ -9,7 +9,7 @@ import typer
 from millstream.cli.log_output import Format, Level, settings, start_logging
 from millstream.cli.options import parameters_of
 
-COMMANDS = ("worker", "run", "serve", "master", "consumer", "console")
+COMMANDS = ("worker", "run", "auto", "serve", "master", "consumer", "console")
 """The commands that have them."""
 
 

@@ -32,6 +32,7 @@ STREAMS, SET_UP = "Streams and groups", "Set-up"
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "worker": ("millstream.cli.worker:worker", RUN, "Run an app on low-latency workers."),
     "run": ("millstream.cli.run:run", RUN, "Run an app as a Spark pipeline."),
+    "auto": ("millstream.cli.auto:auto", RUN, "Run an app on workers or on Spark, by its lag."),
     "serve": ("millstream.cli.serve:serve", RUN, "Serve streams live to browsers."),
     "master": ("millstream.cli.master:master", RUN, "Delegate messages to consumers in any language."),
     "consumer": ("millstream.cli.consumer:consumer", RUN, "Run a function as a consumer of a master."),

@@ -279,11 +279,11 @@ def _load(target: str, only: Sequence[str], py_files: Sequence[str]) -> App:
         add_to_path(path)
     app = load_app(target).only(only)
     finish_logging()
-    _check_installed()
+    check_installed()
     return app
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Raise ConfigError if a module that Spark needs is not installed."""
     try:
         import millstream.spark.run.query_metrics

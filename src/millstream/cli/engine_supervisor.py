@@ -1,0 +1,206 @@
+"""EngineSupervisor: runs one engine of an app at a time, as a child process, and changes it by a policy."""
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from millstream.admin.redis_metrics import REST
+from millstream.cli.engine_policy import Engine, EnginePolicy
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
+from millstream.errors import ConfigError, PipelineFailed, Unavailable
+from millstream.worker.process.supervisor import describe_end
+
+logger = logging.getLogger(__name__)
+
+NAMES: Mapping[Engine, str] = {"workers": "the workers", "spark": "Spark"}
+"""The engines as messages name them."""
+
+_STDERR = 2
+_CONFIG_CODE = 2
+_TICK_S = 0.1
+_WAITS_MS = (100.0, 30_000.0)
+_STEADY_MS = 60_000.0
+_MAX_SHORT_RUNS = 10
+
+OnEvent = Callable[[Mapping[str, Any]], object]
+
+
+class EngineSupervisor:
+    """Runs the engine that `policy` chooses, until it is stopped.
+
+    A change stops the child that runs, waits until it has ended, and starts the other one. A child that dies is started
+    again, after growing waits.
+
+    * `lag`: returns how many messages wait; raises Unavailable while Redis is
+    * `arguments`: returns the arguments of `millstream` for an engine, at each start
+    * `environment`: that of the children
+    * `stop_ms`: how long a child may take to stop before it is killed
+    * `poll_ms`: how often the lag is read, but for at most a tenth of the time
+    * `on_event`: called with each event
+    """
+
+    def __init__(
+        self,
+        policy: EnginePolicy,
+        lag: Callable[[], int],
+        arguments: Callable[[Engine], Sequence[str]],
+        *,
+        environment: Mapping[str, str],
+        stop_ms: float,
+        poll_ms: float,
+        on_event: OnEvent,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._policy = policy
+        self._lag = lag
+        self._arguments = arguments
+        self._environment = dict(environment)
+        self._stop_ms = stop_ms
+        self._poll_ms = poll_ms
+        self._on_event = on_event
+        self._clock = clock
+        self._engine: Engine = "workers"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_killed = False
+        self._changed_ms = self._started_ms = self._poll_due_ms = self._start_due_ms = 0.0
+        self._backoff = Backoff(*_WAITS_MS)
+        self._short_runs = 0
+        self._changes = 0
+
+    def run(self, stopping: threading.Event) -> None:
+        """Run the engines until `stopping`, or until a child ends in order by itself.
+
+        Raises ConfigError and PipelineFailed for a child that cannot run, and RedisError.
+        """
+        self._run_children(stopping)
+        self._on_event({"event": "stopped", "changes": self._changes})
+
+    def kill(self) -> None:
+        """Kill the child at once; what it started ends by itself."""
+        self._is_killed = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def _run_children(self, stopping: threading.Event) -> None:
+        try:
+            if (lag := self._first_lag(stopping)) is None:
+                return
+            self._engine = self._policy.first(lag)
+            self._changed_ms = self._clock.monotonic_ms()
+            self._on_event({"event": "started", "engine": self._engine, "lag": lag})
+            while not stopping.wait(_TICK_S):
+                if not self._check_child():
+                    return
+                self._check_lag(stopping)
+        finally:
+            self._stop_child()
+
+    def _first_lag(self, stopping: threading.Event) -> int | None:
+        """The lag, once Redis has answered; None if it is to stop before that."""
+        while (lag := self._read_lag()) is None:
+            if stopping.wait(self._poll_ms / 1000):
+                return None
+        return lag
+
+    def _read_lag(self) -> int | None:
+        began_ms = self._clock.monotonic_ms()
+        lag = None
+        try:
+            lag = self._lag()
+        except Unavailable as error:
+            logger.warning("cannot read the lag, Redis is unavailable: %s; the engine does not change meanwhile", error)
+        now_ms = self._clock.monotonic_ms()
+        self._poll_due_ms = now_ms + max(self._poll_ms, REST * (now_ms - began_ms))
+        return lag
+
+    def _check_lag(self, stopping: threading.Event) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if now_ms < self._poll_due_ms:
+            return
+        lag = self._read_lag()
+        engine = self._policy.decide(lag, self._engine, now_ms - self._changed_ms)
+        if lag is None or engine == self._engine or stopping.is_set():
+            return
+        self._on_event({"event": "change", "engine": engine, "lag": lag, "cause": self._policy.explain(lag, engine)})
+        began_ms = self._clock.monotonic_ms()
+        self._stop_child()
+        self._changed_ms = self._clock.monotonic_ms()
+        self._engine = engine
+        self._changes += 1
+        self._start_due_ms, self._short_runs = 0.0, 0
+        self._backoff.reset()
+        if not (stopping.is_set() or self._is_killed):
+            seconds = round((self._changed_ms - began_ms) / 1000, 3)
+            self._start_child()
+            self._on_event({"event": "changed", "engine": engine, "stop_seconds": seconds})
+
+    def _check_child(self) -> bool:
+        """Start the child if it is due; False if it has ended in order."""
+        if self._process is None:
+            if self._clock.monotonic_ms() >= self._start_due_ms:
+                self._start_child()
+        elif (code := self._process.poll()) is not None and not self._is_killed:
+            self._close_child()
+            if code == 0:
+                logger.warning("%s: its command has ended in order, by itself; this one ends", NAMES[self._engine])
+                return False
+            self._on_died(code)
+        return True
+
+    def _on_died(self, code: int) -> None:
+        now_ms = self._clock.monotonic_ms()
+        name = NAMES[self._engine]
+        if code == _CONFIG_CODE:
+            raise ConfigError(f"{name} cannot run with these settings; see the error above")
+        if now_ms - self._started_ms > _STEADY_MS:
+            self._short_runs = 0
+            self._backoff.reset()
+        self._short_runs += 1
+        if self._short_runs > _MAX_SHORT_RUNS:
+            raise PipelineFailed(
+                f"{name} ended {self._short_runs} times in a row soon after the start; see its errors above"
+            )
+        wait_ms = self._backoff.next_ms()
+        self._start_due_ms = now_ms + wait_ms
+        reason = describe_end(code)
+        logger.warning("%s: the process %s; restarting in %.1f s", name, reason, wait_ms / 1000)
+        self._on_event({"event": "restarting", "engine": self._engine, "reason": reason})
+
+    def _start_child(self) -> None:
+        # -P: the process finds modules where this one does, and not first in the working folder.
+        program = (sys.executable, "-P", "-m", "millstream.cli.engine_child", *self._arguments(self._engine))
+        self._started_ms = self._clock.monotonic_ms()
+        # A session of its own: Ctrl-C reaches this process alone, which stops the child in order.
+        self._process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=_STDERR, env=self._environment, start_new_session=True
+        )
+
+    def _stop_child(self) -> None:
+        """Stop the child in order; kill it if it has not ended after `stop_ms`."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        deadline_ms = self._clock.monotonic_ms() + self._stop_ms
+        while process.poll() is None and self._clock.monotonic_ms() < deadline_ms:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TICK_S)
+        if process.poll() is None:
+            logger.warning(
+                "%s: process %d did not stop within %g s; killing it, its running messages are processed again",
+                NAMES[self._engine],
+                process.pid,
+                self._stop_ms / 1000,
+            )
+            process.kill()
+            process.wait()
+        self._close_child()
+
+    def _close_child(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process = None

@@ -1,0 +1,139 @@
+"""`millstream auto` as a process that a test may kill, with its events; and an app whose result shows each message."""
+
+import json
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from millstream.redis_client.client import Client
+from tests.support.commandline import start
+from tests.support.json_reference import check_events
+from tests.support.processes import await_end, descendants, lives
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+KEY_COUNT = 20
+APP = """
+import time
+from pathlib import Path
+from millstream import App, Message, State
+
+app = App("app")
+
+@app.handler("in", key="k", into="out")
+def count(message: Message, state: State) -> dict[str, object]:
+    time.sleep(0.002)
+    if "endless" in message.fields:
+        Path(__file__).with_name("endless").touch()
+        time.sleep(1_000_000)
+    state["count"] = state.get("count", 0) + 1
+    return {"k": message.fields["k"], "n": message.fields["n"], "count": state["count"]}
+"""
+
+
+class Automatic:
+    """Runs the app on `url` with limits for a test. A context manager that kills what still runs."""
+
+    def __init__(self, client: Client, folder: Path, *options: str) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.published = 0
+        self._client = client
+        self._folder = folder
+        self._path = folder / "counting.py"
+        self._path.write_text(APP)
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started: list[psutil.Process] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._process is not None:
+            self._started += descendants(self._process)
+            self._process.kill()
+            self._process.wait()
+            for one in filter(lives, self._started):
+                one.kill()
+            await_end(self._started)
+        if error is None:
+            check_events("auto", self.events)
+
+    def start(self) -> None:
+        """Start the command."""
+        with (self._folder / "stderr.log").open("ab") as errors:
+            self._process = start(
+                "auto",
+                str(self._path),
+                "--json",
+                *("--poll", "100ms", "--minimum", "0", "--spark-above", "400", "--workers-below", "50"),
+                *("--checkpoint", str(self._folder / "checkpoints")),
+                *self._options,
+                url=self._client.url,
+                stderr=errors,
+            )
+        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                if line.endswith(b"}\n"):  # a command that is killed leaves half a line
+                    self.events.append(json.loads(line))
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The command."""
+        assert self._process is not None
+        return self._process
+
+    def engines(self) -> list[str]:
+        """The engines that have been started, in order."""
+        return [one["engine"] for one in list(self.events) if one["event"] in ("started", "changed")]
+
+    def child(self) -> psutil.Process:
+        """The command of the engine that runs."""
+        return eventually(
+            lambda: next(iter(psutil.Process(self.process.pid).children()), None), "a child", log=self.errors
+        )
+
+    def publish(self, count: int) -> None:
+        """Publish `count` messages: the key of the n-th is n modulo KEY_COUNT."""
+        numbers = range(self.published, self.published + count)
+        self._client.pipeline([("XADD", "in", "*", "k", n % KEY_COUNT, "n", n) for n in numbers])
+        self.published += count
+
+    def runs_on(self, *engines: str) -> None:
+        """Wait until these are the engines that have been started."""
+        eventually(lambda: self.engines() == [*engines], f"{engines}", log=self.errors)
+
+    def done(self) -> int:
+        """How many messages have had an effect."""
+        return int(self._client.execute("XLEN", "out"))
+
+    def ends(self) -> None:
+        """Wait until all messages have had an effect."""
+        eventually(lambda: self.done() >= self.published, f"{self.published} done", log=self.errors)
+
+    def errors(self) -> str:
+        """The end of what the command and its children have logged."""
+        return f"{self.events}\n{self.done()} done\n" + (self._folder / "stderr.log").read_text()[-2500:]
+
+    def stop(self) -> int:
+        """Stop the command in order; return its exit code."""
+        family = descendants(self.process)
+        self.process.terminate()
+        code = self.process.wait(FAIL_SAFE_S)
+        await_end(family)
+        eventually(lambda: self.events[-1]["event"] == "stopped", "the last event", log=self.errors)
+        return code
+
+    def check(self) -> None:
+        """Each message of each key had its effect once, in order, on the state that the one before had left."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for _, (_, key, _, n, _, count) in self._client.execute("XRANGE", "out", "-", "+"):
+            found.setdefault(int(key), []).append((int(n), int(count)))
+        numbers = {key: range(key, self.published, KEY_COUNT) for key in range(min(KEY_COUNT, self.published))}
+        assert found == {key: [(n, at) for at, n in enumerate(of_key, 1)] for key, of_key in numbers.items()}
