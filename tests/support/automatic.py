@@ -95,9 +95,10 @@ class Automatic:
 
     def child(self) -> psutil.Process:
         """The command of the engine that runs."""
-        return eventually(
-            lambda: next(iter(psutil.Process(self.process.pid).children()), None), "a child", log=self.errors
+        (found,) = eventually(
+            lambda: psutil.Process(self.process.pid).children(), "an engine's command", log=self.errors
         )
+        return found
 
     def publish(self, count: int) -> None:
         """Publish `count` messages: the key of the n-th is n modulo KEY_COUNT."""
