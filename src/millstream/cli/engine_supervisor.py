@@ -66,6 +66,7 @@ class EngineSupervisor:
         self._engine: Engine = "workers"
         self._process: subprocess.Popen[bytes] | None = None
         self._is_killed = False
+        self._is_lag_known = True
         self._changed_ms = self._started_ms = self._poll_due_ms = self._start_due_ms = 0.0
         self._backoff = Backoff(*_WAITS_MS)
         self._short_runs = 0
@@ -111,8 +112,11 @@ class EngineSupervisor:
         lag = None
         try:
             lag = self._lag()
+            self._is_lag_known = True
         except Unavailable as error:
-            logger.warning("cannot read the lag, Redis is unavailable: %s; the engine does not change meanwhile", error)
+            log = logger.warning if self._is_lag_known else logger.debug
+            log("cannot read the lag, Redis is unavailable: %s; the engine does not change meanwhile", error)
+            self._is_lag_known = False
         now_ms = self._clock.monotonic_ms()
         self._poll_due_ms = now_ms + max(self._poll_ms, REST * (now_ms - began_ms))
         return lag
@@ -175,9 +179,14 @@ class EngineSupervisor:
         program = (sys.executable, "-P", "-m", "millstream.cli.engine_child", *self._arguments(self._engine))
         self._started_ms = self._clock.monotonic_ms()
         # A session of its own: Ctrl-C reaches this process alone, which stops the child in order.
-        self._process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=_STDERR, env=self._environment, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                program, stdin=subprocess.PIPE, stdout=_STDERR, env=self._environment, start_new_session=True
+            )
+        except OSError as error:  # no memory, or too many processes
+            wait_ms = self._backoff.next_ms()
+            self._start_due_ms = self._started_ms + wait_ms
+            logger.warning("cannot start %s: %s; retrying in %.1f s", NAMES[self._engine], error, wait_ms / 1000)
 
     def _stop_child(self) -> None:
         """Stop the child in order; kill it if it has not ended after `stop_ms`."""
