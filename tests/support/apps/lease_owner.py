@@ -13,7 +13,8 @@ import threading
 import time
 from functools import partial
 
-from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
+from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned
+from millstream.errors import LeaseLost, Unavailable
 from millstream.redis_client.client import Client
 
 SERVICE = "calls"
@@ -41,6 +42,7 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
     signal.signal(signal.SIGCONT, lambda *_: continued.append(True))
     continued: list[bool] = []
     mine: dict[str, int] = {}
+    to_release: list[Lease] = []
     with Client(store) as client, Balancer(url, SERVICE, consumer=name, policy=policy) as balancer:
         while not stopping.is_set():
             wait_s: float | None = 0.02
@@ -51,7 +53,8 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
                 elif isinstance(notice, StreamDisowned):
                     mine.pop(notice.stream, None)
                     if notice.why == "rebalanced":
-                        balancer.release(notice.lease)
+                        to_release.append(notice.lease)
+            release(balancer, to_release)
             tokens = [part for stream, token in list(mine.items()) for part in (stream, token)]
             if stop_requested.is_set():
                 stop_requested.clear()
@@ -61,6 +64,18 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
                     time.sleep(0.005)
             write = partial(client.execute, "EVAL", _WRITE, 3, FENCES, WRITES, REFUSED, name, *tokens)
             client.retry_while_unavailable(write, what=name, give_up=stopping.is_set)
+
+
+def release(balancer: Balancer, leases: list[Lease]) -> None:
+    """Release these leases, and leave those for the next time that Redis does not answer for."""
+    while leases:
+        try:
+            balancer.release(leases[-1])
+        except Unavailable:
+            return
+        except LeaseLost:  # it has ended, or an earlier attempt released it and its reply was lost
+            pass
+        leases.pop()
 
 
 if __name__ == "__main__":
