@@ -56,6 +56,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "drain": (("w", "--yes"),),
     "pause": (("a.h",),),
     "resume": (("a.h",),),
+    "rate": (("set", "a.h", "60/m"), ("clear", "a.h"), ("show",)),
     "key": (
         ("list",),
         ("list", "a.h"),
@@ -78,6 +79,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 SERVICES = {
     "worker": ("APP:app",),
+    "auto": ("APP:app",),
     "master": ("--ticket-stream", "s", "--concurrency-stream-group", "g", "--insecure-no-token", "--port", "0"),
     "consumer": (
         *("APP:consume", "--ticket-stream", "s", "--concurrency-stream-group", "g", "--name", "c"),
