@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.following import Publishing, create, names, server, until
+from benchmarks.workers import commands_a_second
 from millstream import App, Message
 from millstream.redis_client.client import Client
 from millstream.worker import ReadingLoop
@@ -41,9 +42,7 @@ def follow(kind: str, streams: int, rate: int, seconds: float) -> dict[str, floa
         with _working(redis.url, kind):
             asyncio.run(until(lambda: client.execute("XLEN", "out") >= streams))
             time.sleep(_SETTLE_S)
-            before = _commands(client)
-            time.sleep(_IDLE_S)
-            idle = (_commands(client) - before) / _IDLE_S
+            idle = commands_a_second(client, _IDLE_S)
             publishing = Publishing(redis.url, "XADD", streams, rate, seconds)
             asyncio.run(until(lambda: publishing.ended() is not None))
             done = streams + (publishing.ended() or 0)
@@ -51,11 +50,6 @@ def follow(kind: str, streams: int, rate: int, seconds: float) -> dict[str, floa
             found = sorted(_latencies(client, streams))
     at = {name: found[int(len(found) * share)] for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99))}
     return {"idle_commands_s": round(idle), **at, "max_ms": found[-1]}
-
-
-def _commands(client: Client) -> int:
-    stats = client.execute("INFO", "stats").decode()
-    return int(stats.partition("total_commands_processed:")[2].partition("\r\n")[0])
 
 
 def _latencies(client: Client, skipped: int) -> Iterator[int]:

@@ -66,3 +66,15 @@ def raw_loop(client: Client, messages: int) -> float:
     if count != messages:
         raise AssertionError(f"the raw loop read {count} of {messages} messages")
     return messages / took
+
+
+def commands_a_second(client: Client, seconds: float) -> float:
+    """Commands that the server executes a second, within scripts as well, in the next `seconds` seconds."""
+    before, began = _commands(client), time.perf_counter()
+    time.sleep(seconds)
+    return (_commands(client) - before - 1) / (time.perf_counter() - began)
+
+
+def _commands(client: Client) -> int:
+    stats = client.execute("INFO", "stats").decode()
+    return int(stats.partition("total_commands_processed:")[2].partition("\r\n")[0])
