@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.handlers.attempt import RunResult, TimeLimit
+from millstream.handlers.attempt import RunResult
+from millstream.handlers.time_limit import TimeLimit
 from millstream.spark.engine.time_limit import AttemptTimeLimit
 
 pytestmark = [pytest.mark.spark]

@@ -1,13 +1,17 @@
 """Timers of a key: what a handler may return, and the error of each mistake."""
 
+import asyncio
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from millstream import After, App, Cancel, State
+from millstream import After, App, Cancel, Message, Retry, State
 from millstream.delivery.effects import Effects
+from millstream.handlers.attempt import Done, RetryLater, attempt, attempt_plain
+from millstream.handlers.encoding import unpack_output
+from millstream.handlers.time_limit import TimeLimit
 from millstream.testing import HandlerRun, SetTimer, run
 
 pytestmark = [pytest.mark.worker]
@@ -120,6 +124,68 @@ def test_a_handler_without_a_key_or_with_partitions_gets_an_error_that_names_the
         assert (found.result, found.reason) == ("dead-letter", "bad-output")
         assert found.error.endswith('a timer belongs to a key; give the handler key="field"')
         assert "a handler of partitions cannot have timers" in problem(one, partitions=4)
+
+
+def test_the_message_of_a_timer_has_the_current_version_unless_it_names_one() -> None:
+    upcasts = [lambda fields: {**fields, "kind": "upcast"}]
+    found = outcome(After("1s", {"kind": "remind"}, name="remind"), message_upcasts=upcasts)
+    fields = {"order": "o1", "kind": "remind", "schema_version": "2"}
+    assert found.timers == {"remind": SetTimer(delay_ms=1_000, fields=fields)}
+    app, seen = App("shop"), list[Event]()
+    app.handler("orders", name="handle", key="order", message_upcasts=upcasts)(seen_by(seen))
+    assert run(app, "handle", fields).result == "done"
+    assert [event.kind for event in seen] == ["remind"]
+    named = outcome(After("1s", {"kind": "remind", "schema_version": 1}, name="remind"), message_upcasts=upcasts)
+    assert named.timers["remind"] == SetTimer(delay_ms=1_000, fields={**fields, "schema_version": "1"})
+
+
+def seen_by(seen: list[Event]) -> Any:
+    """A handler that keeps its messages."""
+
+    def handle(event: Event) -> None:
+        seen.append(event)
+
+    return handle
+
+
+@pytest.mark.parametrize("option", ["key", "message_upcasts"])
+def test_a_time_limit_that_ends_while_the_message_of_a_timer_is_checked_is_a_failed_attempt(option: str) -> None:
+    def find(fields: Any) -> Any:
+        if fields["order"] == b"slow":
+            raise TimeLimit
+        return fields
+
+    app = App("shop")
+    options = {"key": lambda message: find(message.fields) and b"k"} if option == "key" else {"message_upcasts": [find]}
+    slow = After("1s", {"order": "slow", "schema_version": 1}, name="remind")
+    app.handler("orders", name="handle", retry=Retry(attempts=2), **{"key": lambda _: b"k", **options})(lambda _: slow)
+    message = Message("orders", "1-0", [b"order", b"o1"], b"k")
+    found = attempt_plain(app.handlers["handle"], message, b"")
+    assert isinstance(found, RetryLater)
+    assert isinstance(found.raised, TimeLimit)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_timer_has_the_key_of_its_message_though_the_handler_changes_the_message(kind: str) -> None:
+    remind = After("1s", {"kind": "remind"}, name="remind")
+
+    def change(message: Message) -> After:
+        message.key, message.stream = b"other", "elsewhere"
+        return remind
+
+    async def change_async(message: Message) -> After:
+        return change(message)
+
+    app = App("shop")
+    app.handler("orders", name="plain", key="order")(change)
+    app.handler("orders", name="async", key="order")(change_async)
+    message = Message("orders", "1-0", [b"order", b"o1"], b"o1")
+    handler = app.handlers[kind]
+    found = attempt_plain(handler, message, b"") if kind == "plain" else asyncio.run(attempt(handler, message, b""))
+    assert isinstance(found, Done)
+    ((own_id, _, packed),) = found.timers
+    assert own_id == f"timer:shop.{kind}:remind:o1".encode()
+    assert unpack_output(packed)[-4:] == [b"order", b"o1", b"kind", b"remind"]
 
 
 def test_an_output_without_an_output_stream_is_still_an_error() -> None:

@@ -17,7 +17,8 @@ from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
-from millstream.handlers.key_timers import After, Cancel, TimerChange, TimerChanges, encode_timer
+from millstream.handlers.key_timers import After, Cancel, Origin, TimerChange, TimerChanges, encode_timer
+from millstream.handlers.time_limit import TimeLimit
 from millstream.handlers.upcasting import NewerState, current_state, encode_state
 from millstream.model import Message, State
 
@@ -89,11 +90,6 @@ RunResult = tuple[Outputs, TimerChanges, BaseException | None]
 TimeLimiter = Callable[[Callable[[], RunResult], float], RunResult]
 """How an engine calls a plain function under a time limit in milliseconds: after that time it raises TimeLimit in the
 function, as soon as the function executes Python code."""
-
-
-class TimeLimit(BaseException):
-    """A handler exceeded its time limit. Not an Exception, so that `except Exception` in a handler lets it pass."""
-
 
 _NO_STATE = State()
 
@@ -250,6 +246,7 @@ async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) ->
     loop = asyncio.get_running_loop()
     task = asyncio.current_task(loop)
     assert task is not None
+    origin = message.stream, message.id, message.key
     expired: list[bool] = []
     earlier = task.cancelling()
 
@@ -260,7 +257,7 @@ async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) ->
     # asyncio.timeout does the same at three times the cost.
     timer = loop.call_later(handler.time_limit_ms / 1000, expire)
     try:
-        ended: RunResult = encode_results(handler, message, await handler.function(**arguments))
+        ended: RunResult = encode_results(handler, origin, await handler.function(**arguments))
     # A handler may raise anything, SystemExit too: one message must not end the worker. It becomes an outcome.
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
@@ -286,17 +283,19 @@ def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], gu
 
 
 def _call(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
+    origin = message.stream, message.id, message.key
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
-        return encode_results(handler, message, handler.function(**arguments))
+        return encode_results(handler, origin, handler.function(**arguments))
     except BaseException as error:  # noqa: BLE001 - a handler may raise anything, SystemExit too; it becomes an outcome
         return (), (), error
 
 
-def encode_results(handler: Handler, message: Message, result: object) -> RunResult:
-    """Encode a handler's result: entries for its `into` stream, and changes of timers of the key of `message`.
+def encode_results(handler: Handler, origin: Origin, result: object) -> RunResult:
+    """Encode a handler's result: entries for its `into` stream, and changes of timers of the key of its message.
 
-    They are at most `MAX_OUTPUTS` and `MAX_OUTPUT_BYTES` together. Raises OutputError.
+    They are at most `MAX_OUTPUTS` and `MAX_OUTPUT_BYTES` together. `origin`: what the message was before the run, since a
+    handler may change its message. Raises OutputError.
     """
     if result is None:
         return (), (), None
@@ -309,9 +308,9 @@ def encode_results(handler: Handler, message: Message, result: object) -> RunRes
     size = 0
     for one in results:  # an iterator may be endless: each output is checked as it comes
         if type(one) is not dict and isinstance(one, (After, Cancel)):
-            change = encode_timer(handler, message, one)
+            change = encode_timer(handler, origin, one)
             timers.append(change)
-            size += len(change[2])
+            size += len(change[0]) + len(change[2])
         elif into is None:
             raise OutputError(
                 f'{handler.label} returned a {type(result).__name__} but has no into="stream" to write it to'

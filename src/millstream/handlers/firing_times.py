@@ -12,7 +12,9 @@ from millstream.handlers.cron_expression import CronExpression
 
 _INTERVAL = re.compile(r"([0-9]{1,9})([smhd])")
 _UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_LONGEST_MS = 366 * _UNIT_MS["d"]
+LONGEST_MS = 366 * _UNIT_MS["d"]
+"""The longest interval, and the longest delay of a timer."""
+
 _DAY = timedelta(days=1)
 _DAY_S = 86_400
 _MOST_DAYS = 41 * 366
@@ -158,7 +160,7 @@ def parse_firing_times(when: str, timezone: str | None) -> FiringTimes:
         return times
     if timezone is not None:
         raise ConfigError("an interval has no time zone: leave timezone out")
-    if not 0 < period_ms <= _LONGEST_MS:
+    if not 0 < period_ms <= LONGEST_MS:
         raise ConfigError("an interval is 1s to 366d")
     return Interval(period_ms)
 

@@ -7,12 +7,12 @@ from typing import Literal
 
 from millstream.errors import ConfigError, DecodeError, OutputError
 from millstream.handlers.encoding import pack_output, pack_pairs, unpack_output
-from millstream.handlers.firing_times import parse_interval_ms
+from millstream.handlers.firing_times import LONGEST_MS, parse_interval_ms
 from millstream.handlers.handler import Handler
+from millstream.handlers.time_limit import TimeLimit
+from millstream.handlers.upcasting import VERSION_FIELD
 from millstream.model import Message, State, value_of
 from millstream.redis_client.key_names import REDRIVE_FIELD, check_identifier, to_wire
-
-_LONGEST_MS = 366 * 86_400_000
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class After:
     def __post_init__(self) -> None:
         _check_name("After", self.name)
         found = self.delay_ms
-        if found is None or not 0 <= found <= _LONGEST_MS:
+        if found is None or not 0 <= found <= LONGEST_MS:
             raise OutputError(
                 f"After({self.delay!r}, name={self.name!r}): the delay must be text like '30s', '5m', '2h' or '7d', or a "
                 "timedelta, from 0 to 366 days"
@@ -72,6 +72,9 @@ TimerChange = tuple[bytes, int | Literal[""], bytes]
 
 TimerChanges = Sequence[TimerChange]
 
+Origin = tuple[str, str, bytes | None]
+"""Stream, id and key of the message that a handler was run on."""
+
 
 def timer_id(label: str, name: str, key: bytes) -> bytes:
     """Return the id of a timer among the delayed messages of its stream. Ids of publishers have no colon."""
@@ -83,21 +86,22 @@ def name_of_timer(own_id: bytes) -> str:
     return own_id.split(b":", 3)[2].decode()
 
 
-def encode_timer(handler: Handler, message: Message, timer: After | Cancel) -> TimerChange:
-    """Return the change that `handler` asks for with `timer`, after `message`. Raises OutputError."""
+def encode_timer(handler: Handler, origin: Origin, timer: After | Cancel) -> TimerChange:
+    """Return the change that `handler` asks for with `timer`, after the message of `origin`. Raises OutputError."""
+    stream, message_id, key = origin
     where = f"{handler.label}: {type(timer).__name__}(name={timer.name!r})"
-    if message.key is None:
+    if key is None:
         advice = "the message has no key" if handler.key is not None else 'give the handler key="field"'
         raise OutputError(f"{where}: a timer belongs to a key; {advice}")
     if handler.partitions is not None:
         raise OutputError(
             f"{where}: a handler of partitions cannot have timers, as its keys move between streams; remove partitions="
         )
-    own_id = timer_id(handler.label, timer.name, message.key)
+    own_id = timer_id(handler.label, timer.name, key)
     if isinstance(timer, Cancel):
         return own_id, "", b""
     try:
-        pairs = _pairs_of(handler, message, timer.message)
+        pairs = _pairs_of(handler, Message(stream, message_id, (), key), timer.message)
         packed = pack_pairs([REDRIVE_FIELD, handler.label.encode(), *pairs])
     except OutputError as error:
         raise OutputError(f"{where}: {error}") from error
@@ -110,6 +114,8 @@ def _pairs_of(handler: Handler, message: Message, content: object) -> list[bytes
     pairs = unpack_output(pack_output(content))
     if handler.key_field is not None and value_of(pairs, to_wire(handler.key_field)) is None:
         pairs = [to_wire(handler.key_field), message.key, *pairs]
+    if handler.message_upcasts and value_of(pairs, to_wire(VERSION_FIELD)) is None:
+        pairs += [to_wire(VERSION_FIELD), b"%d" % (len(handler.message_upcasts) + 1)]
     made = Message(message.stream, message.id, pairs)
     try:
         made.key = handler.key_of(made)
@@ -119,6 +125,8 @@ def _pairs_of(handler: Handler, message: Message, content: object) -> list[bytes
             )
         handler.bind(made, State())
     except DecodeError as error:
+        if isinstance(error.__cause__, TimeLimit):  # a key function or an upcast may raise anything, and all is caught
+            raise error.__cause__ from None
         raise OutputError(f"the handler cannot take its message: {error}") from error
     return pairs
 

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from millstream.handlers.attempt import RunResult, TimeLimit
+from millstream.handlers.attempt import RunResult
+from millstream.handlers.time_limit import TimeLimit
 from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
 
 _MIN_REPEAT_S = 1.0
