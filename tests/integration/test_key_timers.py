@@ -1,6 +1,7 @@
 """Timers of a key on a worker: set with the commit, one per name, for their handler alone, and shown with delayed messages."""
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,7 +13,7 @@ from millstream import After, App, Cancel, Message, State
 from millstream.delivery import DelayedMessages
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
-from millstream.errors import OutOfMemory, WrongType
+from millstream.errors import AccessDenied, OutOfMemory, WrongType
 from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -166,6 +167,74 @@ def test_a_timer_that_cannot_be_set_commits_nothing_of_its_message(client: Clien
     with pytest.raises(WrongType):
         store.commit({"in": [unit("", "5-0", [(b"t", HOUR_MS, pack_output({"a": "1"}))], state=b"\x81")]})
     assert client.pipeline([("EXISTS", KEYS.offsets), ("EXISTS", KEYS.state), ("EXISTS", DUE.delayed)]) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("key", [DUE.due, DUE.delayed])
+def test_a_timer_that_cannot_be_set_writes_no_output_however_often_it_is_tried(client: Client, key: str) -> None:
+    client.execute("SET", key, "x")
+    store = CommitStore(client, app="app", handler="handle", token=1, into="out")
+    packed = pack_output({"a": "1"})
+    one = unit("", "5-0", [(b"t", HOUR_MS, packed)], outputs=[packed, packed])
+    for _ in range(3):
+        with pytest.raises(WrongType, match=re.escape(f"{key} holds a string")):
+            store.commit({"in": [one]})
+    assert client.execute("EXISTS", "out") == 0
+    client.execute("DEL", key)
+    assert store.commit({"in": [one]}) == []
+    assert client.pipeline([("XLEN", "out"), ("ZCARD", DUE.due)]) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        ("-zadd", f"ZADD {DUE.due}"),
+        ("-zrem", f"ZREM {DUE.due}"),
+        (f"resetkeys ~out ~in ~millstream:{{in}}:in:app.handle:* ~{DUE.due}", f"HSET {DUE.delayed}"),
+    ],
+)
+def test_a_timer_without_the_right_to_set_it_writes_no_output(client: Client, rule: str, error: str) -> None:
+    client.execute("ACL", "SETUSER", "limited", "reset", "on", ">word", "+@all", "~*", *rule.split())
+    packed = pack_output({"a": "1"})
+    try:
+        with Client(client.url.replace("redis://", "redis://limited:word@")) as limited:
+            store = CommitStore(limited, app="app", handler="handle", token=1, into="out")
+            with pytest.raises(AccessDenied, match=re.escape(error)):
+                store.commit({"in": [unit("", "5-0", [(b"t", HOUR_MS, packed)], outputs=[packed])]})
+            assert client.execute("EXISTS", "out") == 0
+            assert store.commit({"in": [unit("", "5-0", [], outputs=[packed])]}) == []
+    finally:
+        client.execute("ACL", "DELUSER", "limited")
+
+
+@KINDS
+def test_timers_of_a_key_with_the_same_delay_come_in_the_order_in_which_they_were_set(
+    client: Client, kind: str
+) -> None:
+    def handle(message: Message, state: State) -> list[Any]:
+        first = int(message.fields.get("first", 0))
+        names = range(first, first + 3 if first else 0)
+        return [*({"key": "a", "kind": message.text("kind")} for _ in range(not first)), *map(after, names)]
+
+    def after(number: int) -> After:
+        return After("1s", {"kind": f"t{number}"}, name=f"t{number}")
+
+    client.pipeline([("XADD", "in", "*", "key", "a", "first", first) for first in range(7, 22, 3)])
+    with working(client, make(either(handle, kind), key="key")):
+        eventually(lambda: client.execute("XLEN", "out") == 15)
+    assert kinds(client) == [f"t{number}" for number in range(7, 22)]
+
+
+def test_thousands_of_timers_of_one_call_come_in_order_and_none_early(client: Client) -> None:
+    store = CommitStore(client, app="app", handler="handle", token=1)
+    ids = [b"t%d" % number for number in range(5_000)]
+    before_ms = now_ms(client)
+    changes = [(own_id, HOUR_MS, pack_output({"id": own_id})) for own_id in ids]
+    assert store.commit({"in": [unit("", "5-0", changes[:2_500]), unit("5-0", "6-0", changes[2_500:])]}) == []
+    after_ms = now_ms(client)
+    assert client.execute("ZRANGE", DUE.due, 0, -1) == ids
+    due_ms = [one.due_ms for one in DelayedMessages(client).find("in", limit=5_000)]
+    assert before_ms + HOUR_MS <= due_ms[0]
+    assert due_ms[-1] <= after_ms + HOUR_MS + 5_000 // 2_048 + 1
 
 
 def test_at_maxmemory_the_message_that_asks_for_a_timer_is_committed_once_there_is_room(

@@ -1,7 +1,8 @@
 #!lua
 -- Move delayed messages that are due to the tail of their stream, in the order in which they are due.
 --
--- KEYS  1 the stream   2 due (sorted set: id -> Unix ms)   3 delayed (hash: id -> msgpack of its items)
+-- KEYS  1 the stream   2 due (sorted set: id -> Unix ms; of timers with a fraction)
+--       3 delayed (hash: id -> msgpack of its items)
 -- ARGV  1 most messages   2 most bytes, about
 -- REPLY number of messages moved, ms until the next one is due (0 = one is due now, -1 = none is left)
 --
@@ -33,4 +34,4 @@ for _, id in ipairs(call('ZRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f',
 end
 
 local next_one = call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
-return {moved, next_one[2] and math.max(0, tonumber(next_one[2]) - now_ms) or -1}
+return {moved, next_one[2] and math.max(0, math.ceil(tonumber(next_one[2])) - now_ms) or -1}
