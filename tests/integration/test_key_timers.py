@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millstream import After, App, Cancel, Message, State
+from millstream import After, App, Breaker, Cancel, Message, Retry, State
 from millstream.delivery import DelayedMessages
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
@@ -17,7 +17,7 @@ from millstream.errors import AccessDenied, OutOfMemory, WrongType
 from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import REDRIVE_FIELD, StreamKeys
+from millstream.redis_client.key_names import REDRIVE_FIELD, TIMER_FIELD, StreamKeys
 from millstream.testing.topologies import cluster
 from tests.support.commandline import call
 from tests.support.fields import text_fields
@@ -82,7 +82,7 @@ def test_a_timer_is_set_in_the_step_that_commits_its_message(client: Client, kin
     (waiting,) = DelayedMessages(client).find("in")
     assert before_ms + HOUR_MS <= waiting.due_ms <= now_ms(client) + 1 + HOUR_MS
     assert waiting.id == "timer:app.handle:remind:a"
-    assert waiting.pairs == [REDRIVE_FIELD, b"app.handle", b"key", b"a", b"kind", b"late"]
+    assert waiting.pairs == [REDRIVE_FIELD, b"app.handle", TIMER_FIELD, b"remind", b"key", b"a", b"kind", b"late"]
 
 
 @pytest.mark.parametrize("function", [remind, remind_of_list])
@@ -127,6 +127,26 @@ def test_any_bytes_can_be_the_key_of_a_timer(client: Client, key: bytes) -> None
     with working(client, make(remind, key="key")):
         eventually(lambda: kinds(client) == ["later", "soon", "rings"])
     assert client.pipeline([("EXISTS", DUE.due), ("EXISTS", DUE.delayed)]) == [0, 0]
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_messages_of_timers_open_the_breaker_and_redriven_ones_do_not(client: Client, is_timed: bool) -> None:
+    def fail(message: Message) -> None:
+        raise ValueError("broken")
+
+    timer = [TIMER_FIELD, "t"] if is_timed else []
+    client.pipeline(
+        [("XADD", "in", "*", REDRIVE_FIELD, "app.handle", *timer, "key", key, "n", "1") for key in range(60)]
+    )
+    with working(client, make(fail, key="key", retry=Retry(attempts=1), breaker=Breaker(first=20))) as loop:
+        if is_timed:
+            eventually(lambda: client.execute("HEXISTS", KEYS.meta, "paused"), "the pause")
+            eventually(lambda: len(loop._in_flight) == 0, "the end of what was in flight")
+        else:
+            eventually(lambda: loop.loop_metrics.committed == 60, "all of them")
+    assert len(dead(client)) == (20 if is_timed else 60)
+    assert client.execute("HEXISTS", KEYS.meta, "paused") == is_timed
+    assert {letter.pairs[0] for letter in dead(client)} == {b"key"}
 
 
 def test_delayed_list_shows_timers_and_delayed_cancel_cancels_one(client: Client, millstream_url: str) -> None:

@@ -67,6 +67,18 @@ def test_a_task_stops_early_and_the_corrected_handler_runs_the_rest(
     assert {*seen, *(int(letter.pairs[1]) for letter in tasks.dead())} == set(range(1, 501))
 
 
+@pytest.mark.parametrize(("own", "dead"), [({"millstream.timer": "t"}, 20), ({}, 100)], ids=["timers", "redriven"])
+def test_messages_of_timers_open_the_breaker_and_redriven_ones_do_not(
+    client: Client, own: dict[str, str], dead: int
+) -> None:
+    tasks = TaskFixture(client)
+    first = {"millstream.redrive": "app.handle", **own}
+    rows = tasks.rows(*((n, b"%d" % n, {**first, "n": n, "k": n}) for n in range(1, 101)))
+    broken = only(App("app"), fails, name="handle", retry=Retry(attempts=1), key="k")
+    assert tasks.process(broken, rows)["dead"] == len(tasks.dead()) == dead
+    assert [letter.pairs[0] for letter in tasks.dead()] == [b"n"] * dead
+
+
 def test_messages_without_a_key_among_many_with_one_become_dead_letters_even_if_they_come_first(client: Client) -> None:
     tasks = TaskFixture(client)
     rows = tasks.rows(*((n, b"k" if n % 5 else None, {"n": n, **({"k": "k"} if n % 5 else {})}) for n in range(1, 501)))

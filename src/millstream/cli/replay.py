@@ -26,7 +26,7 @@ from millstream.model import LAST_ID, EntryId, State
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, unescape
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import own_pairs
 from millstream.worker.handler_steps import HandlerSteps
 
 _HEX = "hex"
@@ -134,8 +134,7 @@ class _Reader:
         for page in read_history(self.client, part.stream, max(self.span.first, kept.first), last):
             for entry_id, pairs in page:
                 if self.steps.queue_of(part.stream, entry_id, pairs) == queue:
-                    own_pairs = pairs[2:] if pairs[0] == REDRIVE_FIELD else pairs
-                    yield part.stream, entry_id.decode(), own_pairs
+                    yield part.stream, entry_id.decode(), own_pairs(pairs)
             self.output.has_read(len(page))
 
 

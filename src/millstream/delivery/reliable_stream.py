@@ -25,7 +25,7 @@ from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_em
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import REDRIVE_FIELD, WAITING, worker_name_key
+from millstream.redis_client.key_names import WAITING, own_pairs, worker_name_key
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
@@ -490,11 +490,10 @@ class ReliableStream:
     def new_dead_letter(self, delivery: Delivery, *, reason: Reason, error: str, traceback: str = "") -> DeadLetter:
         """Return a dead letter of an entry, to be passed to `dead_letter`. Raises ConfigError for an unknown reason."""
         app, handler = self._owner
-        pairs = delivery.pairs
         return DeadLetter(
             stream=self.stream,
             id=delivery.id.decode(),
-            pairs=pairs[2:] if pairs[0] == REDRIVE_FIELD else pairs,
+            pairs=own_pairs(delivery.pairs),
             key=None if delivery.lease is None else delivery.lease.key,
             app=app,
             handler=handler,

@@ -12,7 +12,7 @@ from millstream.handlers.handler import Handler
 from millstream.handlers.time_limit import TimeLimit
 from millstream.handlers.upcasting import VERSION_FIELD
 from millstream.model import Message, State, value_of
-from millstream.redis_client.key_names import REDRIVE_FIELD, check_identifier, to_wire
+from millstream.redis_client.key_names import REDRIVE_FIELD, TIMER_FIELD, check_identifier, to_wire
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def encode_timer(handler: Handler, origin: Origin, timer: After | Cancel) -> Tim
         return own_id, "", b""
     try:
         pairs = _pairs_of(handler, Message(stream, message_id, (), key), timer.message)
-        packed = pack_pairs([REDRIVE_FIELD, handler.label.encode(), *pairs])
+        packed = pack_pairs([REDRIVE_FIELD, handler.label.encode(), TIMER_FIELD, timer.name.encode(), *pairs])
     except OutputError as error:
         raise OutputError(f"{where}: {error}") from error
     return own_id, timer.delay_ms or 0, packed

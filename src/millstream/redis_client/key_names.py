@@ -7,6 +7,7 @@ Cluster too (Redis Cluster specification, "hash tags").
 
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol, overload
@@ -23,7 +24,10 @@ WAITING = "waiting"
 """The consumer that holds the pending entries which no worker has leased."""
 
 REDRIVE_FIELD = b"millstream.redrive"
-"""Reserved field of a redriven entry: names the handler that it is meant for."""
+"""Reserved field, the first one, of a redriven entry or of a timer's: names the handler that it is meant for."""
+
+TIMER_FIELD = b"millstream.timer"
+"""Reserved field, the second one, of an entry that a timer has added: the timer's name."""
 
 EDITED_FIELD = b"millstream.edited"
 """Reserved field, the last one, of an entry that was redriven with other fields: names the operator who edited it."""
@@ -33,6 +37,19 @@ FIRING_FIELD = b"millstream.firing"
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _SERVICE = re.compile(r"[A-Za-z0-9_.:-]{1,250}")
+
+
+def own_pairs(pairs: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the fields of an entry as its handler sees them: without the name of that handler, and of a timer."""
+    if pairs[0] != REDRIVE_FIELD:
+        return pairs
+    return pairs[2:] if is_redriven(pairs) else pairs[4:]
+
+
+def is_redriven(pairs: Sequence[bytes]) -> bool:
+    """Return whether the entry with these fields was a dead letter before: it names its handler, and no timer."""
+    is_for_one = bool(pairs) and pairs[0] == REDRIVE_FIELD
+    return is_for_one and not (len(pairs) > 2 and pairs[2] == TIMER_FIELD)
 
 
 def is_identifier(name: str) -> bool:

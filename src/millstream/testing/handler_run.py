@@ -28,7 +28,7 @@ from millstream.handlers.handler import Handler
 from millstream.handlers.key_timers import TimerChange, name_of_timer
 from millstream.handlers.upcasting import encode_state, parse_state
 from millstream.model import Message, State
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import own_pairs
 from millstream.redis_client.replies import mapping_of
 
 T = TypeVar("T")
@@ -172,11 +172,12 @@ def _timer_of(change: TimerChange) -> tuple[str, SetTimer | None]:
     name = name_of_timer(own_id)
     if delay_ms == "":
         return name, None
-    (fields,) = _texts([packed])
-    del fields[REDRIVE_FIELD.decode()]
-    return name, SetTimer(delay_ms=delay_ms, fields=fields)
+    return name, SetTimer(delay_ms=delay_ms, fields=_text_of(own_pairs(unpack_output(packed))))
 
 
 def _texts(outputs: Outputs) -> list[dict[str, str]]:
-    decoded = ([part.decode("utf-8", "surrogateescape") for part in unpack_output(one)] for one in outputs)
-    return [mapping_of(parts) for parts in decoded]
+    return [_text_of(unpack_output(one)) for one in outputs]
+
+
+def _text_of(pairs: Sequence[bytes]) -> dict[str, str]:
+    return mapping_of([part.decode("utf-8", "surrogateescape") for part in pairs])

@@ -11,7 +11,7 @@ from millstream.handlers.attempt import DeadLettered
 from millstream.handlers.breaker_window import BreakerWindow, Trip, cause_of, example_of, is_keyless
 from millstream.handlers.handler import Handler
 from millstream.model import Breaker
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import is_redriven
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class HandlerBreaker:
             return True
         if self._opened is not None:
             return False
-        if delivery.pairs[0] == REDRIVE_FIELD:  # it failed before the redrive, too: no evidence about this deployment
+        if is_redriven(delivery.pairs):  # it failed before the redrive, too: no evidence about this deployment
             return True
         if (trip := self._window.on_dead(cause, example_of(dead))) is not None:
             self._open(self._policy, trip)

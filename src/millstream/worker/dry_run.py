@@ -15,7 +15,7 @@ from millstream.handlers.breaker_window import cause_of
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message, Retry
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, own_pairs
 from millstream.redis_client.resp import Arg
 from millstream.worker.handler_steps import HandlerSteps
 
@@ -119,12 +119,10 @@ class _Rehearsal:
         asyncio.run(self._run_lists(messages) if in_lists else self._run_each(messages))
 
     def _message(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> Message | None:
-        """The message of an entry; None if it was redriven for another handler."""
-        if pairs[0] == REDRIVE_FIELD:
-            if pairs[1] != self._handler.label.encode():
-                return None
-            pairs = pairs[2:]
-        message = Message(stream, entry_id.decode(), pairs)
+        """The message of an entry; None if it is for another handler alone."""
+        if pairs[0] == REDRIVE_FIELD and pairs[1] != self._handler.label.encode():
+            return None
+        message = Message(stream, entry_id.decode(), own_pairs(pairs))
         with suppress(DecodeError):  # running it finds the same
             message.key = self._handler.key_of(message)
         return message

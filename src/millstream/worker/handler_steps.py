@@ -31,7 +31,7 @@ from millstream.handlers.handler import Handler
 from millstream.model import EntryId, Message
 from millstream.observability.failure_log import FailureLog
 from millstream.observability.tracing import NO_TRACING, RETRY, TracedRun, tracing
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import REDRIVE_FIELD, own_pairs
 
 
 class HandlerSteps:
@@ -49,33 +49,31 @@ class HandlerSteps:
         self._tracing = tracing()
 
     def queue_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        """Return the key queue of an entry, for a handler with a key; b"" if it was redriven for another handler."""
-        own_pairs = self._own_pairs(pairs)
-        if own_pairs is None:
+        """Return the key queue of an entry, for a handler with a key; b"" if it is for another one alone."""
+        own = self._own_pairs(pairs)
+        if own is None:
             return b""
         if self.handler.key_field is not None:
-            return queue_of_key(self.handler.key_in(own_pairs), entry_id)
+            return queue_of_key(self.handler.key_in(own), entry_id)
         try:
-            key = self.handler.key_of(Message(stream, entry_id.decode(), own_pairs))
+            key = self.handler.key_of(Message(stream, entry_id.decode(), own))
         except DecodeError:
             key = None  # running it dead-letters it
         return queue_of_key(key, entry_id)
 
     def refusal_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> DeadLettered | None:
-        """Return the outcome of an entry that has no key; None if the handler may process it, or if it was redriven."""
+        """Return the outcome of an entry that has no key; None if the handler may process it, or if it names its handler."""
         return None if pairs[0] == REDRIVE_FIELD else check_key(self.handler, Message(stream, entry_id.decode(), pairs))
 
     def decode(self, delivery: Delivery) -> Message | None:
-        """Make a message of an entry; None if it was redriven for another handler of the stream."""
+        """Make a message of an entry; None if it is for another handler of the stream alone."""
         pairs: Sequence[bytes] | None = delivery.pairs
         if delivery.pairs[0] == REDRIVE_FIELD:
             pairs = self._own_pairs(delivery.pairs)
         return None if pairs is None else _message(delivery, pairs)
 
     def _own_pairs(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
-        if pairs[0] != REDRIVE_FIELD:
-            return pairs
-        return pairs[2:] if pairs[1] == self._label else None
+        return None if pairs[0] == REDRIVE_FIELD and pairs[1] != self._label else own_pairs(pairs)
 
     def canceled(self, delivery: Delivery) -> DeadLettered | None:
         """Return the outcome of an entry that an earlier dead letter of its key has canceled; None if it may run."""
@@ -180,8 +178,7 @@ class HandlerSteps:
 
     def dead_letter_of(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:
         """Return the dead letter of an entry."""
-        pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
-        return dead_letter_of(self.handler, _message(delivery, pairs), dead)
+        return dead_letter_of(self.handler, _message(delivery, own_pairs(delivery.pairs)), dead)
 
     def retry(self, delivery: Delivery, retry_later: RetryLater) -> float:
         """Return how long a message waits before its next attempt, in milliseconds."""

@@ -73,7 +73,7 @@ class GroupStream(KeyedStream):
         self._first_seen_ms: dict[tuple[bytes, str], float] = {}
 
     def queue_of(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        """The name of an entry's key queue; b"" if the entry was redriven for another handler."""
+        """The name of an entry's key queue; b"" if the entry is for another handler alone."""
         return self._queue_of(entry_id, pairs)
 
     def renew_consumer_leases(self) -> RenewResult:
@@ -186,7 +186,7 @@ class ConsumerStream(KeyedStream):
 
 
 class QueueNamer:
-    """Names the key queue of an entry by its field `key`; b"" if it was redriven for another handler than `label`."""
+    """Names the key queue of an entry by its field `key`; b"" if it is for another handler than `label` alone."""
 
     def __init__(self, key: bytes, label: bytes) -> None:
         self._key = key

@@ -1,7 +1,7 @@
 """KeyRun: the entries of one key in a task: which of them are processed, which are committed."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from millstream.delivery.last_error import LastError
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import Parked, RetryLater
 from millstream.model import ZERO_ID, EntryId, Retry
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import REDRIVE_FIELD, own_pairs
 from millstream.redis_client.resp import Arg
 
 unpack = msgspec.msgpack.Decoder(list[bytes]).decode
@@ -140,9 +140,9 @@ def check_finished(runs: Iterable[KeyRun]) -> None:
             )
 
 
-def unpack_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
-    """Unpack an entry's fields; return them and, if it was redriven, the handler that it was redriven for."""
+def unpack_fields(packed: bytes) -> tuple[Sequence[bytes], bytes | None]:
+    """Unpack an entry's fields; return them and, if it is for one handler alone, that handler."""
     pairs = unpack(packed)
     if pairs and pairs[0] == REDRIVE_FIELD:
-        return pairs[2:], pairs[1]
+        return own_pairs(pairs), pairs[1]
     return pairs, None

@@ -95,7 +95,7 @@ class RunLoader:
         return metrics
 
     def next_message(self, run: KeyRun, token: int) -> tuple[Message, bool]:
-        """Return the next message of a run, and False if it was redriven for another handler of the stream."""
+        """Return the next message of a run, and False if it is for another handler of the stream alone."""
         entry = run.entries[0]
         pairs, meant_for = unpack_fields(entry.packed)
         message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, token)

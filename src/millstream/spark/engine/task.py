@@ -30,10 +30,11 @@ from millstream.handlers.handler import Handler
 from millstream.model import Message
 from millstream.observability.failure_log import FailureRecorder
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import is_redriven
 from millstream.spark.engine.attempt_runner import AttemptRunner
 from millstream.spark.engine.cautious_mode import CautiousMode
 from millstream.spark.engine.commit_buffer import CommitBuffer
-from millstream.spark.engine.key_run import DeferReason, KeyRun, check_finished, unpack_fields
+from millstream.spark.engine.key_run import DeferReason, KeyRun, check_finished, unpack, unpack_fields
 from millstream.spark.engine.rate_limit import RateLimit
 from millstream.spark.engine.run_committer import RunCommitter
 from millstream.spark.engine.run_loader import RunLoader
@@ -205,8 +206,7 @@ class PartitionTask:
         if isinstance(outcome, Done):
             self._breaker.on_processed()
         elif isinstance(outcome, DeadLettered):
-            redriven = unpack_fields(run.entries[0].packed)[1] is not None
-            return self._breaker.admits(outcome, redriven=redriven)
+            return self._breaker.admits(outcome, redriven=is_redriven(unpack(run.entries[0].packed)))
         return True
 
     def _add_outcome(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:

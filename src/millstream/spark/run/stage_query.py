@@ -117,7 +117,8 @@ class StageQuery(SupervisedQuery):
     def _read_input(self, one: Input, begins_at: str) -> DataFrame:
         options = self._source_options()
         options |= {"subscribe": ",".join(one.streams)} if one.streams else {"subscribePattern": one.pattern}
-        # A redriven entry is meant for the handler that failed on it; the stage has read the original.
+        # A redriven entry is meant for the handler that failed on it, and the stage has read the original. One of a
+        # timer is meant for the handler that has set the timer.
         options |= {"group": self._group, "startingOffsets": begins_at, "redriven": "skip"}
         options |= one.options
         options = {name: value for name, value in options.items() if value is not None}  # as Spark 4.3 does

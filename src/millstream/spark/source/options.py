@@ -87,7 +87,7 @@ class Columns:
 
     * `fields_as`: the type of the column `fields`
     * `failfast`: a value that does not fit its typed column is an error, not null
-    * `skip_redriven`: skip entries that were redriven to a handler
+    * `skip_redriven`: skip entries that are for one handler alone: redriven ones, and those of timers
     * `packed`: the layout of the handler engine, with the value of `key_field` as the key
     """
 

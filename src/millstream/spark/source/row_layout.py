@@ -30,7 +30,7 @@ def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
 
 
 def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
-    """Skip entries that were redriven to a handler: other readers have read them before."""
+    """Skip entries that are for one handler alone: dead letters that were redriven, and messages of timers."""
     return [(stream, [entry for entry in entries if entry[1][0] != REDRIVE_FIELD]) for stream, entries in runs]
 
 

@@ -58,7 +58,7 @@ class _Batch:
         self.messages: list[Message] = []
 
     def add(self, delivery: Delivery, message: Message | None) -> None:
-        """Add an entry that has started; without a message, it was redriven for another handler."""
+        """Add an entry that has started; without a message, it is for another handler alone."""
         if message is None:
             delivery.finished = True
             self._finished.append(((delivery,), NO_EFFECTS))

@@ -23,7 +23,7 @@ class _KeyLists(_Start):
     """How a runner splits the entries of a lease into lists."""
 
     def _messages_of(self, deliveries: Sequence[Delivery]) -> list[Message]:
-        """Return the messages of the first entries, up to one that was redriven for another handler."""
+        """Return the messages of the first entries, up to one that is for another handler alone."""
         messages: list[Message] = []
         for delivery in deliveries:
             if (message := self._steps.decode(delivery)) is None:
