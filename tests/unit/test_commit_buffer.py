@@ -101,6 +101,11 @@ def test_a_buffer_is_full_by_messages_or_by_bytes_and_a_flush_empties_it() -> No
     many = run_of(b"many")
     many.effects.add_outputs([b"x"] * MAX_COMMIT_OUTPUTS)
     assert buffer.is_filled_by(many)
+    timed = run_of(b"timed")
+    timed.effects.add_timers([(b"t", "", b"")] * (MAX_COMMIT_OUTPUTS - 1))
+    assert not buffer.is_filled_by(timed)
+    timed.effects.add_outputs([b"x"])
+    assert buffer.is_filled_by(timed)
 
 
 @pytest.mark.parametrize(("state", "committed"), [(b"new", b"new"), (b"old", None)])

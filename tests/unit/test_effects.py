@@ -27,6 +27,11 @@ def test_a_call_has_at_most_ten_thousand_outputs_unless_one_unit_has_more() -> N
     assert sizes_of_chunks(unit(20_000), unit(1), unit(0), unit(9_999)) == [1, 3]
 
 
+def test_changes_of_timers_count_to_the_limit_of_a_call() -> None:
+    timed = Effects(b"i1-1", b"", timers=[(b"t", "", b"")] * 4_000)
+    assert sizes_of_chunks((timed,), (timed,), unit(2_000), unit(1)) == [3, 1]
+
+
 def test_a_call_has_at_most_eight_megabytes_unless_one_unit_has_more() -> None:
     half = 4 * 2**20
     assert sizes_of_chunks(unit(1, half), unit(1, half), unit(1)) == [2, 1]

@@ -43,7 +43,7 @@ def crash_counts_of(entry_id: str) -> tuple[str, ...]:
 
 
 MAX_COMMIT_OUTPUTS = 10_000
-"""Outputs of several units that one call commits at most, as Redis answers no other client meanwhile."""
+"""Outputs and changes of timers of several units that one call commits at most, as Redis answers no other client meanwhile."""
 
 _CHUNK_BYTES = 8 << 20
 _OUTPUT_KEY = 8
@@ -124,6 +124,11 @@ class Effects:
         return not (self.outputs or self.dead_letters or self.state or self.timers)
 
     @property
+    def output_count(self) -> int:
+        """How many outputs and changes of timers it has."""
+        return len(self.outputs) + len(self.timers)
+
+    @property
     def size(self) -> int:
         """About how many bytes it adds to the data in Redis."""
         size = (len(self.state) if self.state else 0) + sum(map(len, self.outputs))
@@ -189,10 +194,8 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[S
     for at, unit in enumerate(map(unit_of, some)):
         if isinstance(unit, bytes):
             continue
-        if (
-            unit.outputs or unit.dead_letters or unit.state or unit.timers
-        ):  # most units have no effects, and there are many
-            size, count = unit.size, len(unit.outputs)
+        if not unit.is_ack_only:  # most units have no effects, and there are many
+            size, count = unit.size, unit.output_count
             if (total + size > _CHUNK_BYTES or outputs + count > MAX_COMMIT_OUTPUTS) and at > begin:
                 yield some[begin:at]
                 begin, total, outputs = at, 0, 0

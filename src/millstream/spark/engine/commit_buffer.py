@@ -34,7 +34,7 @@ class CommitBuffer:
     def is_filled_by(self, run: KeyRun) -> bool:
         """Return True if a flush is due once the effects of this run are staged, which may go on."""
         effects = run.effects
-        is_long = effects.message_count >= COMMIT_MESSAGES or len(effects.outputs) >= MAX_COMMIT_OUTPUTS
+        is_long = effects.message_count >= COMMIT_MESSAGES or effects.output_count >= MAX_COMMIT_OUTPUTS
         return is_long or self._bytes >= COMMIT_BYTES
 
     def count_bytes(self, size: int) -> None:

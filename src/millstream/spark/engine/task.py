@@ -227,7 +227,7 @@ class PartitionTask:
             self._buffer.count_bytes(len(outcome.state) + sum(map(len, outcome.outputs)))
             if outcome.timers:
                 effects.add_timers(outcome.timers)
-                self._buffer.count_bytes(sum(len(packed) for _, _, packed in outcome.timers))
+                self._buffer.count_bytes(sum(len(own_id) + len(packed) for own_id, _, packed in outcome.timers))
             run.state = outcome.state
         run.covered.append(run.entries.popleft())
         run.attempt = 1
