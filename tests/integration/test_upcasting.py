@@ -1,6 +1,6 @@
 """Versions of states and messages: upcasts bring earlier ones to the current shape, and later states are left alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,16 @@ import msgspec
 import pytest
 
 from millstream import Message, Retry, State
+from millstream.admin.state_scan import StoredState
 from millstream.errors import ConfigError
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater, attempt_list_plain, attempt_plain
 from millstream.handlers.handler import Handler
-from millstream.handlers.upcasting import encode_state, parse_state, state_version
+from millstream.handlers.upcasting import encode_state, parse_state, parse_version_and_state
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.spark.engine.task import MAX_BACKOFF_MS
+from millstream.spark.source.state_options import parse_state_options
+from millstream.spark.source.state_partitions import record_batch
 from millstream.worker.dry_run import dry_run
 from tests.support.pages import run_tests
 from tests.support.task_fixtures import TaskFixture
@@ -90,7 +93,7 @@ def test_a_state_of_any_version_is_current_for_the_handler_and_stored_as_current
 ) -> None:
     give_state(client, blob)
     run(client, current(), "out")
-    assert (state_version(stored(client)), parse_state(stored(client))) == (3, {"cents": 200, "currency": "EUR"})
+    assert parse_version_and_state(stored(client)) == (3, {"cents": 200, "currency": "EUR"})
 
 
 @ENGINES
@@ -127,7 +130,7 @@ def test_workers_of_an_older_app_leave_a_newer_state_alone_until_a_newer_worker_
             assert loop.ended.wait(FAIL_SAFE_S)
         with working(client, current(), "newer"):
             eventually(lambda: client.execute("XLEN", "out") == 2, "the message of the key")
-    assert (state_version(stored(client)), parse_state(stored(client))["cents"]) == (3, 200)
+    assert parse_version_and_state(stored(client)) == (3, {"cents": 200, "currency": "EUR"})
 
 
 def older_total(message: Message, state: State) -> dict[str, Any]:
@@ -180,7 +183,12 @@ def test_states_of_handlers_without_versions_are_stored_as_before() -> None:
     assert outcome.state == msgspec.msgpack.encode({"cents": 2})
 
 
-@pytest.mark.parametrize("blob", [b"\x92\x00\x80", b"\x92\xa1x\x80", b"\x92\x02", b"\x92\x02\x01", b"\x93\x02\x80\x80"])
+FORGED = msgspec.msgpack.encode((2**40, {"a": 1}))
+
+
+@pytest.mark.parametrize(
+    "blob", [b"\x92\x00\x80", b"\x92\xa1x\x80", b"\x92\x02", b"\x92\x02\x01", b"\x93\x02\x80\x80", FORGED]
+)
 def test_a_damaged_state_with_a_version_is_a_dead_letter(blob: bytes) -> None:
     outcome = attempt_plain(current(), Message("in", "1-0", [b"n", b"1"], b"a"), blob)
     assert isinstance(outcome, DeadLettered)
@@ -193,6 +201,71 @@ def test_an_upcast_that_returns_no_mapping_says_so(returned: Any) -> None:
     outcome = attempt_plain(handler, Message("in", "1-0", [b"n", b"1"], b"a"), encode_state(State(sum=1)))
     assert isinstance(outcome, DeadLettered)
     assert f"returned a {type(returned).__name__}; return a mapping" in outcome.error
+
+
+@pytest.mark.parametrize("state_as", ["json", "binary"])
+def test_a_state_with_a_forged_version_is_a_row_without_one_in_spark(state_as: str) -> None:
+    options = parse_state_options({"url": "redis://127.0.0.1", "handler": "a.h", "stateAs": state_as}, {})
+    page = [StoredState("in", b"a", one) for one in (FORGED, encode_state(State(n=1), 2), encode_state(State(n=1)))]
+    rows = record_batch(page, options, options.schema).to_pylist()
+    assert [one["version"] for one in rows] == [None, 2, 1]
+    json_texts = [None, '{"n":1}', '{"n":1}']
+    assert [one["state"] for one in rows] == (json_texts if state_as == "json" else [one.blob for one in page])
+
+
+class Unreadable(Mapping[str, Any]):
+    """A mapping that raises where it is read."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Unnamed:
+    """A name that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ({"\ud800": "x"}, "message_upcasts[0] returned what cannot be a message"),
+        ({Unnamed(): "x"}, "message_upcasts[0] returned what cannot be a message"),
+        (Unreadable(), "message_upcasts[0], from version 1 of the message, raised RuntimeError: a"),
+    ],
+)
+def test_a_message_upcast_never_raises_out_of_an_attempt(returned: Any, says: str) -> None:
+    handler = make(
+        total_of_list, key="k", message_upcasts=[lambda fields: returned if fields["k"] == b"bad" else fields]
+    )
+    good, bad = Message("in", "1-0", [b"k", b"a"], b"a"), Message("in", "2-0", [b"k", b"bad"], b"a")
+    count, _ = attempt_list_plain(handler, [good, bad], b"")
+    assert count == 1
+    outcome = attempt_list_plain(handler, [bad], b"")[1]
+    assert isinstance(outcome, DeadLettered)
+    assert says in outcome.error
+
+
+def test_a_state_upcast_never_raises_out_of_an_attempt() -> None:
+    handler = current(state_upcasts=[lambda _: Unreadable(), with_currency])
+    outcome = attempt_plain(handler, Message("in", "1-0", [b"n", b"1"], b"a"), encode_state(State(sum=1)))
+    assert isinstance(outcome, DeadLettered)
+    assert "state_upcasts[0], from version 1 of the state of the key, raised RuntimeError: a" in outcome.error
+
+
+@pytest.mark.parametrize("version", [b"", b"0", b"x", b"-1", b"9" * 10])
+def test_a_version_of_a_message_that_is_no_whole_number_from_1_makes_a_dead_letter(version: bytes) -> None:
+    handler = make(on_order, message_upcasts=[rename_n])
+    outcome = attempt_plain(handler, Message("in", "1-0", [b"k", b"a", b"schema_version", version]), b"")
+    assert isinstance(outcome, DeadLettered)
+    assert "'schema_version' must be a whole number from 1" in outcome.error
 
 
 @dataclass
@@ -208,6 +281,10 @@ def test_the_program_of_the_page_and_its_tests_pass(tmp_path: Path) -> None:
 
 def rename_n(fields: dict[str, bytes]) -> dict[str, object]:
     return {**fields, "amount": fields["n"]}
+
+
+async def rename_later(fields: dict[str, bytes]) -> dict[str, object]:
+    return rename_n(fields)
 
 
 def on_order(order: Order) -> Order:
@@ -251,6 +328,9 @@ def test_an_upcast_whose_result_cannot_be_a_message_makes_a_dead_letter() -> Non
         (on_order, {"state_upcasts": [in_cents]}, "state_upcasts is for handlers that take a State"),
         (total, {"state_upcasts": in_cents}, "state_upcasts must be a list of functions"),
         (on_order, {"message_upcasts": ["to_2"]}, "message_upcasts must be a list of functions"),
+        (on_order, {"message_upcasts": []}, "message_upcasts must be a list of functions"),
+        (total, {"state_upcasts": ()}, "state_upcasts must be a list of functions"),
+        (on_order, {"message_upcasts": [rename_later]}, r"message_upcasts\[0\] must be a plain function, not async"),
         (on_order, {"message_upcasts": [rename_n] * 2}, "lead to version 3, and Order.schema_version is 2 by default"),
     ],
 )

@@ -19,7 +19,7 @@ from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.rate_override import RateOverride, parse_rate_override
 from millstream.delivery.restarts import read_restarts
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
-from millstream.handlers.upcasting import parse_state, state_version
+from millstream.handlers.upcasting import parse_version_and_state
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
@@ -173,7 +173,7 @@ def read_version_and_state(client: Client, keys: HandlerKeys, key: bytes) -> tup
 
 
 def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator[tuple[bytes, bytes]]:
-    """Keys whose names match the glob `match`, each with its encoded state (see `decode_state`). In no order.
+    """Keys whose names match the glob `match`, each with its encoded state (see `decode_version_and_state`). In no order.
 
     A key that is added or removed meanwhile may be missing or come twice (Redis HSCAN). Raises RedisError.
     """
@@ -198,15 +198,10 @@ def state_expiries(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -
     return found
 
 
-def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
-    """Decode a state as stored in Redis. Raises DecodeError if it is damaged."""
-    return decode_version_and_state(key, blob)[1]
-
-
 def decode_version_and_state(key: bytes, blob: bytes) -> tuple[int, dict[str, Any]]:
     """Decode a state as stored in Redis, with its version. Raises DecodeError if it is damaged."""
     try:
-        return state_version(blob), parse_state(blob)
+        return parse_version_and_state(blob)
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
         raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to start without a state") from error
 

@@ -23,7 +23,7 @@ _START = b"0"
 
 
 class StoredState(NamedTuple):
-    """The state of a key, as it is stored in Redis: see `decode_state`."""
+    """The state of a key, as it is stored in Redis: see `decode_version_and_state`."""
 
     stream: str
     key: bytes

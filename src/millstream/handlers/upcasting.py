@@ -5,16 +5,18 @@ The version of a message is its field `schema_version`, 1 without one. The versi
 (The term: upcasters of Axon Framework.)
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
 
-from millstream.errors import ConfigError, DecodeError, OutputError, text_of
+from millstream.errors import ConfigError, DecodeError, text_of
 from millstream.handlers.decoding import default_of
 from millstream.handlers.encoding import encode_output
 from millstream.model import Message, State, value_of
+from millstream.redis_client.key_names import to_wire
 
 MessageUpcast = Callable[[dict[str, bytes]], Mapping[str, object]]
 """Returns the fields of a message in the next version, with values that a handler may return."""
@@ -29,7 +31,7 @@ _MAX_DIGITS = 9
 _VERSIONED = b"\x92"
 """First byte of a state with a version: an array of two; a state without one is a map."""
 
-_Version = Annotated[int, msgspec.Meta(ge=1)]
+_Version = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_plain = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _decode_versioned = msgspec.msgpack.Decoder(tuple[_Version, dict[str, Any]]).decode
@@ -42,8 +44,11 @@ class NewerState(DecodeError):
 
 def check_upcasts(where: str, name: str, upcasts: object) -> None:
     """Raise ConfigError unless this value of the option `name` is a sequence of functions."""
-    if not isinstance(upcasts, (list, tuple)) or not all(map(callable, upcasts)):
+    if not isinstance(upcasts, (list, tuple)) or not upcasts or not all(map(callable, upcasts)):
         raise ConfigError(f"{where}: {name} must be a list of functions, the first for version 1, like {name}=[to_2]")
+    for number, upcast in enumerate(upcasts):
+        if inspect.iscoroutinefunction(upcast):
+            raise ConfigError(f"{where}: {name}[{number}] must be a plain function, not async: an upcast only computes")
 
 
 def check_version_field(where: str, model: type, version: int) -> None:
@@ -75,34 +80,33 @@ def upcast_message(message: Message, upcasts: Sequence[MessageUpcast]) -> Messag
         fields.pop(VERSION_FIELD, None)
         found = _call(upcast, fields, f"message_upcasts[{number - 1}], from version {number} of the message,")
         try:
-            pairs = encode_output({_to_wire(name): value for name, value in found.items()} | {_WIRE_FIELD: number + 1})
-        except OutputError as error:
-            raise DecodeError(f"message_upcasts[{number - 1}] returned what cannot be a message: {error}") from error
+            wired = {to_wire(name) if isinstance(name, str) else name: value for name, value in found.items()}
+            pairs = encode_output(wired | {_WIRE_FIELD: number + 1})
+        except Exception as error:  # names and values may be of any class
+            raise DecodeError(
+                f"message_upcasts[{number - 1}] returned what cannot be a message: {text_of(error)}"
+            ) from error
     return replace(message, pairs=pairs)
 
 
 def _version_of(message: Message) -> int:
     found = value_of(message.pairs, _WIRE_FIELD)
-    if not found:
+    if found is None:
         return 1
     if not found.isdigit() or len(found) > _MAX_DIGITS or not int(found):
         raise DecodeError(f"field {VERSION_FIELD!r} must be a whole number from 1, not {found[:_MAX_DIGITS]!r}")
     return int(found)
 
 
-def _to_wire(name: object) -> Any:
-    return name.encode("utf-8", "surrogateescape") if isinstance(name, str) else name
-
-
-def _call(upcast: Callable[[dict[str, Any]], Any], value: dict[str, Any], where: str) -> Mapping[str, Any]:
+def _call(upcast: Callable[[dict[str, Any]], Any], value: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         found = upcast(value)
-    # An upcast may raise anything, SystemExit too: one message must not end the worker.
+        if isinstance(found, Mapping):
+            return dict(found)
+    # An upcast may raise anything, SystemExit too, and so may its mapping: one message must not end the worker.
     except BaseException as error:
         raise DecodeError(f"{where} raised {type(error).__name__}: {text_of(error)}") from error
-    if not isinstance(found, Mapping):
-        raise DecodeError(f"{where} returned a {type(found).__name__}; return a mapping")
-    return found
+    raise DecodeError(f"{where} returned a {type(found).__name__}; return a mapping")
 
 
 def current_state(blob: bytes, upcasts: Sequence[StateUpcast]) -> State:
@@ -110,35 +114,35 @@ def current_state(blob: bytes, upcasts: Sequence[StateUpcast]) -> State:
 
     Raises NewerState for one of a later version, DecodeError if an upcast fails, and ValueError if it is damaged.
     """
-    if not upcasts and blob[:1] != _VERSIONED:
-        return parse_state(blob)
-    version = state_version(blob)
+    version, found = parse_version_and_state(blob)
     if version > len(upcasts) + 1:
         raise NewerState(
             f"the state of the key has version {version}, and this handler knows versions up to {len(upcasts) + 1}: "
             "deploy the newer app; the message waits for it"
         )
-    found: Mapping[str, Any] = parse_state(blob)
-    if not found:
-        return State()
-    for number, upcast in enumerate(upcasts[version - 1 :], version):
-        where = f"state_upcasts[{number - 1}], from version {number} of the state of the key,"
-        found = _call(upcast, dict(found), where)
+    if found:
+        for number, upcast in enumerate(upcasts[version - 1 :], version):
+            found = _call(upcast, found, f"state_upcasts[{number - 1}], from version {number} of the state of the key,")
     return State(found)
 
 
-def parse_state(blob: bytes) -> State:
-    """Decode a key's state as stored in Redis, in the version that it is stored in; b"" is an empty one.
+def parse_version_and_state(blob: bytes) -> tuple[int, dict[str, Any]]:
+    """Decode a key's state as stored in Redis, and the version that it is stored in; b"" is an empty one of version 1.
 
     Raises ValueError if it is damaged.
     """
     if not blob:
-        return State()
-    return State(_decode_versioned(blob)[1] if blob[:1] == _VERSIONED else _decode_plain(blob))
+        return 1, {}
+    return _decode_versioned(blob) if blob[:1] == _VERSIONED else (1, _decode_plain(blob))
 
 
-def state_version(blob: bytes) -> int:
-    """Return the version of a state as stored in Redis. Raises ValueError if it is damaged."""
+def parse_state(blob: bytes) -> State:
+    """As `parse_version_and_state`, without the version."""
+    return State(parse_version_and_state(blob)[1])
+
+
+def parse_version(blob: bytes) -> int:
+    """As `parse_version_and_state`, without the state, which is not decoded and may be damaged."""
     return _decode_version(blob)[0] if blob[:1] == _VERSIONED else 1
 
 

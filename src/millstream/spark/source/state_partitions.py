@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from millstream.admin.inspection import decode_state
+from millstream.admin.inspection import decode_version_and_state
 from millstream.admin.state_scan import StateHash, StoredState
 from millstream.errors import DecodeError
-from millstream.handlers.upcasting import state_version
+from millstream.handlers.upcasting import parse_version
 from millstream.model import ZERO_ID
 from millstream.redis_client.escaping import json_value
 from millstream.spark.source.offset_ranges import OffsetRange, TaskSizing, assign
@@ -45,28 +45,29 @@ def record_batch(page: Sequence[StoredState], options: StateOptions, schema: Str
     columns: dict[str, Callable[[], list[Any]]] = {
         "stream": lambda: [one.stream for one in page],
         "key": lambda: [one.key for one in page],
-        "state": lambda: [_shown(one, options) for one in page],
-        "version": lambda: [_version(one, options) for one in page],
+        "state": lambda: [state for _, state in decoded],
+        "version": lambda: [version for version, _ in decoded],
     }
+    decode = _version_and_json if options.state_as == "json" and "state" in schema.names else _version_and_bytes
+    decoded = [decode(one, options) for one in page]
     arrays = [pa.array(columns[one.name](), type=one.type) for one in arrow]
     return pa.RecordBatch.from_arrays(arrays, schema=arrow)
 
 
-def _version(one: StoredState, options: StateOptions) -> int | None:
+def _version_and_json(one: StoredState, options: StateOptions) -> tuple[int | None, str | None]:
     try:
-        return state_version(one.blob)
-    except ValueError as error:
-        if options.failfast:
-            raise DecodeError(f"the state of {one.key!r} is damaged ({error})") from error
-        return None
-
-
-def _shown(one: StoredState, options: StateOptions) -> bytes | str | None:
-    if options.state_as == "binary":
-        return one.blob
-    try:
-        return json.dumps(json_value(decode_state(one.key, one.blob)), ensure_ascii=False, separators=(",", ":"))
+        version, state = decode_version_and_state(one.key, one.blob)
     except DecodeError:
         if options.failfast:
             raise
-        return None
+        return None, None
+    return version, json.dumps(json_value(state), ensure_ascii=False, separators=(",", ":"))
+
+
+def _version_and_bytes(one: StoredState, options: StateOptions) -> tuple[int | None, bytes]:
+    try:
+        return parse_version(one.blob), one.blob
+    except ValueError as error:
+        if options.failfast:
+            raise DecodeError(f"the state of {one.key!r} is damaged ({error})") from error
+        return None, one.blob
