@@ -9,14 +9,15 @@ import msgspec
 import pytest
 
 from millstream import Message, Retry, State
+from millstream.admin.key_queues import blocked_queues, explain, last_errors, read_queues
 from millstream.admin.state_scan import StoredState
 from millstream.errors import ConfigError
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater, attempt_list_plain, attempt_plain
 from millstream.handlers.handler import Handler
 from millstream.handlers.upcasting import encode_state, parse_state, parse_version_and_state
+from millstream.observability.failure_log import Failure, FailureLog
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
-from millstream.spark.engine.task import MAX_BACKOFF_MS
 from millstream.spark.source.state_options import parse_state_options
 from millstream.spark.source.state_partitions import record_batch
 from millstream.worker.dry_run import dry_run
@@ -108,6 +109,18 @@ def test_a_failing_upcast_is_a_dead_letter_and_leaves_the_state_as_it_was(client
     assert stored(client) == before
 
 
+def failing_first(attempts: list[int]) -> Callable[[Message, State], dict[str, Any]]:
+    """The current version, whose first attempt fails; appends the number of each attempt to `attempts`."""
+
+    def total_later(message: Message, state: State) -> dict[str, Any]:
+        attempts.append(message.attempt)
+        if len(attempts) == 1:
+            raise RuntimeError("not yet")
+        return total(message, state)
+
+    return total_later
+
+
 @pytest.mark.parametrize("is_older_stopped", [True, False], ids=["old stopped", "old and new at once"])
 def test_workers_of_an_older_app_leave_a_newer_state_alone_until_a_newer_worker_takes_its_message(
     client: Client, is_older_stopped: bool
@@ -115,22 +128,91 @@ def test_workers_of_an_older_app_leave_a_newer_state_alone_until_a_newer_worker_
     before = encode_state(State(cents=150, currency="EUR"), 3)
     give_state(client, before)
     client.execute("XADD", "in", "2-0", "k", "other", "n", 7)
-    older = make(
-        older_total,
-        key="k",
-        state_upcasts=[in_cents],
-        retry=Retry(attempts=2, delay_ms=1, max_delay_ms=20, then="park"),
-    )
+    at_once = Retry(attempts=2, delay_ms=0, max_delay_ms=0, then="park")
+    older = make(older_total, key="k", state_upcasts=[in_cents], retry=at_once)
+    due: set[bytes | None] = set()
+    attempts: list[int] = []
+    newer = make(failing_first(attempts), key="k", state_upcasts=[in_cents, with_currency], retry=at_once)
+
+    def has_waited_beyond_the_policy() -> bool:
+        due.add(client.execute("ZSCORE", KEYS.backoff, b"ka"))
+        return len(due - {None}) > 2
+
     with working(client, older, "older") as loop:
-        eventually(lambda: int(client.execute("HGET", KEYS.crashes, "1-0f") or 0) > 3, "attempts beyond the policy")
+        eventually(has_waited_beyond_the_policy)
         eventually(lambda: client.execute("XLEN", "out") == 1, "the message of another key")
         assert (stored(client), client.execute("XLEN", KEYS.dead_letters)) == (before, 0)
         if is_older_stopped:
             loop.stop()
             assert loop.ended.wait(FAIL_SAFE_S)
-        with working(client, current(), "newer"):
+        with working(client, newer, "newer"):
             eventually(lambda: client.execute("XLEN", "out") == 2, "the message of the key")
     assert parse_version_and_state(stored(client)) == (3, {"cents": 200, "currency": "EUR"})
+    assert (attempts, client.execute("HLEN", KEYS.crashes)) == ([1, 2], 0)
+
+
+def test_nothing_remains_of_a_wait_for_newer_code(client: Client) -> None:
+    give_state(client, encode_state(State(cents=150, currency="EUR"), 3))
+    older = current(state_upcasts=[in_cents], retry=Retry(max_delay_ms=1_000))
+    with working(client, older, "older"):
+        eventually(lambda: client.execute("HGET", KEYS.crashes, "1-0f") == b"0", "a wait")
+    with working(client, current(), "newer"):
+        eventually(lambda: client.execute("XLEN", "out") == 1, "the message of the key")
+    assert client.execute("HLEN", KEYS.crashes) == 0
+
+
+def test_nothing_remains_of_a_wait_for_newer_code_on_spark(client: Client) -> None:
+    give_state(client, encode_state(State(cents=150, currency="EUR"), 3))
+    bench = TaskFixture(client)
+    bench.process(
+        current(state_upcasts=[in_cents], retry=Retry(max_delay_ms=1_000)), bench.rows((1, b"a", {"k": "a", "n": 50}))
+    )
+    assert client.execute("HGET", KEYS.crashes, "1-0f") == b"0"
+    eventually(lambda: bench.runnable(current()).queues == [b"ka"], "the end of the wait")
+    bench.process_deferred(current())
+    assert (bench.outputs(), client.execute("HLEN", KEYS.crashes)) == ([200], 0)
+
+
+def test_a_key_that_waits_for_newer_code_is_blocked_and_says_why(client: Client) -> None:
+    give_state(client, encode_state(State(cents=150, currency="EUR"), 3))
+    with working(client, current(state_upcasts=[in_cents])):
+        (queue,) = eventually(lambda: blocked_queues(client, KEYS), "the wait")
+    (queue,) = read_queues(client, KEYS, [b"ka"])
+    (last,) = last_errors(client, [(KEYS, queue)])
+    assert explain(queue, last).startswith(
+        "blocked, as it waits for newer code: attempt 1 of its first entry is due in"
+    )
+    assert last.error.startswith("the state of the key has version 3, and this handler knows versions up to 2")
+
+
+def test_the_log_of_a_wait_names_no_failed_attempt_and_is_not_the_last_of_its_message() -> None:
+    handler = current(state_upcasts=[in_cents], retry=Retry(attempts=1))
+    outcome = attempt_plain(handler, MESSAGE, encode_state(State(cents=1), 3))
+    assert isinstance(outcome, RetryLater)
+    failures: list[Failure] = []
+    log = FailureLog(handler, on_failure=lambda failure, _: failures.append(failure))
+    log.attempt_failed("in", "1-0", b"a", 1, outcome, delay_ms=10_000)
+    (failure,) = failures
+    assert failure.text == (
+        "app.handle: message 1-0 of in, key a waits for newer code: the state of the key has version 3, and this handler "
+        "knows versions up to 2: deploy the newer app; it blocks its key, retrying in 10.0 s"
+    )
+    assert not failure.is_last
+
+
+MESSAGE = Message("in", "1-0", [b"k", b"a", b"n", b"1"], b"a")
+
+
+@pytest.mark.parametrize(
+    ("longest_ms", "wait_ms"), [(0, 1_000), (1, 1_000), (10_000, 10_000), (60_000, 60_000), (10**9, 60_000)]
+)
+def test_a_wait_for_newer_code_lasts_as_long_as_the_longest_back_off_within_its_bounds(
+    longest_ms: float, wait_ms: float
+) -> None:
+    handler = current(state_upcasts=[in_cents], retry=Retry(delay_ms=0, max_delay_ms=longest_ms, jitter=0))
+    outcome = attempt_plain(handler, MESSAGE, encode_state(State(cents=1), 3))
+    assert isinstance(outcome, RetryLater)
+    assert outcome.delay_ms == wait_ms
 
 
 def older_total(message: Message, state: State) -> dict[str, Any]:
@@ -145,13 +227,19 @@ def test_a_run_of_an_older_app_on_spark_defers_the_message_of_a_newer_state_and_
     before = encode_state(State(cents=150, currency="EUR"), 3)
     give_state(client, before)
     bench = TaskFixture(client)
-    delay_ms = 1.5 * MAX_BACKOFF_MS
-    older = current(state_upcasts=[in_cents], retry=Retry(attempts=2, delay_ms=delay_ms, jitter=0))
-    bench.process(older, bench.rows((1, b"a", {"k": "a", "n": 50})))
-    assert (stored(client), bench.dead(), bench.outputs()) == (before, [], [])
-    eventually(lambda: bench.runnable(current()).queues == [b"ka"], "the end of the back-off")
-    bench.process_deferred(current())
-    assert (bench.outputs(), parse_state(stored(client))["cents"]) == ([200], 200)
+    at_once = Retry(attempts=2, delay_ms=0, max_delay_ms=0, jitter=0)
+    older = make(older_total, key="k", state_upcasts=[in_cents], retry=at_once)
+    bench.process(older, bench.rows((1, b"a", {"k": "a", "n": 50}), (2, b"other", {"k": "other", "n": 7})))
+    assert (stored(client), bench.dead(), bench.outputs()) == (before, [], [7])
+    for again in (True, True, False):
+        eventually(lambda: bench.runnable(older).queues == [b"ka"], "the end of the wait")
+        if again:
+            bench.process_deferred(older)
+    attempts: list[int] = []
+    newer = make(failing_first(attempts), key="k", state_upcasts=[in_cents, with_currency], retry=at_once)
+    bench.process_deferred(newer)
+    assert (bench.outputs(), parse_state(stored(client))["cents"], attempts) == ([7, 200], 200, [1, 2])
+    assert client.execute("HLEN", KEYS.crashes) == 0
 
 
 def test_a_check_of_an_older_app_reports_a_newer_state(client: Client) -> None:

@@ -34,7 +34,7 @@ class ReaderReport:
     * `oldest_age_ms`: age of the first uncommitted entry
     * `pending`: entries in flight, or deferred by Spark
     * `parked`, `backing_off`: parked keys, and keys that wait for the next attempt: both are stuck
-    * `blocked`: keys whose first message has failed all its attempts, whether they back off or run again just now
+    * `blocked`: keys whose first message is retried without end, whether they back off or run again just now
     * `dead_letters`: dead letters in Redis
     * `paused`: number of its paused streams
     * `added`: entries ever added to its streams; `done`: the number of them that a handler has committed, a group was

@@ -373,7 +373,7 @@ def check_parked(data: Data) -> Iterator[Finding]:
 
 
 def check_blocked(data: Data) -> Iterator[Finding]:
-    """Keys whose first message has failed all its attempts, and is retried without end."""
+    """Keys whose first message is retried without end: its attempts have failed, or it waits for newer code."""
     for label, some in data.by_handler.items():
         if count := sum(one.blocked for one in some):
             yield Finding(
@@ -381,8 +381,8 @@ def check_blocked(data: Data) -> Iterator[Finding]:
                 handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(count, 'blocked key')}",
-                why="its first message has failed all its attempts and is retried without end, and the others wait: mend "
-                "the cause, and it goes on by itself",
+                why="its first message has failed all its attempts or waits for newer code, and is retried without end, and "
+                "the others wait: mend the cause, and it goes on by itself",
                 mend=(f"millstream key list {label}", f"millstream key skip {label} KEY  # or give that message up"),
             )
 

@@ -24,7 +24,8 @@ class HandlerActivity:
     * `handler`: its label; `figures`: its figures in Redis
     * `committed_per_s`: messages committed per second since the reading before; None if there was none, or if it has
       other streams now
-    * `blocked`: keys whose first message has failed all its attempts and is retried without end, on up to 100 streams
+    * `blocked`: keys whose first message has failed all its attempts or waits for newer code, and is retried without end, on
+      up to 100 streams
     * `workers`: workers that their supervisors announce, and runs on Spark
     """
 

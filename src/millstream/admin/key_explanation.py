@@ -55,7 +55,7 @@ class KeyReport:
 
     @property
     def is_blocked(self) -> bool:
-        """True if its first message has failed all its attempts, and is retried without end."""
+        """True if its first message has failed all its attempts or waits for newer code, and is retried without end."""
         return self.queue is not None and is_blocked(self.queue, self.last)
 
     @property

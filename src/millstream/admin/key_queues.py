@@ -300,19 +300,21 @@ def blocked_queues(client: Client, keys: HandlerKeys, *, most: int = 100) -> lis
     backing_off, leased = call_all(
         client, [("ZRANGE", keys.backoff, 0, most - 1), ("ZRANGE", keys.leases, 0, most - 1)]
     )
-    queues = [one for one in read_queues(client, keys, [*backing_off, *leased]) if one.failed_attempts]
+    queues = read_queues(client, keys, [*backing_off, *leased])
     errors = last_errors(client, [(keys, one) for one in queues])
     return [one for one, last in zip(queues, errors, strict=True) if is_blocked(one, last)]
 
 
 def is_blocked(queue: KeyQueue, last: LastError) -> bool:
-    """True if the first entry of a key queue has failed all attempts that it has, and is retried without end."""
+    """True if the first entry of a key queue is retried without end: its attempts have failed, or it waits for newer code."""
     return last.blocks and queue.parked_reason is None and queue.failed_attempts >= last.attempts
 
 
 def explain(queue: KeyQueue, last: LastError) -> str:
     """Return what a key queue waits for, in words; `last`: its last error, as far as it is known."""
     if is_blocked(queue, last):
+        if not last.attempts:
+            return f"blocked, as it waits for newer code: {queue.why}"
         return f"blocked, as {queue.failed_attempts} attempts have failed: {queue.why}"
     if queue.state == "backing off" and last.attempts and not last.blocks:
         return f"{queue.why}, of {last.attempts} attempts"

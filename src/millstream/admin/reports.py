@@ -68,8 +68,8 @@ class HandlerReport:
     * `processed`, `dead`: totals of messages that were processed, and that became dead letters; `committed`: both
     * `written`, `refused`: totals of written outputs, and of commits refused because another run had made them
     * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked; `backing_off`: keys that wait for
-      the next attempt; `blocked`: keys whose first message has failed all its attempts, and is retried without end, of
-      some hundred; one that is attempted again just now does not back off
+      the next attempt; `blocked`: keys whose first message has failed all its attempts or waits for newer code, and is
+      retried without end, of some hundred; one that is attempted again just now does not back off
     * `paused`: its workers read no new entries; `pause`: why, and since when
     * `rate_override`: the rate that an operator has set; None: that in code holds
     * `problem`: unreadable data in its keys, which no handler of this version has written, so that the rest is unknown;

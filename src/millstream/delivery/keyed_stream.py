@@ -406,7 +406,8 @@ class KeyedStream(ReliableStream):
         lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
         lease.queued.extend(lease.entries)
         first = lease.entries[0]
-        first.attempt, first.deliveries = failed + 1, expired + 1
+        first.attempt, first.deliveries = max(0, failed) + 1, expired + 1
+        first.has_waited = failed == 0
         return lease
 
     def renew_leases(self, leases: Sequence[KeyLease], lease_ms: int, now_ms: float) -> list[KeyLease]:

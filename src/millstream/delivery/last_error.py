@@ -16,7 +16,8 @@ _ATTEMPTS = re.compile(r"of (\d{1,9})(, then it blocks)?")
 class LastError:
     """The error of an attempt, in one line, and its traceback; "" where there is none.
 
-    * `attempts`: how many the retry policy grants; 0 if that is not known
+    * `attempts`: how many the retry policy grants; 0 if that is not known, or if none was made: the entry waits for
+      newer code
     * `blocks`: True if it retries without end after these
     """
 
@@ -28,6 +29,8 @@ class LastError:
     @classmethod
     def of(cls, failed: RetryLater | Parked | str, retry: Retry) -> "LastError":
         """Return the error of a failed attempt, its outcome or a consumer's text, under this retry policy."""
+        if isinstance(failed, RetryLater) and failed.waits:
+            return cls(error=failed.error, blocks=True)
         error, traceback = (failed, "") if isinstance(failed, str) else (failed.error, _traceback_of(failed))
         return cls(error=error, traceback=traceback, attempts=retry.attempts, blocks=retry.then == "block")
 
@@ -39,7 +42,7 @@ class LastError:
             error = error[: _MAX_ERROR_BYTES - 3] + b"..."
         if len(traceback) > _MAX_TRACEBACK_BYTES:  # its end has the error
             traceback = b"..." + traceback[-_MAX_TRACEBACK_BYTES + 3 :]
-        if self.attempts:  # an escaped line has no tab
+        if self.attempts or self.blocks:  # an escaped line has no tab
             error += f"\tof {self.attempts}{', then it blocks' if self.blocks else ''}".encode()
         return error + b"\n" + traceback if traceback else error
 

@@ -64,6 +64,7 @@ class Delivery:
     * `isolated_by`: the isolation mark under which this process runs it in isolation; "" if it does not
     * `attempt_ms`: duration of the last attempt
     * `lease`: for a handler with a key, the key lease under which it was claimed
+    * `has_waited`: it has waited for newer code, and no attempt has failed
     """
 
     stream: "ReliableStream"
@@ -81,6 +82,7 @@ class Delivery:
     in_batch: bool = field(init=False, default=False)
     isolated_by: str = field(init=False, default="")
     attempt_ms: float = field(init=False, default=0.0)
+    has_waited: bool = field(init=False, default=False)
 
     entry_ref: tuple[str, bytes] = field(init=False)
     """Its stream and id."""
@@ -93,8 +95,8 @@ class Delivery:
 
     @property
     def may_have_crash_counts(self) -> bool:
-        """True if an attempt has failed, or if Redis has delivered it before: its commit clears what was counted."""
-        return self.attempt > 1 or self.deliveries > 1
+        """True if it has failed or waited, or if Redis has delivered it before: its commit clears what was counted."""
+        return self.attempt > 1 or self.deliveries > 1 or self.has_waited
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from millstream.handlers.handler import Handler
 from millstream.handlers.key_timers import After, Cancel, Origin, TimerChange, TimerChanges, encode_timer
 from millstream.handlers.time_limit import TimeLimit
 from millstream.handlers.upcasting import NewerState, current_state, encode_state
-from millstream.model import Message, State
+from millstream.model import Message, Retry, State
 
 KEY_FUNCTION = "key function"
 """The `place` of an error that kept a message from having a key."""
@@ -30,6 +30,9 @@ MAX_OUTPUTS = 10_000
 
 MAX_OUTPUT_BYTES = 32 * 2**20
 """Most bytes of these outputs, packed."""
+
+MIN_NEWER_CODE_WAIT_MS, MAX_NEWER_CODE_WAIT_MS = 1_000.0, 60_000.0
+"""Bounds of a wait for newer code, before jitter, whatever the retry policy is."""
 
 
 @dataclass(slots=True)
@@ -53,11 +56,19 @@ class DeadLettered:
 
 @dataclass(slots=True)
 class RetryLater:
-    """The handler failed and has attempts left: run it again after `delay_ms` milliseconds."""
+    """The handler failed and has attempts left: run it again after `delay_ms` milliseconds.
+
+    `waits`: the handler did not run. The message waits for newer code, without end, and that uses up no attempt.
+    """
 
     delay_ms: float
     error: str
     raised: BaseException | None = field(default=None, compare=False, repr=False)
+    waits: bool = False
+
+    def failed_attempts(self, attempt: int) -> int:
+        """How many attempts on the message have failed, if this is the outcome of `attempt`."""
+        return attempt - 1 if self.waits else attempt
 
 
 @dataclass(slots=True)
@@ -212,11 +223,17 @@ def _prepare(
         state = current_state(blob, handler.state_upcasts) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)
     except NewerState as error:  # the newer app that wrote it can process the message, so none is lost by waiting
-        return RetryLater(handler.retry.delay_after(message.attempt), str(error))
+        return RetryLater(_newer_code_wait_ms(handler.retry), str(error), waits=True)
     except DecodeError as error:
         return DeadLettered("undecodable", str(error))
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
         return DeadLettered("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
+
+
+def _newer_code_wait_ms(retry: Retry) -> float:
+    """The longest back-off of the policy, within the bounds: no attempt was made, and only a deploy ends the wait."""
+    longest_ms = min(max(retry.max_delay_ms, MIN_NEWER_CODE_WAIT_MS), MAX_NEWER_CODE_WAIT_MS)
+    return replace(retry, delay_ms=longest_ms, max_delay_ms=longest_ms).delay_after(1)
 
 
 def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResult) -> Outcome:

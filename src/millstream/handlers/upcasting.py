@@ -118,7 +118,7 @@ def current_state(blob: bytes, upcasts: Sequence[StateUpcast]) -> State:
     if version > len(upcasts) + 1:
         raise NewerState(
             f"the state of the key has version {version}, and this handler knows versions up to {len(upcasts) + 1}: "
-            "deploy the newer app; the message waits for it"
+            "deploy the newer app"
         )
     if found:
         for number, upcast in enumerate(upcasts[version - 1 :], version):

@@ -154,17 +154,19 @@ class FailureLog:
         if not is_admitted:
             return
         retry, error = self._handler.retry, _line(outcome.error, _MAX_ERROR)
-        is_last = isinstance(outcome, Parked) or attempt == retry.attempts
+        waits = isinstance(outcome, RetryLater) and outcome.waits
+        is_last = isinstance(outcome, Parked) or (attempt == retry.attempts and not waits)
         if isinstance(outcome, Parked):
             traceback = outcome.traceback
         else:
             traceback = traceback_of(raised) if is_new or is_last else ""
         blocks = retry.then == "block" and attempt > retry.attempts  # such a message has no last attempt
         of = "" if blocks else f" of {max(attempt, retry.attempts)}"
+        name = message_name(stream, entry_id, key)
+        event = f"{name} waits for newer code" if waits else f"attempt {attempt}{of} failed on {name}"
         failure = Failure(
             kind=kind,
-            text=f"{self._handler.label}: attempt {attempt}{of} failed on {message_name(stream, entry_id, key)}: {error}; "
-            f"{self._action(outcome, attempt, key, delay_ms)}",
+            text=f"{self._handler.label}: {event}: {error}; {self._action(outcome, attempt, key, delay_ms)}",
             handler=self._handler.label,
             stream=escape(stream),
             id=entry_id,
@@ -180,7 +182,7 @@ class FailureLog:
         if isinstance(outcome, Parked):
             return f"{'it' if key is None else 'its key'} is parked, see: millstream key list {self._handler.label}"
         retry = self._handler.retry
-        blocks = retry.then == "block" and attempt >= retry.attempts and key is not None
+        blocks = outcome.waits or (retry.then == "block" and attempt >= retry.attempts and key is not None)
         return f"{'it blocks its key, ' if blocks else ''}retrying in {delay_ms / 1000:,.1f} s"
 
     def dead_lettered(self, letters: Sequence[Sequence[Arg]]) -> None:

@@ -46,7 +46,7 @@ class DeferReason(NamedTuple):
         error = LastError.of(outcome, retry).pack()
         if isinstance(outcome, Parked):
             return cls("park", f"{outcome.reason}: {outcome.error}", attempt, error)
-        return cls("backoff", round(outcome.delay_ms), attempt, error)
+        return cls("backoff", round(outcome.delay_ms), outcome.failed_attempts(attempt), error)
 
 
 @dataclass(slots=True, eq=False)

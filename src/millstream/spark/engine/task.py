@@ -213,7 +213,7 @@ class PartitionTask:
         """Add a processed message's outcome to its run's effects."""
         effects = run.effects
         effects.add_message(message.id)
-        if self._cautious.is_on or (run.from_queue and message.attempt > 1):
+        if self._cautious.is_on or run.from_queue:  # its key may have waited without a failed attempt
             effects.clear_crash_counts(*crash_counts_of(message.id))
         if isinstance(outcome, DeadLettered):
             effects.add_dead_letter(dead_letter_of(self._handler, message, outcome).items())
@@ -249,7 +249,7 @@ class PartitionTask:
         return run not in self._buffer.refused
 
     def _must_defer(self, run: KeyRun, outcome: RetryLater) -> bool:
-        return run.waited_ms + outcome.delay_ms > MAX_BACKOFF_MS
+        return outcome.waits or run.waited_ms + outcome.delay_ms > MAX_BACKOFF_MS
 
     def _defer_later(self, run: KeyRun, outcome: RetryLater | Parked, attempt: int) -> None:
         """Defer the remaining entries of a run, whose `attempt` has failed, once its processed ones are committed."""

@@ -50,8 +50,8 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         suspects: list[Delivery] = []
         for lease in stream.move_to_their_keys(leased.leases):
             first = lease.queued[0]
-            # Entries that were leased before, and have failed since, were counted then.
-            if first.attempt == first.deliveries == 1:
+            # Entries that were leased before, and have failed or waited since, were counted then.
+            if not first.may_have_crash_counts:
                 new += len(lease.entries)
             if first.deliveries <= self._isolated_after or self._context.steps.canceled(first):
                 trusted.append(lease)

@@ -117,7 +117,8 @@ class KeyCommitter(Committer):
         if isinstance(result, RetryLater):
             outcome.delay_ms = self._steps.retry(last, result)
             error = LastError.of(result, self._steps.handler.retry).pack()
-            outcome.release = LeaseRelease(lease, "backoff", outcome.delay_ms, last.attempt, error)
+            failed = result.failed_attempts(last.attempt)
+            outcome.release = LeaseRelease(lease, "backoff", outcome.delay_ms, failed, error)
         elif isinstance(result, Parked):
             error = LastError.of(result, self._steps.handler.retry).pack()
             outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt, error)

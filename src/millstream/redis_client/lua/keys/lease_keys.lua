@@ -10,8 +10,9 @@
 --       17 most queues that the consumer may hold in all: for a master, in the name of a consumer
 -- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
---       lease token, state, how often a lease on its first entry expired, failed attempts on it, entries, '' or the
---       message that has canceled entries of the key and the last id that it has canceled
+--       lease token, state, how often a lease on its first entry expired, failed attempts on it (0 = it has only
+--       waited, -1 = neither), entries, '' or the message that has canceled entries of the key and the last id that it
+--       has canceled
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANTS  A queue is leased to one worker at a time, by the server's clock, and no two leases have the same token:
@@ -158,7 +159,7 @@ local function lease_queue(name)
   if count_of[3] == '0' then redis.call('HDEL', KEYS[4], entries[1][1] .. 'l') end -- it is alone now
   leased[#leased + 1] = {
     name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
-    tonumber(count_of[3] or 0), tonumber(count_of[2] or 0), entries, '',
+    tonumber(count_of[3] or 0), tonumber(count_of[2] or -1), entries, '',
   }
   fence = fence + 1
   count = count + #entries
