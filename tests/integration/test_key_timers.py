@@ -134,7 +134,7 @@ def test_messages_of_timers_open_the_breaker_and_redriven_ones_do_not(client: Cl
     def fail(message: Message) -> None:
         raise ValueError("broken")
 
-    timer = [TIMER_FIELD, "t"] if is_timed else []
+    timer: list[bytes | str] = [TIMER_FIELD, "t"] if is_timed else []
     client.pipeline(
         [("XADD", "in", "*", REDRIVE_FIELD, "app.handle", *timer, "key", key, "n", "1") for key in range(60)]
     )

@@ -156,7 +156,9 @@ def test_a_time_limit_that_ends_while_the_message_of_a_timer_is_checked_is_a_fai
         return fields
 
     app = App("shop")
-    options = {"key": lambda message: find(message.fields) and b"k"} if option == "key" else {"message_upcasts": [find]}
+    options: dict[str, Any] = (
+        {"key": lambda message: find(message.fields) and b"k"} if option == "key" else {"message_upcasts": [find]}
+    )
     slow = After("1s", {"order": "slow", "schema_version": 1}, name="remind")
     app.handler("orders", name="handle", retry=Retry(attempts=2), **{"key": lambda _: b"k", **options})(lambda _: slow)
     message = Message("orders", "1-0", [b"order", b"o1"], b"k")
