@@ -1,5 +1,7 @@
 """The rate of a handler that an operator sets while its workers run, in place of the one in code."""
 
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -8,13 +10,15 @@ import pytest
 
 from millstream.delivery.commit_store import CommitStore, reservation_size
 from millstream.delivery.rate_override import RateOverride, format_rate, parse_rate, parse_rate_override
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import ConfigError
 from millstream.handlers.handler import BAD_RATE
 from millstream.redis_client.client import Client
+from millstream.worker.fetching.entry_fetcher import EntryFetcher
 from millstream.worker.fetching.rate_limit import RateLimiter
 from tests.support.commandline import call
 from tests.support.waiting import eventually
-from tests.support.workers import KEYS, RecordingLoop, double, fill, make, now_ms, outputs, working
+from tests.support.workers import KEYS, RecordingLoop, double, fill, make, make_context, now_ms, outputs, working
 
 pytestmark = [pytest.mark.worker]
 
@@ -152,6 +156,42 @@ def test_a_rate_that_is_none_is_refused_in_the_words_of_code(client: Client, tex
     done = call("rate", "set", "app.handle", "--", text, url=client.url)
     assert (done.code, BAD_RATE in done.err) == (2, True)
     assert not client.execute("HEXISTS", KEYS.meta, "rate")
+
+
+def fetcher_of(client: Client, streams: dict[str, ReliableStream]) -> EntryFetcher:
+    for name in ("limited", "unlimited"):
+        streams[name] = ReliableStream(client, name, app="app", handler="handle", consumer="w")
+        streams[name].join()
+    store_of(client).set_rate(["limited"], HOURLY)
+    streams["limited"].refresh()
+    return EntryFetcher(make_context(client, make(double, pattern="*limited")), streams)
+
+
+def test_a_low_rate_on_one_stream_does_not_limit_how_many_entries_are_read_of_another(client: Client) -> None:
+    fill(client, 300, "unlimited")
+    fetcher = fetcher_of(client, {})
+    for _ in range(4):  # the first entry tells the size of more; then a share of the room, and then all of it
+        fetcher.fetch(200, threading.Event())
+    in_flight = Counter(one.stream.stream for one in fetcher._in_flight.deliveries)
+    assert in_flight == {"unlimited": 300}
+    fill(client, 5, "limited")
+    for _ in range(3):
+        fetcher.fetch(200, threading.Event())
+    in_flight = Counter(one.stream.stream for one in fetcher._in_flight.deliveries)
+    assert in_flight == {"unlimited": 300, "limited": 1}
+
+
+def test_a_stream_that_has_left_delays_no_other_and_is_forgotten(client: Client) -> None:
+    fill(client, 5, "limited")
+    streams: dict[str, ReliableStream] = {}
+    fetcher = fetcher_of(client, streams)
+    for _ in range(2):
+        fetcher.fetch(200, threading.Event())
+    assert fetcher._rate_limiter.is_waiting
+    del streams["limited"]
+    fetcher.fetch(200, threading.Event())
+    assert not fetcher._rate_limiter.is_waiting
+    assert fetcher._rate_limiter._overrides == {}
 
 
 # The commands

@@ -41,19 +41,18 @@ class EntryFetcher(Fetcher[ReliableStream]):
             self._fetch(permit, room, stopping)
 
     def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
-        plan = self._scheduler.next_plan(permit.streams, min(room, self._affordable()), permit.count)
-        can_wait = plan.may_wait and (len(plan.streams) == 1 or not self._client.is_cluster)
+        plan = self._scheduler.next_plan(permit.counts, min(room, self._affordable()))
+        can_wait = plan.may_wait and (len(plan.counts) == 1 or not self._client.is_cluster)
         if can_wait and self._clock.monotonic_ms() < self._empty_until_ms:
-            plan = ReadPlan(
-                plan.streams, min(plan.count, _BLOCKING_COUNT if len(plan.streams) == 1 else 1), may_wait=True
-            )
+            count = min(*plan.counts.values(), _BLOCKING_COUNT) if len(plan.counts) == 1 else 1
+            plan = ReadPlan(dict.fromkeys(plan.counts, count), may_wait=True)
             found = self._read_blocking(plan, min(self._policy.block_ms, permit.until_ms))
             # A blocking read of several streams returns one entry of each, which shows nothing of the backlog of one.
-            if len(plan.streams) == 1:
-                self._in_flight.on_fetched(max(found.values(), default=0), plan.count)
+            if len(plan.counts) == 1:
+                self._in_flight.on_fetched(len(plan.used_up(found)), 1)
         else:
             found = self._read_now(plan)
-            self._in_flight.on_fetched(max(found.values(), default=0), plan.count)
+            self._in_flight.on_fetched(len(plan.used_up(found)), 1)
             if plan.may_wait and not (found or can_wait):
                 stopping.wait(min(_IDLE_WAIT_MS, permit.until_ms) / 1000)
         self._scheduler.on_read(plan, found)
@@ -71,8 +70,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     def _note_empty(self, plan: ReadPlan, found: Mapping[str, int]) -> None:
         """Note until when a blocking read is safe after a read of all streams, as each of thousands may return one."""
-        have_more = sum(count >= plan.count for count in found.values())
-        is_known = have_more < len(plan.streams) and self._in_flight.free_bytes > 0
+        is_known = len(plan.used_up(found)) < len(plan.counts) and self._in_flight.free_bytes > 0
         self._empty_until_ms = self._clock.monotonic_ms() + _FRESH_MS if is_known else 0.0
 
     def refresh(self) -> None:
@@ -83,28 +81,33 @@ class EntryFetcher(Fetcher[ReliableStream]):
     def _read_now(self, plan: ReadPlan) -> dict[str, int]:
         """Read the entries of these streams, as far as there is room; return the counts of those that had some."""
         found: dict[str, int] = {}
+        names = list(plan.counts)
         at = size = 0
-        while at < len(plan.streams) and self._in_flight.free_bytes > 0:
+        while at < len(names) and self._in_flight.free_bytes > 0:
             # Each stream with entries returns one at least: no more are read together than have room for that.
             most = self._streams_per_trip if self._mean_bytes is None else self._affordable()
-            names = plan.streams[at : at + min(self._streams_per_trip, most)]
-            counts, trip_bytes = self._read_some([self._streams[name] for name in names], plan.count)
+            of_trip = names[at : at + min(self._streams_per_trip, most)]
+            counts, trip_bytes = self._read_some({self._streams[name]: plan.counts[name] for name in of_trip})
             found |= counts
-            at, size = at + len(names), size + trip_bytes
+            at, size = at + len(of_trip), size + trip_bytes
             self._streams_per_trip = (
                 min(2 * self._streams_per_trip, _MAX_STREAMS) if trip_bytes < _SMALL_READ_BYTES else _MIN_STREAMS
             )
         self._learn_size(found, size)
         return found
 
-    def _read_some(self, streams: Sequence[ReliableStream], count: int) -> tuple[dict[str, int], int]:
-        """Read these streams in one round trip; return the counts of those that had entries, and the bytes in total."""
-        options = {"count": count, "max_bytes": self._in_flight.free_bytes // len(streams)}
-        results = self._client.run_all([one.fetch_call(**options) for one in streams])
+    def _read_some(self, most: Mapping[ReliableStream, int]) -> tuple[dict[str, int], int]:
+        """Read at most so many entries of these streams in one round trip; return the counts of those that had some,
+        and the bytes in total.
+        """
+        max_bytes = self._in_flight.free_bytes // len(most)
+        results = self._client.run_all(
+            [one.fetch_call(count=count, max_bytes=max_bytes) for one, count in most.items()]
+        )
         found: dict[str, int] = {}
         failed: list[ReliableStream] = []
         size = 0
-        for stream, result in zip(streams, results, strict=True):
+        for stream, result in zip(most, results, strict=True):
             if isinstance(result, RedisError):
                 failed.append(stream)
                 continue
@@ -113,7 +116,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
                 found[stream.stream] = fetched
                 size += self._add_in_flight(stream, fetched, deliveries)
         for stream in failed:  # last: the entries of the other replies are in flight, whatever happens here
-            if deliveries := stream.fetch_within(**options):
+            if deliveries := stream.fetch_within(count=most[stream], max_bytes=max_bytes):
                 found[stream.stream] = len(deliveries)
                 size += self._add_in_flight(stream, len(deliveries), deliveries)
         return found, size
@@ -128,14 +131,14 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     def _read_blocking(self, plan: ReadPlan, block_ms: float) -> dict[str, int]:
         """Block until one of these streams has entries; read them, and return the counts of those that had some."""
-        if self._blocking_consumer is None or self._blocking_consumer.streams != plan.streams:
-            group = self._streams[plan.streams[0]].group
+        names = list(plan.counts)
+        if self._blocking_consumer is None or self._blocking_consumer.streams != names:
             self._blocking_consumer = Consumer(
-                self._client, group=group, name=self._context.consumer, streams=plan.streams
+                self._client, group=self._streams[names[0]].group, name=self._context.consumer, streams=names
             )
         found: dict[str, int] = {}
         size = 0
-        for batch in self._blocking_consumer.read_new(count=plan.count, block_ms=math.ceil(block_ms)):
+        for batch in self._blocking_consumer.read_new(count=min(plan.counts.values()), block_ms=math.ceil(block_ms)):
             stream = self._streams[batch.stream]
             found[batch.stream] = len(batch)
             size += self._add_in_flight(stream, len(batch), stream.to_deliveries([batch]))

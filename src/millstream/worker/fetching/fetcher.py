@@ -26,7 +26,7 @@ class Fetcher(ABC, Generic[S_co]):
         self._clock = context.clock
         self._policy = context.policy
         self._streams = streams
-        self._rate_limiter = RateLimiter(context.handler.rate, context.clock)
+        self._rate_limiter = RateLimiter(context.handler.rate, context.clock, streams)
 
     @abstractmethod
     def fetch(self, room: int, stopping: threading.Event) -> None:
@@ -49,7 +49,7 @@ class Fetcher(ABC, Generic[S_co]):
         """Return a permit for at least one of the streams; None, after a while, if no stream may be read."""
         self._loop_metrics.on_poll_wanted()
         permit = self._acquire_permit([one for one in list(self._streams.values()) if one.readable])
-        if permit.streams:
+        if permit.counts:
             return permit
         self._loop_metrics.on_idle()
         stopping.wait(min(self._policy.sweep_ms, permit.until_ms) / 1000)

@@ -82,16 +82,16 @@ class KeyFetcher(LeaseFetcher):
 
     def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
         now_ms = self._clock.monotonic_ms()
-        due = [name for name in permit.streams if self._due_ms.get(name, 0.0) <= now_ms]
+        due = [name for name in permit.counts if self._due_ms.get(name, 0.0) <= now_ms]
         leased = self._in_flight.oversized_bytes = 0
         self._round += 1  # each stream gets to be the first that uses the room
         at = self._round % max(1, len(due))
         for name in (*due[at:], *due[:at]):
             if leased < room and not self._in_flight.oversized_bytes:
-                leased += self._lease_from(self._streams[name], room - leased, permit.count)
+                leased += self._lease_from(self._streams[name], room - leased, permit.counts[name])
         self._in_flight.on_fetched(leased, room)
         if not (leased or self._in_flight.oversized_bytes):
-            self._block(permit.streams, permit.until_ms, stopping)
+            self._block(list(permit.counts), permit.until_ms, stopping)
 
     def _lease_from(self, stream: KeyedStream, queues: int, count: int) -> int:
         now_ms = self._clock.monotonic_ms()

@@ -47,12 +47,11 @@ class PipelinedKeyFetcher(LeaseFetcher):
             return
         streams = self._affordable(due, now_ms)
         permit = self._acquire_permit([one for one in streams if one.readable])
-        names = set(permit.streams)
         for stream in streams:
-            if stream.stream not in names:
+            if stream.stream not in permit.counts:
                 self._delay_queue.put(stream.stream, now_ms + min(self._policy.sweep_ms, permit.until_ms))
-        if names:
-            leased = self._lease_from([one for one in streams if one.stream in names], permit.count)
+        if permit.counts:
+            leased = self._lease_from([one for one in streams if one.stream in permit.counts], permit.counts)
             self._in_flight.on_fetched(leased, room)
         else:
             self._loop_metrics.on_idle()
@@ -77,11 +76,13 @@ class PipelinedKeyFetcher(LeaseFetcher):
         for name in list(self._streams):
             self._delay_queue.put(name, now_ms)
 
-    def _lease_from(self, streams: Sequence[KeyedStream], count: int) -> int:
+    def _lease_from(self, streams: Sequence[KeyedStream], counts: Mapping[str, int]) -> int:
         """Lease the ready key of each stream in one round trip; return how many were leased."""
         now_ms = self._clock.monotonic_ms()
-        options = self._lease_options(self._keys_each, count, len(streams))
-        results = self._client.run_all([one.lease_keys_call(now_ms=now_ms, **options) for one in streams])
+        options = {
+            one.stream: self._lease_options(self._keys_each, counts[one.stream], len(streams)) for one in streams
+        }
+        results = self._client.run_all([one.lease_keys_call(now_ms=now_ms, **options[one.stream]) for one in streams])
         failed: list[KeyedStream] = []
         leased = self._in_flight.oversized_bytes = 0
         for stream, result in zip(streams, results, strict=True):
@@ -93,7 +94,7 @@ class PipelinedKeyFetcher(LeaseFetcher):
             self._in_flight.oversized_bytes = 0  # an entry that did not fit beside others may fit alone
         for stream in failed:  # last: the leases of the other replies are in flight, whatever happens here
             with exclude_on_error(stream):
-                leased += self._on_leased(stream, stream.lease_keys(now_ms=now_ms, **options), now_ms)
+                leased += self._on_leased(stream, stream.lease_keys(now_ms=now_ms, **options[stream.stream]), now_ms)
         return leased
 
     def _on_leased(self, stream: KeyedStream, leased: LeaseResult, now_ms: float) -> int:

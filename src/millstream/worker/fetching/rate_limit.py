@@ -1,7 +1,7 @@
 """Rate limiter: limits how many entries of a handler are read a second, by all its workers together."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.clock import Clock
@@ -14,10 +14,9 @@ _NO_LIMIT = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Permit to read up to `count` entries of each of `streams` now; another stream may be due in `until_ms`."""
+    """Permit to read up to `counts` entries of each stream in it now; another stream may be due in `until_ms`."""
 
-    streams: list[str]
-    count: int
+    counts: dict[str, int]
     until_ms: float
 
 
@@ -27,11 +26,13 @@ class RateLimiter:
     The rate that an operator has set on a stream holds in its place. A reservation at an earlier rate is dropped.
     It reserves entries before it reads them, at most about a fifth of a second's worth (at least one), and keeps an
     unused reservation. So after an idle time each worker may start with that many. Used by one thread.
+    `joined`: the streams that the worker has joined.
     """
 
-    def __init__(self, rate: float | None, clock: Clock) -> None:
+    def __init__(self, rate: float | None, clock: Clock, joined: Mapping[str, ReliableStream]) -> None:
         self._rate = rate
         self._clock = clock
+        self._joined = joined
         self._reserved: dict[str, int] = defaultdict(int)
         self._due_ms: dict[str, float] = {}
         self._last_due_ms = float("-inf")
@@ -40,16 +41,17 @@ class RateLimiter:
     def acquire(self, streams: Sequence[ReliableStream]) -> Permit:
         """Return a permit for those of `streams` that may be read now. Raises RedisError."""
         if self._rate is None and not self._overrides and all(one.rate_override is None for one in streams):
-            return Permit([one.stream for one in streams], _NO_LIMIT, float("inf"))
+            return Permit(dict.fromkeys((one.stream for one in streams), _NO_LIMIT), float("inf"))
+        if len(self._reserved) > len(self._joined):
+            for name in [one for one in self._reserved if one not in self._joined]:
+                self._forget(name)
         for stream in streams:
             self._follow(stream)
             while not self._reserved[stream.stream]:
                 self._reserve(stream)
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}
-        ready = [name for name, wait_ms in waits_ms.items() if wait_ms <= 0]
         return Permit(
-            ready,
-            min((self._reserved[name] for name in ready), default=0),
+            {name: self._reserved[name] for name, wait_ms in waits_ms.items() if wait_ms <= 0},
             min((wait_ms for wait_ms in waits_ms.values() if wait_ms > 0), default=float("inf")),
         )
 
@@ -68,12 +70,13 @@ class RateLimiter:
         name, override = stream.stream, stream.rate_override
         if override == self._overrides.get(name):
             return
-        if override is None:
-            del self._overrides[name]
-        else:
+        self._forget(name)
+        if override is not None:
             self._overrides[name] = override
-        self._reserved.pop(name, None)
-        self._due_ms.pop(name, None)
+
+    def _forget(self, name: str) -> None:
+        for known in (self._overrides, self._reserved, self._due_ms):
+            known.pop(name, None)
         self._last_due_ms = max(self._due_ms.values(), default=float("-inf"))
 
     def _reserve(self, stream: ReliableStream) -> None:

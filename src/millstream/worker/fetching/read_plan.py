@@ -1,16 +1,19 @@
 """Read plan: which streams to read next, and how many entries of each, so that no more come than there is room for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """One read: up to `count` entries of each of `streams`; `may_wait` allows it to block."""
+    """One read: up to `counts` entries of each stream in it; `may_wait` allows it to block."""
 
-    streams: Sequence[str]
-    count: int
+    counts: Mapping[str, int]
     may_wait: bool
+
+    def used_up(self, found: Mapping[str, int]) -> list[str]:
+        """Return the streams of which so many entries came: they may have more."""
+        return [name for name, count in found.items() if count >= self.counts[name]]
 
 
 class ReadScheduler:
@@ -26,23 +29,31 @@ class ReadScheduler:
         self._position = 0
         self._empty_reads = 0
 
-    def next_plan(self, streams: Sequence[str], room: int, most: int) -> ReadPlan:
-        """Return the next read of `streams` (one or more), with `room` for one entry or more; `most`: of one stream."""
-        known = set(streams)
-        busy = [name for name in self._with_more if name in known][:room]
+    def next_plan(self, most: Mapping[str, int], room: int) -> ReadPlan:
+        """Return the next read of these streams (one or more), with `room` for one entry or more.
+
+        `most`: of how many entries of each stream at most (one or more).
+        """
+        busy = [name for name in self._with_more if name in most][:room]
         self._with_more = []
-        if busy and len(busy) < len(streams):
-            return ReadPlan(busy, min(most, room // len(busy)), may_wait=False)
-        if room >= len(streams):
-            return ReadPlan(streams, min(most, room // len(streams)), may_wait=True)
-        if self._empty_reads >= len(streams):
-            return ReadPlan(streams, 1, may_wait=True)
+        if busy and len(busy) < len(most):
+            return ReadPlan(_shared({name: most[name] for name in busy}, room), may_wait=False)
+        if room >= len(most):
+            return ReadPlan(_shared(most, room), may_wait=True)
+        if self._empty_reads >= len(most):
+            return ReadPlan(dict.fromkeys(most, 1), may_wait=True)
+        streams = list(most)
         at = self._position % len(streams)
         self._position = at + room
-        return ReadPlan([*streams[at:], *streams[:at]][:room], 1, may_wait=False)
+        return ReadPlan(dict.fromkeys([*streams[at:], *streams[:at]][:room], 1), may_wait=False)
 
     def on_read(self, plan: ReadPlan, counts: Mapping[str, int]) -> None:
         """Note how many entries a read returned, of each stream that had some."""
-        self._empty_reads = 0 if counts else self._empty_reads + len(plan.streams)
+        self._empty_reads = 0 if counts else self._empty_reads + len(plan.counts)
         if plan.may_wait:
-            self._with_more = [name for name, count in counts.items() if count >= plan.count]
+            self._with_more = plan.used_up(counts)
+
+
+def _shared(most: Mapping[str, int], room: int) -> dict[str, int]:
+    share = room // len(most)
+    return {name: min(count, share) for name, count in most.items()}
