@@ -122,11 +122,30 @@ def test_nothing_is_reserved_at_a_rate_that_an_operator_has_replaced(client: Cli
     assert store.reserve_rate("in", 100, 20) == 0
 
 
-@pytest.mark.parametrize("stored", [b"x", b"0x10 1", b"-1 1", b"0 1", b"1e999 1", b"1.2.3 1", b"5", b"\xff"])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *(b"x", b"0x10 1", b"-1 1", b"0 1", b"1e999 1", b"1.2.3 1", b"5", b"\xff", b"1e-300 1", b"9e-7 1"),
+        *(b"1 " + b"9" * 5_000, b"1 " + b"9" * 15, b"1" + b"0" * 32 + b" 1"),
+    ],
+    ids=lambda stored: repr(stored[:12]),
+)
 def test_the_rate_in_code_holds_where_another_program_wrote_what_is_no_rate(client: Client, stored: bytes) -> None:
     client.execute("HSET", KEYS.meta, "rate", stored)
     assert store_of(client).rate_override("in") is None
     assert store_of(client).reserve_rate("in", 100, 20) == 0
+
+
+def test_messages_of_the_lowest_rate_wait_for_as_long_as_it_demands(client: Client) -> None:
+    lowest = parse_rate("0.000001")
+    store_of(client).set_rate(["in"], lowest)
+    known = store_of(client).rate_override("in")
+    assert known is not None
+    began_ms = now_ms(client)
+    assert store_of(client).reserve_rate("in", lowest, 1_000, known) == 0
+    wait_ms = store_of(client).reserve_rate("in", lowest, 1_000, known)
+    assert wait_ms is not None
+    assert 1e12 - (now_ms(client) - began_ms) <= wait_ms <= 1e12
 
 
 @pytest.mark.parametrize(
@@ -148,7 +167,9 @@ def test_a_rate_is_written_with_or_without_a_unit(text: str, rate: float, shown:
     assert parse_rate_override(override.encode()) == override
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "x", "60/w", "60/", "/m", "nan", "inf", "1e999", "1.2.3", "6 0"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "x", "60/w", "60/", "/m", "nan", "inf", "1e999", "1.2.3", "6 0", "1e-300", "9e-7"]
+)
 def test_a_rate_that_is_none_is_refused_in_the_words_of_code(client: Client, text: str) -> None:
     with pytest.raises(ConfigError, match=BAD_RATE):
         parse_rate(text)

@@ -11,6 +11,7 @@ import pytest
 from millstream import App, Message, Retry
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
+from millstream.delivery.rate_override import RateOverride
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
@@ -212,8 +213,17 @@ def test_a_task_keeps_a_rate_that_an_operator_has_set_and_follows_another_while_
             store.set_rate(["in"], 1_000)
         await sleep(delay_s)
 
+    looked: list[RateOverride | None] = []
+    look = CommitStore.rate_override
+
+    def noted(store: CommitStore, stream: str) -> RateOverride | None:
+        looked.append(look(store, stream))
+        return looked[-1]
+
     monkeypatch.setattr(asyncio, "sleep", raised_meanwhile)
+    monkeypatch.setattr(CommitStore, CommitStore.rate_override.__name__, noted)
     handler = only(App("app"), handle, name="handle", rate=in_code)
     bench.process(handler, bench.rows(*numbered(12)))
+    assert [one and one.rate for one in looked] == [1_000], "it reads the rate once for each look"
     assert counts == [1], "it waited for the second one"
     assert ran == list(range(1, 13))

@@ -220,9 +220,8 @@ def ran(client: Client, app: str, handler: str, *streams: str) -> None:
 
 
 def paused(client: Client, app: str, handler: str, *streams: str) -> list[bool]:
-    return [
-        CommitStore(client, app=app, handler=handler, token=1).check_paused(stream) is not None for stream in streams
-    ]
+    store = CommitStore(client, app=app, handler=handler, token=1)
+    return [store.check(stream)[0] is not None for stream in streams]
 
 
 def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_it(client: Client) -> None:

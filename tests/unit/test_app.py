@@ -125,7 +125,7 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_order, ("a",), {"batch_size": 5}, "batch_size is for handlers that take a list"),
     (takes_orders, ("a",), {"batch_size": 0}, "batch_size must be a whole number from 1"),
     (takes_orders, ("a",), {"batch_wait_ms": -1}, "batch_wait_ms must be a number"),
-    (takes_order, ("a",), {"rate": 0}, "rate must be a number of messages a second above 0"),
+    (takes_order, ("a",), {"rate": 0}, "rate must be a number of messages a second, at least 0.000001"),
     (takes_order, ("a",), {"rate": True}, "rate must be a number of messages"),
 ]
 

@@ -292,10 +292,6 @@ class CommitStore:
         ((token, lost),) = self._run(JOIN_WORKERS, [(self._script_keys(stream), args)])
         return self.with_token(int(token)), bool(lost)
 
-    def check_paused(self, stream: str) -> Pause | None:
-        """Return the handler's pause on `stream`, if it is paused. Raises StaleOwner if a newer run has begun."""
-        return self.check(stream)[0]
-
     def check(self, stream: str) -> tuple[Pause | None, RateOverride | None]:
         """Return the handler's pause and the rate that an operator has set on `stream`. Raises StaleOwner if a newer
         run has begun.
@@ -347,7 +343,7 @@ class CommitStore:
         """
         args = (rate, count, "" if override is None else override.rate)
         wait_us = self._client.script(RESERVE_RATE, (self.keys(stream).meta,), args)
-        return None if wait_us < 0 else float(wait_us) / 1000
+        return None if wait_us == -1 else float(wait_us) / 1000
 
     def set_rate(self, streams: Sequence[str], rate: float | None) -> None:
         """Set the handler's rate on `streams` in place of the one in code; None: that in code holds again.

@@ -8,7 +8,7 @@ from millstream.errors import ConfigError
 from millstream.handlers.handler import BAD_RATE, is_rate
 from millstream.redis_client.formats import format_time
 
-_STORED = re.compile(rb"([\d.e+-]+) (\d+)")  # as commit/reserve_rate.lua reads it
+_STORED = re.compile(rb"([\d.e+-]{1,32}) (\d{1,14})")  # as commit/reserve_rate.lua reads it
 _WRITTEN = re.compile(r"([\d.e+-]+)(?:/(s|m|h|d))?")
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 

@@ -57,7 +57,9 @@ class HandlerOptions(TypedDict, total=False):
 
 OPTIONS = tuple(HandlerOptions.__annotations__)
 
-BAD_RATE = "rate must be a number of messages a second above 0"
+_MIN_RATE = 0.000_001
+
+BAD_RATE = "rate must be a number of messages a second, at least 0.000001"
 """The error text of a rate that is none."""
 
 _MAX_BATCH = 1_000
@@ -373,8 +375,8 @@ def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str
 
 
 def is_rate(number: float) -> bool:
-    """Return whether `number` may be a rate."""
-    return 0 < number < math.inf
+    """Return whether `number` may be a rate. Below one message in 12 days Redis could not count the time."""
+    return _MIN_RATE <= number < math.inf
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -76,12 +76,14 @@ class RateLimit:
         reserved = max(count, min(reservation_size(rate), self._expected[stream]))
         override = self._overrides.get(stream)
         wait_ms = self._call(partial(self._commit_store.reserve_rate, stream, rate, reserved, override))
-        while wait_ms is not None and wait_ms > _LOOK_MS:
-            await self._sleep(_LOOK_MS)
-            wait_ms = wait_ms - _LOOK_MS if self._refresh(stream) == override else None
         if wait_ms is None:
             self._refresh(stream)
             return
+        while wait_ms > _LOOK_MS:
+            await self._sleep(_LOOK_MS)
+            wait_ms -= _LOOK_MS
+            if self._refresh(stream) != override:
+                return
         await self._sleep(wait_ms)
         self._reserved[stream] += reserved
 

@@ -10,11 +10,12 @@
 --   generic cell rate algorithm, ITU-T I.371, with the reservation made ahead). A reservation is never cancelled: if
 --   its worker dies, the handler loses so many messages of its rate, once.
 
-local MAX_RESERVED = 1000
+local MAX_RESERVED, MIN_RATE = 1000, 0.000001
 
 local found = redis.call('HMGET', KEYS[1], 'rate_at', 'rate')
-local override = tonumber(string.match(found[2] or '', '^([%d.e+-]+) %d+$') or '')
-if override and not (override > 0 and override < math.huge) then override = nil end -- another program wrote it
+local rate, since = string.match(found[2] or '', '^([%d.e+-]+) (%d+)$')
+local override = rate and #rate <= 32 and #since <= 14 and tonumber(rate) or nil
+if override and not (override >= MIN_RATE and override < math.huge) then override = nil end -- another program wrote it
 if override ~= tonumber(ARGV[3]) then return -1 end
 
 local time = redis.call('TIME')
