@@ -15,6 +15,7 @@ from starlette.routing import Mount, Route
 
 from millstream.admin.key_queues import count_parked
 from millstream.admin.value_redaction import hide_fields
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError
 from millstream.groups import Group
 from millstream.redis_client.client import Client
@@ -56,6 +57,7 @@ RIGHTS = {
     ("POST", "/handler/pause"): "operate",
     ("POST", "/handler/resume"): "operate",
     ("POST", "/handler/rate"): "operate",
+    ("POST", "/handler/rate/clear"): "operate",
     ("GET", "/key"): "payloads",
     ("POST", "/key/park"): "operate",
     ("POST", "/key/unpark"): "operate",
@@ -145,6 +147,7 @@ def test_a_page_opens_for_its_level_and_those_above_it_alone(level: str | None, 
 def test_a_page_shows_the_forms_that_its_viewer_may_send_and_no_others(
     level: str, filled: Client, tmp_path: Path
 ) -> None:
+    CommitStore(filled, app="shop", handler="pay").set_rate(["orders"], 1)
     with console(filled.url, tmp_path, level) as browser:
         seen = pages_reached(browser)
     assert [path for path, page in seen.items() if page.status != 200] == []

@@ -1,5 +1,6 @@
 """What operators do through the console has the effect of the command, asks where the command asks, and is recorded."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from millstream.admin.audit_log import AuditLog, AuditRecord
 from millstream.admin.dead_letter_groups import find_letters
 from millstream.admin.key_queues import count_parked, read_queues, unpark
 from millstream.admin.worker_drains import find_worker
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import MillstreamError, Unavailable
@@ -83,7 +85,7 @@ def test_a_handler_is_paused_and_resumed(browser: Browser, client: Client) -> No
 def test_the_rate_of_a_handler_is_set_and_cleared_as_the_commands_do(browser: Browser, client: Client) -> None:
     page = browser.get("/handler?name=shop.pay")
     assert "as in code" in page.text
-    page = browser.send(page, "/handler/rate", "Set the rate", rate="60/m")
+    page = browser.send(page, "/handler/rate", rate="60/m")
     assert ("The rate is set" in page.text, "1/s, set by an operator, since" in page.text) == (True, True)
     (row,) = call("rate", "show", "shop.pay", "--json", url=client.url).json_lines()
     assert row["rate"] == 1
@@ -93,12 +95,12 @@ def test_the_rate_of_a_handler_is_set_and_cleared_as_the_commands_do(browser: Br
         {"handler": "shop.pay", "rate": "1/s"},
         "set on 1 stream",
     )
-    refused = browser.send(page, "/handler/rate", "Set the rate", rate="0")
-    assert (refused.status, "rate must be a number of messages a second, at least 0.000001" in refused.text) == (
-        400,
-        True,
-    )
-    page = browser.send(page, "/handler/rate", "Clear the rate")
+    for text in ("0", ""):
+        refused = browser.send(page, "/handler/rate", rate=text)
+        assert (refused.status, "a number of messages a second, at least 0.000001" in refused.text) == (400, True)
+    (row,) = call("rate", "show", "shop.pay", "--json", url=client.url).json_lines()
+    assert row["rate"] == 1
+    page = browser.send(page, "/handler/rate/clear")
     assert "The rate in code holds again." in page.text
     (row,) = call("rate", "show", "shop.pay", "--json", url=client.url).json_lines()
     assert row["rate"] is None
@@ -107,6 +109,16 @@ def test_the_rate_of_a_handler_is_set_and_cleared_as_the_commands_do(browser: Br
         {"handler": "shop.pay"},
         "cleared on 1 stream",
     )
+
+
+def test_the_page_of_a_handler_shows_on_which_streams_a_rate_holds(browser: Browser, client: Client) -> None:
+    client.execute("XADD", "returns", "*", "n", "1")
+    client.execute("HSET", HandlerKeys("shop", "pay", "returns").meta, "committed_id", "0-0", "owner", "workers")
+    CommitStore(client, app="shop", handler="pay").set_rate(["returns"], 1)
+    page = browser.get("/handler?name=shop.pay")
+    assert re.search(r"rate 1/s, set by an operator, since \S+, on 1 of 2 streams", page.text)
+    assert re.search(r"returns workers\S*, rate 1/s", page.text)
+    assert page.text.count("rate 1/s") == 2
 
 
 def test_a_key_shows_why_it_waits_and_is_unparked_and_parked_with_a_reason(browser: Browser, client: Client) -> None:

@@ -4,30 +4,33 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from millstream.admin.figure_history import STEP_MS, FigureHistory, read_sample
+from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
-from millstream.services.console.app import RENEW_AFTER_HEADER, RENEWAL_HEADER, ConsoleParts, make_console
+from millstream.services.console.app import RENEW_AFTER_HEADER, RENEWAL_HEADER, ConsoleParts, console_app, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.ended_sessions import EndedSessions
 from millstream.services.console.guard import make_guard
 from millstream.services.console.live_reads import LiveReads
-from millstream.services.console.rights import ConsoleTokens
-from millstream.services.console.sessions import SESSION_COOKIE
+from millstream.services.console.rights import ConsoleTokens, Level
+from millstream.services.console.sessions import SESSION_COOKIE, Sessions
 from millstream.services.console.views import PAGES
 from tests.support.accessibility import Axe
 from tests.support.browser import Browser
 from tests.support.command_stats import commands_run
 from tests.support.console_browsing import await_text, log_in, visit
-from tests.support.consoles import BASE, TOKENS, console, fill_with, write_tokens
+from tests.support.consoles import BASE, TOKENS, client_of, console, fill_with, write_tokens
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import eventually
 
@@ -136,6 +139,45 @@ def test_a_renewal_says_that_redis_is_away_and_goes_on_when_it_is_back(tmp_path:
         eventually(lambda: browser.get("/streams", **RENEWAL).status == 200, "the figures")
 
 
+def test_viewers_share_no_renewal_where_what_is_hidden_may_depend_on_the_viewer(filled: Client) -> None:
+    viewer: ContextVar[str] = ContextVar("viewer")
+
+    def authorize(request: Request) -> Level:
+        viewer.set(request.headers["Viewer"])
+        return Level.PAYLOADS
+
+    def redact(name: str, text: str) -> str:
+        return text if viewer.get() == "ann" else "hidden"
+
+    with client_of(console_app(filled.url, authorize=authorize, redact=redact)) as http:
+        names = ("ann", "bob", "ann")
+        shown = [http.get("/letters?handler=shop.pay", headers={**RENEWAL, "Viewer": name}).text for name in names]
+    assert [SECRET in one for one in shown] == [True, False, True]
+
+
+def test_whether_a_session_has_ended_is_asked_again_once_redis_is_back(tmp_path: Path) -> None:
+    tokens = ConsoleTokens()
+    tokens.read(write_tokens(tmp_path))
+    known = tokens.viewer_of(TOKENS["admin"])
+    assert known is not None
+    sessions = Sessions(tokens)
+    session = sessions.find(sessions.issue(known[0]))
+    assert session is not None
+
+    async def run(server: EmbeddedServer, clients: ClientPool) -> None:
+        ended = EndedSessions(clients, reads=LiveReads(keep_ms=HOUR_MS))
+        server.stop()
+        with pytest.raises(Unavailable):
+            await ended.had(session)
+        server.start()
+        assert not await ended.had(session)
+
+    with EmbeddedServer() as server:
+        clients = ClientPool(server.url)
+        asyncio.run(run(server, clients))
+        clients.close()
+
+
 # --- In a browser ---
 
 
@@ -223,6 +265,21 @@ def test_a_renewal_leaves_a_form_in_use_the_focus_open_details_the_selection_and
     assert browser.run("window.reports") == []
 
 
+def test_a_renewal_leaves_what_was_done_and_all_that_the_page_shows_beside_it(
+    started: ServiceProcess, browser: Browser, filled: Client
+) -> None:
+    visit(browser, f"{started.url}/handler?name=shop.pay")
+    browser.run("document.querySelector('form[action=\"/handler/resume\"] button').click(); 0")
+    await_text(browser, "The handler goes on.")
+    assert browser.run("document.body.innerText.includes('The command: ')")
+    unread = "document.querySelector('main dd').innerText"
+    before = browser.run(unread)
+    filled.execute("XADD", "orders", "*", "key", "another", "n", 1)
+    await_true(browser, f"{unread} !== {before!r}")
+    texts = "['The handler goes on.', 'The command: '].map(one => document.body.innerText.includes(one))"
+    assert browser.run(texts) == [True, True]
+
+
 def test_dead_letters_that_are_ticked_stay_as_they_are_and_the_figures_around_them_do_not(
     started: ServiceProcess, browser: Browser, filled: Client
 ) -> None:
@@ -285,3 +342,42 @@ def test_a_page_asks_nothing_while_it_is_hidden_or_its_figures_are_held(
         browser.run(f"{woken}{woken}0")
         assert browser.run("window.asked") == asked
         assert browser.run(f"{end}window.asked") > asked
+
+
+HELD_BACK = """
+window.loaded = fetch
+window.fetch = async (...request) => {
+  const answer = await loaded(...request), text = await answer.text()
+  window.asked = true
+  await new Promise(go => { window.goOn = go })
+  const found = new Response(text, {headers: answer.headers})
+  found.text = async () => { setTimeout(() => { window.taken = true }); return text }
+  return found
+}
+0
+"""
+
+
+def test_figures_that_arrive_after_they_were_held_do_not_change_the_page(
+    started: ServiceProcess, browser: Browser, filled: Client
+) -> None:
+    visit(browser, f"{started.url}/streams")
+    browser.run(HELD_BACK)
+    filled.execute("XADD", "orders", "*", "n", 1)
+    await_true(browser, "window.asked")
+    browser.run("document.querySelector('#renewal button').click(); window.goOn(); 0")
+    await_true(browser, "window.taken")
+    assert browser.run(entries_of("orders")) == "4"
+    browser.run("window.fetch = window.loaded; document.querySelector('#renewal button').click(); 0")
+    await_true(browser, f"{entries_of('orders')} === '5'")
+
+
+def test_an_answer_of_another_program_replaces_nothing_and_the_page_says_to_reload_it(
+    started: ServiceProcess, browser: Browser
+) -> None:
+    visit(browser, f"{started.url}/streams")
+    page = "<!DOCTYPE html><main><h1>Company login</h1></main>"
+    browser.run(f"window.fetch = () => Promise.resolve(new Response({page!r})); 0")
+    await_text(browser, ": reload the page.")
+    assert browser.run(entries_of("orders")) == "4"
+    assert not browser.run("document.body.innerText.includes('No connection')")

@@ -6,6 +6,7 @@ import pytest
 
 from millstream.services.console.live_reads import LiveReads
 from tests.support.clocks import ManualClock
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -81,5 +82,15 @@ def test_no_more_than_two_hundred_values_are_kept() -> None:
             await live.get(n, source.read)
         assert (await live.get(200, source.read))[0] == 201
         assert (await live.get(0, source.read))[0] == 202, "the oldest one had to go"
+
+    asyncio.run(run())
+
+
+def test_a_value_is_forgotten_when_it_is_too_old_though_no_request_comes() -> None:
+    async def run() -> None:
+        source, live = Source(), LiveReads[int](keep_ms=1)
+        source.go_on.set()
+        await live.get("page", source.read)
+        await asyncio.to_thread(eventually, lambda: not live._known, "the end of its time")
 
     asyncio.run(run())

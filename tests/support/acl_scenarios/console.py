@@ -70,7 +70,7 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     send(browser, "/handler?name=shop.pay", "/handler/resume")
     send(browser, "/handler?name=shop.pay", "/handler/pause")
     send(browser, "/handler?name=shop.pay", "/handler/rate", rate="60/m")
-    send(browser, "/handler?name=shop.pay", "/handler/rate", rate="")
+    send(browser, "/handler?name=shop.pay", "/handler/rate/clear")
     send(browser, KEY, "/key/unpark")
     (lease,) = keyed.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
     assert lease.key == b"parked x"

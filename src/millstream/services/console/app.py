@@ -26,7 +26,7 @@ from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
 from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
-from millstream.services.console.live_reads import LiveReads
+from millstream.services.console.live_reads import LIVE_MS, LiveReads
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
 from millstream.services.console.pages import Page, PageRequest, Shared
 from millstream.services.console.rendering import render
@@ -152,15 +152,21 @@ class _Endpoint:
         return response
 
     async def _renew(self, request: Request, viewer: Viewer, form_token: str) -> Response:
-        """The figures of an open page, the same for all viewers of its address and level but for their form tokens."""
+        """The figures of an open page, the same for all viewers of its address and level but for their form tokens.
+
+        Each viewer has figures of their own where the application around the console decides what they see of messages.
+        """
         parts = self._parts
 
         async def read() -> bytes:
             view = await parts.clients.in_thread(lambda: self._view(request, viewer, {}, _ANY_TOKEN, is_renewal=True))
             return bytes(view.body)
 
-        query = tuple(sorted((name, one) for name, one in _query_of(request).items() if name not in _OF_ONE_VIEWER))
-        body, kept_ms = await parts.live.get((root_of(request), self._page.path, query, viewer.level), read)
+        if parts.guard.authorize is not None and parts.redact is not show_all:
+            body, kept_ms = await read(), LIVE_MS
+        else:
+            query = tuple(sorted((name, one) for name, one in _query_of(request).items() if name not in _OF_ONE_VIEWER))
+            body, kept_ms = await parts.live.get((root_of(request), self._page.path, query, viewer.level), read)
         headers = {RENEW_AFTER_HEADER: str(ceil(kept_ms))}
         return HTMLResponse(body.replace(_ANY_TOKEN.encode(), form_token.encode()), headers=headers)
 

@@ -57,7 +57,11 @@ class EndedSessions:
     async def had(self, session: Session) -> bool:
         """Whether a session had ended some seconds ago: one command tells it for all open pages. Raises RedisError."""
         self._seen[session.id] = self._wall()
-        known, _ = await self._reads.get("seen", self._read_seen)
+        try:
+            known, _ = await self._reads.get("seen", self._read_seen)
+        except Unavailable:  # the next request asks again, as `has` does
+            self._reads.clear()
+            raise
         return known[session.id] if session.id in known else await self.has(session)
 
     async def _read_seen(self) -> Mapping[bytes, bool]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
 from typing import Generic, TypeVar
 
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -33,10 +34,19 @@ class LiveReads(Generic[T]):
         known = self._known.get(name)
         if known is None:
             known = self._known[name] = _Read(asyncio.ensure_future(read()), self._clock, self._keep_ms)
+            known.task.add_done_callback(partial(self._expire, name, known))
             while len(self._known) > _MOST_KEPT:
                 del self._known[next(iter(self._known))]
         value = await asyncio.shield(known.task)  # a viewer who goes away ends no read that others wait for
         return value, max(0.0, known.until_ms - self._clock.monotonic_ms())
+
+    def _expire(self, name: Hashable, read: "_Read[T]", task: "asyncio.Future[T]") -> None:
+        task.get_loop().call_later(self._keep_ms / 1000, self._drop, name, read)
+
+    def _drop(self, name: Hashable, read: "_Read[T]") -> None:
+        """Forget a value that is too old, also if no request comes after it: it has what messages contain."""
+        if self._known.get(name) is read:
+            del self._known[name]
 
     def clear(self) -> None:
         """Forget all values."""

@@ -14,8 +14,9 @@
     if (one.nodeType !== Node.ELEMENT_NODE) return one.nodeName;
     const about = one.id || one.dataset.key || one.getAttribute("action") || one.getAttribute("aria-labelledby") || one.getAttribute("aria-label")
       || (one.matches("tr") && one.querySelector("th[scope=row]")?.textContent) || "";
+    const kept = one.matches("[data-kept]") ? "kept" : "";
     const sent = one.matches("form") ? [...one.querySelectorAll("input[type=hidden]:not([name=form_token])")].map(each => each.value) : [];
-    return [one.nodeName, about, ...sent].join("\n");
+    return [one.nodeName, kept, about, ...sent].join("\n");
   };
   const byName = nodes => {
     const found = new Map(), counts = new Map();
@@ -60,6 +61,8 @@
     const focused = document.activeElement, since = `The figures are of ${rendered.textContent}`;
     if (answer.type === "opaqueredirect" || answer.status === 401) return say(`${since}: reload the page to log in again.`);
     if (!answer.ok) return say(`${since}: ${page.querySelector(".problem")?.textContent ?? answer.status}`);
+    if (!answer.headers.has("Millstream-Renew-After-Ms")) return say(`${since}: reload the page.`); // not of the console
+    if (isHeld) return say("");
     renewNode(main, page.querySelector("main"));
     if (focused !== document.activeElement && focused.isConnected) focused.focus({preventScroll: true}); // it was moved
     rendered.textContent = page.getElementById("rendered").textContent;

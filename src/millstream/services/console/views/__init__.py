@@ -22,6 +22,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/handler/pause", method="POST", level=Level.OPERATE, view=handlers.pause),
     Page(path="/handler/resume", method="POST", level=Level.OPERATE, view=handlers.resume),
     Page(path="/handler/rate", method="POST", level=Level.OPERATE, view=handlers.rate),
+    Page(path="/handler/rate/clear", method="POST", level=Level.OPERATE, view=handlers.clear_rate),
     Page(path="/key", level=Level.PAYLOADS, view=keys.key),
     Page(path="/key/park", method="POST", level=Level.OPERATE, view=keys.park),
     Page(path="/key/unpark", method="POST", level=Level.OPERATE, view=keys.unpark),

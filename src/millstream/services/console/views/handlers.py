@@ -1,5 +1,7 @@
 """The page of a handler: figures, streams, stuck keys; pause, resume and the rate."""
 
+from collections import Counter
+
 from starlette.responses import Response
 
 from millstream.admin.handler_details import read_handler
@@ -35,7 +37,8 @@ def handler(page: PageRequest) -> Response:
         found=found,
         stuck=stuck,
         shown=history_of(page, name),
-        rates=sorted({one.rate_override.source for one in found.reports if one.rate_override}),
+        rates=sorted(Counter(one.rate_override.source for one in found.reports if one.rate_override).items()),
+        format_rate=format_rate,
         pauses=[page.display.text(one.reason) if page.may("payloads") else f"paused by {one.by}" for one in pauses],
     )
 
@@ -61,10 +64,18 @@ def _set_paused(page: PageRequest, *, paused: bool) -> Response:
 
 
 def rate(page: PageRequest) -> Response:
-    """Set the rate of the handler; without one, that in code holds again."""
+    """Set the rate of the handler."""
+    return _set_rate(page, parse_rate(page.field("rate")))
+
+
+def clear_rate(page: PageRequest) -> Response:
+    """Go back to the rate in code."""
+    return _set_rate(page, None)
+
+
+def _set_rate(page: PageRequest, wanted: float | None) -> Response:
     name = page.wanted("name")
     places = page.places_of(name)
-    wanted = parse_rate(page.field("rate")) if page.field("rate") else None
     about = {} if wanted is None else {"rate": format_rate(wanted)}
     with page.audit("rate clear" if wanted is None else "rate set", handler=name, **about) as action:
         store = CommitStore(page.client, app=places[0].app, handler=places[0].handler)
