@@ -10,6 +10,7 @@ from millstream import App, Message
 from millstream.cli.auto import check_served_by_both
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.automatic import Automatic
 from tests.support.commandline import run
 from tests.support.processes import await_end, descendants
@@ -85,6 +86,30 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(client: C
         (restarted,) = [one for one in app.events if one["event"] == "restarting"]
         assert (restarted["engine"], restarted["reason"]) == ("workers", "was ended by SIGKILL")
         assert app.events[-1]["changes"] == 0
+
+
+def test_the_engines_run_the_handlers_that_count_whatever_their_own_settings_say(
+    client: Client, tmp_path: Path
+) -> None:
+    variables = {"MILLSTREAM_WORKER_ONLY": "another", "MILLSTREAM_WORKER_ONCE": "true"}
+    with Automatic(client, tmp_path, *ON_WORKERS, environment=variables) as app:
+        app.publish(20)
+        app.start()
+        app.ends()
+        app.publish(20)  # also after it has processed all
+        app.ends()
+        assert app.stop() == 0
+
+
+def test_the_engines_read_the_file_that_the_command_is_given(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text('[worker]\nname = "from-the-file"\n')
+    with Automatic(client, tmp_path, *ON_WORKERS, "--config", str(tmp_path / "settings.toml")) as app:
+        app.publish(20)
+        app.start()
+        app.ends()
+        consumers = client.execute("XINFO", "CONSUMERS", "in", HandlerKeys("app", "count", "in").group)
+        assert b"from-the-file-0" in {row[1] for row in consumers}
+        assert app.stop() == 0
 
 
 def test_a_killed_command_leaves_no_engine_behind(client: Client, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +37,9 @@ def count(message: Message, state: State) -> dict[str, object]:
 class Automatic:
     """Runs the app on `url` with limits for a test. A context manager that kills what still runs."""
 
-    def __init__(self, client: Client, folder: Path, *options: str) -> None:
+    def __init__(
+        self, client: Client, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.events: list[dict[str, Any]] = []
         self.published = 0
         self._client = client
@@ -44,6 +47,7 @@ class Automatic:
         self._path = folder / "counting.py"
         self._path.write_text(APP)
         self._options = options
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._started: list[psutil.Process] = []
 
@@ -72,6 +76,7 @@ class Automatic:
                 *("--checkpoint", str(self._folder / "checkpoints")),
                 *self._options,
                 url=self._client.url,
+                env=self._environment,
                 stderr=errors,
             )
         threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from millstream.admin.waiting_messages import Waiting
 from millstream.cli.engine_policy import Engine, EnginePolicy
 from millstream.errors import ConfigError
 
@@ -31,18 +32,24 @@ LONG_MS, SHORT_MS = 60_000.0, 59_999.0
 def test_an_engine_is_changed_beyond_its_limit_once_it_has_run_for_the_minimum(
     lag: int | None, engine: Engine, since_ms: float, wanted: Engine
 ) -> None:
-    assert POLICY.decide(lag, engine, since_ms) == wanted
+    assert POLICY.decide(None if lag is None else Waiting(lag), engine, since_ms) == wanted
 
 
 @pytest.mark.parametrize(("lag", "wanted"), [(0, "workers"), (1_000, "workers"), (1_001, "spark")])
 def test_an_app_starts_on_spark_only_above_the_limit_of_spark(lag: int, wanted: Engine) -> None:
-    assert POLICY.first(lag) == wanted
+    assert POLICY.first(Waiting(lag)) == wanted
 
 
 def test_a_lag_between_the_limits_never_changes_the_engine() -> None:
     for lag in range(POLICY.workers_below, POLICY.spark_above + 1):
-        assert POLICY.decide(lag, "workers", LONG_MS) == "workers"
-        assert POLICY.decide(lag, "spark", LONG_MS) == "spark"
+        assert POLICY.decide(Waiting(lag), "workers", LONG_MS) == "workers"
+        assert POLICY.decide(Waiting(lag), "spark", LONG_MS) == "spark"
+
+
+def test_a_lower_bound_of_the_lag_brings_spark_and_never_the_workers() -> None:
+    assert POLICY.decide(Waiting(1_001, is_partial=True), "workers", LONG_MS) == "spark"
+    assert POLICY.decide(Waiting(99, is_partial=True), "spark", LONG_MS) == "spark"
+    assert POLICY.explain(Waiting(1_001, is_partial=True), "spark").startswith("lag is at least 1,001 messages, above")
 
 
 @pytest.mark.parametrize("below", [1_000, 1_001])
@@ -53,7 +60,7 @@ def test_limits_without_a_distance_are_refused(below: int) -> None:
 
 def test_the_line_of_a_change_has_its_cause_and_the_engine_that_takes_over() -> None:
     policy = EnginePolicy()
-    assert policy.explain(120_000, "spark") == (
+    assert policy.explain(Waiting(120_000), "spark") == (
         "lag is 120,000 messages, above 50,000; Spark takes over from the workers"
     )
-    assert policy.explain(7, "workers") == "lag is 7 messages, below 1,000; the workers take over from Spark"
+    assert policy.explain(Waiting(7), "workers") == "lag is 7 messages, below 1,000; the workers take over from Spark"

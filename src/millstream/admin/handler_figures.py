@@ -40,7 +40,7 @@ class HandlerFigures:
     """The figures of one handler, summed up over the streams that were read.
 
     * `streams`, `paused`, `paused_by_breaker`: the number of its streams, and of those on which it is paused
-    * `waiting`: messages that are not committed: unread, in key queues or in flight
+    * `waiting`: messages that are not committed: unread, in key queues or in flight; a lower bound if `is_partial`
     * `in_flight`: those of them that workers have; `unread`: those that its group has not delivered yet
     * `oldest_ms`: age of the oldest of them, in milliseconds; None if there is none
     * `dead_letters`: dead letters by reason, one of REASONS
@@ -56,6 +56,7 @@ class HandlerFigures:
     paused: int = 0
     paused_by_breaker: int = 0
     waiting: int = 0
+    is_partial: bool = False
     in_flight: int = 0
     unread: int = 0
     oldest_ms: int | None = None
@@ -97,23 +98,26 @@ class _Place:
         return sum(int(count) for name, count in self.pending[3] or () if from_wire(name) == WAITING)
 
 
-def read_figures(client: Client, places: Sequence[HandlerKeys], clock: Clock) -> HandlerFigures:
+def read_figures(client: Client, places: Sequence[HandlerKeys], clock: Clock, *, at_least: int = 0) -> HandlerFigures:
     """The figures of a handler on all these streams, read without a rest; see `add_figures`."""
     figures = HandlerFigures()
     for at in range(0, len(places), AT_ONCE):
-        add_figures(client, places[at : at + AT_ONCE], figures, clock)
+        add_figures(client, places[at : at + AT_ONCE], figures, clock, at_least=at_least - figures.waiting)
     return figures
 
 
-def add_figures(client: Client, places: Sequence[HandlerKeys], figures: HandlerFigures, clock: Clock) -> None:
+def add_figures(
+    client: Client, places: Sequence[HandlerKeys], figures: HandlerFigures, clock: Clock, *, at_least: int = 0
+) -> None:
     """Add the figures of a handler on some of its streams to `figures`.
 
     A few round trips, about 15 commands for each stream; what is expensive is read in part: see HandlerFigures. Streams
-    that were deleted or hold something else count as empty. Raises RedisError.
+    that were deleted or hold something else count as empty. `at_least`: so many of the messages that wait on them are
+    counted, however long that takes. Raises RedisError.
     """
     now_ms = server_time_ms(client)
     found = _read_places(client, places)
-    _complete_lags(client, found, clock)
+    _complete_lags(client, found, clock, at_least)
     _add_first_unread(client, found)
     for one in found:
         figures.streams += 1
@@ -121,6 +125,7 @@ def add_figures(client: Client, places: Sequence[HandlerKeys], figures: HandlerF
         figures.paused += pause is not None
         figures.paused_by_breaker += pause is not None and pause.by == "breaker"
         figures.waiting += (one.lag.count or 0) + one.pending_count
+        figures.is_partial |= one.lag.is_partial
         figures.in_flight += one.pending_count - one.queued_count
         figures.unread += max(one.lag.count or 0, one.lag.is_partial)
         figures.delivered ^= hash((one.keys.stream, one.group.get(b"last-delivered-id")))
@@ -184,11 +189,12 @@ def _lag(stream: str, length: int, group: Mapping[bytes, Reply], meta: Sequence[
     return StreamLag(stream, after, count=min(length, group[b"lag"]))
 
 
-def _complete_lags(client: Client, found: Sequence[_Place], clock: Clock) -> None:
+def _complete_lags(client: Client, found: Sequence[_Place], clock: Clock, at_least: int) -> None:
     """Count the lags that Redis does not know, in part if that takes long."""
     unknown = [one.lag for one in found if one.lag.is_partial]
     if unknown:
-        count_lags(client, unknown, _COUNT_MS, clock)
+        known = sum((one.lag.count or 0) + one.pending_count for one in found)
+        count_lags(client, unknown, _COUNT_MS, clock, at_least=at_least - known)
 
 
 def _add_first_unread(client: Client, found: Sequence[_Place]) -> None:

@@ -48,8 +48,11 @@ def estimate_lag(stream: StreamReport, after: str | None) -> StreamLag:
     return lag
 
 
-def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, clock: Clock) -> None:
-    """Count the lags that are partial, in round-robin chunks, until all are counted or `budget_ms` has passed."""
+def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, clock: Clock, *, at_least: int = 0) -> None:
+    """Count the lags that are partial, in round-robin chunks, until all are counted or `budget_ms` has passed.
+
+    `at_least`: after that it goes on until so many entries are counted.
+    """
     deadline_ms = clock.monotonic_ms() + budget_ms
     at = {id(lag): lag.after_id or "" for lag in lags}
     unfinished = [lag for lag in lags if lag.is_partial]
@@ -64,7 +67,7 @@ def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, cloc
                 lag.first_id = lag.first_id or first.decode() or None
                 lag.is_partial = bool(more)
                 at[id(lag)] = last.decode()
-        if clock.monotonic_ms() >= deadline_ms:
+        if clock.monotonic_ms() >= deadline_ms and sum(lag.count or 0 for lag in lags) >= at_least:
             return
         unfinished = [lag for lag in unfinished if lag.is_partial]
 

@@ -15,6 +15,7 @@ import typer
 from millstream.admin.time_inputs import Duration
 from millstream.admin.waiting_messages import WaitingMessages
 from millstream.app import App, load_app
+from millstream.cli.config_file import chosen_file
 from millstream.cli.engine_policy import Engine, EnginePolicy
 from millstream.cli.engine_supervisor import NAMES, EngineSupervisor
 from millstream.cli.log_output import finish_logging
@@ -44,15 +45,18 @@ StopTimeout = Annotated[
     Duration, duration("--stop-timeout", "Time that an engine may take to stop, then it is killed.")
 ]
 _TIMEOUT_MS = 15_000
+_CHOSEN = {"MILLSTREAM_WORKER_ONCE": "false", "MILLSTREAM_RUN_ONCE": "false", "MILLSTREAM_RUN_REPROCESS": "false"}
+"""What the environment and the file of the children must not set, as `millstream auto` chooses it."""
 _REFUSED = ("--once", "--reprocess", "--from-committed", "--checkpoint", "--only", "--url")
 
 
 def auto(
+    context: typer.Context,
     target: Target,
     url: Url = DEFAULT_URL,
-    spark_above: SparkAbove = 50_000,
-    workers_below: WorkersBelow = 1_000,
-    minimum: Minimum = Duration("2m"),
+    spark_above: SparkAbove = EnginePolicy.spark_above,
+    workers_below: WorkersBelow = EnginePolicy.workers_below,
+    minimum: Minimum = Duration(EnginePolicy.minimum_ms / 1000),
     poll: Poll = Duration("5s"),
     only: Only = None,
     checkpoint: Checkpoint = ".millstream/auto-checkpoints",
@@ -70,8 +74,9 @@ def auto(
     app = load_app(target).only(only or ())
     finish_logging()
     check_served_by_both(app, url)
-    chosen = [word for name in only or () for word in ("--only", name)]
-    with _checkpoints(checkpoint) as new_checkpoint, Client(url, timeout_ms=_TIMEOUT_MS) as client:
+    chosen = [word for name in app.handlers for word in ("--only", name)]  # all whose messages count, and no other
+    client = Client(url, timeout_ms=_TIMEOUT_MS)  # not closed: that would wait for its thread while Redis hangs
+    with _checkpoints(checkpoint) as new_checkpoint:
 
         def arguments(engine: Engine) -> Sequence[str]:
             if engine == "workers":
@@ -80,9 +85,9 @@ def auto(
 
         supervisor = EngineSupervisor(
             policy,
-            WaitingMessages(client, app.handlers.values()).count,
+            partial(WaitingMessages(client, app.handlers.values()).count, policy.counted),
             arguments,
-            environment=_environment(url),
+            environment={**_environment(url), **chosen_file(context)},
             stop_ms=stop_timeout.ms,
             poll_ms=poll.ms,
             on_event=partial(_show, app.name, as_json=as_json),
@@ -124,7 +129,7 @@ def _environment(url: str) -> Mapping[str, str]:
     """The environment of the children: any user of the machine may read arguments, and a URL may have a password."""
     log = log_settings()
     chosen = {"MILLSTREAM_LOG_LEVEL": log.level, "MILLSTREAM_LOG_FORMAT": log.format}
-    return {**os.environ, "MILLSTREAM_URL": url, **{name: value for name, value in chosen.items() if value}}
+    return {**os.environ, **_CHOSEN, "MILLSTREAM_URL": url, **{name: value for name, value in chosen.items() if value}}
 
 
 @contextmanager
@@ -161,9 +166,8 @@ def _show(app: str, event: Mapping[str, Any], *, as_json: bool) -> None:
         return
     match event["event"]:
         case "started":
-            print_message(
-                f"{app} runs on {NAMES[event['engine']]}: {pluralize(event['lag'], 'message')} wait; Ctrl-C stops"
-            )
+            count = f"{'' if event['lag_exact'] else 'at least '}{pluralize(event['lag'], 'message')}"
+            print_message(f"{app} runs on {NAMES[event['engine']]}: {count} wait; Ctrl-C stops")
         case "change":
             print_message(event["cause"])
         case "stopped":

@@ -17,7 +17,8 @@ from millstream.errors import ConfigError, install_hint
 
 _DEFAULT_FILE = Path("millstream.toml")
 _PREFIX = "MILLSTREAM_"
-_COMMON = ("MILLSTREAM_CONFIG", "MILLSTREAM_DEBUG")
+_VARIABLE = "MILLSTREAM_CONFIG"
+_COMMON = (_VARIABLE, "MILLSTREAM_DEBUG")
 _SIMILAR = 0.75
 _COMMAND_LINE_ONLY = ("--help", "--config", "--yes")
 """`--yes` answers a question that this very command asks: neither a file nor the environment may."""
@@ -49,6 +50,8 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str], variables
             return
         commands = getattr(context.find_root().command, "commands", {})
         _warn_of_misspelt(path, variables, commands)
+        if file:
+            context.meta[_VARIABLE] = str(Path(file).resolve())
         if file or _DEFAULT_FILE.is_file():
             context.default_map = _read(Path(file or _DEFAULT_FILE), path, parameters, commands)
 
@@ -60,7 +63,7 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str], variables
                 callback=read,
                 is_eager=True,
                 expose_value=False,
-                envvar="MILLSTREAM_CONFIG",
+                envvar=_VARIABLE,
                 metavar="FILE",
                 help="TOML file with options; default: millstream.toml here, if it exists.",
             ),
@@ -68,6 +71,11 @@ def _config_option(path: Sequence[str], parameters: Mapping[str, str], variables
     ) -> None: ...
 
     return parameters_of(options)[0]
+
+
+def chosen_file(context: typer.Context) -> Mapping[str, str]:
+    """The environment by which a child process reads the file that --config of this command has chosen."""
+    return {_VARIABLE: context.meta[_VARIABLE]} if _VARIABLE in context.meta else {}
 
 
 def _warn_of_misspelt(path: Sequence[str], variables: Sequence[str], commands: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from millstream.admin.waiting_messages import Waiting
 from millstream.errors import ConfigError
 
 Engine = Literal["workers", "spark"]
@@ -21,7 +22,7 @@ class EnginePolicy:
 
     spark_above: int = 50_000
     workers_below: int = 1_000
-    minimum_ms: float = 120_000.0
+    minimum_ms: float = 300_000.0
 
     def __post_init__(self) -> None:
         if self.spark_above <= self.workers_below:
@@ -30,23 +31,30 @@ class EnginePolicy:
                 "them the engine that runs goes on, so that it does not change all the time"
             )
 
-    def first(self, lag: int) -> Engine:
-        """The engine to start with."""
-        return "spark" if lag > self.spark_above else "workers"
+    @property
+    def counted(self) -> int:
+        """How many messages must be counted for a decision: more change nothing."""
+        return self.spark_above + 1
 
-    def decide(self, lag: int | None, engine: Engine, since_ms: float) -> Engine:
+    def first(self, lag: Waiting) -> Engine:
+        """The engine to start with."""
+        return "spark" if lag.count > self.spark_above else "workers"
+
+    def decide(self, lag: Waiting | None, engine: Engine, since_ms: float) -> Engine:
         """The engine that should run now, where `engine` has run for `since_ms` milliseconds.
 
-        `lag`: the messages that wait; None if that is unknown, which changes nothing.
+        `lag`: the messages that wait; None if that is unknown, which changes nothing. A lower bound never brings the
+        workers.
         """
         if lag is None or since_ms < self.minimum_ms:
             return engine
         if engine == "workers":
             return self.first(lag)
-        return "workers" if lag < self.workers_below else "spark"
+        return "workers" if lag.count < self.workers_below and not lag.is_partial else "spark"
 
-    def explain(self, lag: int, engine: Engine) -> str:
+    def explain(self, lag: Waiting, engine: Engine) -> str:
         """The line of the log for a change to `engine`."""
+        count = f"{'at least ' if lag.is_partial else ''}{lag.count:,}"
         if engine == "spark":
-            return f"lag is {lag:,} messages, above {self.spark_above:,}; Spark takes over from the workers"
-        return f"lag is {lag:,} messages, below {self.workers_below:,}; the workers take over from Spark"
+            return f"lag is {count} messages, above {self.spark_above:,}; Spark takes over from the workers"
+        return f"lag is {count} messages, below {self.workers_below:,}; the workers take over from Spark"

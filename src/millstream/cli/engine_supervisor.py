@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from millstream.admin.redis_metrics import REST
+from millstream.admin.waiting_messages import Waiting
 from millstream.cli.engine_policy import Engine, EnginePolicy
+from millstream.cli.lag_reader import LagReader
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
-from millstream.errors import ConfigError, PipelineFailed, Unavailable
+from millstream.errors import ConfigError, PipelineFailed
 from millstream.worker.process.supervisor import describe_end
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class EngineSupervisor:
     def __init__(
         self,
         policy: EnginePolicy,
-        lag: Callable[[], int],
+        lag: Callable[[], Waiting],
         arguments: Callable[[Engine], Sequence[str]],
         *,
         environment: Mapping[str, str],
@@ -56,18 +57,17 @@ class EngineSupervisor:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._policy = policy
-        self._lag = lag
+        self._lag = LagReader(lag, poll_ms=poll_ms, clock=clock)
         self._arguments = arguments
         self._environment = dict(environment)
         self._stop_ms = stop_ms
-        self._poll_ms = poll_ms
         self._on_event = on_event
         self._clock = clock
         self._engine: Engine = "workers"
         self._process: subprocess.Popen[bytes] | None = None
         self._is_killed = False
-        self._is_lag_known = True
-        self._changed_ms = self._started_ms = self._poll_due_ms = self._start_due_ms = 0.0
+        self._changed_ms = self._started_ms = self._start_due_ms = 0.0
+        self._stop_seconds: float | None = None
         self._backoff = Backoff(*_WAITS_MS)
         self._short_runs = 0
         self._changes = 0
@@ -81,18 +81,19 @@ class EngineSupervisor:
         self._on_event({"event": "stopped", "changes": self._changes})
 
     def kill(self) -> None:
-        """Kill the child at once; what it started ends by itself."""
+        """Kill the child at once, or as soon as it is started; what it started ends by itself."""
         self._is_killed = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
 
     def _run_children(self, stopping: threading.Event) -> None:
+        self._lag.start(stopping)
         try:
             if (lag := self._first_lag(stopping)) is None:
                 return
             self._engine = self._policy.first(lag)
             self._changed_ms = self._clock.monotonic_ms()
-            self._on_event({"event": "started", "engine": self._engine, "lag": lag})
+            self._on_event({"event": "started", "engine": self._engine, **_fields_of(lag)})
             while not stopping.wait(_TICK_S):
                 if not self._check_child():
                     return
@@ -100,47 +101,31 @@ class EngineSupervisor:
         finally:
             self._stop_child()
 
-    def _first_lag(self, stopping: threading.Event) -> int | None:
+    def _first_lag(self, stopping: threading.Event) -> Waiting | None:
         """The lag, once Redis has answered; None if it is to stop before that."""
-        while (lag := self._read_lag()) is None:
-            if stopping.wait(self._poll_ms / 1000):
+        while (reading := self._lag.take()) is None:
+            if stopping.wait(_TICK_S):
                 return None
-        return lag
-
-    def _read_lag(self) -> int | None:
-        began_ms = self._clock.monotonic_ms()
-        lag = None
-        try:
-            lag = self._lag()
-            self._is_lag_known = True
-        except Unavailable as error:
-            log = logger.warning if self._is_lag_known else logger.debug
-            log("cannot read the lag, Redis is unavailable: %s; the engine does not change meanwhile", error)
-            self._is_lag_known = False
-        now_ms = self._clock.monotonic_ms()
-        self._poll_due_ms = now_ms + max(self._poll_ms, REST * (now_ms - began_ms))
-        return lag
+        return reading.lag
 
     def _check_lag(self, stopping: threading.Event) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if now_ms < self._poll_due_ms:
+        if (reading := self._lag.take()) is None:
             return
-        lag = self._read_lag()
-        engine = self._policy.decide(lag, self._engine, now_ms - self._changed_ms)
-        if lag is None or engine == self._engine or stopping.is_set():
+        lag = reading.lag
+        engine = self._policy.decide(lag, self._engine, reading.at_ms - self._changed_ms)
+        if engine == self._engine or stopping.is_set():
             return
-        self._on_event({"event": "change", "engine": engine, "lag": lag, "cause": self._policy.explain(lag, engine)})
+        cause = self._policy.explain(lag, engine)
+        self._on_event({"event": "change", "engine": engine, **_fields_of(lag), "cause": cause})
         began_ms = self._clock.monotonic_ms()
         self._stop_child()
         self._changed_ms = self._clock.monotonic_ms()
         self._engine = engine
-        self._changes += 1
+        self._stop_seconds = round((self._changed_ms - began_ms) / 1000, 3)
         self._start_due_ms, self._short_runs = 0.0, 0
         self._backoff.reset()
         if not (stopping.is_set() or self._is_killed):
-            seconds = round((self._changed_ms - began_ms) / 1000, 3)
             self._start_child()
-            self._on_event({"event": "changed", "engine": engine, "stop_seconds": seconds})
 
     def _check_child(self) -> bool:
         """Start the child if it is due; False if it has ended in order."""
@@ -187,24 +172,32 @@ class EngineSupervisor:
             wait_ms = self._backoff.next_ms()
             self._start_due_ms = self._started_ms + wait_ms
             logger.warning("cannot start %s: %s; retrying in %.1f s", NAMES[self._engine], error, wait_ms / 1000)
+            return
+        if self._is_killed:  # by a signal while the process was being started
+            self._process.kill()
+        if self._stop_seconds is not None:
+            self._changes += 1
+            self._on_event({"event": "changed", "engine": self._engine, "stop_seconds": self._stop_seconds})
+            self._stop_seconds = None
 
     def _stop_child(self) -> None:
-        """Stop the child in order; kill it if it has not ended after `stop_ms`."""
+        """Stop the child in order; kill it if it has not ended after `stop_ms`, or after `kill`."""
         process = self._process
         if process is None:
             return
         process.terminate()
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms
-        while process.poll() is None and self._clock.monotonic_ms() < deadline_ms:
+        while process.poll() is None and not self._is_killed and self._clock.monotonic_ms() < deadline_ms:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_TICK_S)
         if process.poll() is None:
-            logger.warning(
-                "%s: process %d did not stop within %g s; killing it, its running messages are processed again",
-                NAMES[self._engine],
-                process.pid,
-                self._stop_ms / 1000,
-            )
+            if not self._is_killed:
+                logger.warning(
+                    "%s: process %d did not stop within %g s; killing it, its running messages are processed again",
+                    NAMES[self._engine],
+                    process.pid,
+                    self._stop_ms / 1000,
+                )
             process.kill()
             process.wait()
         self._close_child()
@@ -213,3 +206,7 @@ class EngineSupervisor:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         self._process = None
+
+
+def _fields_of(lag: Waiting) -> Mapping[str, Any]:
+    return {"lag": lag.count, "lag_exact": not lag.is_partial}

@@ -1,0 +1,128 @@
+"""The process that runs the engines of `millstream auto`: starts that fail, short runs, signals and a lag without answer."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.admin.waiting_messages import Waiting
+from millstream.cli.engine_policy import Engine, EnginePolicy
+from millstream.cli.engine_supervisor import EngineSupervisor
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import PipelineFailed
+from tests.support.clocks import ManualClock
+
+pytestmark = [pytest.mark.cli]
+
+ENDS_IN_ORDER = ("--version",)
+FAILS = ("info", "--url", "redis://127.0.0.1:1")
+TOO_LONG = ("x" * 1_000_000,)
+"""No process can be started with it: the kernel refuses the argument."""
+FOREVER_MS = float("inf")
+
+
+@pytest.fixture
+def stopping() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Lags:
+    """Returns these lags; then the reading never ends, until the test does."""
+
+    def __init__(self, stopping: threading.Event, *counts: int) -> None:
+        self._stopping = stopping
+        self._counts = list(counts)
+
+    def __call__(self) -> Waiting:
+        if not self._counts:
+            self._stopping.wait()
+        return Waiting(self._counts.pop(0) if self._counts else 0)
+
+
+def supervisor(
+    lag: Callable[[], Waiting],
+    arguments: Callable[[Engine], Sequence[str]],
+    on_event: Callable[[Mapping[str, Any]], object] = lambda _: None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> EngineSupervisor:
+    return EngineSupervisor(
+        EnginePolicy(spark_above=10, workers_below=5, minimum_ms=0),
+        lag,
+        arguments,
+        environment=os.environ,
+        stop_ms=FOREVER_MS,
+        poll_ms=0,
+        on_event=on_event,
+        clock=clock,
+    )
+
+
+def test_a_lag_without_an_answer_does_not_keep_an_engine_from_being_started(stopping: threading.Event) -> None:
+    events: list[str] = []
+    supervisor(Lags(stopping, 0), lambda _: ENDS_IN_ORDER, lambda one: events.append(one["event"])).run(stopping)
+    assert events == ["started", "stopped"]
+
+
+def test_an_error_of_the_lag_other_than_an_outage_ends_the_command(stopping: threading.Event) -> None:
+    def lag() -> Waiting:
+        raise PermissionError("no rights")
+
+    with pytest.raises(PermissionError, match="no rights"):
+        supervisor(lag, lambda _: ENDS_IN_ORDER).run(stopping)
+
+
+def test_an_engine_that_ends_more_than_ten_times_soon_after_its_start_ends_the_command(
+    stopping: threading.Event,
+) -> None:
+    clock = ManualClock()
+    starts: list[Engine] = []
+
+    def arguments(engine: Engine) -> Sequence[str]:
+        starts.append(engine)
+        return FAILS
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "restarting":
+            clock.sleep_ms(30_000)  # the longest wait before a start
+
+    with pytest.raises(PipelineFailed, match="the workers ended 11 times in a row soon after the start"):
+        supervisor(Lags(stopping, 0), arguments, on_event, clock).run(stopping)
+    assert starts == ["workers"] * 11
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_and_the_change_is_reported_once_it_runs(
+    stopping: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps: list[str] = []
+
+    def arguments(engine: Engine) -> Sequence[str]:
+        steps.append(f"start {engine}")
+        return ENDS_IN_ORDER if steps.count("start spark") == 2 else TOO_LONG
+
+    supervisor(Lags(stopping, 0, 11), arguments, lambda one: steps.append(one["event"])).run(stopping)
+    tries = [one for one in steps if one != "start workers"]
+    assert tries == ["started", "change", "start spark", "start spark", "changed", "stopped"]
+    assert "cannot start Spark" in caplog.text
+
+
+def test_a_second_signal_while_a_process_is_started_kills_it(stopping: threading.Event, tmp_path: Path) -> None:
+    endless = tmp_path / "endless_app.py"
+    endless.write_text("import time\ntime.sleep(1_000_000)\n")
+
+    def arguments(_: Engine) -> Sequence[str]:
+        stopping.set()
+        one.kill()
+        return ("worker", str(endless))
+
+    one = supervisor(Lags(stopping, 0), arguments)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the child inherits it: only a kill ends it
+    try:
+        one.run(stopping)
+    finally:
+        signal.signal(signal.SIGTERM, before)
