@@ -105,7 +105,13 @@ def test_a_process_that_cannot_be_started_is_tried_again_and_the_change_is_repor
         steps.append(f"start {engine}")
         return ENDS_IN_ORDER if steps.count("start spark") == 2 else TOO_LONG
 
-    supervisor(Lags(stopping, 0, 11), arguments, lambda one: steps.append(one["event"])).run(stopping)
+    def lag() -> Waiting:
+        if "started" not in steps:
+            return Waiting(0)
+        stopping.wait(0.01)  # read so often that a reading begins after each change
+        return Waiting(11)
+
+    supervisor(lag, arguments, lambda one: steps.append(one["event"])).run(stopping)
     tries = [one for one in steps if one != "start workers"]
     assert tries == ["started", "change", "start spark", "start spark", "changed", "stopped"]
     assert "cannot start Spark" in caplog.text
