@@ -68,8 +68,7 @@ def print_tables(
         _print_readers(worst, rates, wide=wide)
         _print_more(len(readers) - len(worst), "reader")
         print_line("")
-    _print_pauses(found.handlers)
-    _print_rates(found.handlers)
+    _print_settings(found.handlers)
     _print_restarts(found.restarts)
     _print_long_runs(found.long_runs, limit)
     if wide:
@@ -168,20 +167,21 @@ def _number(count: int | None, *, exact: bool = True) -> str:
     return f"{'' if exact else '>'}{count:,}"
 
 
-def _print_pauses(handlers: Sequence[HandlerReport]) -> None:
-    """Print why, and since when, handlers are paused, once for each handler."""
-    by_handler = {one.label: one.pause for one in handlers if one.pause}
-    for label, pause in by_handler.items():
-        print_line(f"{label} is {pause.describe(label)}")
-    if by_handler:
-        print_line("")
+def _print_settings(handlers: Sequence[HandlerReport]) -> None:
+    """Print why, and since when, handlers are paused, and the rates that operators have set, once for each handler."""
+    _print_lines({one.label: f"is {one.pause.describe(one.label)}" for one in handlers if one.pause})
+    _print_lines(
+        {
+            one.label: f"has the rate {one.rate_override.source}; to go back to its code: millstream rate clear {one.label}"
+            for one in handlers
+            if one.rate_override
+        }
+    )
 
 
-def _print_rates(handlers: Sequence[HandlerReport]) -> None:
-    """Print the rates that operators have set, once for each handler."""
-    by_handler = {one.label: one.rate_override for one in handlers if one.rate_override}
-    for label, override in by_handler.items():
-        print_line(f"{label} has the rate {override.source}; to go back to its code: millstream rate clear {label}")
+def _print_lines(by_handler: Mapping[str, str]) -> None:
+    for label, text in by_handler.items():
+        print_line(f"{label} {text}")
     if by_handler:
         print_line("")
 

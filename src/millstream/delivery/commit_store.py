@@ -323,9 +323,7 @@ class CommitStore:
         `why`: the pause that is stored; default: an operator's.
         """
         stored = (why or Pause(at_ms=time.time_ns() // 1_000_000)).encode()
-        for stream in streams:
-            meta = self.keys(stream).meta
-            self._client.execute(*(("HSET", meta, "paused", stored) if paused else ("HDEL", meta, "paused")))
+        self._write_meta(streams, ("HSET", "paused", stored) if paused else ("HDEL", "paused"))
 
     def paused_streams(self, streams: Sequence[str]) -> dict[str, Pause]:
         """Return the pause of each of `streams` on which the handler is paused. Raises RedisError."""
@@ -350,13 +348,17 @@ class CommitStore:
 
         What was reserved ahead at the earlier rate is void.
         """
-        override = None if rate is None else RateOverride(rate=rate, at_ms=time.time_ns() // 1_000_000)
+        if rate is None:
+            self._write_meta(streams, ("HDEL", "rate", "rate_at"))
+        else:
+            override = RateOverride(rate=rate, at_ms=time.time_ns() // 1_000_000)
+            self._write_meta(streams, ("HSET", "rate", override.encode(), "rate_at", 0))
+
+    def _write_meta(self, streams: Sequence[str], command: Command) -> None:
+        """Execute `command`, given without its key, on the metadata of each stream."""
+        name, *items = command
         for stream in streams:
-            meta = self.keys(stream).meta
-            if override is None:
-                self._client.execute("HDEL", meta, "rate", "rate_at")
-            else:
-                self._client.execute("HSET", meta, "rate", override.encode(), "rate_at", 0)
+            self._client.execute(name, self.keys(stream).meta, *items)
 
     def rate_override(self, stream: str) -> RateOverride | None:
         """Return the handler's rate on `stream` that an operator has set; None if the rate in code holds."""

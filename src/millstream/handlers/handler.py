@@ -16,6 +16,7 @@ from millstream.handlers.upcasting import (
     StateUpcast,
     check_upcasts,
     check_version_field,
+    current_version,
     upcast_message,
 )
 from millstream.model import Breaker, Message, Retry, State, value_of
@@ -120,7 +121,7 @@ class Handler:
     @property
     def state_version(self) -> int:
         """The version of the states that it writes; 1 without state upcasts."""
-        return len(self.state_upcasts) + 1
+        return current_version(self.state_upcasts)
 
     @functools.cached_property
     def _message_only(self) -> str | None:
@@ -355,7 +356,7 @@ def _upcasts(
     if "state_upcasts" in found and not takes_state:
         raise ConfigError(f"{where}: state_upcasts is for handlers that take a State; add one, or remove the option")
     if "message_upcasts" in found and model is not None:
-        check_version_field(where, model, len(found["message_upcasts"]) + 1)
+        check_version_field(where, model, current_version(found["message_upcasts"]))
     return {name: tuple(upcasts) for name, upcasts in found.items()}
 
 

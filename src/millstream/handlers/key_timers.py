@@ -10,7 +10,7 @@ from millstream.handlers.encoding import pack_output, pack_pairs, unpack_output
 from millstream.handlers.firing_times import LONGEST_MS, parse_interval_ms
 from millstream.handlers.handler import Handler
 from millstream.handlers.time_limit import TimeLimit
-from millstream.handlers.upcasting import VERSION_FIELD
+from millstream.handlers.upcasting import VERSION_FIELD, current_version
 from millstream.model import Message, State, value_of
 from millstream.redis_client.key_names import REDRIVE_FIELD, TIMER_FIELD, check_identifier, to_wire
 
@@ -115,7 +115,7 @@ def _pairs_of(handler: Handler, message: Message, content: object) -> list[bytes
     if handler.key_field is not None and value_of(pairs, to_wire(handler.key_field)) is None:
         pairs = [to_wire(handler.key_field), message.key, *pairs]
     if handler.message_upcasts and value_of(pairs, to_wire(VERSION_FIELD)) is None:
-        pairs += [to_wire(VERSION_FIELD), b"%d" % (len(handler.message_upcasts) + 1)]
+        pairs += [to_wire(VERSION_FIELD), b"%d" % current_version(handler.message_upcasts)]
     made = Message(message.stream, message.id, pairs)
     try:
         made.key = handler.key_of(made)

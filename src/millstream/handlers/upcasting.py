@@ -42,6 +42,11 @@ class NewerState(DecodeError):
     """A state was written by a later version of the app than this one."""
 
 
+def current_version(upcasts: Sequence[object]) -> int:
+    """Return the version to which these upcasts lead; 1 without any."""
+    return len(upcasts) + 1
+
+
 def check_upcasts(where: str, name: str, upcasts: object) -> None:
     """Raise ConfigError unless this value of the option `name` is a sequence of functions."""
     if not isinstance(upcasts, (list, tuple)) or not upcasts or not all(map(callable, upcasts)):
@@ -66,7 +71,7 @@ def upcast_message(message: Message, upcasts: Sequence[MessageUpcast]) -> Messag
 
     Raises DecodeError for a later version, one that is no number, and an upcast that fails.
     """
-    current, version = len(upcasts) + 1, _version_of(message)
+    current, version = current_version(upcasts), _version_of(message)
     if version == current:
         return message
     if version > current:
@@ -115,9 +120,9 @@ def current_state(blob: bytes, upcasts: Sequence[StateUpcast]) -> State:
     Raises NewerState for one of a later version, DecodeError if an upcast fails, and ValueError if it is damaged.
     """
     version, found = parse_version_and_state(blob)
-    if version > len(upcasts) + 1:
+    if version > (current := current_version(upcasts)):
         raise NewerState(
-            f"the state of the key has version {version}, and this handler knows versions up to {len(upcasts) + 1}: "
+            f"the state of the key has version {version}, and this handler knows versions up to {current}: "
             "deploy the newer app"
         )
     if found:
