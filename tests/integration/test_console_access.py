@@ -28,6 +28,7 @@ from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, form_token
+from millstream.services.console.stream_names import StreamNames
 from millstream.services.console.views import PAGES
 from tests.support.commandline import call
 from tests.support.consoles import (
@@ -119,7 +120,7 @@ def test_every_route_is_in_the_table_of_rights_or_is_open_to_all(client: Client,
     tokens, clients = ConsoleTokens(), ClientPool(client.url)
     tokens.read(write_tokens(tmp_path))
     guard = make_guard(clients, tokens, None)
-    app = make_console(ConsoleParts(clients=clients, guard=guard))
+    app = make_console(ConsoleParts(clients=clients, guard=guard, names=StreamNames(client.url)))
     routes = [one for one in app.routes if isinstance(one, Route)]
     assert len(routes) == len(app.routes)
     found = {(method, one.path) for one in routes for method in (one.methods or ()) if method != "HEAD"}

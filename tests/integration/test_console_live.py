@@ -25,6 +25,7 @@ from millstream.services.console.guard import make_guard
 from millstream.services.console.live_reads import LiveReads
 from millstream.services.console.rights import ConsoleTokens, Level
 from millstream.services.console.sessions import SESSION_COOKIE, Sessions
+from millstream.services.console.stream_names import StreamNames
 from millstream.services.console.views import PAGES
 from tests.support.accessibility import Axe
 from tests.support.browser import Browser
@@ -65,7 +66,8 @@ def renewal_commands(url: str, folder: Path, path: str, viewers: int) -> Counter
     guard = make_guard(clients, tokens, None)
     seen = LiveReads[Mapping[bytes, bool]](keep_ms=HOUR_MS)
     guard = dataclasses.replace(guard, ended=EndedSessions(clients, reads=seen))
-    app = make_console(ConsoleParts(clients=clients, guard=guard, live=LiveReads(keep_ms=HOUR_MS)))
+    names = StreamNames(url, wait_ms=HOUR_MS)
+    app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, live=LiveReads(keep_ms=HOUR_MS)))
     known = tokens.viewer_of(TOKENS["admin"])
     assert known is not None
     sessions = [guard.sessions.issue(known[0]) for _ in range(viewers)]

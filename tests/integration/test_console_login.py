@@ -18,6 +18,7 @@ from millstream.services.console.guard import make_guard
 from millstream.services.console.login_limits import LoginLimits
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.sessions import FORM_COOKIE, KNOWN_COOKIE, SESSION_COOKIE
+from millstream.services.console.stream_names import StreamNames
 from tests.support.consoles import Browser, client_of, console, write_tokens
 
 pytestmark = [pytest.mark.cli]
@@ -38,7 +39,7 @@ def console_at(now_s: Callable[[], float], url: str, folder: Path) -> Iterator[B
     tokens, clients = ConsoleTokens(), ClientPool(url)
     tokens.read(write_tokens(folder))
     guard = replace(make_guard(clients, tokens, None), limits=LoginLimits(monotonic=now_s))
-    with client_of(make_console(ConsoleParts(clients=clients, guard=guard))) as http:
+    with client_of(make_console(ConsoleParts(clients=clients, guard=guard, names=StreamNames(url)))) as http:
         yield Browser(http)
 
 

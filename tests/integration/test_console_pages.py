@@ -322,7 +322,9 @@ def test_a_page_reloads_itself_only_if_that_is_asked_for(browser: Browser) -> No
 
 def test_a_redis_that_is_away_is_one_sentence_and_the_console_goes_on(tmp_path: Path) -> None:
     with EmbeddedServer() as server, console(server.url, tmp_path, "admin") as browser:
-        assert browser.get("/streams").status == 200
+        with Client(server.url) as client:
+            client.execute("XADD", "x", "*", "n", 1)
+        assert "1 found" in browser.get("/streams").text
         server.stop()
         page = browser.get("/streams?prefix=x")
         assert (page.status, "Redis: " in page.text) == (503, True)

@@ -32,6 +32,7 @@ from millstream.services.console.pages import Page, PageRequest, Shared
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens, Viewer
 from millstream.services.console.secure_headers import SecureHeaders
+from millstream.services.console.stream_names import StreamNames
 from millstream.services.console.views import PAGES
 from millstream.services.web.errors import Refused
 from millstream.services.web.origin_check import OriginCheck
@@ -63,6 +64,7 @@ class ConsoleParts:
 
     clients: ClientPool
     guard: Guard
+    names: StreamNames
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
@@ -95,7 +97,7 @@ def console_app(
         raise ConfigError("give authorize=, or token_file= with a token: else every client could read all messages")
     clients = ClientPool(url)
     guard = make_guard(clients, tokens, token_file, authorize)
-    parts = ConsoleParts(clients=clients, guard=guard, redact=redact, host_names=host_names)
+    parts = ConsoleParts(clients=clients, guard=guard, names=StreamNames(url), redact=redact, host_names=host_names)
     return SecureHeaders(make_console(parts))
 
 
@@ -189,6 +191,7 @@ class _Endpoint:
                         viewer=viewer,
                         display=display,
                         shared=parts.shared,
+                        names=parts.names,
                         root=root_of(request),
                         path=self._page.path,
                         query=_query_of(request),

@@ -14,6 +14,7 @@ from millstream.services.console.guard import make_guard
 from millstream.services.console.history_writer import HistoryWriter
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
+from millstream.services.console.stream_names import StreamNames
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
@@ -51,9 +52,15 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         client.execute("PING")
     clients = ClientPool(serving.url)
     guard = make_guard(clients, serving.tokens, serving.token_file)
-    app = make_console(ConsoleParts(clients=clients, guard=guard, redact=serving.redact, host_names=serving.host_names))
+    parts = ConsoleParts(
+        clients=clients,
+        guard=guard,
+        names=StreamNames(serving.url),
+        redact=serving.redact,
+        host_names=serving.host_names,
+    )
     with listen(serving.host, serving.port, connections=serving.limits.connections) as listener:
-        server = Server(app, serving.limits, metrics=Recorder(), stop_s=_STOP_S, headers=SECURE_HEADERS)
+        server = Server(make_console(parts), serving.limits, metrics=Recorder(), stop_s=_STOP_S, headers=SECURE_HEADERS)
         server.stop_at_signals()
         on_ready(url_of(listener))
         with HistoryWriter(serving.url):

@@ -23,6 +23,7 @@ from millstream.services.console.live_reads import LIVE_MS
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
+from millstream.services.console.stream_names import StreamNames
 
 REFRESH_S = (5, 15, 60)
 """The intervals, in seconds, at which a page may reload itself."""
@@ -67,6 +68,7 @@ class PageRequest:
     * `now_ms`: Unix milliseconds
     * `is_live`: the page renews its figures while it is open; `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
+    * `names`: the names of all streams
     """
 
     client: Client
@@ -74,6 +76,7 @@ class PageRequest:
     viewer: Viewer
     display: Display
     shared: Shared
+    names: StreamNames
     root: str
     path: str
     query: Mapping[str, str]

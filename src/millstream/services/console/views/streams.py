@@ -1,6 +1,7 @@
 """Streams: a list by prefix, and one stream with its groups and entries."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from starlette.responses import Response
 
@@ -11,7 +12,7 @@ from millstream.errors import MillstreamError
 from millstream.groups import Group
 from millstream.model import EntryId
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.key_names import to_wire
+from millstream.redis_client.key_names import PREFIX, to_wire
 from millstream.services.console.pages import PageRequest
 
 _PAGE = 100
@@ -22,9 +23,8 @@ _KEEP_MS = 5_000.0
 def streams(page: PageRequest) -> Response:
     """The streams whose names begin with a prefix, a hundred at a time."""
     prefix = page.name("prefix") or ""
-    names, is_partial = page.shared.get(
-        f"streams {prefix}", page.now_ms, lambda: find_stream_names(page.client, prefix), keep_ms=_KEEP_MS
-    )
+    known = None if prefix.startswith(f"{PREFIX}:") else page.names.find(prefix)
+    names, is_partial = (known.names, known.is_partial) if known is not None else _scan(page, prefix)
     after = page.name("after")
     first = bisect_right(names, after) if after else 0
     shown = names[first : first + _PAGE]
@@ -34,9 +34,19 @@ def streams(page: PageRequest) -> Response:
         found=inspect_streams(page.client, shown),
         total=len(names),
         is_partial=is_partial,
+        is_scanning=known is not None,
+        of_ms=page.now_ms - known.age_ms if known is not None else None,
         first=first,
         after=shown[-1] if first + _PAGE < len(names) else None,
     )
+
+
+def _scan(page: PageRequest, prefix: str) -> tuple[Sequence[str], bool]:
+    """The names that begin with `prefix`, scanned for them alone, and whether there may be more."""
+    found: tuple[Sequence[str], bool] = page.shared.get(
+        f"streams {prefix}", page.now_ms, lambda: find_stream_names(page.client, prefix), keep_ms=_KEEP_MS
+    )
+    return found
 
 
 def stream(page: PageRequest) -> Response:
