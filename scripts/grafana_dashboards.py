@@ -170,6 +170,7 @@ def handlers() -> Dashboard:
         "Throughput": [
             rates("Done a second", m.COMMITTED, "handler"),
             rates("Read a second", m.READ, "handler"),
+            rates("Done a second without waiting for another key", m.HEAD_OF_LINE_AVOIDED, "handler"),
             rates("Retries a second", m.RETRIED, "handler"),
             quantiles("Handler run", m.HANDLER_SECONDS, "handler"),
             quantiles("Commit", m.COMMIT_SECONDS, "handler"),

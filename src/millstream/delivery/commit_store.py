@@ -233,9 +233,18 @@ class CommitStore:
     def _parse_commit(self, units: Sequence[U], reply: Reply) -> list[U]:
         if not reply:  # almost always: this saves sorting a thousand units again
             return []
+        *numbers, last = reply
+        if isinstance(last, bytes):
+            for unit in units:
+                if not isinstance(unit, bytes):
+                    unit.lowest_pending_id = last
+        else:
+            numbers.append(last)
+        if not numbers:
+            return []
         bare, full = self._split_bare(units)
         sent = [*bare, *full]
-        return [sent[int(number) - 1] for number in reply]
+        return [sent[int(number) - 1] for number in numbers]
 
     def _commit_args(self, units: Sequence[U], call_number: str) -> list[Arg]:
         bare, full = self._split_bare(units)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from millstream.handlers.key_timers import TimerChanges
+from millstream.model import EntryId
 from millstream.redis_client.resp import Arg
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Effects:
     * `outputs`: the entries to add to the output stream, each packed by `handlers.encoding.pack_output`
     * `dead_letters`: items of the entries to add
     * `timers`: changes of timers of the key, in order
+    * `lowest_pending_id`: set by the commit: the first entry of the stream that was not done after it; b"" if none is known
     """
 
     offset_field: bytes
@@ -84,6 +86,7 @@ class Effects:
     outputs: Sequence[bytes] = ()
     dead_letters: Sequence[Sequence[Arg]] = ()
     timers: TimerChanges = ()
+    lowest_pending_id: bytes = b""
 
     def add_message(self, entry_id: str) -> None:
         """Extend the unit by one message."""
@@ -122,6 +125,18 @@ class Effects:
     def is_ack_only(self) -> bool:
         """True if it adds nothing to the data in Redis."""
         return not (self.outputs or self.dead_letters or self.state or self.timers)
+
+    def count_unblocked(self) -> int:
+        """Return how many of its messages were committed while an earlier one of the stream, of another key, was not done.
+
+        Where it has not all their ids, on Spark, those whose ids it has.
+        """
+        if not self.lowest_pending_id:
+            return 0
+        lowest = EntryId.parse(self.lowest_pending_id)
+        if lowest < EntryId.parse(self.first_id):
+            return self.message_count
+        return sum(lowest < EntryId.parse(one) for one in (*self.other_ids, self.last_id))
 
     @property
     def output_count(self) -> int:

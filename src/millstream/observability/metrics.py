@@ -73,6 +73,12 @@ READ = _counter("messages_read", "messages", "New messages read from their strea
 COMMITTED = _counter(
     "messages_committed", "messages", "Messages that are done: processed, or dead-lettered.", "handler"
 )
+HEAD_OF_LINE_AVOIDED = _counter(
+    "messages_head_of_line_avoided",
+    "messages",
+    "Messages of a key committed while an earlier one of their stream, of another key, was not done.",
+    "handler",
+)
 RETRIED = _counter("messages_retried", "messages", "Failed runs with attempts left.", "handler")
 PARKED = _counter("keys_parked", "times", "Keys parked until an operator acts.", "handler")
 DEAD_LETTERED = _counter(

@@ -17,6 +17,7 @@ from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 _OF_HANDLERS = (
     m.READ,
     m.COMMITTED,
+    m.HEAD_OF_LINE_AVOIDED,
     m.RETRIED,
     m.PARKED,
     m.RELEASED,
@@ -144,13 +145,20 @@ class LoopMetrics:
         if count:
             self._metrics.count(m.PARKED, count, handler=self._handler)
 
-    def count_committed(self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float) -> None:
-        """Count committed messages; `dead`: the reasons of those among them that were dead-lettered."""
+    def count_committed(
+        self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float, *, head_of_line_avoided: int = 0
+    ) -> None:
+        """Count committed messages; `dead`: the reasons of those among them that were dead-lettered.
+
+        `head_of_line_avoided`: how many of them did not wait for an earlier message of another key.
+        """
         self.committed += len(deliveries)
         self.dead += len(dead)
         if self._metrics is NO_METRICS:
             return
         self._metrics.count(m.COMMITTED, len(deliveries), handler=self._handler)
+        if head_of_line_avoided:
+            self._metrics.count(m.HEAD_OF_LINE_AVOIDED, head_of_line_avoided, handler=self._handler)
         for reason, count in Counter(dead).items():
             self._metrics.count(m.DEAD_LETTERED, count, handler=self._handler, reason=reason)
         self._metrics.observe(m.COMMIT_SECONDS, took_s, handler=self._handler)

@@ -42,6 +42,7 @@ class RunCommitter:
                 refused.append(run)
             else:
                 metrics.committed += run.effects.message_count
+                metrics.head_of_line_avoided += run.effects.count_unblocked()
                 metrics.dead += len(run.effects.dead_letters)
                 self._failures.dead_lettered(run.effects.dead_letters)
                 for other in run.others:

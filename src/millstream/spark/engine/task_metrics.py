@@ -9,7 +9,7 @@ import pyarrow as pa
 from millstream.model import EntryId
 from millstream.observability.failure_log import FailureLog
 
-COUNTERS = ("messages", "committed", "dead", "retries", "refused", "deferred")
+COUNTERS = ("messages", "committed", "dead", "retries", "refused", "deferred", "head_of_line_avoided")
 """The counters of a task on each stream."""
 
 METRICS_SCHEMA = pa.schema(
@@ -36,11 +36,14 @@ class TaskMetrics:
     retries: int = 0
     refused: int = 0
     deferred: int = 0
+    head_of_line_avoided: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Totals over all tasks of a job: entries read, committed, dead, deferred (`deferred`); retries; refused commits."""
+    """Totals over all tasks of a job: entries read, committed, dead, deferred (`deferred`); retries; refused commits;
+    entries committed behind a deferred one of another key (`head_of_line_avoided`).
+    """
 
     handler: str
     messages: int
@@ -49,6 +52,7 @@ class Totals:
     retries: int
     refused: int
     deferred: int
+    head_of_line_avoided: int
     seconds: float
 
 

@@ -239,6 +239,7 @@ class KeyCommitter(Committer):
             self._drop_lost(by_effects.pop(id(one)).lease)
         done: list[Delivery] = []
         letters: list[Sequence[Arg]] = []
+        avoided = 0
         for outcome in by_effects.values():
             assert outcome.effects is not None
             outcome.lease.in_flight_count -= len(outcome.done)
@@ -246,10 +247,12 @@ class KeyCommitter(Committer):
                 outcome.lease.committed_state = outcome.effects.state
             done += outcome.done
             letters += outcome.effects.dead_letters
+            if self._loop_metrics.has_backend:
+                avoided += outcome.effects.count_unblocked()
         self._has_stored |= bool(done) and not allow_oom
         self._steps.failures.dead_lettered(letters)
         self._in_flight.remove(done)
-        self._loop_metrics.count_committed(done, list(map(reason_of, letters)), took_s)
+        self._loop_metrics.count_committed(done, list(map(reason_of, letters)), took_s, head_of_line_avoided=avoided)
 
     def _drop_lost(self, lease: KeyLease) -> None:
         """Drop a key that another worker has leased since, or whose lease an operator has ended by changing the key."""

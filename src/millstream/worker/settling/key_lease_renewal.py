@@ -90,7 +90,8 @@ class KeyLeaseRenewer:
         elif isinstance(outcome, DeadLettered):
             effects = self._steps.commit_key(lease, [(delivery, outcome)])
             if not lease.stream.commit([effects]):
-                self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
+                avoided = effects.count_unblocked()
+                self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0, head_of_line_avoided=avoided)
                 self._steps.failures.dead_lettered(effects.dead_letters)
         elif isinstance(outcome, RetryLater):
             self._steps.log_failure(delivery, outcome)

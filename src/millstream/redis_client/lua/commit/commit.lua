@@ -25,7 +25,8 @@
 --         number of dead letters, each: number of items, the items
 -- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their offset or
 --       the committed id has moved on, so some of their messages are committed already; or, for a worker, the entry is
---       not pending with it any more; or, on Spark, the key is parked, or entries before it wait in its queue
+--       not pending with it any more; or, on Spark, the key is parked, or entries before it wait in its queue. Then, for
+--       a worker of a handler with a key, and on Spark while there are key queues, the lowest id that is pending, if any
 -- ERROR STALE when the token is older than the epoch: a newer run has taken over
 --       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no offset then
 --
@@ -71,12 +72,19 @@ if keyed and ARGV[5] ~= '0' then
   return redis.error_reply('UNLEASED messages of a key must be committed under its lease')
 end
 
+-- Entries of a key are committed in order: where the lowest pending entry is an earlier one, it is one of another key.
+local function with_lowest_pending(numbers)
+  local first = redis.pcall('XPENDING', KEYS[7], group, '-', '+', '1')
+  if first[1] then numbers[#numbers + 1] = first[1][1] end
+  return numbers
+end
+
 local replay = ARGV[4] ~= '' and BASE .. consumer .. ':last'
 local answered = replay and redis.call('GET', replay)
 if answered and string.match(answered, '^%S+') == ARGV[4] then
   local numbers = {}
   for number in string.gmatch(string.sub(answered, #ARGV[4] + 1), '%d+') do numbers[#numbers + 1] = tonumber(number) end
-  return numbers
+  return keyed and with_lowest_pending(numbers) or numbers
 end
 
 local at = 5
@@ -352,4 +360,5 @@ if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
 release_leases()
 notify_idle(#requeued)
 if replay and not failure then redis.call('SET', replay, ARGV[4] .. ' ' .. table.concat(refused, ' '), 'EX', 3600) end
-return failure or refused
+if failure then return failure end
+return committed > 0 and (keyed or any_deferred) and with_lowest_pending(refused) or refused
