@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.contract import Case, ContractBroken, Engine, run_cases, verify
-from tests.contract.worker_app import ALL, ON_WORKERS
+from tests.contract.worker_app import ALL
 from tests.support.engines import SparkEngine, WorkerEngine
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def on_workers(millstream_server: EmbeddedServer, folders: Iterator[Path]) -> Iterator[Ran]:
-    together = [case for case in ON_WORKERS if case.name not in APART]
+    together = [case for case in ALL if case.name not in APART]
     yield from ran({WorkerEngine(next(folders)): cases for cases in (together, named("crashed"), named("restart"))})
 
 
@@ -68,7 +68,7 @@ def on_spark(millstream_server: EmbeddedServer, spark: SparkSession, folders: It
 
 
 @pytest.mark.xdist_group("contract on workers")
-@pytest.mark.parametrize("case", ON_WORKERS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_workers_keep_the_contract(on_workers: Ran, case: Case) -> None:
     on_workers.judge(case)
 

@@ -30,11 +30,12 @@ pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 MESSAGES = 200_000 if SOAK else 2_000
-KILLS = 40 if SOAK else 3
+KILLS = 50 if SOAK else 3
 BATCH = MESSAGES // (KILLS * (4 if SOAK else 2))
 ACCOUNTS = 400 if SOAK else 100
 KEYS = HandlerKeys("bank", "book", "bookings")
-OUTPUT = "{bookings}.balances"
+OUTPUTS = {KEYS: "{bookings}.balances", HandlerKeys("bank", "book_lists", "bookings"): "{bookings}.lists"}
+"""Of a handler that takes one message, and of one that takes lists of a key."""
 EXACT_POINTS = (
     "between-load-and-commit",
     "between-commit-and-end-of-task",
@@ -95,8 +96,8 @@ def read_stream(client: Client, stream: str) -> Iterator[tuple[bytes, list[bytes
         after = "(" + entries[-1][0].decode()
 
 
-def committed(client: Client) -> int:
-    return int(client.execute("HGET", KEYS.meta, "committed") or 0)
+def committed(client: Client, keys: HandlerKeys = KEYS) -> int:
+    return int(client.execute("HGET", keys.meta, "committed") or 0)
 
 
 def wait_for_commits(client: Client, goal: int, driver: Driver) -> None:
@@ -209,7 +210,7 @@ def test_killing_drivers_workers_and_redis_all_through_a_run_applies_everything_
                     outage()
                 assassin.kill_once(number)
             eventually(
-                lambda: client.execute("HGET", KEYS.meta, "committed_id") == last,
+                lambda: all(client.execute("HGET", keys.meta, "committed_id") == last for keys in OUTPUTS),
                 f"the end of the stream; kills: {assassin.log}, seed {seed}",
                 log=driver.errors,
             )
@@ -217,13 +218,14 @@ def test_killing_drivers_workers_and_redis_all_through_a_run_applies_everything_
         with capsys.disabled():
             print(f"\nseed {seed}; kills at: {', '.join(assassin.log)}; driver starts: {driver.starts}")  # noqa: T201
         assert set(EXACT_POINTS) <= set(assassin.log)
-        verify(client, expected)
+        for keys, output in OUTPUTS.items():
+            verify(client, expected, keys, output)
 
 
-def verify(client: Client, expected: Expected) -> None:
-    """Compare all that is in Redis with what is expected."""
-    rows = [text_fields(items) for _, items in read_stream(client, OUTPUT)]
-    letters = [DeadLetter.parse(*entry) for entry in read_stream(client, KEYS.dead_letters)]
+def verify(client: Client, expected: Expected, keys: HandlerKeys, output: str) -> None:
+    """Compare all that a handler has in Redis with what is expected."""
+    rows = [text_fields(items) for _, items in read_stream(client, output)]
+    letters = [DeadLetter.parse(*entry) for entry in read_stream(client, keys.dead_letters)]
     report = check_outputs(
         {**expected.sequences, b"": list(expected.dead)},
         [(row["account"].encode(), row["id"]) for row in rows],
@@ -232,8 +234,8 @@ def verify(client: Client, expected: Expected) -> None:
     report.raise_if_bad()
     assert {row["id"]: row for row in rows} == expected.outputs
     assert {letter.id: letter.reason for letter in letters} == expected.dead
-    found = client.execute("HGETALL", KEYS.state)
+    found = client.execute("HGETALL", keys.state)
     states = {found[i]: msgspec.msgpack.decode(found[i + 1]) for i in range(0, len(found), 2)}
     assert states == dict(expected.states)
-    assert committed(client) == MESSAGES
-    assert client.execute("EXISTS", KEYS.offsets, KEYS.crashes) == 0
+    assert committed(client, keys) == MESSAGES
+    assert client.execute("EXISTS", keys.offsets, keys.crashes) == 0

@@ -24,33 +24,26 @@ from millstream import App, Message
 
 app = App("mixed")
 
-@app.handler("in", key="k", batch_size=10)
-def listed(messages: list[Message]) -> None: ...
-
 @app.handler("in")
 def plain(message: Message) -> None: ...
 """
 
 
-def test_an_app_with_a_part_that_one_engine_does_not_run_is_refused_by_name(
-    millstream_url: str, tmp_path: Path
+def test_stages_are_refused_by_name_and_only_leaves_them_out_and_lists_of_one_key_run_on_both(
+    millstream_url: str,
 ) -> None:
-    (tmp_path / "mixed_app.py").write_text(MIXED)
-    refused = run("auto", str(tmp_path / "mixed_app.py"), url=millstream_url)
-    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
-    assert "only workers run mixed.listed, as lists of one key" in refused.err
-
-
-def test_stages_are_refused_by_name_and_only_leaves_them_out(millstream_url: str) -> None:
     app = App("app")
     app.stage("in", into="copies", name="copy")(lambda rows: rows)
 
     @app.handler("in")
     def plain(message: Message) -> None: ...
 
+    @app.handler("in", key="k", batch_size=10)
+    def listed(messages: list[Message]) -> None: ...
+
     with pytest.raises(ConfigError, match="only Spark runs the stages copy: run them with `millstream run --only`"):
         check_served_by_both(app, millstream_url)
-    check_served_by_both(app.only(["plain"]), millstream_url)
+    check_served_by_both(app.only(["plain", "listed"]), millstream_url)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from millstream import App, Message, Reject, Retry, State
+from millstream import Message, Reject, Retry, State
 from millstream.admin.key_queues import list_queues, unpark
 from millstream.delivery import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.keyed_stream import KeyedStream
-from millstream.errors import ConfigError, HandlerStuck
+from millstream.errors import HandlerStuck
 from millstream.partitions import PartitionedProducer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from millstream.spark.run.early_checks import check_early
-from millstream.spark.run.supervisor import Supervisor
 from millstream.testing.invariants import check_invariants
 from millstream.worker import HandlerSteps
 from millstream.worker.dry_run import dry_run
@@ -354,12 +352,3 @@ def test_the_example_of_the_page_answers_a_burst_of_a_session_at_once(client: Cl
         "ann": {"session": "ann", "answers": "2", "so_far": "2", "last": "help"},
         "bob": {"session": "bob", "answers": "1", "so_far": "1", "last": "hello"},
     }
-
-
-def test_a_run_on_spark_refuses_lists_of_a_key_before_it_begins(client: Client) -> None:
-    app = App("app")
-    app.handler("in", name="one", key="key", into="out")(gather)
-    none: Any = None  # it refuses before it needs a session or settings
-    for begin in (lambda: check_early(app, client.url), lambda: Supervisor(app, none, none, on_event=print)):
-        with pytest.raises(ConfigError, match="takes lists and has a key, which only workers run"):
-            begin()

@@ -103,12 +103,6 @@ def check_served_by_both(app: App, url: str) -> None:
             f"only Spark runs the stages {', '.join(app.stages)}: run them with `millstream run --only`, and name the "
             "handlers here with --only"
         )
-    by_key = [one.label for one in app.handlers.values() if one.in_batches and one.key is not None]
-    if by_key:
-        raise ConfigError(
-            f"only workers run {', '.join(by_key)}, as lists of one key: run them with `millstream worker --only`, and name "
-            "the other handlers here with --only"
-        )
     WorkerProcess(app, WorkerSettings(url=url, consumer="check"))  # reports errors of the app here, once
     check_installed()
 

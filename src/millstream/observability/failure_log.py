@@ -62,6 +62,18 @@ class Failure:
         return logging.ERROR if self.reason and self.reason != "rejected" else logging.WARNING
 
 
+def log_failed_list(label: str, stream: str, first_id: str, count: int, error: str) -> None:
+    """Log that a list of messages of one key has failed, which is no attempt on any of them. `label`: the handler."""
+    logger.info(
+        "%s: a list of %d messages of a key of %s failed: %s; running each of them alone (first: %s)",
+        label,
+        count,
+        escape(stream),
+        escape_line(error)[:_MAX_ERROR],
+        first_id,
+    )
+
+
 def log_failure(failure: Failure, is_new: bool) -> None:
     """Log a failure; its traceback too if it `is_new`, the first of its kind, or nothing follows it."""
     log_with_traceback(

@@ -420,9 +420,6 @@ KEYED_CASES: tuple[Case, ...] = (
             Letter(entry=1, reason="bad-output", says="use the same key"),
         ],
     ),
-)
-
-KEY_LIST_CASES: tuple[Case, ...] = (
     Case(
         name="key_lists",
         promise="a list of messages of one key, in stream order, has the state that the previous list committed; a "
@@ -446,4 +443,3 @@ KEY_LIST_CASES: tuple[Case, ...] = (
         **_PARKS,
     ),
 )
-"""Cases of handlers of lists with a key, which only workers run."""

@@ -68,3 +68,9 @@ def book(booking: Booking, message: Message, state: State) -> dict[str, object]:
         raise RuntimeError("only the second attempt works")
     state["balance"] = state.get("balance", 0) + booking.amount
     return {"account": booking.account, "n": booking.n, "id": message.id, **state}
+
+
+@app.handler("bookings", key="account", retry=Retry(attempts=3, delay_ms=1), into="{bookings}.lists", batch_size=20)
+def book_lists(bookings: list[Booking], messages: list[Message], state: State) -> list[dict[str, object]]:
+    """As `book`, on lists of bookings of one account."""
+    return [book(booking, message, state) for booking, message in zip(bookings, messages, strict=True)]

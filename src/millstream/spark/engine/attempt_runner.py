@@ -7,10 +7,13 @@ from typing import Any, Protocol, TypeVar
 
 from millstream.handlers.attempt import (
     BatchOutcome,
+    ListOutcome,
     Outcome,
     attempt,
     attempt_batch,
     attempt_batch_plain,
+    attempt_list,
+    attempt_list_plain,
     attempt_plain,
 )
 from millstream.handlers.handler import Handler
@@ -56,6 +59,12 @@ class AttemptRunner:
         if not self._handler.is_async:
             return attempt_batch_plain(self._handler, messages, self._time_limit.guard)
         return await self._run_in_task(attempt_batch(self._handler, messages))
+
+    async def run_list(self, messages: Sequence[Message], state: bytes) -> ListOutcome:
+        """Run one attempt on several messages of one key together; return of how many the outcome is, and this outcome."""
+        if not self._handler.is_async:
+            return attempt_list_plain(self._handler, messages, state, self._time_limit.guard)
+        return await self._run_in_task(attempt_list(self._handler, messages, state))
 
     async def _run_in_task(self, run: Coroutine[Any, Any, T]) -> T:
         async with self._slots:

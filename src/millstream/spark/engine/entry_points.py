@@ -9,6 +9,7 @@ from pyspark import TaskContext
 from millstream.redis_client.client import Client, shared_client
 from millstream.redis_client.redaction import redact_own_records
 from millstream.spark.engine.batch_task import BatchTask
+from millstream.spark.engine.key_list_task import KeyListTask
 from millstream.spark.engine.task import Job, PartitionTask
 
 
@@ -34,4 +35,6 @@ def _current_task(job: Job) -> PartitionTask:
 
 def task_of(job: Job, client: Client, *, retried: bool) -> PartitionTask:
     """Return the task that runs the job's handler. `retried`: an earlier attempt of the Spark task failed."""
-    return (BatchTask if job.handler.in_batches else PartitionTask)(job, client, retried=retried)
+    if not job.handler.in_batches:
+        return PartitionTask(job, client, retried=retried)
+    return (BatchTask if job.handler.key is None else KeyListTask)(job, client, retried=retried)

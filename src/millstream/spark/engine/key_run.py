@@ -60,6 +60,8 @@ class KeyRun:
     * `waited_ms`: back-off that its batch has waited out for it so far
     * `defer_reason`: why its remaining entries are to be deferred
     * `cancellation`: which of its entries an earlier dead letter of the key has canceled
+    * `alone_until`, `admitted_until`: up to which id its entries run alone, as a list of them has failed; and up to
+      which the rate limit has admitted them before
     """
 
     stream: str
@@ -76,6 +78,8 @@ class KeyRun:
     waited_ms: float = 0.0
     defer_reason: DeferReason = field(default_factory=DeferReason)
     cancellation: Cancellation | None = None
+    alone_until: EntryId = ZERO_ID
+    admitted_until: EntryId = ZERO_ID
 
     def resume(self, key_offset: bytes, state: bytes, committed_id: EntryId | None) -> None:
         """Start, or restart, after the last committed entry."""

@@ -94,9 +94,9 @@ class RunLoader:
             metrics = self._metrics[stream] = TaskMetrics(entry_id)
         return metrics
 
-    def next_message(self, run: KeyRun, token: int) -> tuple[Message, bool]:
-        """Return the next message of a run, and False if it is for another handler of the stream alone."""
-        entry = run.entries[0]
+    def next_message(self, run: KeyRun, token: int, *, after: int = 0) -> tuple[Message, bool]:
+        """Return the next message of a run, `after` so many, and False if it is for another handler of the stream alone."""
+        entry = run.entries[after]
         pairs, meant_for = unpack_fields(entry.packed)
         message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, token)
         if meant_for is None:

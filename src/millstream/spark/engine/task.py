@@ -141,35 +141,44 @@ class PartitionTask:
             await self._run_key(run, remaining, group)
 
     async def _run_key(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
-        """Run the handler on the messages of one key, one by one."""
+        """Run the handler on the messages of one key, in order."""
         while run.entries and not self._breaker.is_open:
-            message, is_meant = self._loader.next_message(run, self._token)
-            outcome = await self._run_message(run, message) if is_meant else Done((), run.state)
-            if isinstance(outcome, (RetryLater, Parked)):
-                self._on_failed(run, message, outcome)
-                if isinstance(outcome, Parked) or self._must_defer(run, outcome):
-                    self._defer_later(run, outcome, message.attempt)
-                    return
-                if not self._commit_now(run):
-                    return
-                # A new coroutine runs the other keys while this key backs off.
-                group.create_task(self._run_worker(remaining, group))
-                await self._back_off([run], outcome.delay_ms)
-                continue
-            if not self._admits(run, outcome):
-                break
+            if not await self._run_next(run, remaining, group):
+                return
+        self._buffer.stage(run)
+        self._flush_if_full()
+
+    async def _run_next(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> bool:
+        """Run the next message of a key; return False if the messages behind it do not run now."""
+        message, is_meant = self._loader.next_message(run, self._token)
+        outcome = await self._run_message(run, message) if is_meant else Done((), run.state)
+        return await self._settle(run, message, outcome, remaining, group)
+
+    async def _settle(
+        self, run: KeyRun, message: Message, outcome: Outcome, remaining: Iterator[KeyRun], group: asyncio.TaskGroup
+    ) -> bool:
+        """Act on the outcome of the next message of a key; return as `_run_next`."""
+        if isinstance(outcome, (RetryLater, Parked)):
+            self._on_failed(run, message, outcome)
+            if isinstance(outcome, Parked) or self._must_defer(run, outcome):
+                self._defer_later(run, outcome, message.attempt)
+                return False
+            if not self._commit_now(run):
+                return False
+            # A new coroutine runs the other keys while this key backs off.
+            group.create_task(self._run_worker(remaining, group))
+            await self._back_off([run], outcome.delay_ms)
+        elif self._admits(run, outcome):
             self._add_outcome(run, message, outcome)
             if self._cautious.is_on or self._buffer.is_filled_by(run):
                 self._cautious.on_processed()
-                if not self._commit_now(run):
-                    return
-        self._buffer.stage(run)
-        self._flush_if_full()
+                return self._commit_now(run)
+        return True
 
     async def _run_message(self, run: KeyRun, message: Message) -> Outcome:
         if run.cancellation is not None and run.cancellation.covers(run.entries[0].id):
             return canceled_outcome(run.cancellation.canceled_by)
-        if run.attempt == 1:
+        if run.attempt == 1 and run.entries[0].id > run.admitted_until:
             await self._rate_limit.acquire(run.stream)
         refusal = check_key(self._handler, message)
         if refusal is not None:

@@ -1,4 +1,4 @@
-"""Checks before Spark starts, which takes seconds: handlers, the URL of Redis, and the inputs of stages."""
+"""Checks before Spark starts, which takes seconds: the URL of Redis, and the inputs of stages."""
 
 import logging
 import re
@@ -59,7 +59,6 @@ def check_early(app: App, url: str) -> None:
 
     An unavailable Redis, and settings of Redis that lose data, are only logged.
     """
-    check_handlers(app)
     for stage in app.stages.values():
         for one in stage.inputs:
             check_input(stage.label, one, url)
@@ -70,16 +69,6 @@ def check_early(app: App, url: str) -> None:
             logger.warning("%s; starting Spark meanwhile", error)
         else:
             warn_of_data_loss(client)
-
-
-def check_handlers(app: App) -> None:
-    """Raise ConfigError for a handler that only workers run: one of lists with a key."""
-    for handler in app.handlers.values():
-        if handler.in_batches and handler.key is not None:
-            raise ConfigError(
-                f"{handler.label} takes lists and has a key, which only workers run; run it with `millstream worker`, or "
-                "take one message"
-            )
 
 
 def check_input(label: str, one: Input, url: str) -> None:

@@ -30,7 +30,6 @@ from millstream.errors import (
 from millstream.redis_client.client import Client
 from millstream.spark.run.connect_guard import refuse_session
 from millstream.spark.run.delayed_mover import move_delayed
-from millstream.spark.run.early_checks import check_handlers
 from millstream.spark.run.failures import Failure, failure_of
 from millstream.spark.run.handler_query import HandlerQuery
 from millstream.spark.run.liveness import begin_run, keep_announced
@@ -61,8 +60,7 @@ class Supervisor:
     `parked`, if known: the number of parked keys and of messages in their queues, by handler). All but stopped name
     their `handler` or `stage`.
     `on_watch` is called a few times a second with the lag in entries, or None while it is unknown.
-    Setting `stopping` has the effect of `stop`. Raises ConfigError for a Spark Connect session, and for a
-    handler that only workers run.
+    Setting `stopping` has the effect of `stop`. Raises ConfigError for a Spark Connect session.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class Supervisor:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._app = app.name
-        check_handlers(app)
         refuse_session(spark)
         self._spark = spark
         self._settings = settings

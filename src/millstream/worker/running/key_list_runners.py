@@ -5,18 +5,16 @@ itself, as for a handler that takes one message. The later ones wait for it.
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 from millstream.delivery.keyed_stream import lease_of
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import Done, ListOutcome, Outcome
 from millstream.model import Message
+from millstream.observability.failure_log import log_failed_list
 from millstream.worker.running.async_runner import GATE_POLL_S, AsyncRunner
 from millstream.worker.running.runner import _Start
 from millstream.worker.running.thread_runner import ThreadRunner
-
-logger = logging.getLogger(__name__)
 
 
 class _KeyLists(_Start):
@@ -51,9 +49,11 @@ class _KeyLists(_Start):
         count, outcome = ended
         run, rest = started[:count], started[count:]
         now_ms = self._clock.monotonic_ms()
-        has_failed = len(run) > 1 and not isinstance(outcome, Done)
-        if has_failed:
-            self._log_failed(run, outcome)
+        has_failed = False
+        if len(run) > 1 and not isinstance(outcome, Done):
+            has_failed = True
+            first = run[0]
+            log_failed_list(self._steps.handler.label, first.stream.stream, first.id.decode(), len(run), outcome.error)
             rest = started
         if rest:
             self._in_flight.put_back(rest, now_ms)
@@ -65,17 +65,6 @@ class _KeyLists(_Start):
             delivery.attempt_ms = (now_ms - delivery.state_since_ms) / len(run)
             delivery.finished = True
         return self._in_flight.complete_list(run, outcome), max(0, alone - len(run))
-
-    def _log_failed(self, run: Sequence[Delivery], outcome: Outcome) -> None:
-        error = "" if isinstance(outcome, Done) else outcome.error
-        logger.info(
-            "%s: a list of %d messages of a key of %s failed: %s; running each of them alone (first: %s)",
-            self._steps.handler.label,
-            len(run),
-            run[0].stream.stream,
-            error,
-            run[0].id.decode(),
-        )
 
 
 class ThreadKeyListRunner(_KeyLists, ThreadRunner):
