@@ -52,6 +52,7 @@ ELSEWHERE = {
     "auto": "tests/support/automatic.py compares the events of each command",
     "run": "tests/support/drivers.py compares the events of every run",
     "tail": "tests/integration/test_commands_tail.py compares a gap",
+    "relay postgres": "tests/integration/test_relay_postgres.py compares what it prints",
     "demo": "tests/spark/test_demo.py compares what it prints",
 }
 """Commands with sections that other tests compare, and where."""

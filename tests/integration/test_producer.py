@@ -118,6 +118,13 @@ def test_keys_that_a_producer_leaves_expire(client: Client, producer: Producer) 
     assert all(0 < client.execute("TTL", key) <= 86_400 for key in left)
 
 
+def test_the_number_of_a_producer_is_kept_as_long_as_the_ids_of_callers(client: Client) -> None:
+    with Producer(client, dedupe_window_ms=7 * 86_400_000) as producer:
+        producer.publish("s", {"n": 1}, dedupe_id="a")
+    left = [key for key in client.execute("KEYS", "*") if key != b"s"]
+    assert [round(client.execute("TTL", key) / 86_400) for key in left] == [7, 7]
+
+
 def test_a_shared_client_stays_open_and_the_producers_own_is_closed(millstream_url: str) -> None:
     with Client(millstream_url) as client:
         with Producer(client) as producer:

@@ -89,6 +89,7 @@ SERVICES = {
     "serve": ("--insecure-no-token", "--port", "0"),
     "exporter": ("--metrics-address", "0"),
     "console": ("--port", "0"),
+    "relay": ("postgres", "s", "--database", "host=127.0.0.1 port=1"),
 }
 """Commands that go on until they are stopped, and wait for Redis meanwhile."""
 

@@ -59,6 +59,7 @@ HOMES = {
     "hiredis": ("redis_client",),
     "pyspark": SPARK,
     "py4j": SPARK,
+    "psycopg": ("producer",),
     "prometheus_client": ("observability",),
     "opentelemetry": ("observability",),
     "fastapi": ("services",),

@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "exporter": ("millstream.cli.exporter:exporter", RUN, "Serve what Redis shows of all handlers to Prometheus."),
     "console": ("millstream.cli.console:console", RUN, "Serve the operators' console as web pages."),
     "mcp": ("millstream.cli.mcp:mcp", RUN, "Serve the commands that only read as tools to an assistant."),
+    "relay": ("millstream.cli.relay:relay", RUN, "Move the rows of an outbox table to a stream."),
     "dev": ("millstream.cli.dev:dev", RUN, "Run a local redis-server for development."),
     "demo": ("millstream.cli.demo:demo", RUN, "Run a pipeline over real flights and verify it."),
     "info": ("millstream.cli.info:info", INSPECT, "Show readers, their lag, live workers and dead letters."),

@@ -112,9 +112,11 @@ class ProducerSession:
     * `maxlen`: trims the stream to about so many entries; None = never
     * `capacity`: most entries that the stream may hold, delayed ones included if the batch is delayed; None = no
       limit
-    * `window_ms`: how long callers' own ids are remembered, in milliseconds
+    * `window_ms`: how long callers' own ids are remembered, in milliseconds; the number of the last batch for as long,
+      and at least for a day
     * `patience_ms`: how long a batch waits while Redis is unavailable or out of memory, or for room in a full stream,
       before it raises
+    * `sequence`: the number of the producer's batch before
 
     Several threads may share it. Raises ConfigError for a stream name that cannot be used.
     """
@@ -129,6 +131,7 @@ class ProducerSession:
         capacity: int | None = None,
         window_ms: int = 0,
         patience_ms: float,
+        sequence: int = 0,
     ) -> None:
         names = StreamKeys(stream)
         self._client = client
@@ -139,7 +142,7 @@ class ProducerSession:
         self._capacity = capacity
         self._window_ms = window_ms
         self._patience_ms = patience_ms
-        self._sequence = 0
+        self._sequence = sequence
         self._send_lock = threading.Lock()
 
     def send(self, batch: Batch, terms: PublishOptions = AT_ONCE, *, generation: int | None = None) -> bytes:

@@ -6,7 +6,7 @@
 --       5.. none, or for each entry the caller's own id (string: the entry id of the first entry with it)
 -- ARGV  1 sequence number of this batch, growing from 1
 --       2 length to trim the stream to, about ('' = never)   3 most entries it may hold ('' = any number)
---       4 delay in ms ('' = none)   5 how long callers' ids are remembered, in ms
+--       4 delay in ms ('' = none)   5 how long callers' ids are remembered, in ms, and the number, if that is longer
 --       6 for a partition, the newest generation of partitions that the producer knows, else ''
 --       then any number of runs of entries with the same field names, each:
 --         number of fields, number of entries, the names, then the values of each entry in the names' order
@@ -17,12 +17,12 @@
 --
 -- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may be
 --   sent again and gets the same ids, and a copy of it that comes late, over a broken connection, is skipped. The
---   number is kept for a day after the last batch. Of entries with the same caller's id, the first is added. Once a
+--   number is kept for a day after the last batch, or as long as callers' ids. Of entries with the same caller's id, the first is added. Once a
 --   partition is closed for a generation, no producer of an older one adds an entry, but still gets its earlier ids. A
 --   delayed message is in `due` if and only if it is in `delayed`. No flag allow-oom: at maxmemory all of it is refused
 --   before any write.
 
-local REMEMBERED_S = 86400
+local REMEMBERED_S = math.max(86400, math.ceil(tonumber(ARGV[5]) / 1000))
 local MOST_FIELDS = 3900 -- beyond that, unpack overflows Lua's stack
 local OPTIONS, FIXED_KEYS = 6, 4
 local PARTITION = string.sub(KEYS[3], 1, -4) .. 'partition' -- without 'due'
