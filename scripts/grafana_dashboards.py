@@ -172,6 +172,7 @@ def handlers() -> Dashboard:
             rates("Read a second", m.READ, "handler"),
             rates("Done a second without waiting for another key", m.HEAD_OF_LINE_AVOIDED, "handler"),
             rates("Retries a second", m.RETRIED, "handler"),
+            rates("Refused by the limit a second", m.LIMITED, "handler"),
             quantiles("Handler run", m.HANDLER_SECONDS, "handler"),
             quantiles("Commit", m.COMMIT_SECONDS, "handler"),
             quantiles("Age when done", m.AGE_SECONDS, "handler"),

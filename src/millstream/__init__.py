@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from millstream.errors import MillstreamError, Reject
     from millstream.handlers.key_timers import After, Cancel
     from millstream.handlers.stage import Rows
-    from millstream.model import Breaker, EntryId, Message, Retry, State
+    from millstream.model import Breaker, EntryId, Limit, Message, Retry, State
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "millstream.app": ("App", "load_app"),
             "millstream.errors": ("MillstreamError", "Reject"),
-            "millstream.model": ("Breaker", "EntryId", "Message", "Retry", "State"),
+            "millstream.model": ("Breaker", "EntryId", "Limit", "Message", "Retry", "State"),
             "millstream.handlers.stage": ("Rows",),
             "millstream.handlers.key_timers": ("After", "Cancel"),
         },
@@ -28,6 +28,7 @@ __all__ = [
     "Breaker",
     "Cancel",
     "EntryId",
+    "Limit",
     "Message",
     "MillstreamError",
     "Reject",

@@ -15,13 +15,13 @@ from millstream.errors import ConfigError, did_you_mean
 from millstream.handlers.handler import Handler, HandlerOptions, compile_handler
 from millstream.handlers.schedule import Missed, Schedule, compile_schedule
 from millstream.handlers.stage import Rows, Stage, StageOptions, compile_stage
-from millstream.model import Breaker, Retry
+from millstream.model import Breaker, Limit, Retry
 from millstream.redis_client.key_names import MASTER, check_identifier
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
-_POLICIES = {one.__name__: one for one in (Retry, Breaker)}
+_POLICIES = {one.__name__: one for one in (Retry, Breaker, Limit)}
 
 
 class App:
@@ -75,6 +75,8 @@ class App:
           takes the fields as `Message.fields` has them. A message that one fails on, or of a later version, becomes a
           dead letter. Streams and dead letters keep messages as they were published
         * `rate`: most messages a second of each stream, over all workers together; None for no limit (default)
+        * `limit`: a `Limit`: how many messages run at once, or begin in a period, for each value of a field; over all
+          workers and Spark tasks together. `Limit(rate=...)` alone is `rate`. Needs a key otherwise. Default: none
         * `batch_size`, `batch_wait_ms`: for handlers of lists: most messages in a list, up to 1,000 (default 100), and
           how long the first of them waits for more, in milliseconds up to 60,000 (default 0; not with a key)
         * `partitions`: `streams` are bases, each created with so many partitions unless it exists already; None

@@ -1,7 +1,8 @@
-"""The data types of millstream: entry ids, messages, keyed state, retry and breaker policy. No I/O."""
+"""The data types of millstream: entry ids, messages, keyed state, retry, breaker and limit policy. No I/O."""
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,3 +187,70 @@ class Breaker:
             raise ConfigError(f"Breaker(share={self.share}): use a share above 0 and at most 1, like 0.9")
         if self.retry_after_s is not None and not 0 < self.retry_after_s < math.inf:
             raise ConfigError(f"Breaker(retry_after_s={self.retry_after_s}): use seconds above 0, or None")
+
+
+_PERIODS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)/([smhd])")
+_MAX_AT_ONCE = 1_000
+_MIN_RATE = 0.000_001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """Limit of a handler, over all its workers and Spark tasks of each stream together.
+
+    (The rate: the generic cell rate algorithm, ITU-T I.371, as in throttled and `Throttle` of Inngest.)
+
+    * `per`: the field whose values are limited each by itself, such as "tenant"; messages without the field share the
+      limit of the empty value; None: one limit for all messages
+    * `at_once`: how many messages of a value run at the same time, up to 1,000; None for any number
+    * `rate`: how many messages of a value begin in a period: "60/m", with s, m, h or d; a number is that a second. They
+      are spread evenly. None for any number
+    * `cost`: the field with what a message takes of the rate, a number from 0 to the rate; None: each takes 1
+
+    A message that has to wait keeps its place in its key, and uses up no attempt. Raises ConfigError for values out of
+    range.
+    """
+
+    per: str | None = None
+    at_once: int | None = None
+    rate: float | str | None = None
+    cost: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.at_once is None and self.rate is None:
+            raise ConfigError('Limit: give it at_once=4, rate="60/m", or both')
+        for name in ("per", "cost"):
+            found = getattr(self, name)
+            if found is not None and not (isinstance(found, str) and found):
+                raise ConfigError(f"Limit: {name} must be the name of a field")
+        if self.cost is not None and self.rate is None:
+            raise ConfigError(f'Limit: cost={self.cost!r} is taken of a rate; add one, like rate="1000/m"')
+        if self.at_once is not None and not (type(self.at_once) is int and 1 <= self.at_once <= _MAX_AT_ONCE):
+            raise ConfigError(f"Limit: at_once must be a whole number from 1 to {_MAX_AT_ONCE:,}")
+        if self.rate is not None and not _MIN_RATE <= self.amount * 1_000 / self.period_ms < math.inf:
+            raise ConfigError(f"Limit: rate={self.rate!r} must be at least 0.000001 messages a second")
+
+    @property
+    def _parsed_rate(self) -> tuple[float, int]:
+        if isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool):
+            return self.rate, _PERIODS_MS["s"]
+        found = _RATE.fullmatch(self.rate) if isinstance(self.rate, str) else None
+        if found is None:
+            raise ConfigError(f'Limit: rate={self.rate!r} must be like "60/m", with s, m, h or d, or a number a second')
+        return float(found[1]), _PERIODS_MS[found[2]]
+
+    @property
+    def amount(self) -> float:
+        """How much of the rate there is in a period."""
+        return self._parsed_rate[0]
+
+    @property
+    def period_ms(self) -> int:
+        """The period of the rate, in milliseconds."""
+        return self._parsed_rate[1]
+
+    @property
+    def is_of_messages(self) -> bool:
+        """True if it limits messages by a field or while they run, and not only the rate of all of them."""
+        return self.per is not None or self.at_once is not None or self.cost is not None

@@ -18,7 +18,7 @@ from tests.support.pages import REDIS, Block, not_printed, run_consoles, run_tes
 
 pytestmark = [pytest.mark.cli]
 
-PAGES = ("README.md", "docs/start/workers.md", "docs/schedules.md", "docs/timers.md")
+PAGES = ("README.md", "docs/start/workers.md", "docs/schedules.md", "docs/timers.md", "docs/limits.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -66,7 +66,7 @@ SCRIPTS: Mapping[str, str] = {
     "groups/ack_owned": "xack xpending",
     "keys/requeue_pending": f"{_QUEUES} hmget lindex linsert lpos xpending",
     "commit/advance_committed": f"{_QUEUES} hmget hset",
-    "keys/defer": f"{_QUEUES} {_GROUP} hlen hset hsetnx lindex zadd",
+    "keys/defer": f"{_QUEUES} {_GROUP} hlen hset hsetnx lindex zadd zscore",
     "keys/deferred_keys": _QUEUES,
     "keys/runnable_keys": f"{_QUEUES} {_GROUP} hlen zrangebyscore",
     "partitions/import_keys": f"{_QUEUES} hpexpireat hset hsetnx",
@@ -106,8 +106,10 @@ SCRIPTS: Mapping[str, str] = {
     "commit/read_entries": "xreadgroup",
     "keys/recover_leases": f"{_QUEUES} hgetall hincrby hmget hsetnx lindex xpending zadd",
     "producer/redrive": "type xadd xdel xrange",
-    "keys/release_leases": f"{_QUEUES} hlen hset hsetnx lindex linsert xpending zadd",
+    "keys/release_leases": f"{_QUEUES} hlen hset hsetnx lindex linsert xpending zadd zscore",
     "leases/leave_service": _SERVICE,
+    "keys/take_permit": f"{_QUEUES} get hgetall hlen hset pexpire set zadd zcount zremrangebyscore zscore",
+    "keys/return_permit": f"{_QUEUES} get hgetall hlen zadd zcount zrangebyscore zscore",
     "keys/route": f"{_QUEUES} {_GROUP} hset xgroup|setid",
     "partitions/close": "hmget hset type xinfo|stream",
     "partitions/forward_entry": "get hget hset set xadd",
@@ -177,6 +179,7 @@ _KEYED = (
     "keys/recover_leases",
     "keys/lowest_queued_id",
 )
+_LIMIT = ("keys/take_permit", "keys/return_permit")
 _FIGURES = ("groups/count_entries", "commit/count_dead_letters")
 _GROW = ("partitions/close", "shared/compare_and_set")
 _MIGRATE = (
@@ -205,6 +208,7 @@ ROLES: Mapping[RoleName, Role] = {
             "shared/hold_members",
             "shared/hold_name",
             "commit/reserve_rate",
+            *_LIMIT,
             "commit/trim",
             "groups/delete_consumer",
             *_FIGURES,
@@ -220,6 +224,7 @@ ROLES: Mapping[RoleName, Role] = {
             "commit/begin_run",
             "commit/commit",
             "commit/reserve_rate",
+            *_LIMIT,
             "commit/advance_committed",
             "commit/forget_progress",
             "keys/defer",

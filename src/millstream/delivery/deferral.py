@@ -21,9 +21,9 @@ DEFER = Script("keys/defer")
 DEFERRED_KEYS = Script("keys/deferred_keys")
 RUNNABLE_KEYS = Script("keys/runnable_keys")
 
-DeferMode = Literal["append", "backoff", "park"]
-"""Why messages are deferred: behind others of their key; until the next attempt on the first; until an operator
-acts.
+DeferMode = Literal["append", "backoff", "limit", "park"]
+"""Why messages are deferred: behind others of their key; until the next attempt on the first; until the handler's limit
+allows the first; until an operator acts.
 """
 
 _AT_ONCE = 1_000
@@ -36,7 +36,7 @@ class Deferral:
 
     * `queue`, `expected_offset`: the field of their key offset, and its value as it was loaded, or FROM_QUEUE for entries that
       were run from their key queue
-    * `mode`; `detail`: milliseconds for "backoff", the reason for "park"
+    * `mode`; `detail`: milliseconds for "backoff", the value of the limit's field for "limit", the reason for "park"
     * `failed_attempts`: how many attempts on the first have failed, None if that is not known; `last_error`: why the
       last one failed, as `LastError.pack` returns it
     * `ids`: all messages of the key in the batch, from the first deferred one on

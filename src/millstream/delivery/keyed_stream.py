@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, WorkerKind
 from millstream.delivery.effects import ERROR_SUFFIX, Effects, crash_counts_of
+from millstream.delivery.permits import Permits
 from millstream.delivery.reliable_stream import (
     NO_LIMIT,
     Delivery,
@@ -22,6 +23,7 @@ from millstream.delivery.reliable_stream import (
     ReliableStream,
 )
 from millstream.errors import Unavailable
+from millstream.handlers.limits import Share
 from millstream.model import Retry
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
@@ -47,9 +49,9 @@ _OVERHEAD_BYTES, _SAMPLE = 100, 16
 READ_BYTES = 4 * 2**20
 """About how many bytes are read at once, from one stream or from many together."""
 
-ReleaseMode = Literal["requeue", "return", "backoff", "park", "move"]
-"""How the lease of a key queue ends: the queue is requeued, returned untouched, backs off or is parked; or its one
-entry moves to another queue.
+ReleaseMode = Literal["requeue", "return", "backoff", "limit", "park", "move"]
+"""How the lease of a key queue ends: the queue is requeued, returned untouched, backs off, waits for a permit of its
+handler's limit or is parked; or its one entry moves to another queue.
 """
 
 
@@ -68,7 +70,8 @@ def lease_of(delivery: Delivery) -> KeyLease:
 
 
 class LeaseRelease(NamedTuple):
-    """How a lease ends. `detail`: milliseconds for "backoff", the reason for "park", the other queue's name for "move".
+    """How a lease ends. `detail`: milliseconds for "backoff", the value of the limit's field for "limit", the reason for
+    "park", the other queue's name for "move".
 
     `failed_attempts`: attempts on its first entry; `last_error`: why the last one failed, as `LastError.pack` returns it.
     """
@@ -446,6 +449,17 @@ class KeyedStream(ReliableStream):
         refused = set(self._with_rejoin(lambda: self._run_script(RELEASE_LEASES, (self.token, self.group, *args))))
         return [ending.lease for ending in endings if ending.lease.token in refused]
 
+    # Limits
+
+    def take_permit(self, delivery: Delivery, permits: Permits, share: Share) -> float:
+        """Take a permit to run an entry, until its lease ends; return 0, or after how many milliseconds to ask again."""
+        lease = lease_of(delivery)
+        return permits.take(self._store, self.stream, lease.queue, share, _holder_of(lease, delivery), leased=True)
+
+    def return_permit(self, delivery: Delivery, permits: Permits, share: Share) -> None:
+        """Return the permit of an entry whose run is over."""
+        permits.give_back(self._store, self.stream, share, _holder_of(lease_of(delivery), delivery))
+
     # Committing
 
     def key_effects_of(self, lease: KeyLease, deliveries: Sequence[Delivery]) -> Effects:
@@ -469,6 +483,10 @@ def _size_of(entries: Sequence[Any]) -> int:
     sample = entries[:: 1 + len(entries) // _SAMPLE]
     size = sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample)
     return size * len(entries) // max(1, len(sample))
+
+
+def _holder_of(lease: KeyLease, delivery: Delivery) -> bytes:
+    return b"%b %b" % (lease.token, delivery.id)
 
 
 def queue_of_key(key: bytes | None, entry_id: bytes) -> bytes:

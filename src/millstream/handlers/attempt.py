@@ -59,16 +59,19 @@ class RetryLater:
     """The handler failed and has attempts left: run it again after `delay_ms` milliseconds.
 
     `waits`: the handler did not run. The message waits for newer code, without end, and that uses up no attempt.
+    `limited`: the handler did not run either. The message waits for a permit of this value of its limit's field; Redis
+    knows until when, and `delay_ms` is an estimate.
     """
 
     delay_ms: float
     error: str
     raised: BaseException | None = field(default=None, compare=False, repr=False)
     waits: bool = False
+    limited: bytes | None = None
 
     def failed_attempts(self, attempt: int) -> int:
         """How many attempts on the message have failed, if this is the outcome of `attempt`."""
-        return attempt - 1 if self.waits else attempt
+        return attempt - 1 if self.waits or self.limited is not None else attempt
 
 
 @dataclass(slots=True)

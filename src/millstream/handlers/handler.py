@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, TypeGuard
 
 from millstream.errors import ConfigError, DecodeError, MissingKey, did_you_mean, text_of
 from millstream.handlers.decoding import compile_decoder, wire_types
+from millstream.handlers.limits import with_limit
 from millstream.handlers.upcasting import (
     MessageUpcast,
     StateUpcast,
@@ -19,7 +20,7 @@ from millstream.handlers.upcasting import (
     current_version,
     upcast_message,
 )
-from millstream.model import Breaker, Message, Retry, State, value_of
+from millstream.model import Breaker, Limit, Message, Retry, State, value_of
 from millstream.redis_client.key_names import (
     check_base,
     check_identifier,
@@ -47,6 +48,7 @@ class HandlerOptions(TypedDict, total=False):
     state_upcasts: Sequence[StateUpcast]
     message_upcasts: Sequence[MessageUpcast]
     rate: float | None
+    limit: Limit | None
     batch_size: int
     batch_wait_ms: float
     partitions: int | None
@@ -97,6 +99,7 @@ class Handler:
     state_upcasts: Sequence[StateUpcast] = ()
     message_upcasts: Sequence[MessageUpcast] = ()
     rate: float | None = None
+    limit: Limit | None = None
     in_batches: bool = False
     batch_size: int = 100
     batch_wait_ms: float = 0.0
@@ -202,6 +205,7 @@ def compile_handler(
     _check_options(where, streams, options)
     options = _with_order_key(where, options)
     arguments, model, in_batches = _arguments(where, function)
+    options = with_limit(where, options, in_batches=in_batches, model=model)
     _check_batches(where, in_batches, options)
     _check_partitions(where, streams, options)
     if model is not None:

@@ -80,6 +80,9 @@ HEAD_OF_LINE_AVOIDED = _counter(
     "handler",
 )
 RETRIED = _counter("messages_retried", "messages", "Failed runs with attempts left.", "handler")
+LIMITED = _counter(
+    "messages_limited", "times", "Refused runs: messages that wait for a permit of their handler's limit.", "handler"
+)
 PARKED = _counter("keys_parked", "times", "Keys parked until an operator acts.", "handler")
 DEAD_LETTERED = _counter(
     "messages_dead_lettered", "messages", "Messages dead-lettered, by reason.", "handler", "reason"

@@ -303,6 +303,18 @@ class HandlerKeys:
         """
         return to_wire(self.base) + b":" + name + b":queue"
 
+    def permits(self, value: bytes) -> bytes:
+        """Hash: holder of a permit of a value of the limit's field -> its key queue, or until when the permit lasts."""
+        return f"{self.base}:permits:".encode() + value
+
+    def limited(self, value: bytes) -> bytes:
+        """Sorted set: key queue that waits for a permit of a value -> when it may ask again, in Unix milliseconds."""
+        return f"{self.base}:limited:".encode() + value
+
+    def free_at(self, value: bytes) -> bytes:
+        """String: when the rate lets the next message of a value begin, in Unix milliseconds."""
+        return f"{self.base}:free-at:".encode() + value
+
     def forwarded(self, stream: str, entry_id: bytes) -> str:
         """String: id under which an entry of an older partition was forwarded to this one."""
         return f"{self.base}:forwarded:{stream}:{entry_id.decode()}"

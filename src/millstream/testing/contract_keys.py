@@ -1,12 +1,18 @@
 """The cases of the handler contract for keys: order, state, back-off, parking and missing keys."""
 
 import asyncio
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from millstream.errors import Reject
 from millstream.handlers.key_timers import After, Cancel
-from millstream.model import Message, Retry, State
+from millstream.model import Limit, Message, Retry, State
 from millstream.testing.contract import Case, Letter, entry
 
 Output = dict[str, object]
@@ -127,6 +133,51 @@ def parks_lists(messages: list[Message], state: State) -> list[Output]:
     """As `parks`, on a list of messages of one key."""
     return [parks(message, state) for message in messages]
 
+
+@contextmanager
+def _alone(message: Message) -> Iterator[None]:
+    """Fail if another message of its tenant runs, in any process of this machine."""
+    mark = Path(tempfile.gettempdir(), f"millstream-{message.stream}-{message.text('run')}-{message.text('tenant')}")
+    mark.touch(exist_ok=False)
+    try:
+        yield
+    finally:
+        mark.unlink()
+
+
+def _counted(message: Message, state: State) -> Output:
+    state["count"] = state.get("count", 0) + 1
+    return {"key": message.key or b"", "n": message.text("n"), "count": state["count"]}
+
+
+def limited(message: Message, state: State) -> Output:
+    """Count the messages of a key; fail if another message of its tenant runs."""
+    with _alone(message):
+        time.sleep(0.002)
+        return _counted(message, state)
+
+
+async def limited_async(message: Message, state: State) -> Output:
+    """As `limited`."""
+    with _alone(message):
+        await asyncio.sleep(0.002)
+        return _counted(message, state)
+
+
+_RUN = uuid.uuid4().hex
+_LIMITED: dict[str, Any] = {
+    "entries": [
+        entry(key=f"{tenant}{key}", n=n, tenant=tenant, cost=10 * key, run=_RUN)
+        for n in range(3)
+        for tenant in "ab"
+        for key in range(3)
+    ],
+    "outputs": [
+        {"key": f"{tenant}{key}", "n": n, "count": n + 1} for n in range(3) for tenant in "ab" for key in range(3)
+    ],
+    "order_by": "key",
+}
+_LIMITED_OPTIONS = {"key": "key", "retry": Retry(attempts=1), "limit": Limit(per="tenant", at_once=1)}
 
 _PARKED = {"a": 2, "b": 0}
 _PARKS: dict[str, Any] = {
@@ -408,6 +459,21 @@ KEYED_CASES: tuple[Case, ...] = (
         ],
         order_by="key",
         timers=2,
+    ),
+    Case(
+        name="limited",
+        promise="no more messages of a tenant run at once than its limit allows; one that waits uses up no attempt, and "
+        "keeps its place in its key",
+        function=limited,
+        options=_LIMITED_OPTIONS,
+        **_LIMITED,
+    ),
+    Case(
+        name="limited_async",
+        promise="so do those of an async handler, which begin within a rate, too",
+        function=limited_async,
+        options={**_LIMITED_OPTIONS, "limit": Limit(per="tenant", at_once=1, rate="60000/m", cost="cost")},
+        **_LIMITED,
     ),
     Case(
         name="timers_need_a_key",

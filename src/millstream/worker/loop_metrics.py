@@ -19,6 +19,7 @@ _OF_HANDLERS = (
     m.COMMITTED,
     m.HEAD_OF_LINE_AVOIDED,
     m.RETRIED,
+    m.LIMITED,
     m.PARKED,
     m.RELEASED,
     m.CLAIMED,
@@ -138,6 +139,11 @@ class LoopMetrics:
         self.retried += count
         if count:
             self._metrics.count(m.RETRIED, count, handler=self._handler)
+
+    def count_limited(self, count: int) -> None:
+        """Count messages that were refused a permit of the handler's limit."""
+        if count:
+            self._metrics.count(m.LIMITED, count, handler=self._handler)
 
     def count_parked(self, count: int) -> None:
         """Count keys parked until an operator acts, as a message of theirs failed for the last time."""

@@ -24,6 +24,7 @@ from tests.support.acl_scenarios.worker import (
     move_a_delayed_message,
     read_figures,
     reliable,
+    take_permits,
 )
 from tests.support.partition_fixtures import BASE, Publisher, moved_key
 from tests.support.waiting import eventually
@@ -107,9 +108,10 @@ def keep_queues(client: Client, admin: Client, keys: HandlerKeys) -> None:
     store = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
     store = store.with_token(store.new_token([keys.stream]))
     store.begin_run([keys.stream])
+    take_permits(client, keys)
     deferrals = [
-        Deferral(queue=queue, expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=some)
-        for queue, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))
+        Deferral(queue=b"kX", expected_offset=b"", mode="backoff", detail=0, failed_attempts=1, ids=ids[:2]),
+        Deferral(queue=b"kY", expected_offset=b"", mode="limit", detail=b"", failed_attempts=1, ids=ids[2:]),
     ]
     assert defer(store, keys.stream, deferrals) == []
     assert deferred_keys(store, keys.stream, [b"kX", b"kZ"]) == {b"kX"}

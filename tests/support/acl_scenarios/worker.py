@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from millstream import App, Message, Reject
+from millstream import App, Limit, Message, Reject
 from millstream.admin.handler_figures import HandlerFigures, add_figures
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.clock import SYSTEM_CLOCK
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
+from millstream.delivery.permits import Permits
 from millstream.delivery.reliable_stream import ReliableStream, remove_consumers
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
+from millstream.handlers.limits import Share
 from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
@@ -151,6 +154,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     assert client.execute("BLPOP", KEYS.notify, 1) is not None
     leases = [lease_one(stream) for _ in range(4)]
     assert stream.renew_leases(leases, 60_000, 0) == []
+    take_permits(client, KEYS)
     unit = stream.key_effects_of(leases[0], [leases[0].queued[0]])
     unit.state, unit.outputs, unit.dead_letters = b"\x80", [pack_output({"n": 1})], [letter().items()]
     unit.clear_crash_counts("0-1")
@@ -158,7 +162,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     unit.cancels = leases[0].queued[0].id.decode()
     unit.unfinished = len(leases[0].queued) - 1
     assert stream.commit([unit], call_number=stream.new_call_number()) == []
-    releases = [LeaseRelease(leases[1], "backoff", 60_000, 1), LeaseRelease(leases[3], "return")]
+    releases = [LeaseRelease(leases[1], "limit", b"", 1), LeaseRelease(leases[3], "return")]
     assert stream.release_leases([*releases, LeaseRelease(leases[2], "move", leases[3].queue)]) == []
     assert lease_one(stream).queue == leases[3].queue
     again = keyed(client)
@@ -172,6 +176,16 @@ def work_by_keys(client: Client, admin: Client) -> None:
     admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
     again.enqueue_new(count=1, max_pending=1)
     reliable(client).join()
+
+
+def take_permits(client: Client, keys: HandlerKeys) -> None:
+    """Reach a limit, of single messages and of a rate, and return permits."""
+    store = CommitStore(client, app=keys.app, handler=keys.handler, token=1 << 60)
+    permits = Permits(Limit(at_once=1, rate="60/s"), 60_000)
+    share = Share(b"", 1.0)
+    assert permits.take(store, keys.stream, b"kA", share, b"1 w 1-1") == 0
+    assert permits.take(store, keys.stream, b"kB", share, b"2 w 2-1") > 0
+    permits.give_back(store, keys.stream, share, b"1 w 1-1")
 
 
 def work_on_partitions(client: Client, admin: Client) -> None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
-from millstream import After, App, Cancel, Message, Retry, State
+from millstream import After, App, Cancel, Limit, Message, Retry, State
 from millstream.handlers.schedule import Missed
 from millstream.testing.history import Event, Kind, Recorder
 
@@ -30,6 +30,7 @@ streamed = App("streamed")
 brittle = App("brittle")
 canceling = App("canceling")
 timed = App("timed")
+tenants = App("tenants")
 scheduled = App("scheduled")
 
 
@@ -150,6 +151,9 @@ canceling.handler(
     "in", name="work", into="out", key="key", retry=Retry(attempts=2, delay_ms=20, then="cancel"), breaker=None
 )(work_keyed)
 timed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_timed)
+tenants.handler(
+    "in", name="work", into="out", key="key", limit=Limit(per="tenant", at_once=2), retry=Retry(attempts=6, delay_ms=20)
+)(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(
     work_stream

@@ -37,9 +37,8 @@ class KeyListTask(PartitionTask):
 
     def _next_list(self, run: KeyRun) -> list[Message]:
         """Return the next messages of a key that may run together; none if the next one has to run by itself."""
-        first_id, messages = run.entries[0].id, list[Message]()
-        is_canceled = run.cancellation is not None and run.cancellation.covers(first_id)
-        if self._cautious.is_on or is_canceled or run.key is None or run.attempt > 1 or first_id <= run.alone_until:
+        messages: list[Message] = []
+        if self._cautious.is_on or run.key is None or run.attempt > 1 or run.entries[0].id <= run.alone_until:
             return messages
         while len(messages) < min(self._handler.batch_size, len(run.entries)):
             message, is_meant = self._loader.next_message(run, self._token, after=len(messages))

@@ -43,6 +43,8 @@ class DeferReason(NamedTuple):
     @classmethod
     def of(cls, outcome: RetryLater | Parked, attempt: int, retry: Retry) -> "DeferReason":
         """Return why a run is deferred after a failed attempt on its first message, under this retry policy."""
+        if isinstance(outcome, RetryLater) and outcome.limited is not None:
+            return cls("limit", outcome.limited, outcome.failed_attempts(attempt) or None)
         error = LastError.of(outcome, retry).pack()
         if isinstance(outcome, Parked):
             return cls("park", f"{outcome.reason}: {outcome.error}", attempt, error)

@@ -40,6 +40,7 @@ from millstream.spark.engine.run_committer import RunCommitter
 from millstream.spark.engine.run_loader import RunLoader
 from millstream.spark.engine.task_breaker import TaskBreaker
 from millstream.spark.engine.task_metrics import COUNTERS, METRICS_SCHEMA, TaskMetrics
+from millstream.spark.engine.task_permits import TaskPermit, TaskPermits
 
 MAX_BACKOFF_MS = 1_000.0
 """Total back-off of one key that a batch waits out, in milliseconds; a key that needs longer is deferred."""
@@ -76,6 +77,7 @@ class PartitionTask:
         self._loader = RunLoader(handler, client, self._commit_store, self._metrics, attempts.call)
         self._cautious = CautiousMode(handler, self._commit_store, attempts.call)
         self._rate_limit = RateLimit(handler.rate, self._commit_store, call=attempts.call, sleep=attempts.sleep)
+        self._permits = TaskPermits.of(handler, self._commit_store, attempts.call)
         self._breaker = TaskBreaker(handler.breaker)
         self._buffer = CommitBuffer()
         self._committer = RunCommitter(self._commit_store, self._metrics, self._failures, attempts.call)
@@ -159,7 +161,9 @@ class PartitionTask:
     ) -> bool:
         """Act on the outcome of the next message of a key; return as `_run_next`."""
         if isinstance(outcome, (RetryLater, Parked)):
-            self._on_failed(run, message, outcome)
+            limited = isinstance(outcome, RetryLater) and outcome.limited is not None
+            if not limited:
+                self._on_failed(run, message, outcome)
             if isinstance(outcome, Parked) or self._must_defer(run, outcome):
                 self._defer_later(run, outcome, message.attempt)
                 return False
@@ -167,7 +171,7 @@ class PartitionTask:
                 return False
             # A new coroutine runs the other keys while this key backs off.
             group.create_task(self._run_worker(remaining, group))
-            await self._back_off([run], outcome.delay_ms)
+            await self._back_off([run], outcome.delay_ms, failed=not limited)
         elif self._admits(run, outcome):
             self._add_outcome(run, message, outcome)
             if self._cautious.is_on or self._buffer.is_filled_by(run):
@@ -188,14 +192,22 @@ class PartitionTask:
         return await self._attempt(run, message)
 
     async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
-        return await self._attempts.run(message, run.state)
+        if self._permits is None:
+            return await self._attempts.run(message, run.state)
+        permit = self._permits.take(run, message)
+        if not isinstance(permit, TaskPermit):
+            return permit
+        try:
+            return await self._attempts.run(message, run.state)
+        finally:
+            self._permits.give_back(permit)
 
-    async def _back_off(self, runs: Iterable[KeyRun], delay_ms: float) -> None:
-        """Back off before the next attempt on the first message of each run."""
+    async def _back_off(self, runs: Iterable[KeyRun], delay_ms: float, *, failed: bool = True) -> None:
+        """Back off before the next attempt on the first message of each run; `failed`: the last one counts."""
         await self._attempts.sleep(delay_ms)
         for run in runs:
             run.waited_ms += delay_ms
-            run.attempt += 1
+            run.attempt += failed
 
     # --- Outcomes ---
 

@@ -15,6 +15,8 @@ from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import NO_EFFECTS, Outcome
+from millstream.handlers.limits import Share
+from millstream.model import Message
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -191,7 +193,19 @@ class AsyncRunner(_Start):
         elif delivery.lease is None:
             outcome = await self._steps.run_async(message)
         else:
-            outcome = self._steps.canceled(delivery) or await self._steps.run_async(message, delivery.lease.state)
+            outcome = self._steps.canceled(delivery) or await self._run_leased(delivery, message, delivery.lease.state)
             self._steps.cancel_rest(delivery, outcome)
         self._finish(delivery)
         return outcome
+
+    async def _run_leased(self, delivery: Delivery, message: Message, state: bytes) -> Outcome:
+        if self._permits is None:
+            return await self._steps.run_async(message, state)
+        # In threads, so that the loop does not wait for Redis: the other runs go on.
+        permit = await asyncio.to_thread(self._permits.take, delivery, message)
+        if not isinstance(permit, Share):
+            return permit
+        try:
+            return await self._steps.run_async(message, state)
+        finally:
+            await asyncio.to_thread(self._permits.give_back, delivery, permit)

@@ -16,6 +16,7 @@ from millstream.handlers.live_traceback import live_traceback
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.running.run_permits import RunPermits
 
 
 class Runner(Protocol):
@@ -48,6 +49,7 @@ class _Start:
         self._in_flight = in_flight
         self._loop_metrics = loop_metrics
         self._clock = clock
+        self._permits = RunPermits.of(steps.handler)
 
     def _start(self, delivery: Delivery, *, ignore_gate: bool = False) -> bool | None:
         starts = self._in_flight.start(delivery, self._clock.monotonic_ms(), ignore_gate=ignore_gate)

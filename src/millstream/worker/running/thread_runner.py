@@ -9,6 +9,8 @@ from typing import NamedTuple
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import NO_EFFECTS, Outcome
+from millstream.handlers.limits import Share
+from millstream.model import Message
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -167,7 +169,18 @@ class ThreadRunner(_Start):
         elif delivery.lease is None:
             outcome = self._steps.run(message)
         else:
-            outcome = self._steps.canceled(delivery) or self._steps.run(message, delivery.lease.state)
+            outcome = self._steps.canceled(delivery) or self._run_leased(delivery, message, delivery.lease.state)
             self._steps.cancel_rest(delivery, outcome)
         self._finish(delivery)
         return outcome
+
+    def _run_leased(self, delivery: Delivery, message: Message, state: bytes) -> Outcome:
+        if self._permits is None:
+            return self._steps.run(message, state)
+        permit = self._permits.take(delivery, message)
+        if not isinstance(permit, Share):
+            return permit
+        try:
+            return self._steps.run(message, state)
+        finally:
+            self._permits.give_back(delivery, permit)

@@ -114,7 +114,9 @@ class KeyCommitter(Committer):
         if outcome.halted:
             return outcome
         last, result = runs[-1]
-        if isinstance(result, RetryLater):
+        if isinstance(result, RetryLater) and result.limited is not None:
+            outcome.release = LeaseRelease(lease, "limit", result.limited)
+        elif isinstance(result, RetryLater):
             outcome.delay_ms = self._steps.retry(last, result)
             error = LastError.of(result, self._steps.handler.retry).pack()
             failed = result.failed_attempts(last.attempt)
@@ -181,11 +183,12 @@ class KeyCommitter(Committer):
         releases = [one.release for one in outcomes if one.release is not None]
         if releases:
             self._loop_metrics.count_retried(sum(release.mode == "backoff" for release in releases))
+            self._loop_metrics.count_limited(sum(release.mode == "limit" for release in releases))
             self._loop_metrics.count_parked(sum(release.mode == "park" for release in releases))
             for lease in self._retry_while_unavailable(lambda: stream.release_leases(releases)):
                 self._drop_lost(lease)
             for one in outcomes:
-                if one.release is not None and not one.lease.expired:
+                if one.release is not None and one.release.mode != "limit" and not one.lease.expired:
                     delivery, result = one.runs[-1]
                     assert isinstance(result, (RetryLater, Parked))
                     self._steps.log_failure(delivery, result, one.delay_ms)

@@ -4,8 +4,9 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers, then for each key queue:
 --         name, its expected offset ('' = none), or 'queue' if its first entry was run from it
---         'append' (behind others of its key), 'backoff' (until its next attempt) or 'park' (until an operator acts)
---         milliseconds from now, for 'backoff'; the reason, for 'park'; else ''
+--         'append' (behind others of its key), 'backoff' (until its next attempt), 'limit' (until it may ask for
+--         a permit again) or 'park' (until an operator acts)
+--         milliseconds from now, for 'backoff'; the value of the limit's field, for 'limit'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, or ''
 --         why the last one failed: a line, then the traceback; or ''
 --         number of ids, the ids: all entries of the key in the batch from the first deferred one on ('queue': the first)
@@ -20,6 +21,7 @@
 -- include ids
 -- include key_queues
 -- include failed_attempts
+-- include limited_queues
 -- include group_state
 
 local group = ARGV[2]
@@ -54,6 +56,8 @@ local function back_off_or_park(name, how, detail, head, failed, last_error)
   if redis.call('HEXISTS', PARKED, name) == 1 then return end
   if how == 'park' then
     redis.call('HSET', PARKED, name, now .. ' ' .. detail)
+  elseif how == 'limit' then
+    redis.call('ZADD', BACKOFF, due_of_limited(detail, name, now), name)
   else
     redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
   end

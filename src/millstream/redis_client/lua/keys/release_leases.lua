@@ -4,9 +4,10 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group, then for each queue:
 --         name, lease token, number of its entries that the worker has claimed and not committed
---         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off), 'park', or
---         'move' (its one entry belongs into another queue)
---         milliseconds from now, for 'backoff'; the reason, for 'park'; the other queue's name, for 'move'; else ''
+--         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off), 'limit'
+--         (backing off until it may ask for a permit again), 'park', or 'move' (its one entry belongs into another queue)
+--         milliseconds from now, for 'backoff'; the value of the limit's field, for 'limit'; the reason, for 'park'; the
+--         other queue's name, for 'move'; else ''
 --         number of failed attempts on its first entry, '' if it was not attempted
 --         why the last one failed: a line, then the traceback; '' if that is not known
 -- REPLY lease tokens that held their queue no longer, of which nothing was changed
@@ -20,6 +21,7 @@
 -- include key_queues
 -- include queue_insert
 -- include failed_attempts
+-- include limited_queues
 
 local group = ARGV[2]
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
@@ -47,6 +49,9 @@ for i = 3, #ARGV, 7 do
       elseif how == 'backoff' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
         ready = ready + 1 -- not yet, but a notified worker learns when
+      elseif how == 'limit' and redis.call('HEXISTS', PARKED, name) == 0 then
+        redis.call('ZADD', BACKOFF, due_of_limited(detail, name, now), name)
+        ready = ready + 1
       elseif make_ready(name, how == 'return') then
         ready = ready + 1
       end

@@ -1,0 +1,62 @@
+"""Permits of a handler's limit: a message takes one before it runs, and returns it after.
+
+Both engines ask at the same place, right before an attempt. Redis holds the limit (`keys/take_permit`): it refuses the
+permit, and times when the key queue of the message may ask again. Until then the key backs off, as after a failed attempt
+but without one. A permit that is not returned ends with the worker's lease, or a minute after the time limit of a task's
+attempt.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.delivery.commit_store import CommitStore
+from millstream.handlers.handler import Handler
+from millstream.handlers.limits import Share, share_of
+from millstream.model import Limit, Message
+from millstream.redis_client.scripts import Script
+
+TAKE_PERMIT = Script("keys/take_permit")
+RETURN_PERMIT = Script("keys/return_permit")
+
+_GRACE_MS: Final = 60_000
+"""How long after its time limit an attempt may still run: less than this, or its process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permits:
+    """Takes and returns the permits of one limit; `hold_ms`: after so many milliseconds no run is left."""
+
+    limit: Limit
+    hold_ms: float
+
+    @classmethod
+    def of(cls, handler: Handler) -> "Permits | None":
+        """Return those of a handler; None if it has no limit of single messages."""
+        return None if handler.limit is None else cls(handler.limit, handler.time_limit_ms + _GRACE_MS)
+
+    def share_of(self, message: Message) -> Share:
+        """Return what a message takes of the limit. Raises DecodeError if its cost is no cost."""
+        return share_of(self.limit, message.pairs)
+
+    def take(
+        self, store: CommitStore, stream: str, queue: bytes, share: Share, holder: bytes, *, leased: bool = False
+    ) -> float:
+        """Take a permit for the first message of a key queue; return 0, or after how many milliseconds to ask again.
+
+        `holder`: no other run has it. `leased`: the permit ends with the worker's lease of the queue. Raises StaleOwner
+        if a newer run has begun, RedisError. A call that is repeated takes one permit.
+        """
+        takes_ms = "" if share.takes_ms is None else share.takes_ms
+        longest_ms = max(self.limit.period_ms, share.takes_ms or 0.0) if self.limit.rate is not None else 0
+        rate = (takes_ms, longest_ms)
+        args = (store.token, queue, share.value, self._at_once, *rate, holder, int(leased) or "", int(self.hold_ms))
+        return float(store.run_script(TAKE_PERMIT, stream, args))
+
+    def give_back(self, store: CommitStore, stream: str, share: Share, holder: bytes) -> None:
+        """Return a permit, and wake the key queues that wait for it. Raises RedisError. May be repeated."""
+        if self.limit.at_once is not None:
+            store.run_script(RETURN_PERMIT, stream, (share.value, self._at_once, holder))
+
+    @property
+    def _at_once(self) -> int | str:
+        return "" if self.limit.at_once is None else self.limit.at_once

@@ -1,0 +1,50 @@
+"""RunPermits: a runner takes a permit of the handler's limit for each message before it runs, and returns it after."""
+
+import logging
+
+from millstream.delivery.keyed_stream import lease_of
+from millstream.delivery.permits import Permits
+from millstream.delivery.reliable_stream import Delivery
+from millstream.errors import DecodeError, OutOfMemory, StaleOwner, Unavailable
+from millstream.handlers.attempt import DeadLettered, RetryLater
+from millstream.handlers.handler import Handler
+from millstream.handlers.limits import Share
+from millstream.model import Message
+
+logger = logging.getLogger(__name__)
+
+_RETRY_MS = 1_000.0
+
+
+class RunPermits:
+    """Takes and returns the permits of one handler with a limit; any thread may call it. A call is one round trip."""
+
+    def __init__(self, permits: Permits) -> None:
+        self._permits = permits
+
+    @classmethod
+    def of(cls, handler: Handler) -> "RunPermits | None":
+        """Return those of a handler; None if it has no limit of single messages."""
+        permits = Permits.of(handler)
+        return None if permits is None else cls(permits)
+
+    def take(self, delivery: Delivery, message: Message) -> Share | RetryLater | DeadLettered:
+        """Take a permit for a message; return its share if it may run, else the outcome of the message."""
+        try:
+            share = self._permits.share_of(message)
+        except DecodeError as error:
+            return DeadLettered("undecodable", str(error))
+        try:
+            wait_ms = lease_of(delivery).stream.take_permit(delivery, self._permits, share)
+        # Waits as if it was refused: the release of its lease is repeated until Redis answers, or raises the error.
+        except (OutOfMemory, StaleOwner, Unavailable) as error:
+            logger.debug("no permit for %s of %s: %s; retrying", delivery.id.decode(), message.stream, error)
+            wait_ms = _RETRY_MS
+        return share if wait_ms == 0 else RetryLater(wait_ms, "the limit is reached", limited=share.value)
+
+    def give_back(self, delivery: Delivery, share: Share) -> None:
+        """Return the permit of a message whose run is over. If Redis does not answer, it ends with the lease."""
+        try:
+            lease_of(delivery).stream.return_permit(delivery, self._permits, share)
+        except (OutOfMemory, Unavailable) as error:
+            logger.debug("permit of %s not returned: %s; it ends with its lease", delivery.id.decode(), error)
