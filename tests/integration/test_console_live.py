@@ -9,9 +9,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import pytest
 from starlette.requests import Request
 
+from millstream.admin.audit_log import AuditLog
 from millstream.admin.figure_history import STEP_MS, FigureHistory, read_sample
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
@@ -43,6 +45,7 @@ RENEWAL = {RENEWAL_HEADER: "1"}
 LIVE = (
     *("/", "/handler?name=shop.pay", "/letters?handler=shop.pay", "/streams", "/stream?name=orders"),
     *("/group?stream=orders&group=readers", "/workers", "/queries", "/delayed", "/delayed?stream=orders"),
+    *(f"/key?handler=shop.pay&stream=orders&key=parked+{SECRET}", "/redis", "/audit"),
 )
 HOUR_MS = 3_600_000.0
 
@@ -119,7 +122,9 @@ def test_a_renewal_takes_the_level_of_its_page_and_shows_no_more(filled: Client,
             assert browser.log_in(level).status == 200
             found = {path: browser.get(path, **RENEWAL) for path in LIVE}
             refused = [path for path, one in found.items() if one.status != 200]
-            assert refused == (["/letters?handler=shop.pay"] if level == "figures" else [])
+            assert {urlsplit(path).path for path in refused} == (
+                {"/letters", "/key", "/audit"} if level == "figures" else set()
+            )
             assert (sum(SECRET in one.html for one in found.values()) > 0) == (level == "payloads")
             assert not {action for one in found.values() for action in one.actions} - {"/letters/export"}
 
@@ -280,6 +285,29 @@ def test_a_renewal_leaves_what_was_done_and_all_that_the_page_shows_beside_it(
     await_true(browser, f"{unread} !== {before!r}")
     texts = "['The handler goes on.', 'The command: '].map(one => document.body.innerText.includes(one))"
     assert browser.run(texts) == [True, True]
+
+
+def test_an_open_page_of_a_key_shows_its_state_of_now_and_keeps_a_reason_that_is_half_written(
+    started: ServiceProcess, browser: Browser, filled: Client
+) -> None:
+    visit(browser, f"{started.url}/key?handler=shop.pay&stream=orders&key=failing+{SECRET}")
+    browser.run("document.getElementById('reason-orders').focus(); window.focused = document.activeElement; 0")
+    browser.command("Input.insertText", text="half a r")
+    filled.execute("HSET", KEYS.state, f"failing {SECRET}", msgspec.msgpack.encode({"count": "of now"}))
+    await_text(browser, "of now")
+    assert browser.run("document.activeElement === window.focused && window.focused.value") == "half a r"
+
+
+def test_an_open_audit_shows_a_new_action_above_the_others(
+    started: ServiceProcess, browser: Browser, filled: Client
+) -> None:
+    visit(browser, f"{started.url}/audit")
+    browser.run("window.known = document.querySelector('tbody tr'); 0")
+    with AuditLog(filled).action(by="bob", action="key unpark", about={"key": SECRET}):
+        pass
+    await_true(browser, "document.body.innerText.includes('bob')")
+    newest = "document.querySelector('tbody tr')"
+    assert browser.run(f"[{newest}.cells[1].innerText, {newest}.nextElementSibling === window.known]") == ["bob", True]
 
 
 def test_dead_letters_that_are_ticked_stay_as_they_are_and_the_figures_around_them_do_not(

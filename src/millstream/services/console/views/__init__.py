@@ -23,7 +23,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/handler/resume", method="POST", level=Level.OPERATE, view=handlers.resume),
     Page(path="/handler/rate", method="POST", level=Level.OPERATE, view=handlers.rate),
     Page(path="/handler/rate/clear", method="POST", level=Level.OPERATE, view=handlers.clear_rate),
-    Page(path="/key", level=Level.PAYLOADS, view=keys.key),
+    Page(path="/key", level=Level.PAYLOADS, view=keys.key, is_live=True),
     Page(path="/key/park", method="POST", level=Level.OPERATE, view=keys.park),
     Page(path="/key/unpark", method="POST", level=Level.OPERATE, view=keys.unpark),
     Page(path="/key/skip", method="POST", level=Level.OPERATE, view=keys.skip),
@@ -45,7 +45,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/queries", level=Level.FIGURES, view=queries, is_live=True),
     Page(path="/delayed", level=Level.FIGURES, view=deployment.delayed, is_live=True),
     Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=deployment.cancel),
-    Page(path="/redis", level=Level.FIGURES, view=deployment.redis),
-    Page(path="/audit", level=Level.PAYLOADS, view=deployment.audit),
+    Page(path="/redis", level=Level.FIGURES, view=deployment.redis, is_live=True),
+    Page(path="/audit", level=Level.PAYLOADS, view=deployment.audit, is_live=True),
 )
 """All pages that need a viewer. `/login`, `/logout`, `/console.css`, `/console.js` and `/healthz` need none."""
